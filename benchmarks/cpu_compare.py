@@ -48,7 +48,7 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.models.config import spec_from_config
-from octavo.models.loading.loader import dummy_model, load_decoder
+from octavo.models.loading.loader import dummy_model, load_model
 from octavo.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def smollm2() -> Path:
     if not (folder / "config.json").exists():
         checkpoint = open_checkpoint(SMOLLM2)
         spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
-        model = load_decoder(checkpoint, spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
+        model = load_model(checkpoint, spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
         _save(folder, checkpoint.config | {"dtype": "bfloat16"}, {w.name: w.tensor for w in model.weights()})
     return folder
 
@@ -118,7 +118,7 @@ def qwen_gguf() -> Path:
     if path.exists():
         return path
     spec = spec_from_config(QWEN)
-    model = load_decoder(open_checkpoint(qwen()), spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
+    model = load_model(open_checkpoint(qwen()), spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
     writer = gguf.GGUFWriter(path.with_suffix(".part"), "qwen2")
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)

@@ -1,4 +1,4 @@
-"""Plant every known bug, one at a time, and see the tests notice it.
+"""Mutation test: plant every known bug, one at a time, and check that a test fails.
 
     python scripts/mutants.py [--only TEXT] [--seconds 20] [--jobs 2]
 
@@ -28,19 +28,19 @@ sys.path.insert(0, str(ROOT))
 
 from tests.proof.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
 
-# The quickest to notice most first. The rest of tests/core is random workloads and small worlds: those come as `hunt`.
+# The fastest and most sensitive first. The rest of tests/core is random workloads and small worlds: `hunt` runs them.
 FILES = "rules memory_rules scheduling_rules corrupt_blocks fairness policy pins paper_figures requests events"
 DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
 PROOF = ("__init__", "oracle", "workloads")
 TEST_TIMEOUT_S = 120
-"""A mutant that makes the tests hang is noticed, too."""
+"""A mutant that makes the tests hang counts as killed."""
 
 
 class Verdict(NamedTuple):
     mutant: Mutant
     killer: str
-    """The first test, or the workload's seed and what went wrong; "" for a survivor."""
+    """The first failing test, or the workload's seed and its error; "" for a survivor."""
     time_s: float
 
     @property
@@ -53,7 +53,7 @@ def path_of(mutant: Mutant, root: Path) -> Path:
 
 
 def stale(mutants: list[Mutant]) -> list[str]:
-    """What is wrong with the table itself."""
+    """Return the errors of the table itself."""
     wrong = []
     for mutant in mutants:
         count = path_of(mutant, ROOT).read_text().count(mutant.old)
@@ -64,7 +64,7 @@ def stale(mutants: list[Mutant]) -> list[str]:
 
 
 class Copy:
-    """A copy of what the core's tests need, to plant bugs in."""
+    """A copy of the files that the core's tests need, to plant bugs in."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
@@ -82,7 +82,7 @@ class Copy:
         self._clock = time.time()
 
     def write(self, path: Path, text: str) -> None:
-        """A later time than any before, whatever the clock says: compiled files are told apart by it."""
+        """Set a later mtime than any before, since Python recognizes stale compiled files by it."""
         path.write_text(text)
         self._clock += 2
         os.utime(path, (self._clock, self._clock))
@@ -97,7 +97,7 @@ class Copy:
         return done.returncode, done.stdout + done.stderr
 
     def first_failure(self, seconds: float) -> str:
-        """The first test or workload to fail, "" when none does."""
+        """Return the first failing test or workload, "" if none fails."""
         for tests in (DIRECTED, MACHINE):
             options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--tb=no", *tests]
             code, output = self.python("-m", "pytest", *options, timeout_s=TEST_TIMEOUT_S)
@@ -144,7 +144,7 @@ def judge_all(mutants: list[Mutant], seconds: float, num_jobs: int) -> list[Verd
 
 
 def line(verdict: Verdict) -> str:
-    fate = verdict.killer or ("survives, as it must" if verdict.mutant.equivalent else "SURVIVES")
+    fate = verdict.killer or ("survives, as declared" if verdict.mutant.equivalent else "SURVIVES")
     if verdict.killer and verdict.mutant.equivalent:
         fate = f"KILLED THOUGH EQUIVALENT: {fate}"
     return f"{verdict.mutant.name:<60.60} {verdict.time_s:>6.1f} s  {fate}"
@@ -153,7 +153,7 @@ def line(verdict: Verdict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name has this text")
-    parser.add_argument("--seconds", type=float, default=20, help="of random workloads for those that the tests miss")
+    parser.add_argument("--seconds", type=float, default=20, help="of random workloads for mutants that the tests miss")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     if wrong := stale(MUTANTS):

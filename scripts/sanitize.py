@@ -1,11 +1,11 @@
-"""The kernel tests under NVIDIA's compute-sanitizer, in several processes at once: `make sanitize`, on a GPU machine.
+"""Runs the kernel tests under NVIDIA's compute-sanitizer in several processes: `make sanitize`, on a GPU machine.
 
     python scripts/sanitize.py [--tool memcheck|racecheck|synccheck|initcheck] [--processes N] [--timeout S] [-k WORD]
 
-Says how many tests passed, failed and were not reached within the time, and what was found; exits with 1 if there was a
-finding or a failure, with 2 if something was not reached. What was found is in sanitize-TOOL-N.log of the folder that
---logs names. Races between what Gluon itself does to start and to end a kernel's parts are counted apart, and are no
-failure (docs/gpu-kernels.md).
+Prints how many tests passed, failed and were not reached in time, and the number of findings. Exits with 1 for a
+finding or a failure, with 2 if a test was not reached. Findings are in sanitize-TOOL-N.log in the folder --logs. Races
+that Gluon itself causes at the start and end of a warp-specialized kernel are counted separately, and are no failure
+(docs/gpu-kernels.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KERNELS = ROOT / "src/octavo/kernels/triton"
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 FINDING = re.compile(r"========= (?:Invalid|Error:|Uninitialized|Barrier error)")
 RACE = re.compile(r"========= Error: (Race reported between .*\n(?:========= +and .*\n)*)")
-PLACE = re.compile(r" access at (\w+)\+0x[0-9a-f]+ in (\w+\.py):(\d+)")
+ACCESS = re.compile(r" access at (\w+)\+0x[0-9a-f]+ in (\w+\.py):(\d+)")
 
 
 def collect(word: str) -> list[str]:
@@ -39,20 +39,24 @@ def collect(word: str) -> list[str]:
 
 
 def num_findings(log: str) -> int:
-    """As the tool counts them; where it was cut short, as they stand there."""
+    """The number of findings in the tool's summary; if the log is cut short, the findings printed so far."""
     counted = SUMMARY.findall(log)
     return sum(int(a or b) for a, b in counted) if counted else len(FINDING.findall(log))
 
 
-def num_of_parts(log: str) -> int:
-    """Races all of whose accesses are what Gluon adds to a kernel with parts: it hands them their arguments through
-    shared memory, and the lines that this is said to stand in are the kernel's first and `warp_specialize`."""
-    races = [PLACE.findall(race) for race in RACE.findall(log)]
-    return sum(bool(race) and all(is_of_parts(file, name, int(line)) for name, file, line in race) for race in races)
+def num_ignored_races(log: str) -> int:
+    """Number of races whose accesses are all code that Gluon adds to a warp-specialized kernel. It passes arguments to
+    the partitions through shared memory; the log attributes this to the kernel's first line and the line of
+    `warp_specialize`."""
+    races = [ACCESS.findall(race) for race in RACE.findall(log)]
+    return sum(
+        bool(race) and all(is_warp_specialize_line(file, name, int(line)) for name, file, line in race)
+        for race in races
+    )
 
 
 @functools.cache
-def is_of_parts(file: str, name: str, line: int) -> bool:
+def is_warp_specialize_line(file: str, name: str, line: int) -> bool:
     path = next(KERNELS.rglob(file), None)  # file names are unique among the kernels
     for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8") if path else "")):
         if isinstance(kernel, ast.FunctionDef) and kernel.name == name:
@@ -63,7 +67,7 @@ def is_of_parts(file: str, name: str, line: int) -> bool:
 
 
 def outcomes(log: str, word: str) -> int:
-    """Tests of that outcome: it stands behind the name, or in a line of its own behind what was found meanwhile."""
+    """Number of tests with the outcome, which follows the test's name or stands on a line of its own after findings."""
     return len(re.findall(rf"\b{word} +\[ *\d+%\]", log))
 
 
@@ -73,14 +77,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S")
     parser.add_argument("--logs", type=Path, default=Path("."), metavar="FOLDER")
-    parser.add_argument("-k", dest="word", default="", metavar="WORD", help="only tests whose names have it")
+    parser.add_argument("-k", dest="word", default="", metavar="WORD", help="only tests whose names contain it")
     args = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
-        print("compute-sanitizer is not here: it comes with the CUDA toolkit", file=sys.stderr)
+        print("compute-sanitizer not found: install the CUDA toolkit", file=sys.stderr)
         return 1
     tests = collect(args.word)
     if not tests:
-        print(f"no tests: {TESTS} needs a GPU, and -k a word that occurs", file=sys.stderr)
+        print(f"no tests: {TESTS} needs a GPU, and -k a word that occurs in a test's name", file=sys.stderr)
         return 1
     args.logs.mkdir(parents=True, exist_ok=True)
     sanitizer = ["compute-sanitizer", "--tool", args.tool, "--print-limit", "100000", "--error-exitcode", "99"]
@@ -104,12 +108,12 @@ def main() -> int:
             process.wait()
     texts = [log.read_text(errors="replace") for _, log in running]
     passed, skipped, failed = (sum(outcomes(text, word) for text in texts) for word in ("PASSED", "SKIPPED", "FAILED"))
-    of_parts = sum(map(num_of_parts, texts))
-    found = sum(map(num_findings, texts)) - of_parts
+    num_ignored = sum(map(num_ignored_races, texts))
+    found = sum(map(num_findings, texts)) - num_ignored
     missing = len(tests) - passed - skipped - failed
     print(
         f"{args.tool}: {len(tests)} tests, {passed} passed, {skipped} skipped, {failed} failed, {missing} not reached; "
-        f"{found} findings" + (f", and {of_parts} of how Gluon starts and ends a kernel's parts" if of_parts else "")
+        f"{found} findings" + (f", and {num_ignored} ignored races of Gluon's" if num_ignored else "")
     )
     for line in sorted({line for text in texts for line in re.findall(r"^FAILED tests/.*", text, re.MULTILINE)}):
         print(line)

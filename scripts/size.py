@@ -1,7 +1,7 @@
-"""Lines of code per folder of src/octavo against a budget; fails when one is above it.
+"""Lines of code per folder of src/octavo against a budget; fails if a folder exceeds it.
 
-A line of code holds a token that is no comment and no docstring: a budget on explanations would be a reason to explain
-less. All lines stand in a column beside it. A budget may be raised, with a reason in the same commit.
+A line of code holds a token other than a comment or a docstring: a budget on explanations would be a reason to explain
+less. A second column counts all lines. A budget may be raised, with a reason in the same commit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BUDGETS: dict[str, int] = {
     "(top)": 620,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
     "core": 2240,  # blocks, prefix cache, scheduler, policy, events, snapshots
-    "checkpoint": 680,  # where a model's files are and what their headers say
+    "checkpoint": 680,  # finding a model's files, reading configuration and headers
     "engine": 2660,  # the step loop, outputs, beam search, and the engine process with its supervisor
     "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
@@ -53,7 +53,7 @@ class Size(NamedTuple):
 
 
 def size_of(path: Path) -> Size:
-    """One file's. In JavaScript only blank lines and lines of // are no code."""
+    """Size of one file. In JavaScript, blank lines and // comments do not count as code."""
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     if path.suffix in JAVASCRIPT:
@@ -63,14 +63,14 @@ def size_of(path: Path) -> Size:
         if token.type not in NO_CODE:
             code.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        # A string that stands alone: a docstring, or the description under an attribute.
+        # A string statement: a docstring, or the description of an attribute.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             code.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return Size(len(code), len(lines))
 
 
 def sizes(root: Path) -> dict[str, Size]:
-    """Per top-level folder of the package at `root`; its own modules are "(top)"; JavaScript stands apart."""
+    """Sizes by top-level folder of the package at `root`; its own modules are "(top)"; JavaScript is separate."""
     totals: dict[str, Size] = {}
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts

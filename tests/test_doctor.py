@@ -159,7 +159,7 @@ def test_graph_counts_equal_the_runner() -> None:
     assert [doctor.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
         len(decode_sizes(n) + cascade_sizes(n)) for n in (1, 4, 100, 256, 600)
     ]
-    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
+    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_PREFILL_GRAPHS
     assert (doctor.SPARE_BYTES, doctor.GRAPH_BYTES) == (runner_gpu.SPARE_BYTES, runner_gpu.GRAPH_BYTES)
 
 

@@ -124,6 +124,34 @@ def test_folders_are_small() -> None:
     assert not {folder: n for folder, n in counts.items() if n > MAX_FILES and folder not in ONE_FILE_EACH}
 
 
+COVERED_BY = {
+    "metadata.py": "reference/test_attention.py",
+    "row_state.py": "triton/sampling/test_step_inputs.py",
+    "reference/step.py": "triton/sampling/test_step_inputs.py",
+    "cpu/attention.py": "reference/test_attention.py",
+    "cpu/ops.py": "reference/test_norms.py",
+    "cpu/sampling.py": "reference/test_sampling.py",
+    "triton/launch.py": "triton/test_precompile.py",
+    "triton/rope.py": "triton/kv/test_write.py",
+    "triton/attention/common.py": "triton/attention/test_paged_attention.py",
+}
+"""Kernel files without a test file of their own -> the test file that covers them."""
+
+
+def test_kernel_tests_and_benchmarks_have_guessable_paths() -> None:
+    """kernels/a/b.py is tested by tests/kernels/a/test_b.py; tests and benchmarks are named after kernel files."""
+    kernels = {p.relative_to(PACKAGE / "kernels") for p in (PACKAGE / "kernels").rglob("*.py")}
+    kernels = {path for path in kernels if path.name != "__init__.py"}
+    folder = ROOT / "tests" / "kernels"
+    tests = {p.relative_to(folder).as_posix().replace("_compiled.py", ".py") for p in folder.rglob("test_*.py")}
+    missing = {str(path) for path in kernels if (path.parent / f"test_{path.name}").as_posix() not in tests}
+    assert missing == COVERED_BY.keys() and set(COVERED_BY.values()) <= tests
+    names = {path.name for path in kernels} | {"interpreter.py"}  # a check of Triton's interpreter
+    assert {Path(test).name.removeprefix("test_") for test in tests} <= names
+    benchmarks = (ROOT / "benchmarks" / "kernels").glob("bench_*.py")
+    assert {path.name.removeprefix("bench_") for path in benchmarks} <= names
+
+
 def test_blocks_are_called_blocks() -> None:
     """Neither "page" nor "slab", the words of other systems."""
     wrong = re.compile(r"\b(pages?|slabs?)\b|_(page|slab)s?\b|\b(page|slab)s?_", re.IGNORECASE)

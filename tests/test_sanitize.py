@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from scripts.sanitize import KERNELS, num_findings, num_of_parts, outcomes
+from scripts.sanitize import KERNELS, num_findings, num_ignored_races, outcomes
 
 KERNEL, FILE = "_qkv_hopper", "qkv_hopper.py"
 
@@ -30,7 +30,7 @@ def race(read: int, *written: int, file: str = FILE, name: str = KERNEL) -> str:
 
 
 @pytest.mark.parametrize(
-    ("report", "is_of_parts"),
+    ("report", "is_ignored"),
     [
         (race(BEGIN, BEGIN, PARTS), True),
         (race(BEGIN, BEGIN), True),
@@ -42,8 +42,8 @@ def race(read: int, *written: int, file: str = FILE, name: str = KERNEL) -> str:
         ("========= Error: Potential out-of-memory\n", False),
     ],
 )
-def test_races_of_warp_specialization_are_recognised(report: str, is_of_parts: bool) -> None:
-    assert num_of_parts("tests/x.py::test_a " + report) == is_of_parts
+def test_races_of_warp_specialization_are_recognised(report: str, is_ignored: bool) -> None:
+    assert num_ignored_races("tests/x.py::test_a " + report) == is_ignored
     assert num_findings("tests/x.py::test_a " + report) == 1
 
 
@@ -55,5 +55,5 @@ def test_log_is_counted() -> None:
         "FAILED tests/x.py::test_c - assert 1 == 2\n"
     )
     assert [outcomes(log, word) for word in ("PASSED", "SKIPPED", "FAILED")] == [2, 0, 1]
-    assert (num_findings(log), num_of_parts(log)) == (3, 2)
+    assert (num_findings(log), num_ignored_races(log)) == (3, 2)
     assert num_findings(log + "========= RACECHECK SUMMARY: 4 hazards displayed (4 errors, 0 warnings)\n") == 4

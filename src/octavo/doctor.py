@@ -31,7 +31,7 @@ CONTEXT_BYTES = 512 << 20
 """Estimated memory of the CUDA context on an otherwise empty GPU."""
 SPARE_BYTES = 256 << 20
 GRAPH_BYTES = 8 << 20
-NUM_CHUNK_GRAPHS = 17
+NUM_PREFILL_GRAPHS = 17
 """Equal to the values in `runner.memory.profile` and `runner.prefill_batch`, which import torch; a test compares
 them."""
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -134,13 +134,13 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     if gpu is not None and args.device == "cpu":
         raise ParameterError(f"device is cpu, but gpu is {gpu}; remove one of them", param="device")
-    machine = this_machine(args.device) if gpu is None else machine_with(gpu)
+    machine = detect_machine(args.device) if gpu is None else machine_with(gpu)
     args = args.resolved(machine.device)
     name = Path(args.model).name or args.model
     _check_quantization(args, machine)
 
     def plan(args: EngineArgs) -> MemoryBudget:
-        return _plan(args, spec, need_of(args, spec, checkpoint, machine), machine)
+        return _plan(args, spec, memory_needs(args, spec, checkpoint, machine), machine)
 
     problem, remedy, advice = None, cast("tuple[str, ...]", ()), ""
     budget: MemoryBudget | None
@@ -151,7 +151,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
         args, remedy, budget = next(_remedies(args, machine, spec, plan), (args, (), None))
         if budget is None:
             advice = _suggest_gpu(args, spec, checkpoint)
-    need = need_of(args, spec, checkpoint, machine)
+    need = memory_needs(args, spec, checkpoint, machine)
     at_once = _concurrency(budget, spec) if budget is not None else {}
     return Report(name, spec, machine, args, need, budget, problem, remedy, advice, at_once)
 
@@ -159,20 +159,21 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
 # -- memory needs ------------------------------------------------------------------------------------------------------
 
 
-def need_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: Machine) -> MemoryNeeds:
+def memory_needs(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: Machine) -> MemoryNeeds:
+    """The memory needs of a model on a machine, before its KV pool."""
     dtype = dtype_of(args, spec, checkpoint, machine.device)
     size = ITEMSIZE[dtype]
     activations = activation_bytes(args, spec, size)
     graphs = 0
     if machine.device == "cuda" and not args.enforce_eager:
-        graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_CHUNK_GRAPHS) * GRAPH_BYTES
+        graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     weights = weight_bytes(spec, size, int8=args.quantization == "int8")
     return MemoryNeeds(dtype, weights, activations, graphs, per_token)
 
 
 def dtype_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: str) -> str:
-    """What the engine would compute in; see `EngineArgs.dtype`."""
+    """The dtype in which the engine would compute; see `EngineArgs.dtype`."""
     if args.dtype != "auto":
         return args.dtype
     if device == "cpu":
@@ -214,7 +215,7 @@ def num_decode_graphs(max_rows: int) -> int:
 # -- machines ----------------------------------------------------------------------------------------------------------
 
 
-def this_machine(device: str) -> Machine:
+def detect_machine(device: str) -> Machine:
     """Detects the GPU with nvidia-smi. Raises `ParameterError` if device is cuda and none is found."""
     found = None if device == "cpu" else _nvidia_gpu()
     if found is None and device == "cuda":
@@ -332,7 +333,7 @@ def _suggest_gpu(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint) -> s
     for name in sorted(GPUS, key=lambda name: GPUS[name]):
         machine, gpu_args = machine_with(name), replace(args, quantization=None)
         try:
-            _plan(gpu_args, spec, need_of(gpu_args, spec, checkpoint, machine), machine)
+            _plan(gpu_args, spec, memory_needs(gpu_args, spec, checkpoint, machine), machine)
         except MemoryBudgetError:
             continue
         return f"no flag makes it fit here; one {name} holds it"

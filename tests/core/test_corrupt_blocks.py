@@ -1,4 +1,4 @@
-"""Swapped blocks that come back corrupt: their request is recomputed, and so is every request that began with them."""
+"""Corrupt swapped blocks: their request is recomputed, and so is every request that began with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: 
 
 
 def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
-    """Flip bits in its host block of that index."""
+    """Flip bits in the host block at this index of its table."""
     block = request.sequences[0].block_ids[index]
     assert block > 0
     lab.oracle.corrupt_block(block, 0)
@@ -31,23 +31,23 @@ def test_a_corrupt_block_is_recomputed_and_counted() -> None:
     request = swapped(lab, "A", [1, 2, 3, 4, 5], 6)
     corrupt(lab, request)
     lab.run()
-    assert lab.told(ev.Corrupt) == [ev.Corrupt("A", 1)]
-    assert [e for e in lab.told(ev.Recomputed) if isinstance(e, ev.Recomputed)] == [
-        ev.Recomputed("A", lab.told(ev.Recomputed)[0].step, "corrupt")  # type: ignore[attr-defined]
+    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("A", 1)]
+    assert [e for e in lab.emitted(ev.Recomputed) if isinstance(e, ev.Recomputed)] == [
+        ev.Recomputed("A", lab.emitted(ev.Recomputed)[0].step, "corrupt")  # type: ignore[attr-defined]
     ]
     assert lab.cache.stats().num_corrupt == 1
     assert lab.oracle.counts["blocks corrupt"] == 1
 
 
-def test_a_block_that_is_as_it_was_is_not_recomputed() -> None:
+def test_an_intact_swapped_block_is_not_recomputed() -> None:
     lab = Lab(8, host=8, policy=SWAP)
     swapped(lab, "A", [1, 2, 3, 4, 5], 6)
     lab.run()
-    assert lab.cache.num_swapped_in > 0 and not lab.told(ev.Corrupt, ev.Recomputed)
+    assert lab.cache.num_swapped_in > 0 and not lab.emitted(ev.Corrupt, ev.Recomputed)
 
 
 def returning(lab: Lab, request: Request) -> StepPlan:
-    """The plan that brings it back; those before it have landed."""
+    """Complete the plans in flight and return the plan that swaps the request in."""
     while True:
         plan = lab.plan()
         if plan.swap_ins:
@@ -56,7 +56,7 @@ def returning(lab: Lab, request: Request) -> StepPlan:
         lab.land()
 
 
-def test_tokens_computed_from_a_corrupt_block_are_dropped_also_those_in_flight() -> None:
+def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     request = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -70,7 +70,7 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_also_those_in_flight()
     lab.land()
     assert request.status is Status.WAITING and not request.num_pending and not lab.cache.swap_space.num_used
     assert len(request.sequences[0].token_ids) == known
-    lab.plan()  # it begins anew while a void result of it is still in flight
+    lab.plan()  # it resumes while a void result of it is still in flight
     assert request.status is Status.RUNNING and request.num_pending == 1
     lab.land()
     assert len(request.sequences[0].token_ids) == known and request.num_pending == 1
@@ -84,7 +84,7 @@ def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
 
 
 def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
-    """A's block is sealed anew by the plan that brings it back, and B finds it before anyone knows what is in it."""
+    """The plan that swaps A's block in seals it again, and B finds it before the corruption is reported."""
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     c = lab.add("C", [7, 8], 9)
@@ -97,12 +97,12 @@ def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
     assert b.num_cached_tokens == 4 and b.status is c.status is Status.RUNNING
     lab.land()
     assert a.status is b.status is Status.WAITING and c.status is Status.RUNNING
-    assert [e.request_id for e in lab.told(ev.Corrupt)] == ["A"]  # type: ignore[attr-defined]
-    assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A", "B"]  # type: ignore[attr-defined]
+    assert [e.request_id for e in lab.emitted(ev.Corrupt)] == ["A"]  # type: ignore[attr-defined]
+    assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A", "B"]  # type: ignore[attr-defined]
     lab.run(depth=2)
 
 
-def test_a_corrupt_block_is_found_by_nobody() -> None:
+def test_a_corrupt_block_leaves_the_index() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     lab.step()
@@ -113,37 +113,37 @@ def test_a_corrupt_block_is_found_by_nobody() -> None:
     lab.abort("A")  # its blocks are cached
     lab.land()
     assert lab.pool.num_indexed == 0 and lab.cache.num_corrupt == 1
-    assert not lab.told(ev.Corrupt)  # there is nothing left to recompute
+    assert not lab.emitted(ev.Corrupt)  # there is nothing left to recompute
     b = lab.add("B", [1, 2, 3, 4, 6], 5)
     lab.run()
     assert b.num_cached_tokens == 0
 
 
-def test_a_request_beside_a_corrupt_block_seals_anew_and_goes_on() -> None:
+def test_a_request_with_intact_blocks_seals_again_and_continues() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     c = lab.add("C", [7, 8, 6], 9)
     lab.step()
     d = lab.add("D", [7, 8, 5], 9)
     lab.step()
-    assert d.num_cached_tokens == 2  # it began with a block, but one that was sealed before
+    assert d.num_cached_tokens == 2  # its prefix block was sealed before
     out_and_corrupt(lab, a)
     returning(lab, a)
     while lab.flight:
         lab.land()
     assert c.status is Status.RUNNING and c.num_preemptions == 0
     lab.run()
-    assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
+    assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
 
 
-def test_a_request_beside_a_corrupt_block_seals_nothing_that_it_gave_up() -> None:
-    """C seals a block and gives it up behind its attention window before A is known to have a corrupt block."""
+def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
+    """C seals a block and drops it from its attention window before A's corrupt block is reported."""
     lab = Lab(40, 1, host=40, rows=2, policy=SWAP, attention_window=2)
     a, c = lab.add("A", [1, 2, 3], 9), lab.add("C", [7, 8, 6], 12)
     lab.step()
     lab.step()
     out_and_corrupt(lab, a, -1)
-    lab.scheduler.num_rows_taken += 1  # as if another request had the row: A comes back a step later
+    lab.scheduler.num_rows_taken += 1  # as if another request had the row: A is swapped in a step later
     first = lab.scheduler.schedule()
     lab.flight.append((first, lab.oracle.submit(first)))
     lab.scheduler.num_rows_taken -= 1
@@ -160,7 +160,7 @@ def test_a_request_beside_a_corrupt_block_seals_nothing_that_it_gave_up() -> Non
     lab.run(depth=2)
 
 
-def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
+def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [5, 6, 7, 8, 9], 9)
     lab.step()
@@ -172,22 +172,22 @@ def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
     assert b in plan.swapped_requests
     lab.land()
     assert a.status is Status.RUNNING and b.status is Status.WAITING
-    assert lab.told(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
+    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
     lab.run()
 
 
-def test_a_block_shared_by_samples_is_one_block() -> None:
+def test_a_corrupt_block_shared_by_samples_counts_once() -> None:
     lab = Lab(30, host=30, policy=SWAP)
     request = lab.add("A", [1, 2, 3, 4, 5], 9, width=3)
     lab.step()
     lab.step()
     out_and_corrupt(lab, request)
     lab.run()
-    assert lab.told(ev.Corrupt) == [ev.Corrupt("A", 1)]
+    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("A", 1)]
     assert lab.cache.num_corrupt == 1
 
 
-def test_a_step_that_fails_behind_a_corrupt_block_takes_back_no_result_twice() -> None:
+def test_a_failed_step_after_a_corrupt_block_discards_results_once() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -201,7 +201,7 @@ def test_a_step_that_fails_behind_a_corrupt_block_takes_back_no_result_twice() -
     lab.run()
 
 
-def test_an_error_that_comes_of_a_corrupt_block_fails_nobody() -> None:
+def test_an_error_caused_by_a_corrupt_block_fails_no_request() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -214,7 +214,7 @@ def test_an_error_that_comes_of_a_corrupt_block_fails_nobody() -> None:
     assert not a.error
 
 
-def test_what_is_dropped_of_a_result() -> None:
+def test_drop_removes_every_part_of_a_slices_result() -> None:
     entry = TokenLogprobs(0.0, 1, [], [])
     result = StepResult([[1], [2]], {0: "a", 1: "b"}, {0: [entry], 1: [entry]}, {0: (1, [entry])})
     result.drop({0})

@@ -1,4 +1,4 @@
-"""The event stream: who is called, when, and that nothing is built for nobody."""
+"""The event stream: order of calls, and that events are built only for listeners."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from octavo.core.events import EventStream
 from tests.core.lab import Lab
 
 
-def test_listeners_are_called_in_the_order_in_which_they_came() -> None:
+def test_listeners_are_called_in_order_of_subscription() -> None:
     stream, seen = EventStream(), []
     stream.subscribe(lambda e: seen.append(("first", e)))
     stream.subscribe(lambda e: seen.append(("second", e)), blocks=True)
@@ -17,7 +17,7 @@ def test_listeners_are_called_in_the_order_in_which_they_came() -> None:
     assert seen == [("first", event), ("second", event), ("second", block)]
 
 
-def test_flags_say_whether_anybody_listens() -> None:
+def test_flags_show_whether_there_are_listeners() -> None:
     stream = EventStream()
     flags = [(stream.active, stream.blocks)]
     stop_requests = stream.subscribe(lambda _: None)
@@ -44,7 +44,7 @@ def test_unsubscribing_twice_leaves_others_alone() -> None:
     assert seen == [] and other == [ev.SwapLost("A"), ev.Allocated(1)]
 
 
-def test_blocks_events_are_built_only_for_those_who_asked() -> None:
+def test_block_events_are_built_only_for_their_listeners() -> None:
     lab = Lab(8, listen=False)
     seen: list[ev.Event] = []
     lab.cache.events.subscribe(seen.append)
@@ -53,11 +53,11 @@ def test_blocks_events_are_built_only_for_those_who_asked() -> None:
     assert {type(e) for e in seen} == {ev.Arrived, ev.Admitted, ev.Step, ev.Finished}
 
 
-def test_tables_are_told_with_their_sequence() -> None:
+def test_table_events_carry_their_sequence() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3], 3, width=2)
     lab.run()
-    tables = lab.told(ev.TableChanged)
+    tables = lab.emitted(ev.TableChanged)
     assert tables[0] == ev.TableChanged("A", 0, 0, 0, (1, 2))
     assert {(e.sequence_index, e.row) for e in tables} == {(0, 0), (1, 1)}
 
@@ -66,6 +66,6 @@ def test_sealed_events_carry_the_content() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3, 4], 1)
     lab.run()
-    first, second = lab.told(ev.Sealed)
+    first, second = lab.emitted(ev.Sealed)
     assert first == ev.Sealed(1, 1, 0, lab.requests["A"].prompt_token_ids[:2].tobytes())
     assert (second.block_id, second.seal_id, second.parent_id) == (2, 2, 1)

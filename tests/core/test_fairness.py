@@ -1,4 +1,4 @@
-"""Tenants share steps, long prompts let short ones pass, and the prompts of one call let others pass."""
+"""Fairness: tenants share steps, long prefills let short ones pass, and prompts of one call let other requests pass."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def prompt(length: int, first: int = 0) -> list[int]:
 # -- long prompts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_takes_a_part_of_a_step() -> None:
+def test_a_long_prefill_takes_part_of_a_step() -> None:
     lab = Lab(100, budget=16, policy=long_prompts(4))
     lab.add("long", prompt(10), 2)
     assert [slices(lab.step()) for _ in range(3)] == [{"long": 4}, {"long": 4}, {"long": 2}]
     lab.run()
 
 
-def test_a_short_prompt_computes_beside_a_long_one() -> None:
+def test_a_short_prefill_runs_with_a_long_one() -> None:
     lab = Lab(100, budget=16, policy=long_prompts(4))
     lab.add("long", prompt(40), 2)
     lab.step()
@@ -53,24 +53,24 @@ def test_a_short_prompt_computes_beside_a_long_one() -> None:
     lab.run()
 
 
-def test_the_next_long_prompt_waits_and_short_ones_pass_it() -> None:
+def test_the_next_long_prefill_waits_and_short_ones_pass_it() -> None:
     lab = Lab(100, budget=16, policy=long_prompts(4))
     lab.add("long", prompt(9), 1)
     lab.add("next", prompt(8, 1), 1)
     lab.add("short", prompt(3, 2), 1)
     lab.add("later", prompt(9, 3), 1)
     assert slices(lab.step()) == {"long": 4, "short": 3}
-    assert lab.told(ev.Waiting) == [
+    assert lab.emitted(ev.Waiting) == [
         ev.Waiting("next", "long prefill", 8, 0, 0),
         ev.Waiting("later", "long prefill", 9, 0, 0),
     ]
     assert slices(lab.step()) == {"long": 4}
-    assert slices(lab.step()) == {"long": 1, "next": 4}  # of the first so little is due that it is long no more
+    assert slices(lab.step()) == {"long": 1, "next": 4}  # the first is no longer long: few positions are due
     lab.run()
     assert lab.finished == ["short", "long", "next", "later"]
 
 
-def test_so_many_long_prompts_compute_at_a_time() -> None:
+def test_max_long_partial_prefills_run_at_a_time() -> None:
     lab = Lab(100, budget=16, policy=long_prompts(2, at_a_time=2))
     for i in range(3):
         lab.add(f"r{i}", prompt(6, i), 1)
@@ -78,8 +78,8 @@ def test_so_many_long_prompts_compute_at_a_time() -> None:
     lab.run()
 
 
-def test_a_long_prompt_that_lost_its_place_lets_an_earlier_one_go_first() -> None:
-    """Two of a tenant run: one came back from the host in the middle of its prompt."""
+def test_a_swapped_in_long_prefill_lets_an_earlier_one_run_first() -> None:
+    """Two requests of a tenant run: one was swapped in during its prefill."""
     lab = Lab(12, host=12, budget=8, rows=4, policy=Policy(mode=SWAP.mode, long_prefill_token_threshold=4))
     lab.add("A", prompt(12), 4)
     lab.add("B", prompt(8, 1), 4)
@@ -89,7 +89,7 @@ def test_a_long_prompt_that_lost_its_place_lets_an_earlier_one_go_first() -> Non
     lab.run()
 
 
-def test_a_cached_beginning_is_not_due() -> None:
+def test_a_cached_prefix_is_not_due() -> None:
     lab = Lab(100, budget=32, policy=long_prompts(4))
     lab.add("first", prompt(12), 1)
     lab.run()
@@ -115,7 +115,7 @@ def test_a_lookup_is_made_once_while_a_long_prompt_waits() -> None:
 # -- the prompts of one call -------------------------------------------------------------------------------------------
 
 
-def test_a_later_prompt_passes_those_of_one_call() -> None:
+def test_a_later_request_passes_prompts_of_one_call() -> None:
     lab = Lab(400, budget=4, rows=4)
     for i in range(12):
         lab.add(f"call-{i}", prompt(4, i), 1, index_in_call=i)
@@ -125,7 +125,7 @@ def test_a_later_prompt_passes_those_of_one_call() -> None:
     assert sorted(lab.finished[2:], key=lambda n: int(n.split("-")[1])) == [f"call-{i}" for i in range(1, 12)]
 
 
-def test_a_prompt_of_a_call_is_overtaken_by_a_bounded_number() -> None:
+def test_prompts_of_a_call_are_overtaken_by_a_bounded_number() -> None:
     last, policy = make("last", [1], 1, index_in_call=2), Policy()
     place = policy.order(last, 5)
     assert policy.order(make("a", [1], 1), 5 + 2 * ARRIVALS_PER_INDEX - 1) < place
@@ -158,12 +158,12 @@ def run_two(seed: int, budget: int, *, longest: int = 0) -> int:
 
 
 @pytest.mark.parametrize("budget", [*(pytest.param(n, marks=pytest.mark.proof) for n in (8, 16)), 40])
-def test_what_two_backlogged_tenants_are_served_differs_by_a_step_at_most(budget: int) -> None:
-    """However their prompts are cut: one sends few long ones, the other many short ones."""
+def test_service_of_two_backlogged_tenants_differs_by_at_most_a_step(budget: int) -> None:
+    """One tenant sends few long prompts, the other many short ones."""
     assert max(run_two(seed, budget) for seed in range(3)) <= budget
 
 
-def test_a_newcomer_has_its_share_of_the_very_next_step() -> None:
+def test_a_new_tenant_has_its_share_of_the_next_step() -> None:
     lab = Lab(400, budget=16, rows=16)
     for i in range(20):
         lab.add(f"crowd-{i}", prompt(30, i), 1, tenant=0)
@@ -174,21 +174,21 @@ def test_a_newcomer_has_its_share_of_the_very_next_step() -> None:
     lab.run()
 
 
-def test_who_was_served_less_catches_up() -> None:
+def test_the_less_served_tenant_catches_up() -> None:
     lab = Lab(400, budget=8, rows=16)
     lab.add("A", prompt(4), 20, width=4, tenant=0)
     lab.add("B", prompt(2, 1), 2, tenant=1)
     for _ in range(4):
         lab.step()
     assert lab.scheduler.tenants.present.keys() == {0}
-    lab.add("b", prompt(40, 2), 1, tenant=1)  # comes level, and saves nothing up while it is away
+    lab.add("b", prompt(40, 2), 1, tenant=1)  # starts level; idle time earns no credit
     lab.add("a", prompt(40, 3), 1, tenant=0)
     assert slices(lab.step()) == {"A": 4, "b": 4}
     assert slices(lab.step()) == {"A": 4, "b": 4}
     lab.run()
 
 
-def test_what_a_tenant_does_not_want_others_get() -> None:
+def test_an_unwanted_share_goes_to_other_tenants() -> None:
     lab = Lab(400, budget=16, rows=16)
     lab.add("A", prompt(50), 1, tenant=0)
     lab.step()
@@ -197,8 +197,8 @@ def test_what_a_tenant_does_not_want_others_get() -> None:
     lab.run()
 
 
-def test_what_the_cache_spares_a_tenant_others_get() -> None:
-    """It was thought to want more: what is left is shared out once more, in the same step."""
+def test_a_share_saved_by_cache_hits_goes_to_other_tenants() -> None:
+    """The tenant turns out to want less, so the rest is shared again in the same step."""
     lab = Lab(400, budget=16, rows=16)
     lab.add("before", prompt(20), 1, tenant=0)
     lab.run()
@@ -209,18 +209,18 @@ def test_what_the_cache_spares_a_tenant_others_get() -> None:
     lab.run()
 
 
-def test_a_window_does_not_eat_the_share_of_others() -> None:
+def test_a_decode_window_does_not_reduce_shares_of_others() -> None:
     lab = Lab(400, budget=8, rows=8, window=8)
     lab.add("A", prompt(10), 20, tenant=0)
     lab.add("B", prompt(30, 1), 1, tenant=1)
     lab.step()
     lab.step()
-    assert slices(lab.step()) == {"A": 2, "B": 6}  # the prompt's end, and no window beyond its share
+    assert slices(lab.step()) == {"A": 2, "B": 6}  # the end of the prefill, without a decode window beyond its share
     lab.run()
 
 
-def test_a_tenant_whose_next_lacks_blocks_stops_the_others() -> None:
-    """What becomes free is for it: else small ones would take it for ever."""
+def test_a_request_that_waits_for_blocks_stops_admission_for_all_tenants() -> None:
+    """Otherwise small requests would take every free block for ever."""
     lab = Lab(10, budget=32, rows=8)
     lab.add("A", prompt(10), 6, tenant=0)
     lab.step()
@@ -231,8 +231,8 @@ def test_a_tenant_whose_next_lacks_blocks_stops_the_others() -> None:
     lab.run()
 
 
-def test_who_holds_blocks_gets_on_though_others_are_owed_more() -> None:
-    """Its prompt is under way in the blocks that the other one waits for."""
+def test_a_running_prefill_progresses_though_another_tenant_is_owed_more() -> None:
+    """It holds the blocks that the other tenant waits for."""
     lab = Lab(10, budget=4, rows=8)
     lab.add("A", prompt(18), 2, tenant=0)
     lab.step()
@@ -243,7 +243,7 @@ def test_who_holds_blocks_gets_on_though_others_are_owed_more() -> None:
     assert lab.finished == ["A", "B"]
 
 
-def test_a_prefix_in_flight_of_one_tenant_stops_no_other() -> None:
+def test_a_prefix_in_flight_of_one_tenant_does_not_stop_others() -> None:
     lab = Lab(100, budget=32, rows=8)
     lab.add("A0", prompt(8), 1, tenant=0)
     lab.add("A1", prompt(8), 1, tenant=0)
@@ -253,7 +253,7 @@ def test_a_prefix_in_flight_of_one_tenant_stops_no_other() -> None:
     lab.run()
 
 
-def test_with_one_tenant_nothing_is_counted_and_the_order_is_that_of_arrival() -> None:
+def test_with_one_tenant_nothing_is_counted_and_order_is_by_arrival() -> None:
     for number in (0, 7):
         lab = Lab(100, budget=8, rows=3)
         for i in range(9):
@@ -261,21 +261,21 @@ def test_with_one_tenant_nothing_is_counted_and_the_order_is_that_of_arrival() -
         while lab.scheduler.has_work:
             lab.step()
             assert all(tenant.served == 0 for tenant in lab.scheduler.tenants.present.values())
-        arrived = [e.request_id for e in lab.told(ev.Admitted) if isinstance(e, ev.Admitted)]
+        arrived = [e.request_id for e in lab.emitted(ev.Admitted) if isinstance(e, ev.Admitted)]
         assert arrived == [f"{i}" for i in range(9)]
         assert not lab.scheduler.tenants.present
 
 
-def test_a_swapped_request_reserves_nothing_for_those_behind_it() -> None:
+def test_no_share_is_reserved_for_waiting_requests_while_one_is_swapped() -> None:
     lab = Lab(8, host=8, budget=8, rows=4, policy=Policy(mode=SWAP.mode))
     lab.add("A", prompt(6), 8, tenant=0)
     lab.add("B", prompt(6, 1), 8, tenant=1)
     lab.add("C", prompt(6, 2), 2, tenant=1)
     lab.run()
-    assert lab.told(ev.SwappedIn) and not lab.scheduler.requests
+    assert lab.emitted(ev.SwappedIn) and not lab.scheduler.requests
 
 
-def test_a_group_in_need_of_its_host_takes_no_share() -> None:
+def test_a_group_that_needs_a_result_takes_no_share() -> None:
     lab = Lab(100, budget=8, rows=8)
     lab.add("beams", prompt(4), 4, beam=2, tenant=0)
     lab.step()
@@ -288,7 +288,7 @@ def test_a_group_in_need_of_its_host_takes_no_share() -> None:
 # -- sharing, by itself ------------------------------------------------------------------------------------------------
 
 
-def test_filling_raises_the_lowest_first() -> None:
+def test_water_fill_raises_the_lowest_first() -> None:
     assert water_fill(10, {1: 9, 2: 9}, {1: 0, 2: 4}) == {1: 7, 2: 3}
     assert water_fill(3, {1: 9, 2: 9}, {1: 0, 2: 4}) == {1: 3, 2: 0}
     assert water_fill(10, {1: 2, 2: 9, 3: 0}, {1: 0, 2: 0, 3: 0}) == {1: 2, 2: 8, 3: 0}
@@ -297,8 +297,8 @@ def test_filling_raises_the_lowest_first() -> None:
     assert water_fill(9, {1: 2, 2: 3}, {1: 0, 2: 0}) == {1: 2, 2: 3}
 
 
-def test_filling_is_max_min_fair() -> None:
-    """Nobody could have more without one who is lower having less."""
+def test_water_fill_is_max_min_fair() -> None:
+    """None can have more without a lower one having less."""
     rnd = random.Random(5)
     for _ in range(500):
         names = range(rnd.randint(1, 5))
@@ -313,7 +313,7 @@ def test_filling_is_max_min_fair() -> None:
                     assert heights[b] + got[b] <= heights[a] + got[a] + 1
 
 
-def test_a_step_is_shared_whole() -> None:
+def test_the_whole_step_is_shared() -> None:
     tenants = Tenants()
     tenants.present = {1: Tenant(1, 10), 2: Tenant(2, 0)}
     assert tenants.shares(20, {1: 2, 2: 4}, {1: 0, 2: 0}) == {1: 5, 2: 15}
@@ -332,7 +332,7 @@ def test_the_oracle_notices_unfairness() -> None:
         fairness.check(plan, Counter())
 
 
-def test_who_comes_starts_level_with_the_least_served() -> None:
+def test_a_new_tenant_starts_level_with_the_least_served() -> None:
     tenants = Tenants()
     tenants.present = {1: Tenant(1, 10), 2: Tenant(2, 4)}
     tenants.enter(make("r", [1], 1, tenant=3))

@@ -1,4 +1,4 @@
-"""The rules of memory, as the design numbers them: what `BlockPool`, `SwapSpace` and `KVCacheManager` promise."""
+"""The memory rules in the design's numbering: guarantees of `BlockPool`, `SwapSpace` and `KVCacheManager`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.core.lab import RECOMPUTE, Lab, arrange, sequence
 
 
 def snapshot(cache: KVCacheManager, *sequences: Sequence) -> Any:
-    """Every byte of state, to be compared."""
+    """Return the whole state for comparison."""
     pool, host = cache.pool, cache.swap_space
     return (
         [bytes(a) for a in (pool.refs, pool.seal_id, pool._prev, pool._next, host.refs)],
@@ -65,7 +65,7 @@ def test_three_states_partition_the_pool() -> None:
     assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 0, 3)
 
 
-def test_the_null_block_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     pool = BlockPool(3)
     assert [pool.allocate() for _ in range(3)] == [1, 2, 3]
     for misuse in (NULL_BLOCK, -1, 4):
@@ -73,7 +73,7 @@ def test_the_null_block_is_never_handed_out() -> None:
             pool.share(misuse)
 
 
-def test_starting_fills_nothing() -> None:
+def test_a_new_pool_fills_no_list() -> None:
     """Ids from the high-water mark on were never written to any list."""
     pool = BlockPool(1_000_000)
     assert pool._freed == [] and pool._untouched == 1
@@ -81,7 +81,7 @@ def test_starting_fills_nothing() -> None:
     assert pool._untouched == 2
 
 
-def test_freed_blocks_come_back_last_in_first_out() -> None:
+def test_freed_blocks_are_allocated_last_in_first_out() -> None:
     pool = BlockPool(4)
     arrange(pool, 2, 4, 1)
     assert [pool.allocate() for _ in range(4)] == [2, 4, 1, 3]
@@ -109,7 +109,7 @@ def test_only_full_blocks_of_known_and_computed_tokens_are_sealed() -> None:
     assert [bool(cache.pool.seal_id[b]) for b in seq.block_ids] == [True, True]
     ahead = settle(cache, [50, 51, 52], 3)
     cache.grow(ahead, 6, StepPlan())
-    ahead.num_computed = 9  # a window in flight: its tokens are not known
+    ahead.num_computed = 9  # a decode window in flight: its tokens are unknown
     cache.seal(ahead)
     assert ahead.seal_ids == []
 
@@ -134,8 +134,8 @@ def test_seal_ids_are_never_used_twice() -> None:
     assert seen == [1, 2, 3] and pool.last_seal_id == 3 == pool.num_sealed
 
 
-def test_a_first_block_hangs_from_its_salt() -> None:
-    """And from nothing else: where a salt ends and the tokens begin is not in doubt."""
+def test_the_parent_of_a_first_block_is_its_salt() -> None:
+    """The key also encodes the salt's length, so salt and tokens cannot be confused."""
     pool = BlockPool(8)
     keys = [(b"", b"abc"), (b"a", b"bc"), (b"ab", b"c"), (1, b"abc"), (b"\1\0\0\0\0\0\0\0", b"abc")]
     blocks = [pool.allocate() for _ in keys]
@@ -146,7 +146,7 @@ def test_a_first_block_hangs_from_its_salt() -> None:
 
 
 def test_the_older_of_equal_blocks_stays_canonical() -> None:
-    """The younger is not indexed and free on release; its sequence chains on under the older's seal id."""
+    """The newer block is not indexed and becomes free on release. Its sequence chains on under the older seal id."""
     cache = KVCacheManager(8, 2)
     pool = cache.pool
     older = settle(cache, [1, 2, 9])
@@ -165,7 +165,7 @@ def test_the_older_of_equal_blocks_stays_canonical() -> None:
 
 
 def test_a_sealed_block_keeps_its_seal() -> None:
-    """Its parent was evicted and sealed anew elsewhere: under a second key it would be indexed twice."""
+    """Its parent was evicted and sealed again elsewhere: a second key would index it twice."""
     pool = BlockPool(4)
     block = pool.allocate()
     seal = pool.seal(block, (7, b"x"))
@@ -178,14 +178,14 @@ def test_blocks_filled_by_decoding_are_sealed_too() -> None:
     lab = Lab(16)
     first = lab.add("turn 1", [1, 2, 3], 6)
     lab.run()
-    said = first.finished_sequences[0].token_ids.tolist()
-    again = lab.add("turn 2", [*said, 0, 0], 1)
+    output = first.finished_sequences[0].token_ids.tolist()
+    again = lab.add("turn 2", [*output, 0, 0], 1)
     lab.run()
-    assert again.num_cached_tokens == 8 // 2 * 2 == (len(said) - 1) // 2 * 2
+    assert again.num_cached_tokens == 8 // 2 * 2 == (len(output) - 1) // 2 * 2
 
 
 def test_an_in_place_write_never_goes_to_a_sealed_block() -> None:
-    """Seals are for full blocks, so nothing indexed is ever written again."""
+    """Only full blocks are sealed, so an indexed block is never written again."""
     cache = KVCacheManager(8, 4)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     assert not cache.pool.seal_id[seq.block_ids[1]]
@@ -202,7 +202,7 @@ def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
 
 
 def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of millions of entries would stop everything while it grows; which of them holds a key is the key's own."""
+    """A single dict of millions of entries would pause everything while it grows. The key alone determines its dict."""
     monkeypatch.setattr("octavo.core.block_pool.BLOCKS_PER_SHARD", 4)
     pool = BlockPool(40)
     keys = [(-1 - i % 3, bytes([i])) for i in range(40)]
@@ -223,7 +223,7 @@ def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_lookup_leaves_a_token_to_compute(size: int) -> None:
-    """A prompt that is all there still needs logits."""
+    """A fully cached prompt still needs logits."""
     cache = KVCacheManager(16, size)
     settle(cache, list(range(9)), 8)
     for length in range(1, 9):
@@ -232,7 +232,7 @@ def test_a_lookup_leaves_a_token_to_compute(size: int) -> None:
 
 
 def test_a_lookup_stops_at_the_first_miss() -> None:
-    """What lies behind a hole is no prefix, be it in the cache or not."""
+    """Cached blocks after a missing one are not part of the prefix."""
     cache = KVCacheManager(8, 2)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     cache.free(seq)
@@ -243,7 +243,7 @@ def test_a_lookup_stops_at_the_first_miss() -> None:
     assert found.block_ids == [1]
 
 
-def test_the_next_block_that_a_lookup_missed() -> None:
+def test_is_next_block_in_names_the_first_missing_block() -> None:
     cache = KVCacheManager(8, 2)
     seq = settle(cache, [1, 2, 3])
     late = sequence([1, 2, 3, 4, 5])
@@ -257,7 +257,7 @@ def test_the_next_block_that_a_lookup_missed() -> None:
 # -- 4.4: releasing and evicting ---------------------------------------------------------------------------------------
 
 
-def test_the_oldest_cached_block_goes_first_and_a_tail_before_its_head() -> None:
+def test_eviction_takes_the_oldest_block_and_a_tail_before_its_head() -> None:
     cache = KVCacheManager(6, 2)
     a, b = settle(cache, [1, 2, 3, 4, 5, 6, 0], 6), settle(cache, [7, 8, 9, 9, 9, 9, 0], 6)
     cache.free(b)
@@ -269,7 +269,7 @@ def test_the_oldest_cached_block_goes_first_and_a_tail_before_its_head() -> None
     assert cache.lookup(sequence([7, 8, 9, 9, 9, 9, 0])).block_ids == []
 
 
-def test_free_blocks_are_taken_before_cached_ones() -> None:
+def test_free_blocks_are_allocated_before_cached_ones() -> None:
     cache = KVCacheManager(4, 2)
     seq = settle(cache, [1, 2, 3])
     cache.free(seq)
@@ -278,7 +278,7 @@ def test_free_blocks_are_taken_before_cached_ones() -> None:
     assert cache.pool.num_indexed == 0 and cache.pool.num_cached == 0
 
 
-def test_a_hit_takes_a_block_out_of_the_line() -> None:
+def test_a_hit_removes_a_block_from_the_lru_queue() -> None:
     pool = BlockPool(3)
     blocks = [pool.allocate() for _ in range(3)]
     for i, b in enumerate(blocks):
@@ -313,7 +313,7 @@ def test_unsealing_a_cached_block_frees_it_and_a_used_one_stays_used() -> None:
     assert pool.num_indexed == 0 and pool.allocate() == a
 
 
-def test_reset_forgets_the_cached_and_leaves_the_used() -> None:
+def test_reset_evicts_cached_blocks_and_keeps_used_ones() -> None:
     cache = KVCacheManager(8, 2)
     gone, used = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8])
     cache.free(gone)
@@ -327,17 +327,17 @@ def test_reset_forgets_the_cached_and_leaves_the_used() -> None:
 # -- 4.5: counting at admission ----------------------------------------------------------------------------------------
 
 
-def test_admission_counts_the_hits_that_are_in_no_use() -> None:
+def test_admission_counts_hits_without_users() -> None:
     cache = KVCacheManager(6, 2)
     seq = settle(cache, [1, 2, 3, 4, 5])
     late = sequence([1, 2, 3, 4, 6])
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with one who lives
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with a running sequence
     cache.free(seq)
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two come back from the cache
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two leave the LRU queue
     assert cache.blocks_to_admit(late, Prefix([], [], 0)) == 3
 
 
-def test_questions_change_nothing() -> None:
+def test_queries_change_no_state() -> None:
     cache = KVCacheManager(8, 2, 8, num_rows=2)
     used, gone = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8])
     child = Sequence(used.request, 1, used.token_ids[:], 99)
@@ -356,7 +356,7 @@ def test_questions_change_nothing() -> None:
     assert snapshot(cache, used, child, gone, late) == before
 
 
-def test_a_refused_swap_leaves_every_byte_as_it_was() -> None:
+def test_a_refused_swap_changes_no_state() -> None:
     cache = KVCacheManager(8, 2, 1)
     seq = settle(cache, [1, 2, 3, 4, 5])
     plan = StepPlan()
@@ -366,7 +366,7 @@ def test_a_refused_swap_leaves_every_byte_as_it_was() -> None:
     assert not plan and not plan.swapped_requests and cache.num_swapped_out == 0
 
 
-def test_a_request_that_waits_changes_nothing() -> None:
+def test_a_waiting_request_changes_no_state() -> None:
     lab = Lab(5)
     lab.add("A", [1, 2, 3, 4, 5, 6, 7], 2)
     lab.step()
@@ -378,8 +378,8 @@ def test_a_request_that_waits_changes_nothing() -> None:
     lab.run()
 
 
-def test_what_was_looked_up_is_counted_once() -> None:
-    """At first admission; a second after preemption is no new question of the caller's."""
+def test_a_requests_lookup_is_counted_once() -> None:
+    """Only the first admission counts, not the one after a preemption."""
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
@@ -393,7 +393,7 @@ def test_what_was_looked_up_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
-def test_a_sequence_holds_just_what_it_computed(size: int) -> None:
+def test_a_sequence_holds_exactly_the_blocks_of_its_computed_positions(size: int) -> None:
     cache = KVCacheManager(40, size)
     seq = sequence(list(range(100)))
     cache.attach(seq, Prefix([], [], 0))
@@ -407,7 +407,7 @@ def test_a_sequence_holds_just_what_it_computed(size: int) -> None:
         assert seq.room == len(seq.block_ids) * size
 
 
-def test_growing_tells_the_row_what_changed() -> None:
+def test_growing_writes_only_changed_table_entries() -> None:
     cache = KVCacheManager(9, 2, num_rows=1)
     seq = sequence([1, 2, 3])
     cache.attach(seq, Prefix([], [], 0))
@@ -424,7 +424,7 @@ def test_growing_tells_the_row_what_changed() -> None:
     assert plan.table_writes[1:] == [TableWrite(0, 2, (3, 4))]
 
 
-def test_an_empty_prompt_is_the_callers_error() -> None:
+def test_an_empty_prompt_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="empty prompt"):
         sequence([])
 
@@ -434,7 +434,7 @@ def test_an_empty_prompt_is_the_callers_error() -> None:
 
 @pytest.mark.parametrize("num_forks", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_fork_costs_at_most_one_copy_and_never_of_a_sealed_block(num_forks: int) -> None:
-    """Random families: forks of forks, growth by up to two blocks, ends in any order."""
+    """Random families: forks of forks, growth by up to two blocks, and ends in any order."""
     rng = random.Random(7)
     cache = KVCacheManager(600, 4, num_rows=8)
     family = [settle(cache, list(range(6)), 6)]
@@ -443,7 +443,7 @@ def test_a_fork_costs_at_most_one_copy_and_never_of_a_sealed_block(num_forks: in
         child = Sequence(parent.request, made, parent.token_ids[:], 99)
         used = cache.pool.num_used
         cache.fork(parent, child)
-        assert cache.pool.num_used == used  # nothing but references
+        assert cache.pool.num_used == used  # only references change
         family.append(child)
         for seq in rng.sample(family, min(len(family), rng.randint(0, 3))):
             count, plan, before = rng.randint(1, 8), StepPlan(), cache.num_copied
@@ -528,7 +528,7 @@ def test_free_is_idempotent_and_clears_the_table() -> None:
     assert snapshot(cache, seq, other) == before
 
 
-def test_a_double_release_is_our_own_bug() -> None:
+def test_a_double_release_fails_an_assertion() -> None:
     pool, host = BlockPool(2), SwapSpace(2)
     for tier in (pool, host):
         block = tier.allocate()
@@ -551,8 +551,8 @@ def test_rows_are_released_once() -> None:
     assert seq.row == -1 and not seq.row_has_last and cache.rows.num_free == 2
 
 
-def test_discard_takes_back_what_nobody_else_uses() -> None:
-    """The numbers of one sequence are not to be trusted; what others computed, or share by now, stays."""
+def test_discard_unseals_only_blocks_without_other_users() -> None:
+    """Blocks that others computed or share stay sealed."""
     cache = KVCacheManager(8, 2)
     good = settle(cache, [1, 2, 9])
     bad = settle(cache, [1, 2, 3, 4, 5])
@@ -563,8 +563,8 @@ def test_discard_takes_back_what_nobody_else_uses() -> None:
     assert cache.pool.num_used == 1
 
 
-def test_a_sibling_to_share_with_is_the_one_with_the_longest_common_run() -> None:
-    """Full blocks alone, computed ones alone, only as far as tokens are equal, and never the last token."""
+def test_sibling_prefix_is_the_longest_common_run() -> None:
+    """Only full, computed blocks count, as far as tokens are equal and without the last token."""
     cache = KVCacheManager(20, 2, enable_prefix_caching=False)
     first = settle(cache, [1, 2, 3, 4, 5, 6])
     request = first.request
@@ -582,7 +582,7 @@ def test_a_sibling_to_share_with_is_the_one_with_the_longest_common_run() -> Non
     assert cache.sibling_prefix(stranger).block_ids == []
 
 
-def test_only_what_a_sibling_has_computed_is_shared() -> None:
+def test_sibling_prefix_has_only_computed_blocks() -> None:
     cache = KVCacheManager(20, 2, enable_prefix_caching=False)
     first = settle(cache, [1, 2, 3, 4, 5, 6], 3)
     assert len(first.block_ids) == 2
@@ -594,7 +594,7 @@ def test_only_what_a_sibling_has_computed_is_shared() -> None:
 # -- 4.9: the swap space -----------------------------------------------------------------------------------------------
 
 
-def test_host_blocks_are_counted_like_the_devices() -> None:
+def test_host_blocks_are_reference_counted() -> None:
     host = SwapSpace(3)
     a, b = host.allocate(), host.allocate()
     assert (a, b, host.num_used, host.num_free) == (1, 2, 2, 1)
@@ -641,14 +641,14 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     assert cache.num_swapped_in == 4
 
 
-def test_what_a_swap_leaves_in_the_cache_goes_tail_first() -> None:
+def test_blocks_that_a_swap_leaves_cached_are_evicted_tail_first() -> None:
     cache = KVCacheManager(8, 2, 8)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     assert cache.swap_out(seq.request, StepPlan())
     assert list(cache.pool.cached()) == [3, 2, 1]
 
 
-def test_the_need_of_a_swapped_group_counts_its_host_references() -> None:
+def test_blocks_needed_of_a_swapped_group_uses_host_references() -> None:
     cache = KVCacheManager(8, 2, 8)
     parent = settle(cache, [1, 2, 3, 4], 3)
     child = Sequence(parent.request, 1, parent.token_ids[:], 99)
@@ -662,8 +662,8 @@ def test_the_need_of_a_swapped_group_counts_its_host_references() -> None:
     assert cache.swap_space.num_used == 0 and cache.pool.num_used == 0
 
 
-def test_a_kept_prefix_keeps_its_seals_and_no_more() -> None:
-    """Blocks 1 and 2 are left behind and keep their seals; what comes back from the host after them is sealed anew."""
+def test_only_the_prefix_shared_on_the_device_keeps_its_seals() -> None:
+    """Blocks 1 and 2 stay on the device and keep their seals; blocks swapped in after them are sealed again."""
     cache = KVCacheManager(12, 2, 12)
     other = settle(cache, [1, 2, 3, 4, 5])
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
@@ -693,7 +693,7 @@ def test_aborting_a_swapped_request_frees_the_host() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_fewer_unfilled_slots_than_a_block_a_sequence(size: int) -> None:
+def test_unfilled_slots_are_fewer_than_a_block_per_sequence(size: int) -> None:
     lab = Lab(80, block_size=size)
     for i in range(4):
         lab.add(f"r{i}", [i] * (3 + i), 12)
@@ -708,7 +708,7 @@ def test_fewer_unfilled_slots_than_a_block_a_sequence(size: int) -> None:
     lab.at_rest()
 
 
-def test_a_shared_tail_is_unfilled_once() -> None:
+def test_unfilled_slots_of_a_shared_tail_count_once() -> None:
     cache = KVCacheManager(8, 4)
     parent = settle(cache, list(range(6)), 6)
     child = Sequence(parent.request, 1, parent.token_ids[:], 99)
@@ -716,15 +716,15 @@ def test_a_shared_tail_is_unfilled_once() -> None:
     assert cache.stats().num_unfilled_slots == 2 and cache.stats().num_saved_by_sharing == 2
 
 
-# -- 4.11: behind the attention window ---------------------------------------------------------------------------------
+# -- 4.11: out of the attention window ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("window", "num_computed", "dropped"),
     [(1, 4, 2), (1, 5, 2), (2, 4, 1), (2, 5, 2), (3, 4, 1), (5, 4, 0), (5, 6, 1), (99, 8, 0)],
 )
-def test_what_no_query_sees_any_more_is_given_up(window: int, num_computed: int, dropped: int) -> None:
-    """The next query, at `num_computed`, sees `window` keys, its own included."""
+def test_blocks_out_of_the_attention_window_are_dropped(window: int, num_computed: int, dropped: int) -> None:
+    """The next query, at `num_computed`, attends to `window` keys, its own included."""
     cache = KVCacheManager(8, 2, num_rows=1, attention_window=window)
     seq = settle(cache, list(range(num_computed)), num_computed)
     cache.rows.assign(seq, StepPlan())
@@ -732,15 +732,15 @@ def test_what_no_query_sees_any_more_is_given_up(window: int, num_computed: int,
     cache.drop_out_of_window(seq, plan)
     assert seq.block_ids == [0] * dropped + blocks[dropped:] and seq.num_dropped == dropped
     assert plan.table_writes == ([TableWrite(0, 0, (0,) * dropped)] if dropped else [])
-    assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # a tail goes before its head
+    assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # the tail is evicted before the head
     cache.drop_out_of_window(seq, again := StepPlan())
     assert not again.table_writes and cache.num_dropped == cache.stats().num_dropped == dropped
     cache.free(seq)
     assert seq.num_dropped == 0 and cache.pool.num_used == 0
 
 
-def test_a_block_stays_until_it_is_sealed() -> None:
-    """Tokens on their way: the block is behind the window, and its content not yet known here."""
+def test_a_block_is_dropped_only_after_it_is_sealed() -> None:
+    """With tokens in flight, the block is out of the window while its content is not yet known to the host."""
     cache = KVCacheManager(8, 2, attention_window=1)
     seq = settle(cache, [1, 2, 3], 3)
     cache.grow(seq, 3, StepPlan())
@@ -759,7 +759,7 @@ def test_a_block_stays_until_it_is_sealed() -> None:
     assert seq.num_dropped == 3 and uncached.pool.num_free == 8
 
 
-def test_what_was_given_up_is_still_found() -> None:
+def test_dropped_blocks_are_still_found() -> None:
     cache = KVCacheManager(8, 2, attention_window=2)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     blocks = list(seq.block_ids)
@@ -769,7 +769,7 @@ def test_what_was_given_up_is_still_found() -> None:
     assert cache.lookup(other).block_ids == blocks
 
 
-def test_a_swap_moves_nothing_that_was_given_up() -> None:
+def test_a_swap_does_not_move_dropped_blocks() -> None:
     cache = KVCacheManager(8, 2, 1, attention_window=2)  # host room for the one block that is left
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     kept, seals = seq.block_ids[2:], list(seq.seal_ids)
@@ -785,13 +785,13 @@ def test_a_swap_moves_nothing_that_was_given_up() -> None:
     cache.swap_in(seq.request, found, StepPlan())
     seq.request.status = Status.RUNNING
     assert seq.block_ids[:num_dropped] == [0] * num_dropped and all(seq.block_ids[num_dropped:])
-    assert seq.seal_ids == seals[:num_dropped]  # what came back is sealed anew, on the chain of what was given up
+    assert seq.seal_ids == seals[:num_dropped]  # swapped-in blocks are sealed again, on the chain of dropped ones
     cache.free(seq)
     assert cache.pool.num_used == 0
 
 
-def test_a_child_has_given_up_what_its_parent_had() -> None:
-    """Else the null block would be taken for one of its own, and go to the host."""
+def test_a_forked_child_inherits_dropped_blocks() -> None:
+    """Otherwise the null block would count as one of its own and be swapped."""
     cache = KVCacheManager(8, 2, 4, attention_window=2)
     parent = settle(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     cache.drop_out_of_window(parent, StepPlan())
@@ -805,7 +805,7 @@ def test_a_child_has_given_up_what_its_parent_had() -> None:
     assert [m.src for m in out.swap_outs] == [tail]
 
 
-def test_a_long_answer_keeps_a_window_of_blocks() -> None:
+def test_a_long_output_keeps_a_window_of_blocks() -> None:
     lab = Lab(40, 2, attention_window=5, window=1)
     lab.add("a", [1, 2, 3], 60)
     most = 0
@@ -827,8 +827,8 @@ def test_a_long_prompt_keeps_a_window_of_blocks_between_its_chunks() -> None:
     lab.at_rest()
 
 
-def test_the_device_knows_what_was_given_up() -> None:
-    """A plan with nothing to do is thrown away: it must not have had a table write in it."""
+def test_dropped_blocks_are_written_to_the_device_table() -> None:
+    """An empty plan is thrown away, so it must not contain a table write."""
     lab = Lab(40, 2, attention_window=2)
     request = lab.add("a", [1, 2, 3], 12)
     while lab.scheduler.has_work:
@@ -840,8 +840,8 @@ def test_the_device_knows_what_was_given_up() -> None:
     assert lab.cache.num_dropped
 
 
-def test_a_group_gives_nothing_up() -> None:
-    """Rebuilt one after another, a sequence needs the head of its sibling, which has gone beyond it."""
+def test_a_group_drops_no_blocks() -> None:
+    """When a group is recomputed, a sequence needs the head of a sibling that has moved beyond it."""
     lab = Lab(80, 2, attention_window=2)
     lab.add("a", [1, 2, 3, 4, 5], 20, width=3)
     lab.add("b", [1, 2, 3, 4, 6], 20, beam=2)
@@ -850,8 +850,8 @@ def test_a_group_gives_nothing_up() -> None:
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_room_behind_the_window_spares_a_preemption(caching: bool) -> None:
-    """A long answer takes its next block from what it has itself given up."""
+def test_dropped_blocks_avoid_a_preemption(caching: bool) -> None:
+    """A long output allocates its next block from blocks that it dropped itself."""
     lab = Lab(8, 2, attention_window=3, caching=caching)
     lab.add("a", [1, 2, 3], 12)
     lab.add("b", [2, 2, 3], 12)
@@ -863,7 +863,7 @@ def test_room_behind_the_window_spares_a_preemption(caching: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_longest_output_is_the_exact_inverse_of_the_blocks_at_the_longest(size: int) -> None:
+def test_max_output_tokens_is_the_inverse_of_blocks_at_max_length(size: int) -> None:
     for num_blocks in range(1, 9):
         cache = KVCacheManager(num_blocks, size)
         for prompt in range(1, 14):
@@ -873,8 +873,8 @@ def test_the_longest_output_is_the_exact_inverse_of_the_blocks_at_the_longest(si
                 assert max(most, 0) == max(fits, default=0), (num_blocks, prompt, width)
 
 
-def test_the_capacity_formula_is_the_sum_of_what_its_sequences_hold() -> None:
-    """P // B shared, and each of the rest its own to the last but one token."""
+def test_blocks_at_max_length_is_the_sum_over_sequences() -> None:
+    """P // B blocks are shared. Each sequence holds the rest of its own positions except the last."""
     cache = KVCacheManager(100, 4)
     assert cache.blocks_at_max_length(10, 7) == 4  # 16 positions
     assert cache.blocks_at_max_length(10, 8) == 5
@@ -882,7 +882,7 @@ def test_the_capacity_formula_is_the_sum_of_what_its_sequences_hold() -> None:
     assert cache.blocks_at_max_length(8, 1, width=3) == 2
 
 
-def test_no_two_events_of_blocks_contradict_the_pool() -> None:
+def test_block_events_agree_with_the_pool() -> None:
     """Replaying the events gives the reference counts and the states."""
     lab = Lab(6, host=6, policy=None)
     lab.add("A", [1, 2, 3, 4], 6)
@@ -901,14 +901,14 @@ def test_no_two_events_of_blocks_contradict_the_pool() -> None:
             assert refs[e.block_id] == e.refs
             assert not e.cached or e.refs == 0
     assert not any(refs.values())
-    sealed, evicted = lab.told(ev.Sealed), lab.told(ev.Evicted)
+    sealed, evicted = lab.emitted(ev.Sealed), lab.emitted(ev.Evicted)
     assert len(sealed) == lab.pool.num_sealed and len(evicted) == lab.pool.num_evicted
     assert {e.seal_id for e in evicted} <= {e.seal_id for e in sealed}
-    assert len(lab.told(ev.Copied)) == lab.cache.num_copied > 0
+    assert len(lab.emitted(ev.Copied)) == lab.cache.num_copied > 0
 
 
-def test_a_seal_that_is_taken_back_is_taken_from_its_sequences() -> None:
-    """Of a block that is found no more, a child would else be entered as if it were."""
+def test_a_removed_seal_is_removed_from_its_sequences() -> None:
+    """Otherwise a child would be indexed under a parent that is not in the index."""
     lab = Lab(8)
     seq = lab.add("A", [1, 2, 3, 4, 5], 4).sequences[0]
     lab.step()
@@ -919,20 +919,20 @@ def test_a_seal_that_is_taken_back_is_taken_from_its_sequences() -> None:
     assert [lab.pool.seal_id[b] for b in seq.block_ids[:2]] == [first, 0]
 
 
-def test_an_eviction_says_why() -> None:
+def test_an_eviction_event_has_its_reason() -> None:
     lab = Lab(4)
     lab.add("A", [1, 2, 3, 4, 5], 2)
     lab.run()
     assert lab.pool.num_cached == 3
     lab.add("B", [6, 7], 1)
     lab.run()
-    assert lab.told(ev.Evicted) == []
+    assert lab.emitted(ev.Evicted) == []
     lab.add("C", [8, 9, 10, 11], 1)
     lab.run()
-    assert [(e.why, e.num_cached) for e in lab.told(ev.Evicted)] == [("room", 3), ("room", 2)]
+    assert [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)] == [("room", 3), ("room", 2)]
     lab.events.clear()
     num = lab.pool.num_cached
     lab.pool.unseal(next(lab.pool.cached()))
     lab.cache.reset_prefix_cache()
-    told = [(e.why, e.num_cached) for e in lab.told(ev.Evicted)]
+    told = [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)]
     assert told == [("void", num - 1), *(("reset", left) for left in reversed(range(num - 1)))] and num > 1

@@ -46,7 +46,7 @@ def test_workloads_of_each_kind(kind: str) -> None:
         assert totals["prefix hits"] > 100
 
 
-def test_the_same_seed_is_the_same_world() -> None:
+def test_a_seed_determines_the_workload() -> None:
     assert run(7) == run(7)
 
 
@@ -55,7 +55,7 @@ def test_random_workloads_with_corrupt_blocks(first: int) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 120):
         run(seed, totals, kind="swap")
-    assert totals["corrupt blocks"] > 10 and totals["went on beside a corrupt block"] > 5
+    assert totals["corrupt blocks"] > 10 and totals["unaffected by a corrupt block"] > 5
 
 
 # -- memory: a tenth of what all would need ----------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def two_hundred() -> list[Request]:
 def serve(num_blocks: int, policy: Policy, *, watch: bool, host: int = 0) -> tuple[Lab, dict[str, list]]:
     lab = Lab(num_blocks, 4, host=host, rows=64, budget=128, window=4, policy=policy, listen=False)
     for request in two_hundred():
-        lab.scheduler.add(request)  # raises for one that is refused
+        lab.scheduler.add(request)  # raises if it is refused
         lab.requests[request.request_id] = request
     while lab.scheduler.has_work:
         if len(lab.flight) < 2:
@@ -108,8 +108,8 @@ def serve(num_blocks: int, policy: Policy, *, watch: bool, host: int = 0) -> tup
 
 
 @pytest.mark.parametrize("policy", [SWAP, RECOMPUTE, Policy(), Policy(by_priority=True)])
-def test_a_tenth_of_the_memory_serves_everybody(policy: Policy) -> None:
-    """200 requests, a pool for a tenth of them: none is refused, and outputs are those of an unlimited run."""
+def test_a_tenth_of_the_memory_serves_all_requests(policy: Policy) -> None:
+    """A pool for a tenth of 200 requests: none is refused, and all outputs equal those of an unlimited run."""
     lab = Lab(10_000, 4)
     all_at_once = sum(
         lab.cache.blocks_at_max_length(len(r.prompt_token_ids), r.max_tokens or 0, r.width) for r in two_hundred()
@@ -156,7 +156,7 @@ def test_the_oracle_notices_a_hole_in_a_table_and_blocks_that_do_not_exist() -> 
             lab.oracle.submit(plan)
 
 
-def test_the_oracle_notices_a_copy_too_many() -> None:
+def test_the_oracle_notices_an_extra_copy() -> None:
     lab, plan = decoding()
     plan.copies.append(BlockCopy(2, 1))
     with pytest.raises(o.ReadBack):
@@ -167,7 +167,7 @@ def test_the_oracle_notices_a_copy_too_many() -> None:
         lab.oracle.submit(plan)
 
 
-def test_the_oracle_notices_a_row_twice() -> None:
+def test_the_oracle_notices_a_repeated_row() -> None:
     lab, plan = decoding()
     for mine in (plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences):
         mine += mine
@@ -201,11 +201,11 @@ def test_the_reference_needs_no_memory() -> None:
     want = o.reference(request)
     lab.run()
     assert o.outputs(request) == want and len(want) >= 1
-    assert lab.told(ev.Finished)
+    assert lab.emitted(ev.Finished)
 
 
 def test_the_oracle_notices_tokens_computed_from_a_corrupt_block() -> None:
-    """Its own device says nothing of what came back: then wrong tokens are noticed."""
+    """The oracle's device does not report the corruption here: wrong tokens are noticed all the same."""
     noticed = 0
     for seed in range(60):
         world = World(seed, Counter(), kind="swap")

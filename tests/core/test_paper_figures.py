@@ -1,4 +1,4 @@
-"""The figures of the paper (SOSP'23), and the walk-throughs of those who explained it, with their block ids."""
+"""The figures of the paper (SOSP'23) and published walk-throughs of it, with their block ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def filled(cache: KVCacheManager, seq: Sequence) -> list[tuple[int, int]]:
 
 def compute(cache: KVCacheManager, seq: Sequence, count: int, plan: StepPlan | None = None) -> StepPlan:
     """`count` positions are computed, and the sequence then knows one token more than it has computed."""
-    plan = StepPlan() if plan is None else plan  # an empty plan is false
+    plan = StepPlan() if plan is None else plan  # an empty plan is falsy
     if not seq.block_ids:
         cache.attach(seq, cache.lookup(seq))
         count -= seq.num_computed
@@ -35,7 +35,7 @@ def compute(cache: KVCacheManager, seq: Sequence, count: int, plan: StepPlan | N
 
 
 def test_figure_6_a_request_through_prompt_and_two_decode_steps() -> None:
-    """Seven prompt tokens in blocks 7 and 1; the first decode fills the slot that is left, the second takes block 3."""
+    """Seven prompt tokens lie in blocks 7 and 1. The first decode fills the last slot, the second allocates block 3."""
     lab = Lab(8, block_size=4)
     arrange(lab.pool, 7, 1, 3)
     request = lab.add("fathers", [4, 2, 1, 0, 3, 3, 1], 8)
@@ -58,7 +58,7 @@ def test_figure_6_a_request_through_prompt_and_two_decode_steps() -> None:
 
 
 def test_figure_7_two_requests_side_by_side() -> None:
-    """Logical neighbours need not be physical ones, and the space is used by both."""
+    """Logical neighbours need not be physical neighbours, and both requests use the same pool."""
     lab = Lab(8, block_size=4)
     arrange(lab.pool, 7, 1, 5, 2, 3, 8)
     a = lab.add("A", [4, 2, 1, 0, 3, 3, 1], 6)
@@ -99,8 +99,8 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
 
 
 def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
-    """Four beams: all share block 0; 0 to 2 share three blocks, 3 parts at the second. Then 0 and 3 fall: 2, 4, 5 and 8
-    come free, and the heirs of 1 and 2 take 9 to 12."""
+    """Four beams share block 0, and beams 0 to 2 share three blocks. Then beams 0 and 3 end: blocks 2, 4, 5 and 8
+    are freed, and the continuations of beams 1 and 2 allocate 9 to 12."""
     cache = KVCacheManager(13, 2, num_rows=0, enable_prefix_caching=False)
     arrange(cache.pool, 13, 1, 3, 4, 2, 5, 6, 7, 8)
     zero, one, three, four, two, five, six, seven, eight = 13, 1, 3, 4, 2, 5, 6, 7, 8
@@ -113,7 +113,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
         cache.fork(parent, child)
         return child
 
-    beam.append(fork(beam[0]))  # candidate 3 parts from the rest at the second block
+    beam.append(fork(beam[0]))  # candidate 3 differs from the second block on
     shared, apart = beam
     compute(cache, shared, 2)
     compute(cache, shared, 2)
@@ -213,7 +213,7 @@ def test_a_lesson_64_tokens_forked_three_times() -> None:
 
 
 def test_a_session_by_hand_allocate_generate_fork_free() -> None:
-    """The bookkeeping simulation's session: prompts hit what is cached, forks share, stats count, the end frees all."""
+    """Prompts hit cached blocks, forks share blocks, statistics count, and finishing frees everything."""
     cache = KVCacheManager(10, 4)
 
     def allocate(tokens: list[int]) -> Sequence:
@@ -237,13 +237,13 @@ def test_a_session_by_hand_allocate_generate_fork_free() -> None:
     cache.free(second)
     stats = cache.stats()
     assert (stats.num_used, stats.num_cached, stats.num_free) == (0, 2, 8)
-    third = allocate([1, 2, 3, 4, 5, 6, 7, 8, 11])  # freed blocks keep their content until they are taken
+    third = allocate([1, 2, 3, 4, 5, 6, 7, 8, 11])  # freed blocks keep their content until they are allocated again
     assert third.num_computed == 9 and cache.stats().num_hits == 4
     assert stats.as_dict()["num_cached"] == 2
 
 
-def test_unfilled_slots_are_in_the_last_block_alone() -> None:
-    """Ten tokens take what ten tokens need; 990 reserved slots are not wasted, six slots of the tail are not filled."""
+def test_only_the_last_block_has_unfilled_slots() -> None:
+    """Ten tokens take the blocks of ten tokens: 990 reserved slots are not wasted, and six tail slots are unfilled."""
     cache = KVCacheManager(64, 16)
     seq = sequence(list(range(11)))
     compute(cache, seq, 10)
@@ -254,7 +254,7 @@ def test_unfilled_slots_are_in_the_last_block_alone() -> None:
     assert cache.pool.num_used == 2 and cache.stats().num_unfilled_slots == 15
 
 
-def test_blocks_go_where_there_is_room() -> None:
+def test_logical_blocks_map_to_any_free_block() -> None:
     """Logical 0, 1, 2 lie in 7, 2, 14."""
     cache = KVCacheManager(16, 16)
     arrange(cache.pool, 7, 2, 14)
@@ -276,9 +276,9 @@ def test_36_tokens_in_blocks_of_16() -> None:
     assert other.block_ids == [5]
 
 
-def test_swapped_blocks_are_never_more_than_the_device_has() -> None:
+def test_the_swap_space_is_at_most_as_large_as_the_pool() -> None:
     KVCacheManager(4, 2, 4)
-    with pytest.raises(AssertionError, match="never larger"):
+    with pytest.raises(AssertionError, match="at most as large"):
         KVCacheManager(4, 2, 5)
 
 
@@ -300,7 +300,7 @@ def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_names_chain_from_parent_to_child() -> None:
+def test_block_hashes_chain_from_parent_to_child() -> None:
     a = list(block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], 4))
     assert len(a) == 2  # full blocks alone
     root = sha256(b"").digest()
@@ -309,30 +309,30 @@ def test_names_chain_from_parent_to_child() -> None:
     assert a[1] == sha256(first + bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0])).digest()
 
 
-def test_the_same_tokens_after_another_prefix_have_another_name() -> None:
+def test_equal_tokens_after_another_prefix_have_another_hash() -> None:
     x = list(block_hashes([1, 2, 9, 9], 2))
     y = list(block_hashes([3, 4, 9, 9], 2))
     assert x[1] != y[1]
 
 
-def test_names_are_of_fixed_width() -> None:
+def test_hashed_tokens_have_fixed_width() -> None:
     """[1, 23] and [12, 3] write the same digits."""
     assert list(block_hashes([1, 23], 2)) != list(block_hashes([12, 3], 2))
 
 
-def test_names_of_different_tenants_never_meet() -> None:
+def test_tenants_with_different_salts_have_no_hash_in_common() -> None:
     ours, theirs = (set(block_hashes(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
     assert not ours & theirs
 
 
-def test_names_by_another_digest() -> None:
+def test_block_hashes_with_another_digest() -> None:
     xxhash = pytest.importorskip("xxhash")
     names = list(block_hashes(range(8), 4, digest=xxhash.xxh3_128_digest))
     assert [len(n) for n in names] == [16, 16] and names[0] != names[1]
 
 
-def test_the_core_finds_by_content_where_names_differ() -> None:
-    """Inside, equal digits in other tokens are other content too: the key is fixed-width."""
+def test_index_keys_have_fixed_width_tokens() -> None:
+    """Equal digits in other tokens are different content for the index too."""
     lab = Lab(8, block_size=2)
     lab.add("a", [1, 23, 0], 1)
     lab.run()

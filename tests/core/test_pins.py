@@ -1,4 +1,4 @@
-"""Prompts pinned by hand: parked sequences that others begin with, the partial tail by copy-on-write included."""
+"""Pinned prompts: requests begin with their blocks, the partial tail included by copy-on-write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.lab import RECOMPUTE, SWAP, Lab
 
 
 def pinned(lab: Lab, name: str, prompt: list[int], **options: Any) -> Request:
-    """A pin that is computed, while nothing else is there to step."""
+    """Compute a pin while there is no other request."""
     request = lab.add(name, prompt, 1, pin=True, **options)
     while request.status is not Status.FINISHED:
         lab.step()
@@ -30,8 +30,8 @@ def unpin_all(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_who_begins_with_a_pin_computes_only_the_rest(caching: bool) -> None:
-    """Blocks of 4, a pin of 6: one full block and half of a second."""
+def test_pinned_prefix_is_not_recomputed(caching: bool) -> None:
+    """Blocks of 4 and a pin of 6 tokens: one full block and half of a second."""
     lab = Lab(20, 4, caching=caching)
     pin = pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     blocks = lab.cache.pins["P"].block_ids[:]
@@ -48,7 +48,7 @@ def test_who_begins_with_a_pin_computes_only_the_rest(caching: bool) -> None:
     unpin_all(lab)
 
 
-def test_the_longest_pin_counts_and_no_other_tenants() -> None:
+def test_the_longest_pin_with_the_same_salt_is_used() -> None:
     lab = Lab(40, 4)
     pinned(lab, "short", [1, 2, 3, 4, 5])
     pinned(lab, "long", [1, 2, 3, 4, 5, 6, 7])
@@ -62,7 +62,7 @@ def test_the_longest_pin_counts_and_no_other_tenants() -> None:
     unpin_all(lab)
 
 
-def test_what_the_index_has_goes_before_a_pin_that_is_no_longer() -> None:
+def test_index_hits_are_preferred_to_a_pin_of_equal_length() -> None:
     lab = Lab(40, 4)
     pinned(lab, "P", [1, 2, 3, 4, 5])
     lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
@@ -74,9 +74,7 @@ def test_what_the_index_has_goes_before_a_pin_that_is_no_longer() -> None:
 
 
 @pytest.mark.parametrize(("num", "start", "num_copies"), [(5, 4, 0), (6, 5, 1), (7, 6, 1), (8, 4, 0), (4, 0, 0)])
-def test_a_prompt_that_is_the_pin_computes_its_last_token_and_copies_no_full_block(
-    num: int, start: int, num_copies: int
-) -> None:
+def test_a_prompt_equal_to_the_pin_computes_only_its_last_token(num: int, start: int, num_copies: int) -> None:
     lab = Lab(20, 4, caching=False)
     pinned(lab, "P", list(range(1, num + 1)))
     lab.add("A", list(range(1, num + 1)), 6)
@@ -88,8 +86,9 @@ def test_a_prompt_that_is_the_pin_computes_its_last_token_and_copies_no_full_blo
 
 
 @pytest.mark.parametrize(("parts_at", "start", "num_copies"), [(2, 0, 0), (4, 4, 0), (6, 4, 0), (8, 8, 0), (9, 9, 1)])
-def test_a_prompt_that_parts_from_a_pin_begins_with_what_they_share(parts_at: int, start: int, num_copies: int) -> None:
-    """Blocks of 4, a pin of 10: within the tail they part with a copy of it, within a full block before the block."""
+def test_a_prompt_that_differs_from_a_pin_reuses_the_common_part(parts_at: int, start: int, num_copies: int) -> None:
+    """Blocks of 4, a pin of 10 tokens. A difference within the tail copies the tail; within a full block, the prefix
+    ends before that block."""
     lab = Lab(20, 4, caching=False)
     pin = list(range(1, 11))
     pinned(lab, "P", pin)
@@ -101,7 +100,7 @@ def test_a_prompt_that_parts_from_a_pin_begins_with_what_they_share(parts_at: in
     unpin_all(lab)
 
 
-def test_who_wants_all_computed_begins_with_no_pin() -> None:
+def test_skip_reading_prefix_cache_ignores_pins() -> None:
     lab = Lab(20, 4)
     pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     params = SamplingParams(max_tokens=None, skip_reading_prefix_cache=True)
@@ -110,7 +109,7 @@ def test_who_wants_all_computed_begins_with_no_pin() -> None:
     unpin_all(lab)
 
 
-def test_a_pin_outlives_what_evicts_the_cache() -> None:
+def test_a_pin_survives_cache_eviction() -> None:
     lab = Lab(12, 2)
     pinned(lab, "P", [1, 2, 3, 4, 5])
     blocks = lab.cache.pins["P"].block_ids[:]
@@ -125,8 +124,8 @@ def test_a_pin_outlives_what_evicts_the_cache() -> None:
     unpin_all(lab)
 
 
-def test_its_copied_tail_is_counted_before_anybody_comes_in() -> None:
-    """Of 7 blocks of 4 the pin has 2 and another 4. The last one is for the copy: for no more than that."""
+def test_the_copy_of_a_pins_tail_is_counted_at_admission() -> None:
+    """Of 7 blocks of 4, the pin has 2 and another request 4. The last one is just enough for the copy."""
     lab = Lab(7, 4, caching=False, policy=RECOMPUTE)
     pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     lab.add("other", [9] * 14, 2)
@@ -142,21 +141,21 @@ def test_its_copied_tail_is_counted_before_anybody_comes_in() -> None:
     unpin_all(lab)
 
 
-def test_without_room_for_the_copy_nobody_comes_in() -> None:
+def test_no_request_is_admitted_without_room_for_the_copy() -> None:
     lab = Lab(6, 4, caching=False, policy=RECOMPUTE)
     pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     lab.add("other", [9] * 14, 2)
     lab.step()
     request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     lab.plan()
-    assert request.status is Status.WAITING and lab.told(ev.Waiting)[-1] == ev.Waiting("A", "blocks", 1, 0, 0)
+    assert request.status is Status.WAITING and lab.emitted(ev.Waiting)[-1] == ev.Waiting("A", "blocks", 1, 0, 0)
     while lab.scheduler.has_work:
         lab.land()
         lab.plan()
     unpin_all(lab)
 
 
-def test_pins_take_half_of_the_pool_at_most() -> None:
+def test_pins_take_at_most_half_of_the_pool() -> None:
     lab = Lab(10, 2)
     pinned(lab, "P", [1, 2, 3])
     with pytest.raises(CapacityError, match=r"8 tokens to pin take 4 blocks, 2 are pinned, .* half .* 10 .* unpin"):
@@ -168,7 +167,7 @@ def test_pins_take_half_of_the_pool_at_most() -> None:
     assert lab.cache.num_pinned == 0
 
 
-def test_a_pin_is_counted_from_the_door_on() -> None:
+def test_a_pins_blocks_are_reserved_when_it_is_added() -> None:
     lab = Lab(10, 2)
     lab.add("P", [1] * 6, 1, pin=True)
     with pytest.raises(CapacityError, match=r"needs 8 blocks .* the pool has 7, besides 3 pinned ones; max_tokens of"):
@@ -181,7 +180,7 @@ def test_a_pin_is_counted_from_the_door_on() -> None:
     lab.run()
 
 
-def test_what_was_let_in_still_fits_beside_a_pin() -> None:
+def test_a_pin_is_refused_if_an_earlier_request_might_no_longer_fit() -> None:
     lab = Lab(10, 2)
     lab.add("A", [2] * 8, 9)
     with pytest.raises(CapacityError, match=r"may need up to 8 blocks, and with 3 more pinned 7 are left"):
@@ -193,19 +192,19 @@ def test_what_was_let_in_still_fits_beside_a_pin() -> None:
     unpin_all(lab)
 
 
-def test_unpinning_leaves_those_who_began_with_it_alone() -> None:
+def test_unpinning_does_not_affect_requests_that_began_with_the_pin() -> None:
     lab = Lab(20, 2)
     pinned(lab, "P", [1, 2, 3, 4])
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
     assert lab.scheduler.unpin("P") == 2 and lab.scheduler.unpin("P") is None
-    assert lab.told(ev.Pinned, ev.Unpinned) == [ev.Pinned("P", 4, 2), ev.Unpinned("P", 2)]
+    assert lab.emitted(ev.Pinned, ev.Unpinned) == [ev.Pinned("P", 4, 2), ev.Unpinned("P", 2)]
     lab.run()
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
-def test_a_pin_that_is_preempted_before_it_is_told_is_computed_again(policy: Policy) -> None:
-    """Its token is on the way when its blocks are taken away: a token without blocks is no pin."""
+def test_a_pin_preempted_before_its_result_is_recomputed(policy: Policy) -> None:
+    """Its token is in flight when its blocks are released: a token without blocks is no pin."""
     lab = Lab(20, 2, host=20, policy=policy)
     pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
     plan = lab.plan()
@@ -219,7 +218,7 @@ def test_a_pin_that_is_preempted_before_it_is_told_is_computed_again(policy: Pol
 
 
 @pytest.mark.parametrize("when", ["before", "in flight"])
-def test_what_ends_too_early_leaves_no_pin(when: str) -> None:
+def test_a_request_that_ends_early_leaves_no_pin(when: str) -> None:
     lab = Lab(20, 2)
     pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
     if when == "in flight":
@@ -231,7 +230,7 @@ def test_what_ends_too_early_leaves_no_pin(when: str) -> None:
     lab.at_rest()
 
 
-def test_a_pin_whose_step_fails_is_computed_again() -> None:
+def test_a_pin_whose_step_fails_is_recomputed() -> None:
     lab = Lab(20, 2)
     lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
     lab.plan()
@@ -242,7 +241,7 @@ def test_a_pin_whose_step_fails_is_computed_again() -> None:
     unpin_all(lab)
 
 
-def test_a_pin_keeps_what_lies_behind_the_attention_window() -> None:
+def test_a_pin_keeps_blocks_out_of_the_attention_window() -> None:
     lab = Lab(20, 2, attention_window=3, budget=2)
     pinned(lab, "P", list(range(1, 10)))
     assert lab.cache.pins["P"].num_dropped == 0 and all(lab.cache.pins["P"].block_ids)
@@ -264,9 +263,8 @@ def test_samples_share_a_pin_and_its_tail_is_copied_once_for_each_but_never_for_
     unpin_all(lab)
 
 
-def test_what_no_index_knows_goes_to_the_host_though_a_pin_has_it_too() -> None:
-    """Without a seal nothing tells on return whether it is still the same: the pin may be gone by then, and its blocks
-    somebody else's."""
+def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them() -> None:
+    """Without a seal a later swap-in cannot tell whether the block is still the same: the pin may be gone by then."""
     lab = Lab(12, 2, host=12, caching=False, policy=SWAP)
     pinned(lab, "P", [1, 2, 3, 4])
     lab.add("old", [9, 8, 7], 15)

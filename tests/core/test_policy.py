@@ -1,4 +1,4 @@
-"""Who gives way, how, and when it comes back: the choices of `octavo.core.policy`, alone and in the scheduler."""
+"""Preemption: choice of victim and mode, and resumption, in `octavo.core.policy` and in the scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _of_several() -> Request:
 # -- how ---------------------------------------------------------------------------------------------------------------
 
 
-def test_while_costs_are_not_known_one_sequence_is_recomputed_and_a_group_is_swapped() -> None:
+def test_with_unknown_costs_a_sequence_is_recomputed_and_a_group_swapped() -> None:
     single, group = make("s", [1], 2), _of_several()
     single.begin(0, (0, 0), 2)
     for costs in (PreemptionCosts(), PreemptionCosts(token_s=1.0), PreemptionCosts(move_s=1.0)):
@@ -33,7 +33,7 @@ def test_while_costs_are_not_known_one_sequence_is_recomputed_and_a_group_is_swa
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)
-def test_what_was_forced_is_done_whatever_it_costs(mode: PreemptionMode) -> None:
+def test_a_forced_mode_ignores_costs(mode: PreemptionMode) -> None:
     for costs in (
         PreemptionCosts(),
         PreemptionCosts(token_s=1.0, move_s=1e9),
@@ -43,8 +43,8 @@ def test_what_was_forced_is_done_whatever_it_costs(mode: PreemptionMode) -> None
         assert policy.preemption_mode(_of_several(), 3, 40) == (mode, "forced")
 
 
-def test_a_victim_gives_way_as_takes_less_time_to_undo() -> None:
-    """3 blocks there and back are 6 moves; 40 positions of which a quarter is still cached are 30 to compute."""
+def test_the_cheaper_preemption_mode_is_used() -> None:
+    """Swapping 3 blocks out and in is 6 moves. Of 40 positions a quarter is still cached: 30 are recomputed."""
     costs = PreemptionCosts(token_s=1.0, move_s=4.9, kept=0.25)
     assert costs.swap_s(3) == pytest.approx(29.4) and costs.recompute_s(40) == 30
     policy = Policy(costs=costs)
@@ -55,45 +55,45 @@ def test_a_victim_gives_way_as_takes_less_time_to_undo() -> None:
         assert policy.preemption_mode(victim, 3, 40) == (RECOMPUTE, "cheaper")
 
 
-def test_costs_are_learnt_from_steps() -> None:
+def test_costs_are_measured_from_steps() -> None:
     costs = PreemptionCosts(move_s=1.0)
     costs.record_step(0, 0.010)
     assert costs.step_s == 0.010 and not costs.known
-    costs.record_step(63, 9.0)  # too few positions to tell them from the rest of the step
+    costs.record_step(63, 9.0)  # too few positions to measure
     assert not costs.known
     costs.record_step(100, 0.030)
     assert costs.token_s == pytest.approx(0.0002) and costs.known
-    costs.record_step(100, 0.130)  # the newest counts a fifth
+    costs.record_step(100, 0.130)  # a new value has a weight of 0.2
     assert costs.token_s == pytest.approx(0.0002 + 0.2 * 0.001)
     costs.record_step(0, 0.020)
     assert costs.step_s == pytest.approx(0.012)
-    costs.record_step(100, 0.011)  # faster than a step without: tells nothing
+    costs.record_step(100, 0.011)  # faster than a step without prefill: ignored
     assert costs.token_s == pytest.approx(0.0004)
     costs.record_return(50, 100)
     costs.record_return(50, 100)
     assert costs.kept == pytest.approx(0.1 + 0.2 * 0.4)
 
 
-def test_what_a_return_found_in_the_cache_is_learnt() -> None:
+def test_cache_hits_of_resumed_requests_are_measured() -> None:
     lab = Lab(6, policy=Policy(mode=RECOMPUTE))
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    back = [e for e in lab.told(ev.Admitted) if e.request_id == "B"][1]
+    back = [e for e in lab.emitted(ev.Admitted) if e.request_id == "B"][1]
     assert back.num_cached_tokens > 0
     assert lab.scheduler.policy.costs.kept == pytest.approx(0.2 * back.num_cached_tokens / back.num_tokens)
 
 
-def test_without_room_on_the_host_it_is_recomputed_and_told() -> None:
+def test_without_host_room_a_victim_is_recomputed_and_the_event_has_the_reason() -> None:
     lab = Lab(6, host=1, policy=Policy(costs=PreemptionCosts(token_s=1.0, move_s=0.1)))
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    assert [(e.how, e.why) for e in lab.told(ev.Preempted)] == [("recompute", "no host room")]
+    assert [(e.how, e.why) for e in lab.emitted(ev.Preempted)] == [("recompute", "no host room")]
 
 
-def test_what_goes_with_a_victim_is_what_nobody_else_holds_sealed() -> None:
-    """Blocks of 2. Both begin with 1 2 3 4; B has 9 beyond them, and soon more."""
+def test_private_blocks_exclude_sealed_blocks_of_others() -> None:
+    """Blocks of 2. Both requests begin with 1 2 3 4; B has 9 after them, and soon more."""
     lab = Lab(20)
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
@@ -105,7 +105,7 @@ def test_what_goes_with_a_victim_is_what_nobody_else_holds_sealed() -> None:
     lab.run()
 
 
-def test_a_block_that_samples_share_goes_once() -> None:
+def test_a_block_shared_by_samples_counts_once_as_private() -> None:
     """Blocks of 2, a prompt of 3: both samples hold the first block, and one of them the copy of the tail."""
     lab = Lab(20)
     group = lab.add("G", [1, 2, 3], 4, width=2)
@@ -129,37 +129,37 @@ def _crowd(victims: VictimPolicy, costs: PreemptionCosts | None = None) -> Lab:
     return lab
 
 
-def test_the_latest_gives_way() -> None:
-    assert _crowd(VictimPolicy.LATEST).told(ev.Preempted)[0].request_id == "C"
+def test_the_latest_request_is_preempted() -> None:
+    assert _crowd(VictimPolicy.LATEST).emitted(ev.Preempted)[0].request_id == "C"
 
 
 @pytest.mark.parametrize("costs", [PreemptionCosts(), PreemptionCosts(token_s=1.0, move_s=1.0)])
-def test_or_whose_return_takes_the_least(costs: PreemptionCosts) -> None:
-    assert _crowd(VictimPolicy.LEAST_LOST, costs).told(ev.Preempted)[0].request_id == "B"
+def test_the_request_that_resumes_fastest_is_preempted(costs: PreemptionCosts) -> None:
+    assert _crowd(VictimPolicy.LEAST_LOST, costs).emitted(ev.Preempted)[0].request_id == "B"
 
 
-def test_of_equals_the_latest_gives_way() -> None:
+def test_among_equals_the_latest_request_is_preempted() -> None:
     lab = Lab(6, policy=Policy(mode=RECOMPUTE, victims=VictimPolicy.LEAST_LOST))
     for name in "ABC":
         lab.add(name, [ord(name)], 8)
     lab.run()
-    assert lab.told(ev.Preempted)[0].request_id == "C"
+    assert lab.emitted(ev.Preempted)[0].request_id == "C"
 
 
 @pytest.mark.parametrize("victims", VictimPolicy)
-def test_the_first_in_line_never_gives_way_to_another(victims: VictimPolicy) -> None:
+def test_the_first_request_is_never_preempted_for_another(victims: VictimPolicy) -> None:
     lab = Lab(8, policy=Policy(mode=RECOMPUTE, victims=victims))
     for i, (prompt, num) in enumerate([([1], 12), ([2, 3, 4, 5], 9), ([6, 7], 9), ([8], 9)]):
         lab.add(f"r{i}", prompt, num)
     lab.run()
-    told = lab.told(ev.Preempted)
+    told = lab.emitted(ev.Preempted)
     assert told and "r0" not in [e.request_id for e in told]
     assert lab.finished[0] == "r0"
 
 
 @pytest.mark.parametrize(("mode", "least"), [(RECOMPUTE, "few positions"), (SWAP, "few blocks"), (None, "few blocks")])
-def test_the_least_is_by_how_the_victims_would_go(mode: PreemptionMode | None, least: str) -> None:
-    """Swapping is cheap here, if one may."""
+def test_resume_time_depends_on_the_preemption_mode(mode: PreemptionMode | None, least: str) -> None:
+    """Swapping is cheap here, if it is allowed."""
     costs = PreemptionCosts(token_s=1.0, move_s=0.1)
     policy = Policy(mode=mode, victims=VictimPolicy.LEAST_LOST, costs=costs)
     owned = {"few blocks": (2, 4), "few positions": (3, 3), "asker": (1, 1)}
@@ -176,7 +176,7 @@ def test_the_least_is_by_how_the_victims_would_go(mode: PreemptionMode | None, l
 # -- in which order ----------------------------------------------------------------------------------------------------
 
 
-def test_by_priority_nobody_is_overtaken_for_ever() -> None:
+def test_ageing_bounds_how_often_a_request_is_overtaken() -> None:
     """With an ageing of 3, two steps of priority are worth six arrivals, not seven."""
     policy = Policy(by_priority=True, ageing=3)
     late = make("late", [1], 1, priority=2)
@@ -184,13 +184,13 @@ def test_by_priority_nobody_is_overtaken_for_ever() -> None:
     overtaken_by = [i for place, i in places if place < policy.order(late, 0)]
     assert overtaken_by == [1, 2, 3, 4, 5]
     equal = [place for place, i in places if i == 6]
-    assert policy.order(late, 0) < equal[0]  # the earlier of two with one age
+    assert policy.order(late, 0) < equal[0]  # the earlier of two equal keys
     strict = Policy(by_priority=True)
     assert strict.order(late, 0) > strict.order(make("r", [1], 1), 10**9)
     assert Policy(ageing=3).order(late, 0) == (0, 0)
 
 
-def test_an_unimportant_request_is_served_in_the_end() -> None:
+def test_ageing_serves_a_low_priority_request_in_the_end() -> None:
     lab = Lab(40, rows=1, policy=Policy(by_priority=True, ageing=2))
     lab.add("busy", [1, 2], 1)
     lab.add("unimportant", [1, 2], 1, priority=1)
@@ -213,19 +213,19 @@ def test_headroom_doubles_with_each_preemption() -> None:
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)
-def test_a_victim_returns_when_all_can_grow(mode: PreemptionMode) -> None:
-    """B would fit again the moment A gave back one block, to be thrown out by A's next."""
+def test_a_preempted_request_resumes_when_all_can_grow(mode: PreemptionMode) -> None:
+    """B would fit again as soon as A releases one block, and A's next block would preempt it."""
     lab = Lab(12, 1, host=12, policy=Policy(mode=mode))
     lab.add("A", [1, 2, 3], 7)
     b = lab.add("B", [5, 6, 7], 9)
-    while not lab.told(ev.Preempted):
+    while not lab.emitted(ev.Preempted):
         lab.step()
     lab.run()
     assert b.num_preemptions == 1
-    waits = [e for e in lab.told(ev.Waiting) if e.request_id == "B" and e.reason == "blocks"]
-    left = [e.num_tokens for e in lab.told(ev.Finished) if e.request_id == "B"]
+    waits = [e for e in lab.emitted(ev.Waiting) if e.request_id == "B" and e.reason == "blocks"]
+    left = [e.num_tokens for e in lab.emitted(ev.Finished) if e.request_id == "B"]
     assert left == [9] and waits[0].needs == 7 + 2 * 5, waits
-    entered = [e for e in lab.told(ev.Admitted, ev.SwappedIn, ev.Finished) if e.request_id in "AB"]
+    entered = [e for e in lab.emitted(ev.Admitted, ev.SwappedIn, ev.Finished) if e.request_id in "AB"]
     assert [(type(e).__name__, e.request_id) for e in entered][2:] == [
         ("Finished", "A"),
         ("Admitted" if mode is RECOMPUTE else "SwappedIn", "B"),
@@ -233,8 +233,8 @@ def test_a_victim_returns_when_all_can_grow(mode: PreemptionMode) -> None:
     ]
 
 
-def test_its_headroom_is_no_more_than_it_has_left() -> None:
-    """B has two tokens to go: then A has two blocks to grow into, and B one, not sixteen each."""
+def test_headroom_is_at_most_the_remaining_output() -> None:
+    """B has two tokens to go, so A needs two blocks to grow into and B one, not sixteen each."""
     lab = Lab(60, 1, policy=Policy(mode=RECOMPUTE))
     lab.add("A", [1] * 8, 12)
     b = lab.add("B", [5] * 8, 12)
@@ -247,8 +247,8 @@ def test_its_headroom_is_no_more_than_it_has_left() -> None:
     lab.run()
 
 
-def test_alone_it_needs_no_leave() -> None:
-    """If it did, a request as large as the pool would wait for ever."""
+def test_without_running_requests_no_headroom_is_needed() -> None:
+    """Otherwise a request as large as the pool would wait for ever."""
     lab = Lab(6, 1, policy=Policy(mode=RECOMPUTE))
     request = lab.add("A", [1, 2, 3], 4)
     lab.step()
@@ -264,8 +264,8 @@ def test_alone_it_needs_no_leave() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_constrained_request_has_a_mask_for_every_token(width: int) -> None:
-    """A prompt of 5 in chunks of 2: only the last draws. Windows have one for each of their tokens."""
+def test_every_token_of_a_structured_output_has_a_bitmask(width: int) -> None:
+    """A prompt of 5 in chunks of 2: only the last chunk samples. Decode windows have a bitmask per token."""
     lab = Lab(40, budget=8, rows=8, window=4)
     lab.add("free", [9] * 6, 3)
     request = lab.add("bound", [1, 2, 3, 4, 5], 3, width=width, use_structured_output=True)

@@ -1,4 +1,4 @@
-"""What a caller asks: `SamplingParams` with its ranges, `Request`, `Sequence`, and the order in which they stand."""
+"""`SamplingParams` with its ranges, `Request`, `Sequence`, and the order of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.proof import oracle as o
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "says"),
+    ("name", "bad", "message"),
     [
         ("n", 0, "n is 0, it must be from 1 to 128"),
         ("n", 129, "from 1 to 128"),
@@ -95,8 +95,8 @@ from tests.proof import oracle as o
         ("output_kind", "delta", "output_kind is 'delta', it must be one of RequestOutputKind.CUMULATIVE, "),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name(name: str, bad: Any, says: str) -> None:
-    with pytest.raises(ParameterError, match=says) as caught:
+def test_a_parameter_out_of_range_is_refused_by_name(name: str, bad: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as caught:
         SamplingParams(**{name: bad})
     assert caught.value.param == name and "\n" not in str(caught.value)
 
@@ -116,7 +116,7 @@ def test_a_parameter_out_of_range_is_refused_by_name(name: str, bad: Any, says: 
         ("stop", [3], "invalid_value"),
     ],
 )
-def test_a_refusal_has_a_code(name: str, bad: Any, code: str) -> None:
+def test_a_refused_parameter_has_a_code(name: str, bad: Any, code: str) -> None:
     with pytest.raises(ParameterError) as caught:
         SamplingParams(**{name: bad})
     assert caught.value.code == code
@@ -135,7 +135,7 @@ def test_parameters_that_imply_others() -> None:
     assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
 
 
-def test_how_many_are_made_and_how_many_are_told() -> None:
+def test_best_of_generates_more_samples_than_it_returns() -> None:
     plain, several, best = SamplingParams(), SamplingParams(n=3), SamplingParams(n=2, best_of=3)
     assert [params.width for params in (plain, several, best)] == [1, 3, 3]
     assert [params.selects_best_of for params in (plain, several, best, SamplingParams(n=3, best_of=3))] == [0, 0, 1, 0]
@@ -155,11 +155,11 @@ def test_how_many_are_made_and_how_many_are_told() -> None:
         ({"min_tokens": 3, "logit_bias": {3: 1}, "allowed_token_ids": [3], "bad_words": ["x"]}, False),
     ],
 )
-def test_who_looks_back(words: dict[str, Any], needs: bool) -> None:
+def test_needs_history(words: dict[str, Any], needs: bool) -> None:
     assert SamplingParams(**words).needs_history is needs
 
 
-def test_lists_are_the_parameters_own() -> None:
+def test_lists_are_copied() -> None:
     ids, bias = [3, 4], {3: 1.0}
     params = SamplingParams(allowed_token_ids=ids, logit_bias=bias, bad_words_token_ids=[ids], bad_words="x")
     ids.clear()
@@ -177,22 +177,22 @@ def test_the_bounds_themselves_are_allowed() -> None:
     assert SamplingParams(stop_token_ids=[0, INT32]).stop_token_ids == (0, INT32)
 
 
-def test_what_ends_an_output() -> None:
+def test_stop_ids_of_a_model_and_a_request() -> None:
     params = SamplingParams(stop_token_ids=[7, 8])
     assert params.stop_ids([2]) == {2, 7, 8} and replace(params, ignore_eos=True).stop_ids([2]) == {7, 8}
     assert SamplingParams(ignore_eos=True).stop_ids([2]) == frozenset()
 
 
 @pytest.mark.parametrize("name", ["top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"])
-def test_numbers_that_no_tensor_of_int32_holds_are_refused(name: str) -> None:
-    """One of them would fail all that are sampled in the same pass."""
+def test_numbers_beyond_int32_are_refused(name: str) -> None:
+    """One of them would fail every request that is sampled in the same pass."""
     with pytest.raises(ParameterError, match=f"{name} is 2147483648, it must be from .* to 2147483647"):
         SamplingParams(**{name: 1 << 31})
     assert getattr(SamplingParams(**{"max_tokens": None, name: INT32}), name) == INT32
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "bad_words_token_ids", "logit_bias"])
-def test_token_ids_that_no_tensor_of_int32_holds_are_refused(name: str) -> None:
+def test_token_ids_beyond_int32_are_refused(name: str) -> None:
     given: dict[str, Any] = {"bad_words_token_ids": [[1 << 31]], "logit_bias": {1 << 31: 1.0}}
     with pytest.raises(ParameterError, match=f"{name} .*2147483648"):
         SamplingParams(**{name: given.get(name, [1 << 31])})
@@ -228,13 +228,13 @@ def test_greedy_and_the_coldest_temperature(given: float, greedy: bool, kept: fl
     assert (params.greedy, params.temperature) == (greedy, kept)
 
 
-def test_ways_to_say_all_and_one() -> None:
+def test_equivalent_settings_are_normalized() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
     nucleus_of_one = SamplingParams(top_p=0.0)
     assert (nucleus_of_one.top_p, nucleus_of_one.top_k) == (1.0, 1)
 
 
-def test_requests_stand_in_line_by_their_order() -> None:
+def test_requests_sort_by_their_order() -> None:
     first, second = make("a", [1], 1), make("b", [1], 1)
     first.begin(5, (0, 5), 1)
     second.begin(3, (1, 3), 1)
@@ -265,7 +265,7 @@ def test_a_request_begins_with_its_prompt() -> None:
         ({"width": 2, "select_beams": o.keep_best(2), "num_samples": 7}, True, True, 7),
     ],
 )
-def test_who_waits_for_the_host(options: dict, needs_result: bool, forked: bool, num_samples: int) -> None:
+def test_needs_result_by_kind_of_request(options: dict, needs_result: bool, forked: bool, num_samples: int) -> None:
     request = make("a", [1], 2, **options)
     request.begin(0, (0, 0), 2)
     assert (request.needs_result, request.forked, request.num_samples) == (
@@ -276,6 +276,6 @@ def test_who_waits_for_the_host(options: dict, needs_result: bool, forked: bool,
     assert (request.only_sequence is None) == (request.width > 1 or request.select_beams is not None)
 
 
-def test_the_width_is_the_number_of_samples_unless_told() -> None:
+def test_the_width_defaults_to_the_number_of_samples() -> None:
     assert Request("a", [1], SamplingParams(n=4)).width == 4
     assert Request("a", [1], SamplingParams(n=4), width=2).width == 2

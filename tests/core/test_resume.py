@@ -1,4 +1,4 @@
-"""A request goes on where another engine had come: as after a preemption, with the same tokens to come."""
+"""Resumed requests: they continue another engine's outputs as after a preemption, with the same tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROMPT = [1, 2, 3, 0, 4]
 
 
 def cut_at(known: int, width: int, max_tokens: int) -> Iterator[tuple[dict[int, list[int]], int]]:
-    """What lives of each sample after so many tokens, and the end that all of them have."""
+    """Yield the first `known` output tokens of each sample, by index, with `max_tokens`."""
     whole = o.reference(make("", PROMPT, max_tokens, width=width))
     yield {i: tokens[len(PROMPT) :][:known] for i, tokens in whole}, max_tokens
 
 
 @pytest.mark.parametrize(("width", "window"), [(1, 1), (1, 4), (3, 1), (3, 4)])
-def test_from_every_token_on(width: int, window: int) -> None:
-    """Two at once, in a pool too small for both: what resumes is preempted like any other."""
+def test_resuming_after_every_token(width: int, window: int) -> None:
+    """Two requests in a pool too small for both: resumed ones are preempted like any other."""
     max_tokens = 9
     for known, policy in product(range(1, max_tokens), (RECOMPUTE, SWAP)):
         for resume, _ in cut_at(known, width, max_tokens):
@@ -35,8 +35,8 @@ def test_from_every_token_on(width: int, window: int) -> None:
             assert lab.finished and set(lab.finished) == {"A", "B"}
 
 
-def test_with_samples_that_have_ended_elsewhere() -> None:
-    """Those that live keep their numbers, and so the noise of their own."""
+def test_resuming_without_samples_that_have_finished() -> None:
+    """The unfinished samples keep their index, and so their noise."""
     lab = Lab(40)
     whole = dict(o.reference(make("", PROMPT, 8, width=4)))
     resume = {i: whole[i][len(PROMPT) :][:3] for i in (1, 3)}
@@ -49,7 +49,7 @@ def test_with_samples_that_have_ended_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("resume", [None, {}])
-def test_nothing_known_is_a_new_request(resume: Any) -> None:
+def test_resuming_without_outputs_is_a_new_request(resume: Any) -> None:
     request = Request("A", PROMPT, make("", PROMPT, 3).sampling_params, max_tokens=3, resume=resume)
     request.begin(0, (0, 0), 3)
     assert request.only_sequence is request.sequences[0] and request.only_sequence.token_ids.tolist() == PROMPT

@@ -47,14 +47,14 @@ def throw_out(lab: Lab, request: Request) -> StepPlan:
 # -- prefixes ----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_found_inside_its_own_plan() -> None:
-    """Slices run in any order: what this plan computes, another slice of it must not read."""
+def test_a_plan_finds_no_blocks_that_it_computes() -> None:
+    """Slices run in any order, so a slice must not read what another one of its plan computes."""
     lab = Lab(8, habits=o.Habits(shuffles=True))
     first, second = lab.add("first", [1, 2, 3, 4], 2), lab.add("second", [1, 2, 3, 4, 0], 2)
     plan = lab.plan()
     assert plan.sequences == first.sequences
     assert lab.reasons("second") == ["prefix in flight"]
-    plan = lab.plan()  # found from the next plan on, though the first has not landed
+    plan = lab.plan()  # found from the next plan on, though the first has no result yet
     assert slice_of(plan, second) is not None and second.num_cached_tokens == 4
     assert second.sequences[0].block_ids[:2] == first.sequences[0].block_ids[:2]
     lab.run()
@@ -74,7 +74,7 @@ def test_a_system_prompt_shared_by_eight_is_computed_once() -> None:
 
 
 def test_a_long_prefix_in_flight_is_waited_for_chunk_by_chunk() -> None:
-    """The second of two equal prompts does not take the part that is there and compute the rest beside the first."""
+    """The second of two equal prompts waits for the whole prefix instead of computing the rest in parallel."""
     lab = Lab(20, budget=5)
     prompt = list(range(10, 22))
     lab.add("first", prompt, 1)
@@ -97,8 +97,8 @@ def test_prefix_in_flight_compares_tokens_and_salt() -> None:
 
 
 def test_a_stop_token_is_never_sealed() -> None:
-    """Step k returns the stop token of position p while k+1, in flight, covers p: the device may never have written it.
-    The chat's next turn begins with all of this output, the stop token too."""
+    """Step k returns the stop token of position p while step k+1, in flight, covers p. The device may never have
+    written it. The chat's next turn begins with all of this output, the stop token included."""
     stop = next(t for t in answer([1], 6)[1:])
     lab = Lab(16, block_size=1, habits=o.Habits(stops=True))
     turn = lab.add("turn 1", [1], 6, stop_ids=[stop])
@@ -111,7 +111,7 @@ def test_a_stop_token_is_never_sealed() -> None:
 
 
 def test_only_known_tokens_are_sealed() -> None:
-    """`num_computed` runs ahead of the tokens that the host knows by a window and a step in flight."""
+    """`num_computed` is ahead of the tokens that the host knows by a decode window and a step in flight."""
     lab = Lab(16, window=6)
     request = lab.add("A", [1, 2, 3, 4], 20)
     lab.plan()
@@ -122,8 +122,8 @@ def test_only_known_tokens_are_sealed() -> None:
     lab.run(depth=2)
 
 
-def test_a_block_is_found_after_its_own_parent_alone() -> None:
-    """The tokens of a block say nothing without those before it."""
+def test_a_block_is_found_only_after_its_own_parent() -> None:
+    """Equal tokens after another prefix are other content."""
     lab = Lab(16)
     lab.add("A", [1, 1, 2, 2, 0], 1)
     lab.run()
@@ -132,7 +132,7 @@ def test_a_block_is_found_after_its_own_parent_alone() -> None:
     assert other.num_cached_tokens == 0
 
 
-def test_tenants_share_nothing() -> None:
+def test_different_salts_share_no_blocks() -> None:
     lab = Lab(16)
     lab.add("ours", [1, 1, 2, 2, 0], 1, salt=b"us")
     lab.run()
@@ -146,7 +146,7 @@ def test_tenants_share_nothing() -> None:
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_results_go_to_the_sequence_of_the_plan(stops: bool) -> None:
-    """A ends while its next step is in flight; its row goes to B; then A's over-run lands."""
+    """A finishes while its next step is in flight, its row goes to B, and then A's extra tokens arrive."""
     stop = answer([1, 2], 1)[0]
     lab = Lab(8, rows=1, habits=o.Habits(stops=stops))
     a = lab.add("A", [1, 2], 5, stop_ids=[stop])
@@ -177,8 +177,8 @@ def test_late_results_of_a_preempted_request_are_kept(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
-def test_a_preempted_request_is_back_only_when_nothing_of_it_is_pending(policy: Policy) -> None:
-    """Otherwise its last token is unknown: it would go on without it, and sample that position twice."""
+def test_a_preempted_request_resumes_only_without_pending_tokens(policy: Policy) -> None:
+    """Otherwise its last token is unknown: it would continue without it and sample that position twice."""
     lab = crowded(policy, late=1)
     lab.plan()
     lab.abort("A")
@@ -205,8 +205,8 @@ def test_a_window_in_flight_is_kept_when_its_request_is_preempted(policy: Policy
     lab.run(depth=2)
 
 
-def test_the_first_slice_on_a_new_row_brings_its_tokens() -> None:
-    """A row newly given holds the last token, and the done flag, of its owner before."""
+def test_the_first_slice_on_a_new_row_has_host_tokens() -> None:
+    """A new row still holds the last token and the done flag of its previous owner."""
     stop = answer([1, 2], 1)[0]
     lab = Lab(8, rows=1, habits=o.Habits(stops=True))
     lab.add("A", [1, 2], 5, stop_ids=[stop])
@@ -221,7 +221,7 @@ def test_the_first_slice_on_a_new_row_brings_its_tokens() -> None:
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
 def test_after_preemption_a_row_no_longer_holds_the_last_token(policy: Policy) -> None:
-    """B's row passes to C and back; the slice that brings B back must name its token."""
+    """B's row passes to C and back, so the slice that resumes B must have its token."""
     lab = crowded(policy)
     b = lab.requests["B"]
     lab.plan()
@@ -236,7 +236,7 @@ def test_after_preemption_a_row_no_longer_holds_the_last_token(policy: Policy) -
     lab.run()
 
 
-def test_a_row_setup_says_whose_noise_it_is() -> None:
+def test_a_row_setup_has_the_seed_and_sample_index() -> None:
     lab = Lab(16)
     request = lab.add("A", [1, 2, 3], 4, seed=99, stop_ids=[777], width=2)
     (setup,) = lab.step().row_setups
@@ -248,7 +248,7 @@ def test_a_row_setup_says_whose_noise_it_is() -> None:
 
 
 def test_table_writes_are_applied_in_stream_order() -> None:
-    """A is aborted in flight and C takes its row with blocks that hold a prefix: were the device's table changed at
+    """A is aborted in flight, and C takes its row with blocks that hold a prefix. If the device's table changed at
     once, A's step would write into them."""
     lab = Lab(12, rows=1, habits=LAZY)
     lab.add("P", [1, 2, 3, 4, 0], 1)
@@ -262,7 +262,7 @@ def test_table_writes_are_applied_in_stream_order() -> None:
     lab.run(depth=2)
 
 
-def test_a_row_setup_brings_the_tokens_where_sampling_looks_at_them() -> None:
+def test_a_row_setup_has_token_ids_if_sampling_needs_history() -> None:
     lab = Lab(20, 2)
     params = SamplingParams(max_tokens=None, repetition_penalty=1.5)
     request = lab.add("a", [1, 2, 3], 8, sampling_params=params, width=2)
@@ -279,8 +279,8 @@ def test_a_row_setup_brings_the_tokens_where_sampling_looks_at_them() -> None:
 
 
 @pytest.mark.parametrize("asks", [{"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}])
-def test_who_wants_the_whole_prompt_computed_finds_nothing(asks: dict[str, Any]) -> None:
-    """And waits for nobody who computes the same."""
+def test_skip_reading_prefix_cache_computes_the_whole_prompt(asks: dict[str, Any]) -> None:
+    """It does not wait for an equal prompt in flight either."""
     lab = Lab(40, 2)
     lab.add("before", [1, 2, 3, 4, 5, 6, 7], 2)
     lab.run()
@@ -313,7 +313,7 @@ def test_a_plan_aliases_no_live_state() -> None:
 
 
 def test_swaps_out_come_before_slices() -> None:
-    """The victim's block is taken, and written, by an older request in the same plan."""
+    """An older request of the same plan takes the victim's block and writes it."""
     lab = crowded(SWAP)
     plan = lab.plan()
     taken = {b for w in plan.table_writes for b in w.block_ids}
@@ -336,7 +336,7 @@ def swapped_after_its_fork() -> Lab:
 
 
 def test_swaps_in_come_before_copies() -> None:
-    """A group comes back with a shared tail and copies it in the same plan."""
+    """A group is swapped in with a shared tail and copies it in the same plan."""
     lab = swapped_after_its_fork()
     host = lab.cache.swap_space
     assert [host.refs[b] for b in (1, 2)] == [2, 2] and host.num_used == 2
@@ -348,8 +348,8 @@ def test_swaps_in_come_before_copies() -> None:
     lab.run()
 
 
-def test_a_plan_of_swaps_alone_is_submitted() -> None:
-    """A waits for its last result, B needs a block and gives way itself: the step has no slice, yet B's blocks move."""
+def test_a_plan_with_only_swaps_is_submitted() -> None:
+    """A waits for its last result; B needs a block and preempts itself. The step has no slice, but moves B's blocks."""
     lab = Lab(5, host=5, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 2)
     lab.add("B", [5, 6, 7], 5)
@@ -359,13 +359,13 @@ def test_a_plan_of_swaps_alone_is_submitted() -> None:
     plan = lab.plan()
     assert not plan.rows and plan.swap_outs and plan
     assert lab.requests["B"].status is Status.SWAPPED
-    assert lab.told(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0, "forced", 2, 4)]
+    assert lab.emitted(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0, "forced", 2, 4)]
     assert lab.scheduler.in_flight[-1] is plan
     lab.run(depth=2)
 
 
-def left_behind(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
-    """Two sequences over one sealed block; the second is swapped out and leaves that block behind."""
+def swapped_with_shared_block(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
+    """Two sequences over one sealed block; the second is swapped out and shares that block on the device."""
     lab = Lab(num_blocks, host=num_blocks, listen=False)
     cache = lab.cache
     first, second = sequence([1, 2, 9]), sequence([1, 2, 3])
@@ -384,16 +384,17 @@ def left_behind(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
     return lab, first, second
 
 
-def test_what_was_left_behind_pins_nothing() -> None:
-    lab, first, _ = left_behind()
+def test_blocks_shared_on_device_are_not_referenced() -> None:
+    lab, first, _ = swapped_with_shared_block()
     assert lab.pool.refs[1] == 1
     lab.cache.free(first)
     assert lab.pool.num_used == 0 and list(lab.pool.cached()) == [1]
 
 
-def test_what_was_left_behind_is_shared_before_blocks_are_taken() -> None:
-    """Its last owner ended: the block is cached, and the oldest. Taking first would evict it for the same request."""
-    lab, first, second = left_behind(3)
+def test_blocks_shared_on_device_are_referenced_before_allocation() -> None:
+    """Their last owner finished, so the block is the oldest cached one. Allocating first would evict it for the same
+    request."""
+    lab, first, second = swapped_with_shared_block(3)
     cache, pool = lab.cache, lab.pool
     cache.free(first)
     assert pool.num_available == 3
@@ -411,8 +412,8 @@ def test_what_was_left_behind_is_shared_before_blocks_are_taken() -> None:
     assert len(second.seal_ids) == 1 and not second.request.shared_on_device
 
 
-def test_what_was_left_behind_counts_when_it_is_in_no_use() -> None:
-    lab, first, second = left_behind()
+def test_blocks_shared_on_device_without_users_are_counted() -> None:
+    lab, first, second = swapped_with_shared_block()
     found = lab.cache.find_swap_in_blocks(second.request)
     assert found is not None and found.num_needed == 1  # the first still owns it
     lab.cache.free(first)
@@ -421,9 +422,9 @@ def test_what_was_left_behind_counts_when_it_is_in_no_use() -> None:
     assert found.shared_on_device == [1] and found.host_ids == [1]
 
 
-def test_what_was_left_behind_is_verified_by_its_seal_id() -> None:
-    """The block was evicted and holds the same tokens again, under another seal id, or something else: it is lost."""
-    lab, first, second = left_behind()
+def test_blocks_shared_on_device_are_verified_by_seal_id() -> None:
+    """The block was evicted and holds the same tokens under another seal id, or other tokens: it is lost."""
+    lab, first, second = swapped_with_shared_block()
     cache, pool = lab.cache, lab.pool
     key = pool.key_of(1)
     assert key is not None
@@ -437,7 +438,7 @@ def test_what_was_left_behind_is_verified_by_its_seal_id() -> None:
 
 
 def test_a_swapped_request_that_lost_a_block_is_recomputed() -> None:
-    """A shares a sealed block with B; B is swapped, A ends, and the block is forgotten before B comes back."""
+    """A shares a sealed block with B. B is swapped, A finishes, and the block is evicted before B resumes."""
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.step()
@@ -449,13 +450,13 @@ def test_a_swapped_request_that_lost_a_block_is_recomputed() -> None:
     assert lab.cache.reset_prefix_cache() > 0
     assert b.status is Status.SWAPPED
     lab.plan()
-    assert lab.told(ev.SwapLost) == [ev.SwapLost("B")]
+    assert lab.emitted(ev.SwapLost) == [ev.SwapLost("B")]
     assert b.status is Status.RUNNING and not b.shared_on_device and lab.cache.swap_space.num_used == 0
     lab.run()
 
 
-def test_a_swapped_request_that_lost_a_block_says_anew_what_it_waits_for() -> None:
-    """It waited for room to be swapped in, and now it waits for room to be computed again."""
+def test_a_swapped_request_that_lost_a_block_reports_a_new_wait_reason() -> None:
+    """It waited for blocks to be swapped in, and now waits for blocks to be recomputed."""
     lab = Lab(9, host=9, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("C", [7, 8], 9)
@@ -463,16 +464,16 @@ def test_a_swapped_request_that_lost_a_block_says_anew_what_it_waits_for() -> No
     b = lab.add("B", [1, 2, 5, 6], 6)
     while not (b.status is Status.SWAPPED and b.wait_reason == "blocks"):
         lab.step()
-    said = len(lab.reasons("B"))
+    output = len(lab.reasons("B"))
     lab.abort("A")
     lab.cache.reset_prefix_cache()
     lab.plan()
-    assert lab.told(ev.SwapLost) and b.status is Status.WAITING
-    assert lab.reasons("B")[said:] == ["blocks"]
+    assert lab.emitted(ev.SwapLost) and b.status is Status.WAITING
+    assert lab.reasons("B")[output:] == ["blocks"]
     lab.run()
 
 
-def test_what_is_shared_inside_a_group_alone_goes_out_with_it() -> None:
+def test_blocks_shared_only_within_a_group_are_swapped_with_it() -> None:
     """Only owners outside the request keep a sealed block on the device."""
     lab = Lab(12, host=12, policy=SWAP)
     group = lab.add("G", [1, 2, 3, 4, 5], 4, width=3)
@@ -484,7 +485,7 @@ def test_what_is_shared_inside_a_group_alone_goes_out_with_it() -> None:
     lab.at_rest()
 
 
-def test_blocks_that_come_back_are_sealed_anew() -> None:
+def test_swapped_in_blocks_are_sealed_again() -> None:
     lab = crowded(SWAP)
     b = lab.requests["B"]
     lab.step()
@@ -502,13 +503,13 @@ def test_without_host_room_a_victim_is_recomputed() -> None:
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    assert [e.how for e in lab.told(ev.Preempted)] == ["recompute"]
+    assert [e.how for e in lab.emitted(ev.Preempted)] == ["recompute"]
     assert lab.cache.num_swapped_out == 0
 
 
 @pytest.mark.parametrize(("policy", "status"), [(SWAP, Status.SWAPPED), (RECOMPUTE, Status.WAITING)])
 def test_a_fork_happens_in_the_tier_where_the_request_is(policy: Policy, status: Status) -> None:
-    """A beam's step lands after its group was preempted: the device's counts of other blocks must not move."""
+    """A beam's step returns after its group was swapped out: references to unrelated device blocks must not change."""
     lab = Lab(5, host=5, policy=policy)
     lab.add("A", [1, 2, 3, 4], 4)
     beam = lab.add("beam", [5, 6, 7], 3, beam=2)
@@ -528,8 +529,8 @@ def test_a_fork_happens_in_the_tier_where_the_request_is(policy: Policy, status:
     lab.run(depth=2)
 
 
-def test_heirs_fork_before_the_unchosen_let_go() -> None:
-    """Both survivors come from the last beam: were the rest freed in passing, a parent's blocks would be gone."""
+def test_selected_beams_fork_before_the_others_are_released() -> None:
+    """Both survivors come from the last beam. If the others were released in between, its blocks would be lost."""
     kept = []
 
     def last_twice(parents: list) -> list:
@@ -551,14 +552,14 @@ def test_heirs_fork_before_the_unchosen_let_go() -> None:
     assert {s.finish_reason for s in request.finished_sequences} == {"length"}
 
 
-def test_the_need_of_a_group_is_counted_as_a_whole() -> None:
-    """Two sequences at a block's edge and one block free: the second must not take from an empty pool."""
+def test_blocks_needed_counts_a_group_as_a_whole() -> None:
+    """Two sequences at a block boundary and one free block: the second must not allocate from an empty pool."""
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3], 3)
     group = lab.add("G", [5, 6, 7, 8], 3, width=2)
     lab.step()
     assert lab.pool.num_available == 2
-    lab.pool.allocate()  # somebody's: one is left
+    lab.pool.allocate()  # one is left
     sequences = [(s, 1) for s in group.sequences]
     assert [lab.cache.blocks_needed([s]) for s in sequences] == [1, 1]
     assert lab.cache.blocks_needed(sequences) == 2
@@ -567,8 +568,8 @@ def test_the_need_of_a_group_is_counted_as_a_whole() -> None:
     assert slice_of(plan, lab.requests["A"]) is not None
 
 
-def test_a_group_is_rebuilt_one_sequence_at_a_time_from_its_sibling() -> None:
-    """A pool of 10 and three samples over a prompt of 6 blocks: 6 + 3 fit where they forked, 3 x 7 never will."""
+def test_a_group_is_recomputed_one_sequence_at_a_time_from_its_sibling() -> None:
+    """A pool of 10 and three samples over a prompt of 6 blocks: 6 + 3 fit where they forked, 3 x 7 never fit."""
     lab = Lab(10, block_size=2, policy=RECOMPUTE, caching=False)
     prompt = list(range(10, 22))
     group = lab.add("G", prompt, 3, width=3)
@@ -586,9 +587,9 @@ def test_a_group_is_rebuilt_one_sequence_at_a_time_from_its_sibling() -> None:
     lab.run()
 
 
-def test_a_sibling_is_rebuilt_only_where_there_is_room_for_it() -> None:
-    """Admission counts the first sequence. All of it is found in the cache, so the turn is its sibling's at once, whose
-    two blocks nobody has counted: one is left. The group is in, and waits for its next step."""
+def test_a_sibling_is_recomputed_only_if_there_is_room() -> None:
+    """Admission counts the first sequence. All of it is cached, so its sibling is next at once and needs two blocks
+    that were not counted, while one is left. The group is admitted and waits for its next step."""
     lab = Lab(20, policy=RECOMPUTE)
     lab.add("A", [9, 9, 9], 20)
     parting = next([1, 2, 3, i] for i in range(50) if answer([1, 2, 3, i], 1, 0) != answer([1, 2, 3, i], 1, 1))
@@ -599,7 +600,7 @@ def test_a_sibling_is_rebuilt_only_where_there_is_room_for_it() -> None:
     own, pool = second.block_ids[2:], lab.pool
     assert len(first.token_ids) == 9 and not set(own) & set(first.block_ids)
     throw_out(lab, group)
-    group.num_preemptions = 0  # it asks for no room to grow
+    group.num_preemptions = 0  # it needs no headroom
     for block in own:
         pool.unseal(block)
     while pool.num_available > 5:
@@ -609,8 +610,8 @@ def test_a_sibling_is_rebuilt_only_where_there_is_room_for_it() -> None:
     assert [s.request.request_id for s in plan.sequences] == ["A"] and pool.num_available == 1
 
 
-def test_a_rebuilt_sibling_shares_directly_where_an_equal_block_is_canonical() -> None:
-    """An equal block elsewhere owns the index entry: through the index a sibling would share that one, or nothing."""
+def test_a_recomputed_sibling_shares_directly_where_an_equal_block_is_canonical() -> None:
+    """An equal block elsewhere owns the index entry: a lookup would return that one, or nothing."""
     lab = Lab(12, policy=RECOMPUTE)
     group = lab.add("G", [1, 2, 3, 4, 5], 3, width=2)
     lab.step()
@@ -627,7 +628,7 @@ def test_a_rebuilt_sibling_shares_directly_where_an_equal_block_is_canonical() -
 # -- the door, the line and giving way ---------------------------------------------------------------------------------
 
 
-def test_the_door_counts_the_width() -> None:
+def test_capacity_counts_the_width() -> None:
     lab = Lab(10)
     lab.add("fits", list(range(12)), 3, width=3)  # 6 + 3 x 1
     with pytest.raises(CapacityError, match=r"needs 14 blocks of 2 tokens .* pool has 10; max_tokens of at most 3"):
@@ -636,7 +637,7 @@ def test_the_door_counts_the_width() -> None:
     lab.run()
 
 
-def test_no_watermark_where_nothing_runs() -> None:
+def test_no_watermark_without_running_requests() -> None:
     """A request as large as the pool would wait for ever."""
     lab = Lab(4, watermark=2)
     lab.add("A", [1, 2, 3, 4, 5, 6], 3)
@@ -649,31 +650,31 @@ def test_no_watermark_where_nothing_runs() -> None:
     lab.run()
 
 
-def test_the_watermark_is_left_for_the_running() -> None:
+def test_the_watermark_is_left_for_running_requests() -> None:
     for watermark, comes in ((3, True), (4, False)):
         lab = Lab(8, watermark=watermark)
         lab.add("A", [1, 2, 3, 4], 4)
         b = lab.add("B", [5, 6, 7, 8, 9], 2)
         lab.plan()
         assert (b.status is Status.RUNNING) == comes
-        if not comes:  # 6 are free, 4 of them not for those who come
-            assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 3, 2, 0)]
+        if not comes:  # 6 are free, 4 of them reserved by the watermark
+            assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "blocks", 3, 2, 0)]
         lab.run()
 
 
-def test_the_watermark_holds_for_the_swapped_too() -> None:
+def test_the_watermark_applies_to_swap_in_too() -> None:
     for watermark, comes in ((1, True), (2, False)):
         lab = Lab(8, host=8, watermark=watermark, policy=SWAP)
         lab.add("A", [1, 2, 3, 4], 8)
         b = lab.add("B", [5, 6], 2)
         lab.step()
         throw_out(lab, b)
-        lab.scheduler.schedule()  # of 5 that A leaves free, B wants 2, and 2 that stay free for both to go on with
+        lab.scheduler.schedule()  # of 5 free blocks B needs 2, and 2 more as headroom
         assert (b.status is Status.RUNNING) == comes
 
 
-def test_the_victim_is_the_last() -> None:
-    """Whoever is planned already has a slice in the plan being made: its blocks would be written by two owners."""
+def test_the_victim_is_the_last_running_request() -> None:
+    """A request with a slice in the plan being made must not be preempted: two owners would write its blocks."""
     for policy in (RECOMPUTE, SWAP):
         lab = Lab(9, host=9, policy=policy)
         for i, name in enumerate("ABC"):
@@ -681,13 +682,13 @@ def test_the_victim_is_the_last() -> None:
         for _ in range(3):
             lab.step()
         plan = lab.plan()
-        assert [e.request_id for e in lab.told(ev.Preempted)] == ["C"]
+        assert [e.request_id for e in lab.emitted(ev.Preempted)] == ["C"]
         assert [s.request.request_id for s in plan.sequences] == ["A", "B"]
         lab.run()
 
 
-def test_a_step_that_preempts_brings_nobody_in() -> None:
-    """B asks and gives way itself; the swapped group would fit into what B leaves, and waits for the next step."""
+def test_a_step_that_preempts_admits_no_request() -> None:
+    """B needs a block and preempts itself. The swapped group would fit into B's blocks and waits for the next step."""
     lab = Lab(6, host=6)  # a single sequence is recomputed, a group is swapped
     a = lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -697,7 +698,7 @@ def test_a_step_that_preempts_brings_nobody_in() -> None:
     lab.step()
     lab.step()
     assert group.status is Status.SWAPPED and lab.pool.num_available == 0
-    a.sequences[0].max_length = 7  # all its positions are planned: it is B who asks
+    a.sequences[0].max_length = 7  # all its positions are planned, so B needs the block
     plan = lab.plan()
     assert b.status is Status.WAITING and lab.pool.num_available == 3
     assert group.status is Status.SWAPPED and not plan
@@ -708,17 +709,17 @@ def test_a_step_that_preempts_brings_nobody_in() -> None:
 
 @pytest.mark.parametrize("mode", list(PreemptionMode))
 def test_self_preemption_counts_as_preemption(mode: PreemptionMode) -> None:
-    """The last in line throws itself out; the one that waits would fit now, and waits all the same."""
+    """The last request preempts itself. The waiting one would fit now, and still waits."""
     lab = Lab(6, host=6, policy=Policy(mode=mode))
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
     for _ in range(3):
         lab.step()
     small = lab.add("small", [9], 1)
-    lab.scheduler.running[0].sequences[0].max_length = 7  # A has all its positions planned: B is the one who asks
+    lab.scheduler.running[0].sequences[0].max_length = 7  # all of A's positions are planned, so B needs the block
     plan = lab.plan()
     assert b.status is not Status.RUNNING and small.status is Status.WAITING
     assert not plan.rows
-    assert [e.for_request for e in lab.told(ev.Preempted)] == ["B"]
+    assert [e.for_request for e in lab.emitted(ev.Preempted)] == ["B"]
     if mode is PreemptionMode.SWAP:
         assert lab.reasons("small") == ["behind a swapped request"]

@@ -1,4 +1,4 @@
-"""The rules of scheduling, as the design numbers them: what a plan holds, who goes first, who waits for what."""
+"""The scheduling rules in the design's numbering: content of plans, order of requests, and wait reasons."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_decode_goes_on_while_a_prompt_is_chunked() -> None:
     lab.run()
 
 
-def test_the_budget_stops_the_line_and_the_reason_is_said() -> None:
+def test_the_budget_stops_admission_with_a_reason() -> None:
     lab = Lab(30, budget=4)
     lab.add("A", [1, 2, 3, 4], 2)
     lab.add("B", [4, 5, 6], 2)
     lab.plan()
-    assert lab.told(ev.Waiting) == [ev.Waiting("B", "budget", 3, 0, 0)]
+    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "budget", 3, 0, 0)]
     lab.run()
 
 
@@ -78,15 +78,15 @@ def test_rows_bound_a_step_and_a_request_takes_its_width_from_the_start() -> Non
     b = lab.add("B", [3, 4], 3, width=2)
     lab.add("C", [5, 6], 3)
     plan = lab.plan()
-    assert names(plan) == ["A"]  # C would fit, but stands behind B
-    assert lab.told(ev.Waiting) == [ev.Waiting("B", "rows", 2, 1, 0)]
+    assert names(plan) == ["A"]  # C would fit, but B is first
+    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "rows", 2, 1, 0)]
     assert lab.scheduler.num_rows_taken == 2
     lab.run()
     assert b.finished_sequences
 
 
 def test_a_finished_sample_keeps_its_groups_row() -> None:
-    """Rows come back when the request ends: the width is taken until then."""
+    """Rows are released when the request finishes: the width is taken until then."""
     samples = [answer([1, 2], 4, i) for i in (0, 1)]
     stop = next(iter({samples[0][0]} - {samples[1][0]}), samples[0][0])
     lab = Lab(20, rows=2)
@@ -115,17 +115,17 @@ def test_by_priority_the_lower_number_goes_first_and_then_the_earlier() -> None:
     assert lab.finished == ["C", "B", "D", "A"]
 
 
-def test_by_priority_the_last_in_line_gives_way_though_it_came_first() -> None:
+def test_by_priority_the_least_important_request_is_preempted_though_it_arrived_first() -> None:
     lab = Lab(6, policy=Policy(by_priority=True, mode=PreemptionMode.RECOMPUTE))
     lab.add("early", [1, 2, 3, 4], 6, priority=5)
     lab.step()
     lab.add("urgent", [5, 6, 7, 8], 6)
     lab.run()
-    assert {e.request_id for e in lab.told(ev.Preempted)} == {"early"}
+    assert {e.request_id for e in lab.emitted(ev.Preempted)} == {"early"}
     assert lab.finished == ["urgent", "early"]
 
 
-def test_swapped_requests_come_back_before_anybody_new_comes_in() -> None:
+def test_swapped_requests_resume_before_new_ones_are_admitted() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
@@ -170,8 +170,8 @@ def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None
     assert len(group.finished_sequences) == 3
 
 
-def test_nobody_comes_in_past_a_running_group_that_does_not_fit() -> None:
-    """Each line stops at the first that does not fit, and with it the lines behind."""
+def test_no_request_is_admitted_past_a_running_group_that_does_not_fit() -> None:
+    """Each queue stops at the first request that does not fit, and so do the later queues."""
     lab = Lab(40, budget=3, rows=5)
     lab.add("A", [1, 2], 4)
     group = lab.add("G", [3], 3, width=3)
@@ -192,7 +192,7 @@ def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole() -> None:
     lab.oracle.submit(plan)
     lab.plan()
     assert group.status is Status.SWAPPED
-    assert lab.told(ev.Waiting)[-1] == ev.Waiting("G", "budget", 3, 2, 0)
+    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("G", "budget", 3, 2, 0)
     lab.land()
     while a.status is not Status.FINISHED:
         lab.step()
@@ -208,7 +208,7 @@ def test_swapped_requests_wait_for_rows() -> None:
     lab.oracle.submit(plan)
     lab.scheduler.num_rows_taken += 2  # as if others ran
     lab.scheduler.schedule()
-    assert lab.told(ev.Waiting)[-1] == ev.Waiting("A", "rows", 1, 0, 0)
+    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("A", "rows", 1, 0, 0)
     lab.scheduler.num_rows_taken -= 2
     lab.run()
 
@@ -216,10 +216,10 @@ def test_swapped_requests_wait_for_rows() -> None:
 def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
     lab = Lab(4)
     plan = lab.plan()
-    assert not plan and plan.num_tokens == 0 and lab.scheduler.num_steps == 0 and not lab.told(ev.Step)
+    assert not plan and plan.num_tokens == 0 and lab.scheduler.num_steps == 0 and not lab.emitted(ev.Step)
     lab.add("A", [1], 1)
     lab.plan()
-    assert lab.scheduler.has_work and not lab.plan()  # its last token is on its way
+    assert lab.scheduler.has_work and not lab.plan()  # its last token is in flight
     lab.run()
     assert lab.scheduler.num_steps == 1 and not lab.scheduler.has_work
 
@@ -227,7 +227,7 @@ def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
 # -- 5.2: giving way ---------------------------------------------------------------------------------------------------
 
 
-def test_blocks_and_rows_are_given_up_at_once_with_a_step_in_flight() -> None:
+def test_preemption_releases_blocks_and_rows_with_a_step_in_flight() -> None:
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -242,18 +242,18 @@ def test_blocks_and_rows_are_given_up_at_once_with_a_step_in_flight() -> None:
     lab.run(depth=2)
 
 
-def test_a_preemption_is_told_with_its_numbers() -> None:
+def test_a_preemption_event_has_its_numbers() -> None:
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    assert lab.told(ev.Preempted) == [ev.Preempted("B", "recompute", "A", 1, 0, 0, "forced", 3, 6)]
+    assert lab.emitted(ev.Preempted) == [ev.Preempted("B", "recompute", "A", 1, 0, 0, "forced", 3, 6)]
     assert lab.reasons("B")[-1] == "blocks"
     assert lab.scheduler.num_preemptions == 1
 
 
-def test_several_give_way_until_there_is_room() -> None:
-    """A group needs three blocks at once; each victim gives one."""
+def test_several_requests_are_preempted_until_there_is_room() -> None:
+    """A group needs three blocks at once; each victim frees one."""
     lab = Lab(8, policy=RECOMPUTE)
     group = lab.add("G", [1, 2], 4, width=3)
     lab.step()
@@ -264,13 +264,13 @@ def test_several_give_way_until_there_is_room() -> None:
     lab.step()
     assert lab.pool.num_used == 8
     plan = lab.plan()
-    assert [e.request_id for e in lab.told(ev.Preempted)] == ["s3", "s2", "s1"]
+    assert [e.request_id for e in lab.emitted(ev.Preempted)] == ["s3", "s2", "s1"]
     assert len([s for s in plan.sequences if s.request is group]) == 3
     lab.run()
 
 
-def test_a_group_is_rebuilt_while_it_is_swapped_in_again() -> None:
-    """Recomputed half-way, then swapped: first it comes back whole, then the rebuilding goes on."""
+def test_a_group_swapped_during_recomputation_continues_after_swap_in() -> None:
+    """Half recomputed, then swapped: it is first swapped in as a whole, then recomputed further."""
     lab = Lab(16, host=16, budget=4, caching=False)
     group = lab.add("G", [1, 2, 3, 4, 5], 5, width=3)
     for _ in range(3):
@@ -307,7 +307,7 @@ def test_a_group_finds_its_own_blocks_in_the_cache_when_it_is_recomputed() -> No
 # -- 5.3: the door -----------------------------------------------------------------------------------------------------
 
 
-def test_a_default_length_is_cut_to_fit_and_a_number_never() -> None:
+def test_a_default_max_tokens_is_reduced_to_fit_and_a_number_never() -> None:
     lab = Lab(4)
     request = lab.add("default", [1, 2, 3], None)
     assert request.max_tokens == 6 == lab.cache.max_output_tokens(3)
@@ -332,14 +332,14 @@ def test_more_sequences_than_rows_or_budget_are_refused(rows: int, budget: int) 
     lab = Lab(40, rows=rows, budget=budget)
     with pytest.raises(CapacityError, match="decodes 3 sequences together and at most 2 run"):
         lab.add("A", [1, 2], 3, width=3)
-    assert not lab.scheduler.has_work and not lab.told(ev.Arrived)
+    assert not lab.scheduler.has_work and not lab.emitted(ev.Arrived)
     lab.add("B", [1, 2], 3, width=2)
     lab.run()
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_what_the_door_lets_in_never_stalls(caching: bool) -> None:
-    """Every request that fits by the formula, at its longest, ends when it is alone; one token more is refused."""
+def test_an_accepted_request_never_stalls(caching: bool) -> None:
+    """Every request that fits by the formula finishes when it runs alone; one more token is refused."""
     tried = 0
     for num_blocks, size, prompt, width in itertools.product((1, 2, 3, 5, 7), (1, 2, 3), range(1, 8), (1, 2, 3)):
         cache = KVCacheManager(num_blocks, size)
@@ -369,15 +369,15 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
 # -- 5.4: reasons ------------------------------------------------------------------------------------------------------
 
 
-def test_a_reason_is_said_when_it_changes_not_once_a_step() -> None:
+def test_a_wait_reason_is_emitted_when_it_changes_not_once_per_step() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3, 4, 5, 6, 7], 6)
     lab.add("B", [9] * 9, 2)
     lab.run()
-    assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 4, 0)]
+    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 4, 0)]
 
 
-def test_who_has_come_in_waits_for_nothing() -> None:
+def test_a_running_request_has_no_wait_reason() -> None:
     lab = Lab(8, rows=1)
     lab.add("A", [1], 1)
     b = lab.add("B", [2], 2)
@@ -388,7 +388,7 @@ def test_who_has_come_in_waits_for_nothing() -> None:
     lab.run()
 
 
-def test_a_prompt_comes_in_when_there_is_room_for_all_of_it_not_for_its_first_chunk() -> None:
+def test_admission_needs_room_for_the_whole_prompt_not_only_its_first_chunk() -> None:
     lab = Lab(8, budget=4)
     lab.add("A", [1, 2, 3], 6)
     b = lab.add("B", list(range(10, 24)), 2)
@@ -398,7 +398,7 @@ def test_a_prompt_comes_in_when_there_is_room_for_all_of_it_not_for_its_first_ch
     lab.run()
 
 
-def test_the_numbers_of_a_wait_for_blocks() -> None:
+def test_a_wait_for_blocks_has_its_numbers() -> None:
     lab = Lab(8)
     lab.add("gone", [1, 2, 3, 4, 5], 1)
     lab.run()
@@ -407,16 +407,16 @@ def test_the_numbers_of_a_wait_for_blocks() -> None:
     lab.step()
     lab.add("B", [7] * 9, 4)
     lab.plan()
-    assert lab.told(ev.Waiting)[-1] == ev.Waiting("B", "blocks", 5, 1, 2)
+    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("B", "blocks", 5, 1, 2)
     lab.run()
 
 
-def test_events_of_a_life() -> None:
+def test_events_of_a_requests_life() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3], 2, priority=3)
     lab.run()
     kinds = (ev.Arrived, ev.Admitted, ev.Finished, ev.Step)
-    assert lab.told(*kinds) == [
+    assert lab.emitted(*kinds) == [
         ev.Arrived("A", 3, 2, 1, 3),
         ev.Admitted("A", 0, 3),
         ev.Step(0, 1, 3, 1, 0, 0, 2, 0, 6, 0, 2, 0, 0, 0, 0, 1),
@@ -425,14 +425,14 @@ def test_events_of_a_life() -> None:
     ]
 
 
-def test_steps_tell_the_growth_of_every_counter() -> None:
+def test_step_events_carry_the_increase_of_every_counter() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [1, 2, 7], 3, width=2)
     lab.run()
     lab.add("C", [1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
     lab.run()
-    steps = lab.told(ev.Step)
+    steps = lab.emitted(ev.Step)
     stats = lab.scheduler.stats()
     assert sum(s.hits for s in steps) == stats.num_hits > 0
     assert sum(s.misses for s in steps) == stats.num_misses > 0
@@ -441,12 +441,12 @@ def test_steps_tell_the_growth_of_every_counter() -> None:
     assert sum(s.swapped_in for s in steps) == stats.num_swapped_in > 0
     assert sum(s.evicted for s in steps) == stats.num_evicted > 0
     assert all(s.used + s.cached + s.free == 6 for s in steps)
-    swapped = lab.told(ev.SwappedIn)
+    swapped = lab.emitted(ev.SwappedIn)
     assert [e.num_copied for e in swapped] == [stats.num_swapped_in]
 
 
-def test_whether_anybody_listens_changes_no_plan() -> None:
-    """What is recorded must be what happens when nothing is recorded."""
+def test_listeners_change_no_plan() -> None:
+    """A recorded run must be equal to an unrecorded one."""
 
     def plans(seed: int, listen: bool) -> list[tuple]:
         world = World(seed, Counter(), listen=listen)
@@ -468,7 +468,7 @@ def test_whether_anybody_listens_changes_no_plan() -> None:
 # -- 5.5: overlap and windows ------------------------------------------------------------------------------------------
 
 
-def test_a_decode_slice_names_no_token() -> None:
+def test_a_decode_slice_has_no_host_tokens() -> None:
     lab = Lab(8)
     request = lab.add("A", [1, 2, 3], 5)
     assert lab.step().host_tokens
@@ -490,7 +490,7 @@ def test_a_window_ends_with_the_request(depth: int, window: int) -> None:
             sampled += plan.num_sampled
         if lab.flight and (not plan or len(lab.flight) >= depth):
             lab.land()
-    assert sampled[0] == 1  # a request comes in with one token
+    assert sampled[0] == 1  # an admitted request starts with one token
     assert sum(sampled) == 12 and max(sampled) <= window
     assert len(sampled) == 1 + -(-11 // window)
     lab.at_rest()
@@ -515,7 +515,7 @@ def test_a_group_shares_the_budget_of_its_windows() -> None:
     lab.run()
 
 
-def test_a_window_shrinks_to_one_while_somebody_could_come_in() -> None:
+def test_the_decode_window_is_one_while_a_request_could_be_admitted() -> None:
     lab = Lab(40, window=4, budget=6)
     lab.add("A", [1, 2], 20)
     lab.step()
@@ -525,20 +525,20 @@ def test_a_window_shrinks_to_one_while_somebody_could_come_in() -> None:
     lab.run()
 
 
-def test_a_window_does_not_shrink_for_those_who_wait_for_others_to_end() -> None:
+def test_the_decode_window_does_not_shrink_for_requests_that_wait_for_others_to_finish() -> None:
     for rows, reason in ((1, "rows"), (2, "blocks")):
-        lab = Lab(14, window=4, rows=rows)  # B needs all 14, at its longest
+        lab = Lab(14, window=4, rows=rows)  # B needs all 14 at its maximum length
         lab.add("A", [1, 2], 24)
         lab.step()
         lab.add("B", list(range(10, 36)), 3)
         assert lab.step().num_sampled == [1]
-        assert lab.told(ev.Waiting)
+        assert lab.emitted(ev.Waiting)
         assert lab.requests["B"].wait_reason == reason
         assert lab.plan().num_sampled == [4]
         lab.run()
 
 
-def test_windows_are_one_where_the_host_chooses() -> None:
+def test_the_decode_window_is_one_where_the_host_selects_tokens() -> None:
     lab = Lab(40, window=4)
     request = lab.add("A", [1, 2], 6, beam=2)
     while lab.scheduler.has_work:
@@ -550,7 +550,7 @@ def test_windows_are_one_where_the_host_chooses() -> None:
     lab.at_rest()
 
 
-def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
+def test_samples_wait_for_their_fork_and_come_from_one_row_of_logits() -> None:
     lab = Lab(40, window=4)
     request = lab.add("A", [1, 2, 3], 9, width=3)
     plan = lab.plan()
@@ -564,7 +564,7 @@ def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
     lab.run(depth=2)
 
 
-def test_a_chunk_draws_nothing() -> None:
+def test_a_prefill_chunk_samples_nothing() -> None:
     for options in ({"width": 2}, {"beam": 2}):
         lab = Lab(20, budget=2, rows=2)
         lab.add("A", [1, 2, 3], 3, **options)
@@ -574,9 +574,8 @@ def test_a_chunk_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
-    """The pass that comes next needs their tokens, which rows have; only drawing waits for what the host makes of
-    them."""
+def test_structured_outputs_are_planned_like_others(width: int) -> None:
+    """The next pass needs their tokens, which rows hold; only sampling waits for the host's bitmask."""
     lab = Lab(40, window=2)
     request = lab.add("A", [1, 2, 3], 6, width=width, use_structured_output=True)
     assert lab.step().bitmask_slices == [0]
@@ -590,27 +589,27 @@ def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
     lab.run(depth=2)
 
 
-def test_candidates_of_a_beam_are_drawn_from_every_sequence() -> None:
+def test_every_beam_returns_candidates() -> None:
     lab = Lab(40)
     lab.add("A", [1, 2, 3], 4, beam=2)
     assert lab.step().num_samples == {0: 2}
     assert lab.step().num_samples == {0: 2, 1: 2}
     lab.run()
-    assert make("b", [1], 1, width=3, select_beams=o.keep_best(3)).num_samples == 6  # twice its width unless told
+    assert make("b", [1], 1, width=3, select_beams=o.keep_best(3)).num_samples == 6  # twice its width by default
 
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_result_is_cut_at_the_first_stop_token(stops: bool) -> None:
-    """The device's own test may only stop earlier writes, never decide."""
-    said = answer([1, 2], 8)
-    stop = said[3]
+    """The device's own stop test only ends writes early; the host cuts the result."""
+    output = answer([1, 2], 8)
+    stop = output[3]
     lab = Lab(20, window=8, habits=o.Habits(stops=stops))
     request = lab.add("A", [1, 2], 8, stop_ids=[stop, 777])
     lab.step()
     assert lab.plan().num_sampled == [7]
     assert lab.land() == ["A"]
     (seq,) = request.finished_sequences
-    assert seq.token_ids[2:].tolist() == said[: said.index(stop) + 1]
+    assert seq.token_ids[2:].tolist() == output[: output.index(stop) + 1]
     assert (seq.finish_reason, seq.stop_token) == ("stop", stop)
     lab.at_rest()
 
@@ -624,7 +623,7 @@ def test_stop_ids_of_the_sampling_params_count_too() -> None:
     assert Request("B", [1], SamplingParams(max_tokens=3, n=2), max_tokens=9).max_tokens == 9
 
 
-def test_a_window_streams_its_columns_as_they_land() -> None:
+def test_a_decode_window_streams_its_columns_as_they_arrive() -> None:
     lab = Lab(20, window=6, habits=o.Habits(splits=True))
     request = lab.add("A", [1, 2], 7)
     lab.step()
@@ -634,16 +633,16 @@ def test_a_window_streams_its_columns_as_they_land() -> None:
     for _ in range(3):
         lab.part()
         known.append((len(seq.token_ids), seq.num_pending, len(seq.seal_ids)))
-    assert known == [(4, 5, 2), (5, 4, 2), (6, 3, 3)]  # what has landed is sealed: the device is past it
+    assert known == [(4, 5, 2), (5, 4, 2), (6, 3, 3)]  # arrived tokens are sealed: the device is past them
     assert plan.num_outstanding == [3] and plan.num_sampled == [6]
     assert lab.land() == ["A"]
     lab.at_rest()
 
 
-def test_a_stop_token_in_a_part_ends_the_request_and_the_rest_is_dropped() -> None:
+def test_a_stop_token_in_a_partial_result_finishes_the_request() -> None:
     prompt = next([3, i] for i in range(50) if answer([3, i], 3)[2] not in answer([3, i], 2))
-    said = answer(prompt, 3)
-    stop = said[2]
+    output = answer(prompt, 3)
+    stop = output[2]
     lab = Lab(20, window=6, habits=o.Habits(splits=True, stops=False))
     request = lab.add("A", prompt, 7, stop_ids=[stop])
     lab.step()
@@ -652,18 +651,18 @@ def test_a_stop_token_in_a_part_ends_the_request_and_the_rest_is_dropped() -> No
     assert lab.part() == ["A"]
     assert lab.part() == []
     assert lab.land() == []
-    assert request.finished_sequences[0].token_ids[2:].tolist() == said[:3]
+    assert request.finished_sequences[0].token_ids[2:].tolist() == output[:3]
     lab.at_rest()
 
 
-def test_a_stop_string_ends_a_sequence_from_outside() -> None:
+def test_stop_finishes_a_sequence_that_met_a_stop_string() -> None:
     lab = Lab(20)
     request = lab.add("A", [1, 2, 3], 8, width=2)
     lab.step()
     first, second = request.sequences
     assert lab.scheduler.stop(first) is False
     assert request.sequences == [second] and first.finish_reason == "stop" and not first.block_ids
-    assert lab.scheduler.stop(first) is False  # a second time: nothing
+    assert lab.scheduler.stop(first) is False  # no effect the second time
     lab.step()
     assert lab.scheduler.stop(second, "stop") is True
     assert request.status is Status.FINISHED and request.finished_sequences == [first, second]
@@ -671,7 +670,7 @@ def test_a_stop_string_ends_a_sequence_from_outside() -> None:
     assert lab.pool.num_used == 0 and lab.cache.rows.num_free == 8
 
 
-def test_results_come_in_the_order_of_the_plans() -> None:
+def test_results_arrive_in_the_order_of_the_plans() -> None:
     lab = Lab(20)
     lab.add("A", [1, 2, 3], 8)
     lab.plan()
@@ -682,13 +681,13 @@ def test_results_come_in_the_order_of_the_plans() -> None:
         Scheduler(KVCacheManager(2, 2)).update(second, StepResult([[1]]))
 
 
-def test_a_beam_that_keeps_nothing_ends() -> None:
+def test_a_beam_search_that_keeps_nothing_finishes() -> None:
     lab = Lab(20)
     request = lab.add("A", [1, 2, 3], 5, width=2, num_samples=2, select_beams=lambda parents: parents[:0])
     lab.plan()
     assert lab.land() == ["A"]
     assert request.status is Status.FINISHED and request.finished_sequences == [] and lab.pool.num_used == 0
-    assert lab.told(ev.Finished) == [ev.Finished("A", "stop", 1)]  # the token that nobody was to go on from
+    assert lab.emitted(ev.Finished) == [ev.Finished("A", "stop", 1)]  # the last token, which has no continuation
 
 
 # -- aborts ------------------------------------------------------------------------------------------------------------
@@ -698,7 +697,8 @@ def test_a_beam_that_keeps_nothing_ends() -> None:
 @pytest.mark.parametrize("status", list(Status))
 @pytest.mark.parametrize("options", [{}, {"width": 2}, {"beam": 2}])
 def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None:
-    """Waiting, running, swapped or finished, with 0 to 2 steps in flight: nothing leaks, the other is not touched."""
+    """Waiting, running, swapped or finished, with 0 to 2 steps in flight: nothing leaks, and the other request is
+    unaffected."""
     lab = Lab(16, host=16, rows=4, policy=SWAP, window=2)
     lab.add("other", [1, 2, 3, 4], 12)
     victim = lab.add("victim", [5, 6, 7], 5, **options)
@@ -715,31 +715,31 @@ def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None
         while victim.status is not Status.FINISHED:
             lab.land() if lab.flight else lab.plan()
     assert victim.status is status
-    ended = len(lab.told(ev.Finished))
+    ended = len(lab.emitted(ev.Finished))
     lab.abort("victim")
     lab.abort("victim")
     assert victim.status is Status.FINISHED and not victim.sequences
-    assert len(lab.told(ev.Finished)) == (ended if status is Status.FINISHED else ended + 1)
+    assert len(lab.emitted(ev.Finished)) == (ended if status is Status.FINISHED else ended + 1)
     if status is not Status.FINISHED:
         assert {s.finish_reason for s in victim.finished_sequences} <= {"abort", "stop", "length"}
     lab.run(depth=max(1, depth))
     assert "other" in lab.finished
 
 
-def test_abort_tells_what_was_aborted() -> None:
+def test_abort_returns_the_request() -> None:
     lab = Lab(8)
     request = lab.add("A", [1, 2], 4)
     lab.step()
-    assert lab.scheduler.abort("nobody") is None
+    assert lab.scheduler.abort("unknown") is None
     assert lab.scheduler.abort("A", "disconnected") is request
-    assert lab.told(ev.Finished) == [ev.Finished("A", "disconnected", 1)]
+    assert lab.emitted(ev.Finished) == [ev.Finished("A", "disconnected", 1)]
     assert request.finished_sequences[0].finish_reason == "disconnected"
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_one_request_fails_that_one_alone() -> None:
+def test_an_error_fails_only_its_request() -> None:
     lab = Lab(20)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 4), lab.add("B", [5, 6, 7, 8, 9], 4)
     lab.plan()
@@ -749,10 +749,10 @@ def test_an_error_of_one_request_fails_that_one_alone() -> None:
     lab.run()
     again = lab.add("A again", [1, 2, 3, 4, 5], 1)
     lab.run()
-    assert again.num_cached_tokens == 0  # its numbers are not to be trusted
+    assert again.num_cached_tokens == 0  # its blocks are invalid
 
 
-def test_an_error_in_a_step_after_the_end_is_no_news() -> None:
+def test_an_error_after_the_end_is_ignored() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3], 9)
     lab.plan()
@@ -774,7 +774,7 @@ def test_an_error_ends_all_samples_of_its_request() -> None:
 
 
 @pytest.mark.parametrize("policy", [SWAP, RECOMPUTE])
-def test_an_error_of_a_request_that_gave_way_meanwhile(policy: Policy) -> None:
+def test_an_error_of_a_preempted_request(policy: Policy) -> None:
     lab = Lab(6, host=6, policy=policy)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -787,13 +787,13 @@ def test_an_error_of_a_request_that_gave_way_meanwhile(policy: Policy) -> None:
     assert lab.pool.num_cached == 0
     again = lab.add("B again", [5, 6, 7, 8], 1)
     lab.run(depth=2)
-    assert again.num_cached_tokens == 0  # what it had left in the cache is not to be trusted either
+    assert again.num_cached_tokens == 0  # its cached blocks are invalid too
 
 
 @pytest.mark.parametrize("num_tokens", [4, 5, 8])
 @pytest.mark.parametrize("skips", [False, True])
-def test_an_error_of_a_request_that_gave_way_leaves_nothing_to_find(num_tokens: int, skips: bool) -> None:
-    """Not the last block of a prompt that fills it either, though the request itself would look for none of it."""
+def test_an_error_of_a_preempted_request_leaves_no_block_in_the_index(num_tokens: int, skips: bool) -> None:
+    """That includes the last block of a prompt that fills it, though the request's own lookup would not return it."""
     lab = Lab(8, 4, policy=RECOMPUTE)
     params = SamplingParams(max_tokens=None, skip_reading_prefix_cache=skips)
     a = lab.add("A", [1, 2, 3, 4, 0, 1, 2, 3][:num_tokens], 4, sampling_params=params)
@@ -804,7 +804,7 @@ def test_an_error_of_a_request_that_gave_way_leaves_nothing_to_find(num_tokens: 
     assert lab.pool.num_indexed == 0
 
 
-def test_an_error_leaves_nothing_to_find_behind_the_attention_window() -> None:
+def test_an_error_leaves_no_dropped_block_in_the_index() -> None:
     lab = Lab(12, attention_window=4)
     a = lab.add("A", [1, 2, 3, 4, 0], 20)
     while a.sequences[0].num_dropped < 3:
@@ -815,22 +815,22 @@ def test_an_error_leaves_nothing_to_find_behind_the_attention_window() -> None:
     assert lab.pool.num_indexed == 0
 
 
-def test_a_failed_step_takes_back_what_it_sealed() -> None:
+def test_a_failed_step_removes_its_seals() -> None:
     lab = Lab(20)
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.plan()
     assert lab.pool.num_sealed == 2
     assert lab.fail() == ["A"]
     assert lab.pool.num_available == lab.pool.num_free == 20 and lab.pool.num_indexed == 0
-    assert lab.told(ev.Recomputed) == [ev.Recomputed("A", 0)]
+    assert lab.emitted(ev.Recomputed) == [ev.Recomputed("A", 0)]
     (seq,) = lab.requests["A"].sequences
     assert (seq.num_pending, seq.num_computed, seq.seal_ids, seq.row) == (0, 0, [], -1)
     assert lab.plan().counts == [5]
     lab.run()
 
 
-def test_after_a_step_without_memory_the_next_ones_are_smaller() -> None:
-    """Who has no place in them waits; the first in line goes on, alone where it must be."""
+def test_steps_are_smaller_after_an_out_of_memory_step() -> None:
+    """Requests that do not fit wait; the first one continues, alone if it must."""
     lab = Lab(60, budget=32, window=4)
     group = lab.add("G", [1, 2, 3], 8, width=3)
     lab.add("A", [4, 5, 6, 7], 5)
@@ -838,7 +838,7 @@ def test_after_a_step_without_memory_the_next_ones_are_smaller() -> None:
     lab.plan()
     assert [plan.num_tokens for plan, _ in lab.flight] == [3 * 4 + 4]
     assert lab.fail(limit=2) == ["G", "A"]
-    assert lab.told(ev.Recomputed) == [ev.Recomputed(name, 1, "out of memory", 16, 2) for name in ("G", "A")]
+    assert lab.emitted(ev.Recomputed) == [ev.Recomputed(name, 1, "out of memory", 16, 2) for name in ("G", "A")]
     while group.status is not Status.FINISHED:
         plan = lab.plan()
         assert plan.num_tokens <= 2 or (plan.counts == [1, 1, 1] and {s.request for s in plan.sequences} == {group})
@@ -846,14 +846,14 @@ def test_after_a_step_without_memory_the_next_ones_are_smaller() -> None:
         if len(plan.rows) == 3 and "B" not in lab.requests:
             lab.add("B", [8, 9], 2)
     assert "budget" in lab.reasons("B")
-    assert all(event.free >= 0 for event in lab.told(ev.Waiting))  # type: ignore[attr-defined]
-    assert sum(event.num_tokens for event in lab.told(ev.Step)) > 40  # type: ignore[attr-defined]
-    assert max(event.num_tokens for event in lab.told(ev.Step)[2:]) == 3  # type: ignore[attr-defined]
+    assert all(event.free >= 0 for event in lab.emitted(ev.Waiting))  # type: ignore[attr-defined]
+    assert sum(event.num_tokens for event in lab.emitted(ev.Step)) > 40  # type: ignore[attr-defined]
+    assert max(event.num_tokens for event in lab.emitted(ev.Step)[2:]) == 3  # type: ignore[attr-defined]
     lab.scheduler.max_num_scheduled_tokens = 32
     lab.run(depth=2)
 
 
-def test_beyond_the_limit_a_group_steps_only_if_nobody_else_does() -> None:
+def test_a_group_beyond_the_limit_runs_in_a_step_of_its_own() -> None:
     lab = Lab(60, budget=32)
     lab.add("A", [4, 5], 9)
     group = lab.add("G", [1, 2, 3], 6, width=3)
@@ -867,11 +867,11 @@ def test_beyond_the_limit_a_group_steps_only_if_nobody_else_does() -> None:
             alone += 1
             assert {s.request for s in plan.sequences} == {group}
         lab.land()
-    assert alone and lab.requests["A"].status is Status.FINISHED  # it came first
+    assert alone and lab.requests["A"].status is Status.FINISHED  # it arrived first
     lab.run()
 
 
-def test_a_failed_step_leaves_what_was_sealed_before_it() -> None:
+def test_a_failed_step_keeps_earlier_seals() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
@@ -880,11 +880,11 @@ def test_a_failed_step_leaves_what_was_sealed_before_it() -> None:
     assert sorted(lab.fail()) == ["A", "B"]
     plan = lab.plan()
     found = slice_of(plan, a)
-    assert found is not None and found.start == 4  # computed by a step that landed
+    assert found is not None and found.start == 4  # computed by a completed step
     lab.run()
 
 
-def test_a_failed_step_takes_all_after_it_with_it() -> None:
+def test_a_failed_step_fails_all_steps_after_it() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3], 9)
     lab.plan()
@@ -898,7 +898,7 @@ def test_a_failed_step_takes_all_after_it_with_it() -> None:
     lab.run(depth=2)
 
 
-def test_what_has_landed_of_a_failed_window_is_kept() -> None:
+def test_tokens_of_a_failed_decode_window_that_arrived_are_kept() -> None:
     lab = Lab(20, window=6, habits=o.Habits(splits=True))
     request = lab.add("A", [1, 2], 8)
     lab.step()
@@ -911,7 +911,7 @@ def test_what_has_landed_of_a_failed_window_is_kept() -> None:
     lab.run()
 
 
-def test_requests_without_a_part_in_a_failed_step_are_left_alone() -> None:
+def test_requests_outside_a_failed_step_are_unaffected() -> None:
     lab = Lab(20, budget=3)
     a = lab.add("A", [1, 2, 3], 3)
     lab.step()
@@ -925,7 +925,7 @@ def test_requests_without_a_part_in_a_failed_step_are_left_alone() -> None:
 
 
 def test_a_swap_of_a_failed_step_is_recomputed() -> None:
-    """Its copy never arrived, on either side."""
+    """Its copy arrived on neither side."""
     for back in (False, True):
         lab = Lab(6, host=6, policy=SWAP)
         lab.add("A", [1, 2, 3, 4], 6)
@@ -941,12 +941,12 @@ def test_a_swap_of_a_failed_step_is_recomputed() -> None:
         lab.fail()
         assert b.status is Status.WAITING and not b.shared_on_device
         assert lab.cache.swap_space.num_used == 0
-        assert "B" in [e.request_id for e in lab.told(ev.Recomputed)]
+        assert "B" in [e.request_id for e in lab.emitted(ev.Recomputed)]
         lab.run()
 
 
-def test_a_failed_step_with_its_victim_swapped_before() -> None:
-    """B was swapped out with its result in flight; then that step fails: what is on the host is not to be trusted."""
+def test_a_failed_step_of_a_request_that_was_swapped_since() -> None:
+    """B was swapped out with a result in flight, and that step fails: the content on the host is invalid."""
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -962,8 +962,8 @@ def test_a_failed_step_with_its_victim_swapped_before() -> None:
     lab.run(depth=2)
 
 
-def test_a_failed_step_with_its_victim_waiting_already() -> None:
-    """B gave its blocks up with its result in flight; then that step fails: it keeps its place in line."""
+def test_a_failed_step_of_a_request_that_was_preempted_since() -> None:
+    """B released its blocks with a result in flight, and that step fails: it keeps its place in the queue."""
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -977,7 +977,7 @@ def test_a_failed_step_with_its_victim_waiting_already() -> None:
     lab.run(depth=2)
 
 
-def test_a_request_that_ended_in_a_failed_step_stays_ended() -> None:
+def test_a_request_that_finished_in_a_failed_step_stays_finished() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -990,7 +990,7 @@ def test_a_request_that_ended_in_a_failed_step_stays_ended() -> None:
     lab.run()
 
 
-def test_a_plan_that_landed_cannot_fail() -> None:
+def test_a_completed_plan_cannot_fail() -> None:
     lab = Lab(6)
     lab.add("A", [1, 2], 3)
     plan = lab.step()
@@ -998,9 +998,9 @@ def test_a_plan_that_landed_cannot_fail() -> None:
         lab.scheduler.fail(plan)
 
 
-def test_nobody_goes_on_from_a_prefix_that_a_failed_step_was_to_write() -> None:
-    """A group comes back, finds all but its last tokens in blocks that the step in flight fills, and gets no slice for
-    want of budget. Then that step fails: the group holds garbage, though no failed plan names it."""
+def test_a_prefix_of_a_failed_step_is_recomputed() -> None:
+    """A group resumes, finds all but its last tokens in blocks that the step in flight fills, and gets no slice for
+    lack of budget. Then that step fails: the group holds invalid blocks, though no failed plan has a slice of it."""
     lab = Lab(20, budget=2, rows=4, policy=Policy(by_priority=True, mode=PreemptionMode.RECOMPUTE))
     group = lab.add("G", [1, 2, 3, 4], 3, width=2)
     lab.step()
@@ -1058,15 +1058,15 @@ def test_step_numbers_and_seal_marks() -> None:
 
 
 def test_confined_requests_are_planned_alone() -> None:
-    """The others give up what they hold, those that come later wait, and all go on when nobody is confined."""
+    """The others release their blocks, later ones wait, and all continue when no request is confined."""
     lab = Lab(20)
     a, b = lab.add("A", [1, 2, 3], 6), lab.add("B", [4, 5, 6], 6)
     lab.step()
     lab.plan()
     lab.scheduler.confine([b])
     assert lab.scheduler.running == [b] and lab.scheduler.waiting == [a] and not a.sequences[0].block_ids
-    assert lab.told(ev.Recomputed) == [ev.Recomputed("A", 2, "confined")]
-    lab.land()  # what was in flight of the others counts
+    assert lab.emitted(ev.Recomputed) == [ev.Recomputed("A", 2, "confined")]
+    lab.land()  # results in flight of the others count
     assert len(a.sequences[0].token_ids) == 5
     lab.add("C", [7, 8], 3)
     for _ in range(2):
@@ -1076,8 +1076,8 @@ def test_confined_requests_are_planned_alone() -> None:
     lab.run()
 
 
-def test_a_confined_request_comes_in_past_others() -> None:
-    """Though they came first, and held all rows and blocks."""
+def test_a_confined_request_is_admitted_past_others() -> None:
+    """The others arrived first and held all rows and blocks."""
     lab = Lab(6, rows=2)
     lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
     lab.add("B", [2, 2, 3, 4, 5, 6, 7, 8, 9], 4)
@@ -1091,7 +1091,7 @@ def test_a_confined_request_comes_in_past_others() -> None:
     lab.run()
 
 
-def test_swapped_requests_give_up_their_host_blocks_for_a_confined_one() -> None:
+def test_swapped_requests_release_their_host_blocks_for_a_confined_one() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4], 6), lab.add("B", [5, 6, 7, 8], 6)
     while b.status is not Status.SWAPPED:
@@ -1103,7 +1103,7 @@ def test_swapped_requests_give_up_their_host_blocks_for_a_confined_one() -> None
     lab.run()
 
 
-def test_the_end_of_the_last_confined_request_lets_all_go_on() -> None:
+def test_all_requests_continue_when_the_last_confined_one_finishes() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3], 2)
     lab.add("B", [4, 5, 6], 4)
@@ -1118,7 +1118,7 @@ def test_the_end_of_the_last_confined_request_lets_all_go_on() -> None:
 
 
 def test_confined_requests_decode_in_windows_though_others_wait() -> None:
-    """Those that wait may not come in before the confined have ended."""
+    """The waiting ones cannot be admitted before the confined ones have finished."""
     lab = Lab(20, window=3)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -1130,7 +1130,7 @@ def test_confined_requests_decode_in_windows_though_others_wait() -> None:
 
 
 def test_confined_requests_of_several_tenants_share_no_step() -> None:
-    """They come in by order, and are served whatever the others had."""
+    """They are admitted by order, regardless of what the others were served."""
     lab = Lab(40, budget=4)
     a = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8], 2, tenant=1)
     lab.add("B", [2, 2, 3, 4], 2, tenant=2)
@@ -1144,7 +1144,8 @@ def test_confined_requests_of_several_tenants_share_no_step() -> None:
 
 
 def test_a_corrupt_block_of_a_request_that_waits_for_the_confined() -> None:
-    """It was found corrupt after its request had given all up: nothing of it counts, and the confined go on."""
+    """The corruption is reported after its request released everything: none of its results count, and the confined
+    ones continue."""
     lab = Lab(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [7, 8], 9)
     lab.step()

@@ -14,7 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
-from octavo.models.loading.loader import load_decoder
+from octavo.models.loading.loader import load_model
 
 MODEL = "smollm2-135m-instruct"
 NUM_NEW = 48
@@ -79,7 +79,7 @@ def transformers_model(llm: LLM) -> Any:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     # Read once more: those of the engine are packed.
-    plain = load_decoder(
+    plain = load_model(
         open_checkpoint(llm.config.args.model), spec, dtype=torch.float32, device="cpu", ops=reference, max_len=1
     )
     weights = {weight.name: weight.tensor for weight in plain.weights()}

@@ -1,4 +1,4 @@
-"""Structured outputs through the whole engine: what comes out keeps to its form, and disturbs nobody else."""
+"""Structured outputs through the whole engine: outputs follow their grammar, and other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def one(llm: LLM, prompt: str, parameters: SamplingParams | BeamSearchParams) ->
     return llm.generate(prompt, parameters, use_tqdm=False)[0]  # type: ignore[arg-type]
 
 
-def answers(output: RequestOutput) -> list[tuple[str, list[int], str | None]]:
+def completions(output: RequestOutput) -> list[tuple[str, list[int], str | None]]:
     return [(c.text, c.token_ids, c.finish_reason) for c in output.outputs]
 
 
 def logprobs(output: RequestOutput) -> dict[tuple[int, int, int], float]:
-    """By sample, position and token."""
+    """Log-probabilities by sample, position and token."""
     return {
         (c.index, i, token): entry.logprob
         for c in output.outputs
@@ -79,7 +79,7 @@ def logprobs(output: RequestOutput) -> dict[tuple[int, int, int], float]:
 
 
 def fits(text: str) -> bool:
-    """Whether a text is JSON of SCHEMA."""
+    """True if a text is JSON that conforms to SCHEMA."""
     value = json.loads(text)
     name, tags = value.pop("name"), value.pop("tags", [])
     return (
@@ -95,7 +95,7 @@ def fits(text: str) -> bool:
 # -- the form is kept --------------------------------------------------------------------------------------------------
 
 
-def test_every_sample_keeps_to_its_schema(llm: LLM) -> None:
+def test_every_sample_conforms_to_its_schema(llm: LLM) -> None:
     (output,) = llm.generate(["{x}"], params({"json": SCHEMA}, n=24, max_tokens=100), use_tqdm=False)
     assert all(fits(c.text) for c in output.outputs if c.finish_reason == "stop")
     assert sum(c.finish_reason == "stop" for c in output.outputs) >= 23
@@ -103,28 +103,28 @@ def test_every_sample_keeps_to_its_schema(llm: LLM) -> None:
     assert all(c.token_ids[-1] == EOS for c in output.outputs if c.finish_reason == "stop")
 
 
-def test_every_choice_is_one_of_them(llm: LLM) -> None:
+def test_output_is_one_of_the_choices(llm: LLM) -> None:
     choices = ["yes", "no", "maybe", "yes!", 'say"it\\']
     (output,) = llm.generate(["choose"], params({"choice": choices}, n=30, temperature=2.0), use_tqdm=False)
     assert {c.text for c in output.outputs} <= set(choices) and len({c.text for c in output.outputs}) >= 3
     assert {c.finish_reason for c in output.outputs} == {"stop"}
 
 
-def test_a_regex_is_matched(llm: LLM) -> None:
+def test_output_matches_the_regex(llm: LLM) -> None:
     pattern = r"[A-Z][a-z]{1,6}=(\d{1,3}|0x[0-9a-f]+);?"
     (output,) = llm.generate(["x"], params({"regex": pattern}, n=24, max_tokens=30), use_tqdm=False)
     stopped = [c.text for c in output.outputs if c.finish_reason == "stop"]
     assert len(stopped) > 12 and all(re.fullmatch(pattern, text) for text in stopped)
 
 
-def test_a_grammar_is_followed(llm: LLM) -> None:
+def test_output_follows_the_grammar(llm: LLM) -> None:
     sums = 'start: number ("+" number)~1..3\nnumber: /[1-9][0-9]?/ | "(" start ")"'
     (output,) = llm.generate(["x"], params({"grammar": sums}, n=20), use_tqdm=False)
     stopped = [c.text for c in output.outputs if c.finish_reason == "stop"]
     assert len(stopped) > 10 and all(re.fullmatch(r"[0-9+()]+", t) and eval(t) > 0 and "+" in t for t in stopped)
 
 
-def test_beams_keep_to_it_and_are_the_best_that_do(llm: LLM) -> None:
+def test_beam_search_returns_the_best_outputs_of_the_grammar(llm: LLM) -> None:
     choices = ["aw", "awx", "ax", "by", "bz", "c", "cdef", "cdez", "cw", "d", "exyz", "exyw", "fw", "fx", "gab", "gaw"]
     beams = BeamSearchParams(
         beam_width=16, max_tokens=5, length_penalty=0.0, early_stopping="never", structured_outputs={"choice": choices}
@@ -132,7 +132,7 @@ def test_beams_keep_to_it_and_are_the_best_that_do(llm: LLM) -> None:
     output = one(llm, "say", beams)
     assert [c.finish_reason for c in output.outputs] == ["stop"] * 16
     assert sorted(c.text for c in output.outputs) == sorted(choices)
-    # The score is the model's own probability of each, end and all.
+    # The score is the model's own log-probability of each output, the stop token included.
     prompt = llm.get_tokenizer().encode("say")
     given = [{"prompt_token_ids": prompt + c.token_ids} for c in output.outputs]
     scored = llm.generate(given, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
@@ -142,27 +142,27 @@ def test_beams_keep_to_it_and_are_the_best_that_do(llm: LLM) -> None:
         assert c.score == pytest.approx(sum(e[t].logprob for t, e in entries if e is not None), abs=1e-4)
 
 
-def test_log_probabilities_are_the_models(llm: LLM) -> None:
+def test_logprobs_are_unmasked(llm: LLM) -> None:
     output = one(llm, "tell", params({"regex": "[ab]{8}"}, logprobs=2, temperature=0.0))
     (c,) = output.outputs
     given = {"prompt_token_ids": [*output.prompt_token_ids, *c.token_ids]}
     whole = one(llm, given, SamplingParams(max_tokens=0, prompt_logprobs=0))  # type: ignore[arg-type]
     assert c.logprobs is not None and whole.prompt_logprobs is not None and set(c.text) <= set("ab")
-    likely = 0
+    num_masked_top = 0
     for token, entry, other in zip(
         c.token_ids, c.logprobs, whole.prompt_logprobs[len(output.prompt_token_ids) :], strict=True
     ):
         assert entry is not None and other is not None
         assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
-        likely += len(entry) > 2  # the two likeliest stand beside it: they were not allowed
-    assert likely > 4
+        num_masked_top += len(entry) > 2  # the two top tokens are others: the grammar forbids them
+    assert num_masked_top > 4
 
 
 # -- with the other parameters -----------------------------------------------------------------------------------------
 
 
-def test_what_allows_everything_changes_nothing(llm: LLM) -> None:
-    """All that text can be. Special tokens are no text, so that neither side may have them."""
+def test_grammar_of_all_texts_changes_nothing(llm: LLM) -> None:
+    """The grammar allows any text. Special tokens are no text, so both sides exclude them."""
     letters = {"regex": "[!-~]*"}
     base = {"logit_bias": {PAD: -100.0, BOS: -100.0, EOS: 2.0}, "max_tokens": 25}
     cases: list[dict[str, Any]] = [
@@ -184,12 +184,12 @@ def test_what_allows_everything_changes_nothing(llm: LLM) -> None:
     outputs = llm.generate(prompts, asked, use_tqdm=False)
     free, kept = outputs[: len(cases)], outputs[len(cases) :]
     for case, a, b in zip(cases, free, kept, strict=True):
-        assert answers(a) == answers(b), case
+        assert completions(a) == completions(b), case
         assert logprobs(a) == pytest.approx(logprobs(b), abs=1e-4)
     assert len({c.finish_reason for o in free for c in o.outputs}) == 2
 
 
-def test_beams_that_may_do_anything(llm: LLM) -> None:
+def test_beam_search_with_a_grammar_of_all_texts(llm: LLM) -> None:
     def search(form: Any) -> RequestOutput:
         found = BeamSearchParams(beam_width=4, max_tokens=9, structured_outputs=form, stop="#", logprobs=2)
         return one(llm, "go", found)
@@ -197,12 +197,12 @@ def test_beams_that_may_do_anything(llm: LLM) -> None:
     every = "(.|\n)*"
     free, kept = search(None), search({"regex": every})
     if not any({PAD, BOS} & set(c.token_ids) for c in free.outputs):
-        assert answers(free) == answers(kept)
+        assert completions(free) == completions(kept)
         assert [c.score for c in free.outputs] == [c.score for c in kept.outputs]
     assert all(not {PAD, BOS} & set(c.token_ids) for c in kept.outputs)
 
 
-def test_other_parameters_choose_among_what_is_left(llm: LLM) -> None:
+def test_other_parameters_choose_among_allowed_tokens(llm: LLM) -> None:
     tokens = llm.get_tokenizer()
     a, b, q = (tokens.encode(text)[0] for text in "abq")
     form = {"regex": "[abc]{6}"}
@@ -216,7 +216,7 @@ def test_other_parameters_choose_among_what_is_left(llm: LLM) -> None:
 
 
 class Word:
-    """A grammar of one word, and its matcher: tokens are numbers."""
+    """A grammar of one word of token ids, and its matcher."""
 
     def __init__(self, word: list[int], at: int = 0) -> None:
         self.word, self.at = word, at
@@ -244,8 +244,8 @@ class Word:
         return np.array(left, dtype=np.uint32).view(np.int32).reshape(-1, 1)
 
 
-def test_ends_in_masks() -> None:
-    """Ends that the model has no logit for are none, and an end in the middle of the word is no letter."""
+def test_stop_tokens_in_bitmasks() -> None:
+    """Stop tokens without logits are ignored; a stop token in the middle of the word is not allowed."""
 
     request = Request("x", [1, 1, 1], SamplingParams())
     request.begin(0, (0, 0), 9)
@@ -263,10 +263,10 @@ def test_ends_in_masks() -> None:
                 assert {i for i in range(32) if masks.bitmask[0, 0] >> i & 1} == allowed
 
 
-def test_an_end_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
+def test_stop_token_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
     tokens = llm.get_tokenizer()
     (y,) = tokens.encode("y")
-    loves_ends = {EOS: 100.0, y: 100.0}
+    biased_stops = {EOS: 100.0, y: 100.0}
     for options, ends in (
         ({}, [EOS]),
         ({"stop_token_ids": [y]}, [EOS, y]),
@@ -276,16 +276,16 @@ def test_an_end_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> Non
         (c,) = output.outputs
         assert c.finish_reason == "stop" and c.token_ids[-1] in ends and len(c.text) == 3
         assert not set(c.token_ids[:-1]) & set(ends), "a stop token is an end, and no letter"
-    # min_tokens keeps what may go on from ending.
-    output = one(llm, "p", params({"regex": "[xz]{3,9}"}, logit_bias=loves_ends, min_tokens=7))
+    # min_tokens delays the end where the output can continue.
+    output = one(llm, "p", params({"regex": "[xz]{3,9}"}, logit_bias=biased_stops, min_tokens=7))
     assert len(output.outputs[0].text) == 7
 
 
-def test_ignoring_ends_fills_up_with_them(llm: LLM) -> None:
+def test_ignored_eos_fills_up_complete_outputs(llm: LLM) -> None:
     output = one(llm, "p", params({"choice": ["xx", "zz"]}, ignore_eos=True, max_tokens=9))
     (c,) = output.outputs
     assert c.text in ("xx", "zz") and c.token_ids[2:] == [EOS] * 7 and c.finish_reason == "length"
-    # What can go on does, however much the model would like to end.
+    # An output that can continue does, even if the model prefers to end.
     output = one(llm, "p", params({"regex": "[xz]{2,}"}, ignore_eos=True, max_tokens=9, logit_bias={EOS: 100.0}))
     assert re.fullmatch("[xz]{9}", output.outputs[0].text)
 
@@ -293,7 +293,7 @@ def test_ignoring_ends_fills_up_with_them(llm: LLM) -> None:
 # -- together with others ----------------------------------------------------------------------------------------------
 
 
-def test_one_batch_of_everything(talking: Path) -> None:
+def test_batch_of_all_kinds_equals_single_requests(talking: Path) -> None:
     requests: list[SamplingParams | BeamSearchParams] = [
         params(None, temperature=0.0, max_tokens=20),
         params(None, n=4, max_tokens=20),
@@ -307,7 +307,7 @@ def test_one_batch_of_everything(talking: Path) -> None:
     solo = []
     for prompt, request in zip(prompts, requests, strict=True):
         with open_llm(talking) as llm:
-            solo.append(answers(one(llm, prompt, request)))
+            solo.append(completions(one(llm, prompt, request)))
     with open_llm(talking, decode_window=4) as llm:
         prompts_of = llm._input_processor
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
@@ -329,12 +329,12 @@ def test_one_batch_of_everything(talking: Path) -> None:
         for i in (3, 4, 5):
             assert all(fits(text) for text, _, reason in solo[i] if reason == "stop")
         for i in range(6):
-            assert answers(together[str(i)]) == solo[i], requests[i]
+            assert completions(together[str(i)]) == solo[i], requests[i]
         assert llm.kv_stats().num_used == 0
 
 
-def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without a constrained slice is never put any masks, and one with some gets one for each."""
+def test_only_constrained_slices_wait_for_bitmasks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without constrained slices gets no bitmask; otherwise it has one row per constrained slice."""
     seen: list[tuple[int, int]] = []
     put = LocalStepHandle.put_bitmask
 
@@ -343,18 +343,18 @@ def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
         seen.append((len(self.plan.rows), len(slices)))
         for i in slices:
             sequence, position = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
-            assert len(sequence.token_ids) == position, "of all tokens before it, and of no others"
+            assert len(sequence.token_ids) == position, "a mask is computed from exactly the earlier tokens"
         put(self, masks)
 
     monkeypatch.setattr(LocalStepHandle, "put_bitmask", spied)
     llm.generate(["abc", "defg"], [params(None, max_tokens=30), params({"regex": "[ab]{5}"})], use_tqdm=False)
-    # Five letters and the end; and the step behind that, which was planned before the end was known.
+    # Five letters and the end; and one more step, planned before the end was known.
     assert [num for _, num in seen] == [1] * 6 + [0]
     assert max(rows for rows, _ in seen) == 2
 
 
-def test_steps_are_planned_ahead_of_their_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has the next position to compute while the host makes a mask of the token before."""
+def test_steps_are_planned_before_their_bitmasks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device computes the next position while the host computes the mask of the previous token."""
     pending: list[int] = []
     submit = LocalExecutor.submit
 
@@ -368,8 +368,8 @@ def test_steps_are_planned_ahead_of_their_masks(llm: LLM, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plan for several tokens, each behind a mask of its own; also beside one that is free."""
+def test_decode_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan for several tokens, each with its own mask; also next to an unconstrained request."""
     plans: list[StepPlan] = []
     submit = LocalExecutor.submit
 
@@ -381,21 +381,21 @@ def test_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypat
     requests = [params({"regex": "[ab]{9}"}), params({"regex": "x[yz]{3}"}, n=2), params(None, max_tokens=11)]
     prompts = ["abc", "ab", "abcd"]
     with open_llm(talking, async_scheduling=overlap) as llm:
-        expected = [answers(o) for o in llm.generate(prompts, requests, use_tqdm=False)]
+        expected = [completions(o) for o in llm.generate(prompts, requests, use_tqdm=False)]
     plans.clear()
     with open_llm(talking, async_scheduling=overlap, decode_window=5) as llm:
-        assert [answers(o) for o in llm.generate(prompts, requests, use_tqdm=False)] == expected
+        assert [completions(o) for o in llm.generate(prompts, requests, use_tqdm=False)] == expected
     assert max(plan.num_bitmask_columns for plan in plans) == 5 and len(plans) <= 6
 
 
-def test_a_first_column_that_comes_in_parts(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the logits of a prompt take several passes, its first token lands after others' in the same step; masks of
-    their second ones wait for it."""
+def test_first_column_that_arrives_in_parts(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a prompt's logits take several passes, its first token arrives after others' of the same step. Masks of the
+    second column wait for it."""
     monkeypatch.setattr(runner, "MAX_PROMPT_LOGITS", 1)
     one_pass = runner.ModelRunner._pass
 
     def slow(self: runner.ModelRunner, *given: Any) -> None:
-        time.sleep(0.02)  # so that nobody sees two passes' tokens at once
+        time.sleep(0.02)  # so that tokens of two passes never arrive together
         one_pass(self, *given)
 
     monkeypatch.setattr(runner.ModelRunner, "_pass", slow)
@@ -405,33 +405,33 @@ def test_a_first_column_that_comes_in_parts(talking: Path, monkeypatch: pytest.M
     for window in (1, 3):
         with open_llm(talking, decode_window=window, max_num_batched_tokens=9) as llm:
             outputs = llm.generate(prompts, requests, use_tqdm=False)
-        found.append([answers(o) for o in outputs])
+        found.append([completions(o) for o in outputs])
         assert [len(o.outputs[0].token_ids) for o in outputs] == [25, 13]
     assert found[0] == found[1]
 
 
-def test_who_is_aborted_needs_no_mask(llm: LLM) -> None:
-    """It ends while a step with a slice of it, and one of another, waits for masks of both."""
+def test_aborted_request_needs_no_bitmask(llm: LLM) -> None:
+    """A request is aborted while a step waits for masks of it and of another request."""
     engine, asked = llm.engine, [params({"regex": "[ab]{9}"}, ignore_eos=True), params({"regex": "[cd]{9}"})]
     expected = one(llm, "x", asked[1]).outputs[0].token_ids
     for i, request in enumerate(asked):
         engine.add_request(
             str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._input_processor.compile_grammar(request)
         )
-    told: list[RequestOutput] = []
+    outputs: list[RequestOutput] = []
     for step in range(60):
         if step == 4:
             assert engine.num_in_flight and (aborted := engine.abort("0")) is not None and aborted.outputs[0].token_ids
-        told += engine.step()
+        outputs += engine.step()
         if not engine.has_work:
             break
-    assert [o.request_id for o in told] == ["1"] and told[0].outputs[0].token_ids == expected
+    assert [o.request_id for o in outputs] == ["1"] and outputs[0].outputs[0].token_ids == expected
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
+def test_request_without_an_allowed_token_fails(llm: LLM) -> None:
     a = llm.get_tokenizer().encode("a")[0]
     asked = [
         params({"choice": ["aa"]}, min_tokens=9),
@@ -439,7 +439,7 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
         params({"regex": "a{3}"}, temperature=0.0),
         BeamSearchParams(beam_width=2, max_tokens=9, structured_outputs={"regex": "aaaa"}),  # type: ignore[arg-type]
         params({"regex": "b+"}, allowed_token_ids=[a], n=3, best_of=4),
-        params({"regex": "a漢"}),  # which no token of this model spells
+        params({"regex": "a漢"}),  # the model has no tokens for it
     ]
     outputs = llm.generate(["x"] * 5, asked[:3] + asked[4:], use_tqdm=False)  # type: ignore[arg-type]
     for failed in (outputs[0], outputs[1], outputs[3], outputs[4]):
@@ -450,8 +450,8 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
     assert llm.kv_stats().num_used == 0
 
 
-def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that becomes too complex; in its mask, or while a token is taken in."""
+def test_grammar_that_breaks_fails_its_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a mask is computed, or while a token is accepted: as for a grammar that becomes too complex."""
     calls = {"apply_stop_tokens": 0, "accept_tokens": 0}
     for owner, name in ((RequestGrammar, "apply_stop_tokens"), (Matcher, "accept_tokens")):
         inner = getattr(owner, name)
@@ -478,8 +478,8 @@ def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pyt
         assert llm.kv_stats().num_used == 0
 
 
-def test_who_is_given_up_is_told_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when a token of it came in the same turn, of which a stream would have been told."""
+def test_failed_request_is_output_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a token of its stream arrived in the same step."""
     finish, calls = RequestGrammar.apply_stop_tokens, []
 
     def broken(self: RequestGrammar, matcher: Any, mask: memoryview) -> None:
@@ -489,23 +489,23 @@ def test_who_is_given_up_is_told_once(llm: LLM, monkeypatch: pytest.MonkeyPatch)
         finish(self, matcher, mask)
 
     monkeypatch.setattr(RequestGrammar, "apply_stop_tokens", broken)
-    monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens come with the end of their step, never before it
+    monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens arrive only with the end of their step
     asked = params({"regex": "[ab]{9}"})
     llm.engine.add_request("a", [5, 6, 7], asked, grammar=llm._input_processor.compile_grammar(asked), stream=True)
-    told: list[RequestOutput] = []
+    outputs: list[RequestOutput] = []
     while llm.engine.has_work:
-        told += llm.engine.step()
-    assert [o.finished for o in told] == [False, False, True]
-    assert len(told[-1].outputs[0].token_ids) == 3 and "too complex" in str(told[-1].outputs[0].stop_reason)
+        outputs += llm.engine.step()
+    assert [o.finished for o in outputs] == [False, False, True]
+    assert len(outputs[-1].outputs[0].token_ids) == 3 and "too complex" in str(outputs[-1].outputs[0].stop_reason)
 
 
-def test_a_failed_step_is_computed_again(talking: Path) -> None:
+def test_failed_step_is_recomputed(talking: Path) -> None:
     asked = [params({"json": SCHEMA}), params({"regex": "[a-z]{20}"}, n=2), params(None)]
     beams = BeamSearchParams(beam_width=3, max_tokens=15, structured_outputs={"regex": "[a-z]{20}"})  # type: ignore[arg-type]
     prompts = ["one", "two", "three"]
     with open_llm(talking) as llm:
-        expected = [answers(o) for o in llm.generate(prompts, asked, use_tqdm=False)]
-        best = answers(one(llm, "four", beams))
+        expected = [completions(o) for o in llm.generate(prompts, asked, use_tqdm=False)]
+        best = completions(one(llm, "four", beams))
 
     def fail(number: int, tokens: list[int]) -> None:
         if number in (3, 14, 25, 36):
@@ -513,20 +513,20 @@ def test_a_failed_step_is_computed_again(talking: Path) -> None:
 
     with open_llm(talking) as llm:
         WrappedModel(llm, before=fail)
-        assert [answers(o) for o in llm.generate(prompts, asked, use_tqdm=False)] == expected
+        assert [completions(o) for o in llm.generate(prompts, asked, use_tqdm=False)] == expected
         assert llm.stats().num_failed_steps == 4
     with open_llm(talking) as llm:
         WrappedModel(llm, before=fail)
-        assert answers(one(llm, "four", beams)) == best
+        assert completions(one(llm, "four", beams)) == best
 
 
-def test_what_cannot_be_compiled_is_refused_at_the_door(llm: LLM) -> None:
+def test_uncompilable_grammar_is_rejected(llm: LLM) -> None:
     for form, code in (
         ({"json": {"type": "strong"}}, "invalid_json_schema"),
         ({"json": {"$ref": "http://localhost/a"}}, "invalid_json_schema"),
         ({"regex": "(a"}, "invalid_grammar"),
         ({"grammar": "start: start"}, "invalid_grammar"),
-        ({"regex": "漢"}, "invalid_grammar"),  # which no token of this model spells
+        ({"regex": "漢"}, "invalid_grammar"),  # the model has no tokens for it
     ):
         with pytest.raises(ParameterError) as caught:
             llm.generate(["a", "b"], [params(None), params(form)], use_tqdm=False)
@@ -534,7 +534,7 @@ def test_what_cannot_be_compiled_is_refused_at_the_door(llm: LLM) -> None:
         assert llm.engine.num_requests == 0
 
 
-def test_it_takes_a_tokenizer(talking: Path) -> None:
+def test_structured_outputs_need_a_tokenizer(talking: Path) -> None:
     with (
         open_llm(talking, skip_tokenizer_init=True) as llm,
         pytest.raises(ParameterError, match="no tokenizer"),
@@ -544,7 +544,7 @@ def test_it_takes_a_tokenizer(talking: Path) -> None:
         llm.engine.add_request("x", [3, 4], params({"regex": "a"}))
 
 
-def test_matchers_go_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matchers_are_freed_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[RequestGrammar] = []
     init = RequestGrammar.__init__
 
@@ -565,7 +565,7 @@ def test_matchers_go_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatc
 # -- on an event loop --------------------------------------------------------------------------------------------------
 
 
-def test_an_explosion_delays_no_stream(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammar_compilation_delays_no_stream(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "COMPILE_S", 4.0)
 
     async def main() -> None:
@@ -575,7 +575,7 @@ def test_an_explosion_delays_no_stream(talking: Path, monkeypatch: pytest.Monkey
             async def last(prompt: str, asked: SamplingParams) -> RequestOutput:
                 return [output async for output in engine.generate(prompt, asked)][-1]
 
-            await asyncio.gather(*(last("warm", params({"regex": letter})) for letter in "abcd"))  # as many processes
+            await asyncio.gather(*(last("warm", params({"regex": letter})) for letter in "abcd"))  # one process each
             begin = time.perf_counter()
             explosions = [asyncio.create_task(last("x", params(EXPLOSION))) for _ in range(3)]
             await asyncio.sleep(0.1)
@@ -595,7 +595,7 @@ def test_an_explosion_delays_no_stream(talking: Path, monkeypatch: pytest.Monkey
     asyncio.run(main())
 
 
-def test_whoever_leaves_while_it_compiles(talking: Path) -> None:
+def test_abort_while_the_grammar_compiles(talking: Path) -> None:
     async def main() -> None:
         engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
         async with engine:

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many readers on an event loop, one engine on a thread of its own."""
+"""`AsyncLLM`: many readers on event loops, and one engine on its own thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
-PROMPTS = ["Hello", "What?", "a", "tell-me-a-story", "Hello,world", "1+1=", "xyzzy", "The"]
+PROMPTS = ["Hello", "What?", "a", "give-me-a-story", "Hello,world", "1+1=", "xyzzy", "The"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def wanted(model: str) -> dict[str, str]:
 
 @pytest.fixture
 def built(model: str) -> BuiltEngine:
-    """An engine that an `AsyncLLM` is to own, for tests that put something between it and the model."""
+    """An engine for an `AsyncLLM`, for tests that wrap its model."""
     return build(EngineArgs(model=model, **OPTIONS))
 
 
@@ -53,7 +53,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.asynccontextmanager
 async def serving(built: BuiltEngine) -> AsyncIterator[AsyncLLM]:
-    """An engine that must be at rest when its readers have gone."""
+    """Start an `AsyncLLM`; on exit its engine must hold no requests and no blocks."""
     async with AsyncLLM(built.engine, built.tokenizer) as engine:
         yield engine
         if engine.is_running:
@@ -73,7 +73,7 @@ async def until(ready: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """Before each pass of the model: waits until it is open."""
+    """A hook before each forward pass that blocks until the gate is open."""
 
     def __init__(self) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
@@ -81,24 +81,24 @@ class Gate:
     def __call__(self, number: int, tokens: list[int]) -> None:
         self.reached.set()
         if not self.open.wait(20):
-            raise TimeoutError("nobody opened the gate")
+            raise TimeoutError("the gate stayed closed")
 
 
-# -- what it gives ----------------------------------------------------------------------------------------------------
+# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def test_many_at_once_get_what_each_would_get_alone(built: BuiltEngine, wanted: dict[str, str]) -> None:
+def test_concurrent_requests_equal_single_ones(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             outputs = await asyncio.gather(*(last_of(engine, PROMPTS[i % 8]) for i in range(64)))
             assert [o.outputs[0].text for o in outputs] == [wanted[PROMPTS[i % 8]] for i in range(64)]
-            assert built.engine.stats.peak_running == 16  # together, as many as there are rows
+            assert built.engine.stats.peak_running == 16  # as many as there are rows
             assert len({o.request_id for o in outputs}) == 64
 
     run(main())
 
 
-def test_outputs_grow_as_the_tokens_come(built: BuiltEngine, wanted: dict[str, str]) -> None:
+def test_outputs_grow_with_the_tokens(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             texts = [o.outputs[0].text async for o in engine.generate("Hello", GREEDY, "mine")]
@@ -117,7 +117,7 @@ def test_async_engine_is_an_alias_of_async_llm() -> None:
     assert {"AsyncEngine", "AsyncLLM"} <= set(octavo.__all__)
 
 
-def test_a_conversation(model: str, built: BuiltEngine) -> None:
+def test_chat_completes_a_conversation(model: str, built: BuiltEngine) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
 
     async def main() -> None:
@@ -137,7 +137,7 @@ def test_a_conversation(model: str, built: BuiltEngine) -> None:
     run(main())
 
 
-def test_a_slow_reader_gets_fewer_outputs_and_misses_nothing(built: BuiltEngine, wanted: dict[str, str]) -> None:
+def test_slow_reader_gets_merged_outputs_and_misses_nothing(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             slow = engine.generate("Hello", GREEDY)
@@ -152,14 +152,14 @@ def test_a_slow_reader_gets_fewer_outputs_and_misses_nothing(built: BuiltEngine,
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_what_is_told_on_the_way(built: BuiltEngine, wanted: dict[str, str], kind: RequestOutputKind) -> None:
+def test_output_kinds(built: BuiltEngine, wanted: dict[str, str], kind: RequestOutputKind) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, output_kind=kind)
 
     async def main() -> None:
         async with serving(built) as engine:
             stream = engine.generate("Hello", params)
             parts = [await anext(stream)]
-            await until(lambda: not built.engine.has_work)  # the rest is told while nobody listens
+            await until(lambda: not built.engine.has_work)  # the rest arrives unread
             parts += [output async for output in stream]
             texts = [c.text for output in parts for c in output.outputs]
             assert parts[-1].finished and parts[-1].outputs[0].finish_reason == "length"
@@ -179,7 +179,7 @@ def part(text: str, ids: list[int], *, index: int = 0, finished: bool = False) -
     return RequestOutput("r", "p", [1], outputs, finished, RequestMetrics(0.0))
 
 
-def test_deltas_that_were_not_read_are_joined() -> None:
+def test_unread_deltas_are_merged() -> None:
     async def main() -> None:
         queue = OutputQueue("r", merge=True)
         assert [queue.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
@@ -188,7 +188,7 @@ def test_deltas_that_were_not_read_are_joined() -> None:
         output = await queue.get()
         assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [1, 2, 3, 4])
         assert output.finished and output.outputs[0].finish_reason == "length"
-        assert queue.put(part("d", [5]))  # what was read is not told again
+        assert queue.put(part("d", [5]))  # read outputs are not repeated
         assert (await queue.get()).outputs[0].text == "d"
 
     run(main())
@@ -198,7 +198,7 @@ def test_deltas_that_were_not_read_are_joined() -> None:
     assert both.outputs[1].token_ids == [1]
 
 
-def test_what_was_told_before_the_end_is_read_before_it() -> None:
+def test_outputs_before_an_error_are_read_first() -> None:
     async def main() -> None:
         queue = OutputQueue("r", merge=False)
         queue.put(part("a", [1]))
@@ -211,11 +211,11 @@ def test_what_was_told_before_the_end_is_read_before_it() -> None:
     run(main())
 
 
-# -- who leaves -------------------------------------------------------------------------------------------------------
+# -- aborts and closed iterators --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "forget", "timeout"])
-def test_leaving_aborts_within_a_step(built: BuiltEngine, how: str, wanted: dict[str, str]) -> None:
+def test_closed_iterator_aborts_within_a_step(built: BuiltEngine, how: str, wanted: dict[str, str]) -> None:
     wrapped = WrappedModel(_Has(built))
 
     async def main() -> None:
@@ -228,7 +228,7 @@ def test_leaving_aborts_within_a_step(built: BuiltEngine, how: str, wanted: dict
             elif how == "forget":
                 del stream
                 gc.collect()
-                await asyncio.sleep(0)  # the loop closes what was forgotten
+                await asyncio.sleep(0)  # the loop closes the dropped generator
             else:
 
                 async def read() -> None:
@@ -244,12 +244,12 @@ def test_leaving_aborts_within_a_step(built: BuiltEngine, how: str, wanted: dict
             passes = wrapped.num_passes
             assert (await neighbour).outputs[0].text == wanted["What?"]
             await until(lambda: not built.engine.has_work)
-            assert wrapped.num_passes - passes < 40  # 100 tokens were asked for; the neighbour's 16 were made
+            assert wrapped.num_passes - passes < 40  # it would have had 100 tokens; the neighbour's 16 were computed
 
     run(main())
 
 
-def test_an_iterator_that_was_never_begun_asks_for_nothing(built: BuiltEngine) -> None:
+def test_unstarted_iterator_adds_no_request(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             stream = engine.generate("Hello", LONG, "name")
@@ -261,8 +261,8 @@ def test_an_iterator_that_was_never_begun_asks_for_nothing(built: BuiltEngine) -
     assert built.engine.stats.num_finished == 1
 
 
-def test_leaving_while_the_request_is_on_its_way(built: BuiltEngine) -> None:
-    """Cancelled between the call and the step that takes it in; its name is free again afterwards."""
+def test_cancellation_before_the_request_is_added(built: BuiltEngine) -> None:
+    """The task is cancelled between the call and the step that adds the request; its id is free afterwards."""
     gate = Gate()
     WrappedModel(_Has(built), before=gate)
 
@@ -283,7 +283,7 @@ def test_leaving_while_the_request_is_on_its_way(built: BuiltEngine) -> None:
     assert built.engine.stats.num_finished == 2
 
 
-def test_aborting_by_name_ends_the_iterator(built: BuiltEngine) -> None:
+def test_abort_ends_the_iterator(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             outputs = []
@@ -298,10 +298,10 @@ def test_aborting_by_name_ends_the_iterator(built: BuiltEngine) -> None:
     run(main())
 
 
-# -- whose fault it is ------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mistake_is_raised_where_it_was_made_and_nowhere_else(built: BuiltEngine, wanted: dict[str, str]) -> None:
+def test_invalid_request_raises_in_its_iterator_only(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             good = asyncio.create_task(last_of(engine, "Hello", request_id="taken"))
@@ -316,12 +316,12 @@ def test_a_mistake_is_raised_where_it_was_made_and_nowhere_else(built: BuiltEngi
     run(main())
 
 
-def test_numbers_that_are_not_finite_fail_one_iterator(built: BuiltEngine, wanted: dict[str, str]) -> None:
-    def spoil(number: int, tokens: list[int], logits: Any) -> None:
-        if number == 0:  # the prompt's own pass
+def test_non_finite_logits_fail_one_iterator(built: BuiltEngine, wanted: dict[str, str]) -> None:
+    def make_logits_nan(number: int, tokens: list[int], logits: Any) -> None:
+        if number == 0:  # the prefill
             logits[-1, 7] = float("nan")
 
-    WrappedModel(_Has(built), after=spoil)
+    WrappedModel(_Has(built), after=make_logits_nan)
 
     async def main() -> None:
         async with serving(built) as engine:
@@ -334,7 +334,7 @@ def test_numbers_that_are_not_finite_fail_one_iterator(built: BuiltEngine, wante
     run(main())
 
 
-def test_an_engine_that_dies_tells_everybody(built: BuiltEngine) -> None:
+def test_dead_engine_raises_in_all_iterators(built: BuiltEngine) -> None:
     engine_step, num_steps = built.engine.step, 0
 
     def step() -> list[RequestOutput]:
@@ -365,14 +365,14 @@ def test_an_engine_that_dies_tells_everybody(built: BuiltEngine) -> None:
 # -- the thread -------------------------------------------------------------------------------------------------------
 
 
-def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(built: BuiltEngine) -> None:
+def test_idle_engine_sleeps_and_wakes_at_once(built: BuiltEngine) -> None:
     collects: list[bool] = []
     WrappedModel(_Has(built), before=lambda number, tokens: collects.append(gc.isenabled()))
 
     async def main() -> None:
         async with serving(built) as engine:
             await last_of(engine, "Hello")
-            assert not any(collects[1:])  # while it works, no collection stops the world
+            assert not any(collects[1:])  # no collection while it works
             await until(lambda: not built.engine.has_work and gc.isenabled())
             steps = built.engine.stats.num_steps
             clock = time.pthread_getcpuclockid(engine._thread._thread.ident)  # type: ignore[arg-type]
@@ -385,7 +385,7 @@ def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(built: BuiltEn
     run(main())
 
 
-def test_long_texts_are_tokenised_off_the_loop(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_tokenized_off_the_event_loop(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     where: dict[int, bool] = {}
     encode = Tokenizer.encode
 
@@ -394,7 +394,7 @@ def test_long_texts_are_tokenised_off_the_loop(built: BuiltEngine, monkeypatch: 
         return encode(self, text, *args, **kwargs)
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
-    monkeypatch.setattr(Tokenizer, "max_token_chars", 1000)  # or these could not fit, and nobody would tokenise them
+    monkeypatch.setattr(Tokenizer, "max_token_chars", 1000)  # otherwise these texts would be rejected first
 
     async def main() -> None:
         async with serving(built) as engine:
@@ -407,10 +407,10 @@ def test_long_texts_are_tokenised_off_the_loop(built: BuiltEngine, monkeypatch: 
     assert where == {5: True, 50_000: False, 60_000: False}
 
 
-def test_what_it_can_be_asked(built: BuiltEngine) -> None:
+def test_state_queries(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
-            await last_of(engine, "tell-me-a-story")
+            await last_of(engine, "give-me-a-story")
             stats = await engine.kv_stats()
             assert (stats.num_blocks, stats.num_used) == (200, 0) and stats.num_cached > 3
             assert await engine.reset_prefix_cache() == stats.num_cached
@@ -419,7 +419,7 @@ def test_what_it_can_be_asked(built: BuiltEngine) -> None:
     run(main())
 
 
-def test_shutting_down_in_the_middle(built: BuiltEngine) -> None:
+def test_shutdown_during_requests(built: BuiltEngine) -> None:
     runner = weakref.ref(built.engine.executor.runner)  # type: ignore[attr-defined]
     engine = AsyncLLM(built.engine, built.tokenizer)
 
@@ -436,10 +436,10 @@ def test_shutting_down_in_the_middle(built: BuiltEngine) -> None:
 
     run(main())
     assert not engine._thread._thread.is_alive()
-    assert runner() is None  # the weights and the pool with it
+    assert runner() is None  # the weights and the pool are freed, too
 
 
-def test_an_engine_that_is_forgotten_is_shut_down(built: BuiltEngine) -> None:
+def test_dropped_engine_is_shut_down(built: BuiltEngine) -> None:
     engine = AsyncLLM(built.engine, built.tokenizer)
     run(last_of(engine, "Hello"))
     thread = engine._thread._thread
@@ -448,30 +448,30 @@ def test_an_engine_that_is_forgotten_is_shut_down(built: BuiltEngine) -> None:
     assert not thread.is_alive()
 
 
-def test_one_engine_for_several_loops(built: BuiltEngine, wanted: dict[str, str]) -> None:
+def test_one_engine_serves_several_event_loops(built: BuiltEngine, wanted: dict[str, str]) -> None:
     engine = AsyncLLM(built.engine, built.tokenizer)
 
-    async def leave() -> None:
+    async def read_one() -> None:
         stream = engine.generate("Hello", LONG)
-        await anext(stream)  # the loop ends, and closes what it has
+        await anext(stream)  # the loop ends and closes its generators
 
-    run(leave())
+    run(read_one())
     assert run(last_of(engine, "Hello")).outputs[0].text == wanted["Hello"]
-    loop = asyncio.new_event_loop()  # and one that does not
+    loop = asyncio.new_event_loop()  # a loop that does not close them
     stream = engine.generate("Hello", LONG)
     loop.run_until_complete(anext(stream))
     loop.close()
     steps, begun = built.engine.stats.num_steps, time.monotonic()
     while built.engine.has_work and time.monotonic() - begun < 60:
         time.sleep(0.002)
-    assert built.engine.stats.num_steps - steps < 60  # not the 100 tokens that were asked for
+    assert built.engine.stats.num_steps - steps < 60  # instead of 100 tokens
     with contextlib.suppress(StopIteration):
-        stream.aclose().send(None)  # no loop is there to do it
+        stream.aclose().send(None)  # its loop is closed
     assert run(last_of(engine, "What?")).outputs[0].text == wanted["What?"]
     engine.shutdown()
 
 
-def test_from_options_says_what_llm_says(model: str) -> None:
+def test_from_options_raises_the_errors_of_llm(model: str) -> None:
     with pytest.raises(ParameterError, match="block_size is 3"):
         AsyncLLM.from_options(model, block_size=3)
     engine = AsyncLLM.from_options(model, **OPTIONS, skip_tokenizer_init=True)
@@ -484,13 +484,13 @@ def test_from_options_says_what_llm_says(model: str) -> None:
 
 
 class _Has:
-    """What `WrappedModel` looks at."""
+    """Has an `engine`, which is all that `WrappedModel` needs of an `LLM`."""
 
     def __init__(self, built: BuiltEngine) -> None:
         self.engine = built.engine
 
 
-def test_a_request_that_nothing_is_left_for_says_so() -> None:
+def test_error_codes_of_failed_requests() -> None:
     output = RequestOutput("r", None, [1], [], True, RequestMetrics(0.0))
     output.outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason="no_allowed_token: none is left")]
     assert request_failed_error(output).code == "no_allowed_token"
@@ -498,17 +498,17 @@ def test_a_request_that_nothing_is_left_for_says_so() -> None:
     assert request_failed_error(output).code == "numerical_error"
 
 
-def test_a_pinned_prefix(built: BuiltEngine, wanted: dict[str, str]) -> None:
+def test_pinned_prefix_is_not_recomputed(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
-            name = await engine.pin_prefix("tell-me-a-")
+            name = await engine.pin_prefix("give-me-a-")
             await engine.reset_prefix_cache()
-            outputs = [output async for output in engine.generate("tell-me-a-story", GREEDY)]
-            assert outputs[-1].outputs[0].text == wanted["tell-me-a-story"]
-            num_pinned = len(engine.get_tokenizer().encode("tell-me-a-"))
-            assert (outputs[-1].num_cached_tokens or 0) >= num_pinned - 1 > 4  # the last may be cut otherwise
+            outputs = [output async for output in engine.generate("give-me-a-story", GREEDY)]
+            assert outputs[-1].outputs[0].text == wanted["give-me-a-story"]
+            num_pinned = len(engine.get_tokenizer().encode("give-me-a-"))
+            assert (outputs[-1].num_cached_tokens or 0) >= num_pinned - 1 > 4  # the last token may differ
             with pytest.raises(ParameterError, match="is pinned already"):
-                await engine.pin_prefix("tell", name)
+                await engine.pin_prefix("give", name)
             assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
             with pytest.raises(ParameterError, match="no prefix is pinned under the name"):
                 await engine.unpin_prefix(name)
@@ -516,23 +516,23 @@ def test_a_pinned_prefix(built: BuiltEngine, wanted: dict[str, str]) -> None:
     run(main())
 
 
-def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: BuiltEngine) -> None:
+def test_pin_of_a_cancelled_caller_is_removed(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             opened: list[str] = []
             open_queue = engine._thread.open_queue
 
-            def told(request_id: str) -> Any:  # its queue itself may be gone again when the loop looks
+            def notify_open(request_id: str) -> Any:  # the queue may be removed before the loop runs
                 opened.append(request_id)
                 return open_queue(request_id)
 
-            engine._thread.open_queue = told  # type: ignore[method-assign]
-            for wait_s in (0.0, 0.5):  # before, and after
+            engine._thread.open_queue = notify_open  # type: ignore[method-assign]
+            for wait_s in (0.0, 0.5):  # before and after the computation
                 opened.clear()
-                pinning = asyncio.ensure_future(engine.pin_prefix("tell-me-a-story"))
+                pinning = asyncio.ensure_future(engine.pin_prefix("give-me-a-story"))
                 while not opened:
                     await asyncio.sleep(0)
-                time.sleep(wait_s)  # the loop hears of nothing
+                time.sleep(wait_s)  # blocks the loop
                 pinning.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await pinning
@@ -543,7 +543,7 @@ def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: Buil
 
 
 @pytest.mark.parametrize("how", ["abort", "close"])
-def test_a_name_used_again_gets_nothing_of_the_former_request(built: BuiltEngine, how: str) -> None:
+def test_reused_id_gets_no_output_of_the_earlier_request(built: BuiltEngine, how: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
     longer = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=0)
 
@@ -557,7 +557,7 @@ def test_a_name_used_again_gets_nothing_of_the_former_request(built: BuiltEngine
                     assert await engine.abort("x")
                 else:
                     await stream.aclose()
-                    await engine.kv_stats()  # between steps: it has gone
+                    await engine.kv_stats()  # after a step: the request is removed
                 found = (await last_of(engine, "What?", params, request_id="x")).outputs[0]
                 assert found.token_ids == wanted.token_ids
                 assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=0.05)

@@ -1,4 +1,4 @@
-"""What `build` settles from what is said, the checkpoint and the machine."""
+"""`build` resolves options from the arguments, the checkpoint and the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models.tiny import make_tiny_checkpoint, write_tiny_gguf
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bfloat16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in bfloat16."""
     folder = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("halves"), vocab_size=320)
     words = (folder / "config.json").read_text()
@@ -32,36 +32,36 @@ def open_llm(model: Path, **options: object) -> LLM:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_dtype_auto_is_the_checkpoints_where_the_processor_has_it(
-    halves: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
+def test_dtype_auto_is_the_checkpoints_if_the_processor_supports_it(
+    bfloat16_model: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "has_fast_bfloat16", lambda: fast)
-    with open_llm(halves) as llm:
+    with open_llm(bfloat16_model) as llm:
         assert llm.config.dtype == ("bfloat16" if fast else "float32")
     with open_llm(make_tiny_checkpoint("qwen2", tmp_path / "wide")) as llm:
         assert llm.config.dtype == "float32"
     for quantisation, dtype in (("Q8_0", "bfloat16" if fast else "float32"), ("F32", "float32")):
-        path = write_tiny_gguf(halves, tmp_path / f"{quantisation}.gguf", quantisation=quantisation)
+        path = write_tiny_gguf(bfloat16_model, tmp_path / f"{quantisation}.gguf", quantisation=quantisation)
         with open_llm(path) as llm:
             assert llm.config.dtype == dtype, quantisation
 
 
-def test_it_says_what_a_start_took(halves: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_logs_the_time_of_each_phase(bfloat16_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="octavo")
-    open_llm(halves).close()
-    said = caplog.messages[-1]
-    whole, *parts = (float(number) for number in re.findall(r"[\d.]+(?= s:|,|$)", said))
-    assert re.fullmatch(r"ready in [\d.]+ s: files [\d.]+, weights [\d.]+, pool [\d.]+", said)
+    open_llm(bfloat16_model).close()
+    line = caplog.messages[-1]
+    whole, *parts = (float(number) for number in re.findall(r"[\d.]+(?= s:|,|$)", line))
+    assert re.fullmatch(r"ready in [\d.]+ s: files [\d.]+, weights [\d.]+, pool [\d.]+", line)
     assert whole == pytest.approx(sum(parts), abs=0.2)
 
 
-def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
+def test_int8_halves_the_weights(bfloat16_model: Path) -> None:
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    with open_llm(halves, dtype="bfloat16") as llm:
+    with open_llm(bfloat16_model, dtype="bfloat16") as llm:
         weight_bytes = llm.config.weight_bytes
-    with open_llm(halves, quantization="int8") as llm:
+    with open_llm(bfloat16_model, quantization="int8") as llm:
         assert llm.config.dtype == "bfloat16"
-        assert 0.5 < llm.config.weight_bytes / weight_bytes < 0.7  # and the scales, large beside so small matrices
+        assert 0.5 < llm.config.weight_bytes / weight_bytes < 0.7  # more than half: small matrices have large scales
         together = llm.generate([{"prompt_token_ids": [i, 7, 9]} for i in range(6)], params, use_tqdm=False)
         alone = llm.generate({"prompt_token_ids": [3, 7, 9]}, params, use_tqdm=False)[0]
     assert all(len(output.outputs[0].token_ids) == 8 for output in together)
@@ -69,51 +69,51 @@ def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_int8_beside_another_dtype_is_refused(halves: Path, dtype: str) -> None:
+def test_int8_with_another_dtype_is_rejected(bfloat16_model: Path, dtype: str) -> None:
     with pytest.raises(ParameterError, match=f"'int8' needs bfloat16 for the other layers, not {dtype}"):
-        open_llm(halves, quantization="int8", dtype=dtype)
+        open_llm(bfloat16_model, quantization="int8", dtype=dtype)
 
 
-def test_an_unknown_quantization_is_refused(halves: Path) -> None:
+def test_unknown_quantization_is_rejected(bfloat16_model: Path) -> None:
     with pytest.raises(ParameterError, match="quantization"):
-        open_llm(halves, quantization="int3")
+        open_llm(bfloat16_model, quantization="int3")
 
 
 @pytest.mark.parametrize("way", ["native", "x86-64-v3", "oneDNN", "blocks"])
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}], ids=str)
-def test_every_dtype_answers_on_every_processor(
-    halves: Path, way: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_every_dtype_runs_on_every_processor(
+    bfloat16_model: Path, way: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_backend(way, monkeypatch)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
     prompt = {"prompt_token_ids": [5, 9, 12] * 7}
-    with open_llm(halves, dtype="float32") as llm:
+    with open_llm(bfloat16_model, dtype="float32") as llm:
         exact = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-    with open_llm(halves, **options) as llm:
+    with open_llm(bfloat16_model, **options) as llm:
         rounded = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert len(rounded.token_ids) == 8
     assert rounded.cumulative_logprob == pytest.approx(exact.cumulative_logprob, rel=0.1)
 
 
-def test_no_thread_is_left_of_loading(halves: Path) -> None:
-    """A thread that stays keeps its OpenMP workers, and these stand in the way of those that compute."""
+def test_loading_leaves_no_thread(bfloat16_model: Path) -> None:
+    """A remaining thread would keep its OpenMP workers, which slow down the computing ones."""
     before = threading.active_count()
-    with open_llm(halves):
+    with open_llm(bfloat16_model):
         names = [thread.name for thread in threading.enumerate()]
-        assert threading.active_count() == before + 1, names  # the runner's
+        assert threading.active_count() == before + 1, names  # the runner's thread
 
 
-def test_float16_is_computed_as_it_is_said(halves: Path) -> None:
+def test_explicit_float16_is_used(bfloat16_model: Path) -> None:
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    with open_llm(halves, dtype="float16") as llm:
+    with open_llm(bfloat16_model, dtype="float16") as llm:
         assert llm.engine.executor.runner.kv.dtype == torch.float16
         assert len(llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 
-def test_a_folder_for_dumps_is_tried_at_once(halves: Path, tmp_path: Path) -> None:
+def test_flight_recorder_folder_is_checked_at_start(bfloat16_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for taken in ("file", "file/below"):
         with pytest.raises(ParameterError, match=r"flight_recorder is .* is not writable: .*; use another folder"):
-            open_llm(halves, flight_recorder=str(tmp_path / taken))
-    with open_llm(halves, flight_recorder=str(tmp_path / "new" / "folder")):
+            open_llm(bfloat16_model, flight_recorder=str(tmp_path / taken))
+    with open_llm(bfloat16_model, flight_recorder=str(tmp_path / "new" / "folder")):
         assert list((tmp_path / "new" / "folder").iterdir()) == []

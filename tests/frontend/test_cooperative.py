@@ -1,4 +1,4 @@
-"""Work in slices, and messages of the engine's: their order is kept, and others have their turn in between."""
+"""Cooperative work and engine messages on the event loop: order is kept, and other tasks run in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.serve.event_loop import run
 
 
 class Log(list[Any]):
-    """What happened, in order."""
+    """Events in order."""
 
     @contextlib.asynccontextmanager
     async def with_another_task(self) -> AsyncIterator[None]:
@@ -36,7 +36,7 @@ class Log(list[Any]):
             await asyncio.gather(task, return_exceptions=True)
 
     @property
-    def own(self) -> list[Any]:
+    def results(self) -> list[Any]:
         return [item for item in self if item != "other"]
 
 
@@ -47,7 +47,7 @@ def work(num_items: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("slice_s", "num_turns"), [(-1.0, 10), (1e6, 0)])
-def test_results_keep_their_order_and_others_run_between_slices(
+def test_results_keep_their_order_and_other_tasks_run_between_slices(
     monkeypatch: pytest.MonkeyPatch, slice_s: float, num_turns: int
 ) -> None:
     monkeypatch.setattr(slices, "SLICE_S", slice_s)
@@ -57,14 +57,14 @@ def test_results_keep_their_order_and_others_run_between_slices(
         async with log.with_another_task():
             async for item in iter_cooperatively(work(10)):
                 log.append(item)
-            assert log.own == list(range(10))
-            assert log.count("other") == num_turns  # one between any two slices; none within one
+            assert log.results == list(range(10))
+            assert log.count("other") == num_turns  # one between any two slices, none within a slice
         assert await run_cooperatively(work(5)) == [0, 1, 2, 3, 4]
 
     run(main())
 
 
-def test_what_a_slice_raises_reaches_the_caller() -> None:
+def test_exception_of_the_work_reaches_the_caller() -> None:
     def failing() -> Iterator[Any]:
         yield 1
         yield YIELD_POINT
@@ -78,33 +78,33 @@ def test_what_a_slice_raises_reaches_the_caller() -> None:
 
 
 @pytest.mark.parametrize("drain_s", [-1.0, 1e6])
-def test_messages_keep_their_order_and_others_run_between_them(
+def test_messages_keep_their_order_and_other_tasks_run_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_s: float
 ) -> None:
-    """With no time at all for messages, each still comes, once its turn has: nothing waits for the next signal."""
+    """With a time slice of 0, messages arrive one per turn of the loop, without waiting for another signal."""
 
     async def main() -> None:
         log, arrived = Log(), asyncio.Event()
-        there, here = Channel(bind=endpoint_in(str(tmp_path))), Channel(connect=endpoint_in(str(tmp_path)))
+        other_end, here = Channel(bind=endpoint_in(str(tmp_path))), Channel(connect=endpoint_in(str(tmp_path)))
         try:
             here.send("hello")
-            assert there.receive(30.0) is not None  # before that, what is sent may be lost
+            assert other_end.receive(30.0) is not None  # earlier messages may be lost
             for i in range(50):
-                there.send(i)
+                other_end.send(i)
 
             def take(data: bytes) -> None:
                 log.append(msgspec.msgpack.decode(data))
-                if len(log.own) == 50:
+                if len(log.results) == 50:
                     arrived.set()
 
             async with log.with_another_task():
                 here.attach(asyncio.get_running_loop(), take)
                 async with asyncio.timeout(30):
                     await arrived.wait()
-            assert log.own == list(range(50))
+            assert log.results == list(range(50))
         finally:
             here.close()
-            there.close()
+            other_end.close()
         turns = "".join("." if item == "other" else "m" for item in log)
         if drain_s < 0:
             assert "mm" not in turns

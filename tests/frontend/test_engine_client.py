@@ -1,4 +1,4 @@
-"""`EngineClient` over a real model in a process of its own: the same answers as `LLM`'s, whatever happens to it."""
+"""`EngineClient` with a real model in the engine process: the same outputs as `LLM`, also after crashes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.engine.process.engines import OPTIONS, own_directory, real_client, ru
 LENGTH: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "greedy": SamplingParams(temperature=0, **LENGTH),
-    "drawn, no seed": SamplingParams(**LENGTH),
-    "drawn, a seed": SamplingParams(seed=-7, top_p=0.9, top_k=30, min_p=0.01, **LENGTH),
+    "sampled without a seed": SamplingParams(**LENGTH),
+    "sampled with a seed": SamplingParams(seed=-7, top_p=0.9, top_k=30, min_p=0.01, **LENGTH),
     "samples": SamplingParams(n=3, seed=1, logprobs=2, **LENGTH),
     "best of": SamplingParams(n=2, best_of=4, seed=2, **LENGTH),
     "logprobs": SamplingParams(temperature=0, logprobs=3, prompt_logprobs=2, **LENGTH),
@@ -33,8 +33,8 @@ CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "stop tokens": SamplingParams(n=2, seed=5, stop_token_ids=[20, 30, 40], min_tokens=3, **LENGTH),
     "bias": SamplingParams(seed=6, logit_bias={5: 4.0, 6: -100.0}, allowed_token_ids=list(range(3, 60)), **LENGTH),
     "echo": SamplingParams(temperature=0, echo=True, logprobs=1, max_tokens=8),
-    "the prompt alone": SamplingParams(echo=True, logprobs=1, max_tokens=0),
-    "a form": SamplingParams(seed=9, n=2, structured_outputs={"regex": "[a-c]{3,30}[x-z]{9}"}, max_tokens=60),  # type: ignore[arg-type]
+    "prompt only": SamplingParams(echo=True, logprobs=1, max_tokens=0),
+    "regex": SamplingParams(seed=9, n=2, structured_outputs={"regex": "[a-c]{3,30}[x-z]{9}"}, max_tokens=60),  # type: ignore[arg-type]
     "eos": SamplingParams(seed=8, max_tokens=60, logit_bias={2: 4.0}),
     "beams": BeamSearchParams(beam_width=3, max_tokens=30, logprobs=2),
     "beams that stop": BeamSearchParams(beam_width=4, n=2, max_tokens=30, stop=["3", "H"], length_penalty=0.5),
@@ -52,8 +52,7 @@ def wanted(model: str) -> dict[str, RequestOutput]:
 
 
 def check(got: RequestOutput, want: RequestOutput, *, cached: bool = True) -> None:
-    """Equal but for times; log-probabilities but for what another order of the same sums makes of them. `cached`: the
-    prefix cache found as much."""
+    """Equal except for times, log-probabilities up to the summation order. `cached`: also the cached tokens."""
     assert len(got.outputs) == len(want.outputs)
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert plain(a) == plain(b)
@@ -98,8 +97,8 @@ async def all_of(client: EngineClient) -> AsyncIterator[tuple[str, RequestOutput
         yield name, output
 
 
-def test_answers_are_those_of_an_llm(model: str, wanted: dict[str, RequestOutput]) -> None:
-    """All at once. Then: kinds of output, the end of a search from outside, and a grammar that is none."""
+def test_outputs_equal_those_of_llm(model: str, wanted: dict[str, RequestOutput]) -> None:
+    """All cases at once; then output kinds, an aborted beam search, and an invalid grammar."""
 
     async def main() -> None:
         async with serving(real_client(model)) as client:
@@ -124,26 +123,26 @@ def test_answers_are_those_of_an_llm(model: str, wanted: dict[str, RequestOutput
     run(main())
 
 
-def test_answers_are_the_same_though_the_engine_is_killed(model: str, wanted: dict[str, RequestOutput]) -> None:
-    """In the midst of all of them."""
+def test_outputs_are_the_same_when_the_engine_is_killed(model: str, wanted: dict[str, RequestOutput]) -> None:
+    """The kill happens while all requests run."""
 
     async def main() -> None:
         async with serving(real_client(model)) as client:
 
             async def kill() -> None:
-                await until(lambda: max(map(num_told, client._handles.values()), default=0) >= 8)
+                await until(lambda: max(map(num_received, client._handles.values()), default=0) >= 8)
                 os.kill(client.pid or 0, signal.SIGKILL)
 
             killing = asyncio.ensure_future(kill())
             async for name, output in all_of(client):
-                check(output, wanted[name], cached=False)  # the new engine lacks the blocks of requests that had ended
+                check(output, wanted[name], cached=False)  # the new engine has no cached blocks of finished requests
             await killing
             assert client.health().num_restarts == 1
 
     run(main())
 
 
-def num_told(stream: Any) -> int:
-    """Tokens told of the longest sample that lives."""
-    request = stream.mirror.state.request
+def num_received(handle: Any) -> int:
+    """Tokens received of the longest live sample."""
+    request = handle.request.state.request
     return max((len(s.token_ids) for s in request.sequences), default=0) - len(request.prompt_token_ids)

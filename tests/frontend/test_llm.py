@@ -1,4 +1,4 @@
-"""`LLM` as its users see it: what it refuses, how it streams, and what it survives."""
+"""`LLM`: outputs, streams, rejected arguments, and recovery from failures."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def llm(make_llm: Callable[..., LLM]) -> LLM:
 
 
 def at_rest(llm: LLM) -> None:
-    """Nothing runs, nothing is kept but what the cache keeps on purpose."""
-    assert llm.engine.drain() == []  # a step may run on that was planned before the last request stopped
+    """Check that no request runs, and that only the prefix cache holds blocks."""
+    assert llm.engine.drain() == []  # a step planned before the last request ended may still run
     stats = llm.kv_stats()
     assert stats.num_used == stats.num_host_used == 0
     assert not llm.engine.num_requests and not llm.engine.has_work and not llm.engine.scheduler.has_work
@@ -79,12 +79,12 @@ def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **kwargs: Any) -> lis
     return llm.generate(prompts, params, use_tqdm=False, **kwargs)
 
 
-PROMPTS = ["Hello", "What?", "a", "tell-me-a-story", "Hello,world", "1+1=", "xyzzy", "The"]
+PROMPTS = ["Hello", "What?", "a", "give-me-a-story", "Hello,world", "1+1=", "xyzzy", "The"]
 
-# -- what it gives ----------------------------------------------------------------------------------------------------
+# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def test_outputs_come_in_the_order_of_the_prompts_and_do_not_depend_on_each_other(llm: LLM) -> None:
+def test_outputs_keep_the_prompt_order_and_are_independent(llm: LLM) -> None:
     together = generate(llm, PROMPTS)
     assert [o.prompt for o in together] == PROMPTS
     llm.reset_prefix_cache()
@@ -107,7 +107,7 @@ def test_outputs_come_in_the_order_of_the_prompts_and_do_not_depend_on_each_othe
         assert times == sorted(times)
 
 
-def test_ways_to_write_a_prompt(llm: LLM) -> None:
+def test_prompt_forms(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("Hello")
     wanted = tokens_of(generate(llm, "Hello"))
     same: list[Any] = [
@@ -120,13 +120,13 @@ def test_ways_to_write_a_prompt(llm: LLM) -> None:
     assert output.prompt is None and output.prompt_token_ids == ids
 
 
-def test_params_one_for_each(llm: LLM) -> None:
+def test_one_params_per_prompt(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=i + 1, n=1 + i % 2) for i in range(4)]
     outputs = generate(llm, PROMPTS[:4], params)
     assert [[len(c.token_ids) for c in o.outputs] for o in outputs] == [[1], [2, 2], [3], [4, 4]]
 
 
-def test_eos_ends_and_is_in_the_tokens_but_not_in_the_text(llm: LLM) -> None:
+def test_eos_is_in_the_tokens_but_not_in_the_text(llm: LLM) -> None:
     tokens = tokens_of(generate(llm, "Hello"))[0]
     cut = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
     llm.engine.eos_token_ids = (tokens[cut],)
@@ -139,7 +139,7 @@ def test_eos_ends_and_is_in_the_tokens_but_not_in_the_text(llm: LLM) -> None:
     (completion,) = generate(llm, "Hello", by_id)[0].outputs
     assert completion.token_ids == tokens[: cut + 1]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[cut])
-    for kept in (by_id, replace(by_id, stop="never!")):  # as with vLLM, its text counts as a stop string's
+    for kept in (by_id, replace(by_id, stop="never!")):  # as in vLLM, its text is included like a stop string
         (completion,) = generate(llm, "Hello", replace(kept, include_stop_str_in_output=True))[0].outputs
         assert completion.text == llm.get_tokenizer().decode(tokens[: cut + 1])
 
@@ -162,14 +162,14 @@ def test_stop_strings_across_tokens(make_llm: Callable[..., LLM], window: int, o
         assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
         assert len(completion.token_ids) == at + 3  # up to the token that completed it
         at_rest(llm)
-    # Held back as the beginning of a stop string that never came, it is shown at the end.
+    # Text held back as the start of a stop string is output at the end.
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, stop=[whole[-2:] + "never"])
     (completion,) = run("Hello", params)[0].outputs
     assert completion.text == whole and completion.finish_reason == "length"
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_stream_grows_to_what_generate_gives(make_llm: Callable[..., LLM], window: int) -> None:
+def test_stream_grows_to_the_output_of_generate(make_llm: Callable[..., LLM], window: int) -> None:
     llm = make_llm(decode_window=window)
     params = [
         SamplingParams(temperature=0.8, seed=i, max_tokens=6 + i, n=1 + 2 * (i == 3)) for i in range(len(PROMPTS))
@@ -192,37 +192,37 @@ def test_a_stream_grows_to_what_generate_gives(make_llm: Callable[..., LLM], win
                 assert b.text.startswith(a.text) and b.token_ids[: len(a.token_ids)] == a.token_ids
 
 
-def test_a_window_streams_token_by_token(make_llm: Callable[..., LLM]) -> None:
-    """The columns of a window are told as they land: while a pass is held up, those before it are out already."""
+def test_decode_window_streams_token_by_token(make_llm: Callable[..., LLM]) -> None:
+    """Columns of a decode window are output as they arrive: the earlier ones while a later pass is blocked."""
     llm = make_llm(decode_window=8, async_scheduling=False)
-    told = threading.Event()
-    WrappedModel(llm, before=lambda number, tokens: None if number < 4 else _wait(told))
+    received = threading.Event()
+    WrappedModel(llm, before=lambda number, tokens: None if number < 4 else _wait(received))
     for output in llm.stream("Hello", GREEDY):
         if len(output.outputs[0].token_ids) >= 4:
-            told.set()
-    assert told.is_set()
+            received.set()
+    assert received.is_set()
 
 
 def _wait(event: threading.Event) -> None:
     if not event.wait(20):
-        raise TimeoutError("the tokens before this pass were not told")
+        raise TimeoutError("the tokens before this pass were not output")
 
 
-def test_streams_take_turns(llm: LLM) -> None:
-    """Whoever steps the engine steps it for all; nobody's outputs get lost, whoever leaves."""
+def test_interleaved_streams_lose_no_output(llm: LLM) -> None:
+    """A step runs for all streams; no output is lost when a stream is closed."""
     wanted = texts_of(generate(llm, PROMPTS[:3]))
     first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     third = llm.stream(PROMPTS[2], GREEDY)
     next(first)
     next(third)
-    assert texts_of(generate(llm, PROMPTS[1])) == [wanted[1]]  # meanwhile the others run on, perhaps to their ends
+    assert texts_of(generate(llm, PROMPTS[1])) == [wanted[1]]  # meanwhile the others continue, perhaps to their ends
     third.close()  # type: ignore[attr-defined]
     assert texts_of([list(first)[-1]]) == [wanted[0]]
     assert texts_of([list(second)[-1]]) == [wanted[1]]
 
 
-def test_leaving_takes_in_what_others_wait_for(llm: LLM) -> None:
-    """The step that ends the first stream is in flight when the second is closed, and is waited for there."""
+def test_closing_a_stream_keeps_outputs_of_others(llm: LLM) -> None:
+    """The step that finishes the first stream is in flight when the second is closed, which waits for it."""
     (wanted,) = texts_of(generate(llm, PROMPTS[0]))
     llm.reset_prefix_cache()
     first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
@@ -231,13 +231,13 @@ def test_leaving_takes_in_what_others_wait_for(llm: LLM) -> None:
             break
     assert llm.engine.num_requests == 2
     second.close()  # type: ignore[attr-defined]
-    assert llm.engine.num_requests == 0 and len(llm._unread) == 1  # else the next line would wait for ever
+    assert llm.engine.num_requests == 0 and len(llm._unread) == 1  # else the next line would block
     assert texts_of(list(first)) == [wanted]
 
 
 @pytest.mark.parametrize("begin", [False, True])
-@pytest.mark.parametrize("how", ["close", "forget"])
-def test_a_stream_that_is_left_frees_everything(llm: LLM, begin: bool, how: str) -> None:
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_closed_stream_frees_everything(llm: LLM, begin: bool, how: str) -> None:
     stream = llm.stream(PROMPTS, GREEDY)
     if begin:
         next(stream)
@@ -250,13 +250,13 @@ def test_a_stream_that_is_left_frees_everything(llm: LLM, begin: bool, how: str)
     at_rest(llm)
 
 
-# -- what it refuses --------------------------------------------------------------------------------------------------
+# -- rejected arguments -----------------------------------------------------------------------------------------------
 
 LONG = [5] * 200
 BAD_PROMPTS: list[tuple[Any, type[UsageError], list[str]]] = [
     ("", PromptError, ["empty"]),
     ([[]], PromptError, ["empty"]),
-    ([], PromptError, ["at least one"]),
+    ([], PromptError, ["non-empty"]),
     ({"prompt_token_ids": []}, PromptError, ["empty"]),
     ({}, PromptError, ["empty"]),
     ({"promt": "x"}, UnknownOptionError, ["'promt'", "'prompt'"]),
@@ -278,7 +278,7 @@ BAD_PROMPTS: list[tuple[Any, type[UsageError], list[str]]] = [
 
 
 @pytest.mark.parametrize(("prompt", "error", "words"), BAD_PROMPTS, ids=[str(p)[:30] for p, _, _ in BAD_PROMPTS])
-def test_bad_prompts(llm: LLM, prompt: Any, error: type[UsageError], words: list[str]) -> None:
+def test_invalid_prompt_is_rejected(llm: LLM, prompt: Any, error: type[UsageError], words: list[str]) -> None:
     for ask in (lambda: generate(llm, prompt), lambda: llm.stream(prompt, GREEDY)):
         with pytest.raises(error) as caught:
             ask()
@@ -289,14 +289,14 @@ def test_bad_prompts(llm: LLM, prompt: Any, error: type[UsageError], words: list
 
 
 @pytest.mark.parametrize("bad", ["", [3, -1], LONG, {"promt": "x"}, 5])
-def test_one_bad_prompt_among_many_queues_nothing(llm: LLM, bad: Any) -> None:
+def test_one_invalid_prompt_of_many_queues_nothing(llm: LLM, bad: Any) -> None:
     with pytest.raises(UsageError):
         generate(llm, [*PROMPTS, bad])
     at_rest(llm)
     assert llm.stats().num_steps == 0
 
 
-def test_explicit_max_tokens_is_never_cut_and_a_default_is(make_llm: Callable[..., LLM]) -> None:
+def test_default_max_tokens_is_cut_but_an_explicit_one_is_not(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()  # 128 positions, 120 blocks of 4
     prompt = [5] * 100
     assert len(tokens_of(generate(llm, prompt, SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)))[0]) == 28
@@ -310,7 +310,7 @@ def test_explicit_max_tokens_is_never_cut_and_a_default_is(make_llm: Callable[..
         generate(llm, [5] * 128, cut)
 
 
-def test_what_the_pool_can_never_hold_is_refused(make_llm: Callable[..., LLM]) -> None:
+def test_request_larger_than_the_pool_is_rejected(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(num_gpu_blocks_override=12, max_model_len=40)
     prompt = [5] * 10
     with pytest.raises(CapacityError, match=r"needs 26 blocks of 4 .*pool has 12.*at most 7"):
@@ -321,24 +321,24 @@ def test_what_the_pool_can_never_hold_is_refused(make_llm: Callable[..., LLM]) -
     assert [len(t) for t in tokens_of(generate(llm, prompt, as_many))] == [7] * 4
 
 
-def test_more_samples_than_rows_are_refused(llm: LLM) -> None:
+def test_more_samples_than_rows_are_rejected(llm: LLM) -> None:
     with pytest.raises(CapacityError, match=r"17 sequences together and at most 16 .*max_num_seqs"):
         generate(llm, [5], SamplingParams(max_tokens=1, n=17))
 
 
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -math.inf, -1.0, 2.5, True, "1"])
-def test_bad_temperatures(temperature: Any) -> None:
+def test_invalid_temperature_is_rejected(temperature: Any) -> None:
     with pytest.raises(ParameterError, match="temperature"):
         SamplingParams(temperature=temperature)
 
 
 @pytest.mark.parametrize("max_tokens", [-1, 0, 1.5, True])
-def test_bad_max_tokens(max_tokens: Any) -> None:
+def test_invalid_max_tokens_is_rejected(max_tokens: Any) -> None:
     with pytest.raises(ParameterError, match="max_tokens"):
         SamplingParams(max_tokens=max_tokens)
 
 
-def test_unknown_options_name_the_nearest(model: str) -> None:
+def test_unknown_option_suggests_the_nearest(model: str) -> None:
     with pytest.raises(UnknownOptionError, match="'blocksize'; did you mean 'block_size'"):
         LLM(model, blocksize=8)
     with pytest.raises(UnknownOptionError, match="'temprature'; did you mean 'temperature'"):
@@ -368,33 +368,33 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_OPTIONS)
-def test_bad_options(model: str, name: str, value: Any) -> None:
+def test_invalid_option_is_rejected(model: str, name: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=name) as caught:
         LLM(model, **{name: value})
     assert caught.value.param == name and str(value) in str(caught.value)
 
 
-def test_no_such_model(tmp_path: Path) -> None:
+def test_missing_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))
 
 
-def test_a_pool_too_small_says_what_fits(model: str) -> None:
+def test_too_small_pool_reports_the_length_that_fits(model: str) -> None:
     with pytest.raises(MemoryBudgetError, match=r"100.*25 blocks.*pool has 10.*max_model_len that fits is 41\b"):
         LLM(model, block_size=4, num_gpu_blocks_override=10, max_model_len=100)
-    with LLM(model, block_size=4, num_gpu_blocks_override=10, max_model_len=41) as llm:  # so it does
+    with LLM(model, block_size=4, num_gpu_blocks_override=10, max_model_len=41) as llm:  # the reported length fits
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         assert len(tokens_of(generate(llm, [5], params))[0]) == 40
         with pytest.raises(ContextLengthError, match="41"):
             generate(llm, [5], SamplingParams(max_tokens=41))
 
 
-def test_stop_token_ids_beyond_the_vocabulary(llm: LLM) -> None:
+def test_stop_token_ids_outside_the_vocabulary_are_rejected(llm: LLM) -> None:
     with pytest.raises(ParameterError, match=r"stop_token_ids has token 97, and the largest token id is 96"):
         generate(llm, "a", SamplingParams(stop_token_ids=[97]))
 
 
-def test_lists_of_the_wrong_length_or_kind(llm: LLM) -> None:
+def test_argument_lists_of_wrong_length_or_type_are_rejected(llm: LLM) -> None:
     with pytest.raises(ParameterError, match="2 sampling_params for 3 prompts"):
         generate(llm, ["a", "b", "c"], [GREEDY, GREEDY])
     with pytest.raises(ParameterError, match="1 priorities for 2 prompts"):
@@ -407,7 +407,7 @@ def test_lists_of_the_wrong_length_or_kind(llm: LLM) -> None:
     at_rest(llm)
 
 
-def test_without_a_tokenizer(make_llm: Callable[..., LLM]) -> None:
+def test_skip_tokenizer_init(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(skip_tokenizer_init=True)
     (output,) = generate(llm, [5, 6, 7])
     assert len(output.outputs[0].token_ids) == 16 and output.outputs[0].text == ""
@@ -421,7 +421,7 @@ def test_without_a_tokenizer(make_llm: Callable[..., LLM]) -> None:
             ask()
 
 
-# -- what it survives -------------------------------------------------------------------------------------------------
+# -- failures and recovery --------------------------------------------------------------------------------------------
 
 
 def test_use_after_close(model: str) -> None:
@@ -431,14 +431,14 @@ def test_use_after_close(model: str) -> None:
     runner = weakref.ref(llm.engine.executor.runner)  # type: ignore[attr-defined]
     llm.close()
     llm.close()
-    assert runner() is None  # the weights and the pool with it
+    assert runner() is None  # the weights and the pool are freed, too
     for ask in (lambda: list(stream), lambda: generate(llm, "a"), lambda: llm.stream("a")):
         with pytest.raises(EngineError, match="closed"):
             ask()
     assert llm.kv_stats().num_used == 0
 
 
-def test_an_llm_that_is_forgotten_is_closed(model: str) -> None:
+def test_dropped_llm_is_closed(model: str) -> None:
     llm = LLM(model, **OPTIONS)
     thread = llm.engine.executor._thread  # type: ignore[attr-defined]
     generate(llm, "a")
@@ -448,7 +448,7 @@ def test_an_llm_that_is_forgotten_is_closed(model: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ctrl_c_in_the_middle(make_llm: Callable[..., LLM], overlap: bool) -> None:
+def test_ctrl_c_during_generate(make_llm: Callable[..., LLM], overlap: bool) -> None:
     llm = make_llm(async_scheduling=overlap)
     wanted = texts_of(generate(llm, PROMPTS))
     hit = WrappedModel(llm, before=lambda number, _: os.kill(os.getpid(), signal.SIGINT) if number == 3 else None)
@@ -466,7 +466,7 @@ def test_ctrl_c_in_the_middle(make_llm: Callable[..., LLM], overlap: bool) -> No
 
 
 class OnPasses:
-    """Raises on these passes, and on all passes that compute a token of `poison`."""
+    """A hook that raises in the given passes, and in every pass with the token `poison`."""
 
     def __init__(self, *numbers: int, poison: int = -1) -> None:
         self.numbers, self.poison = numbers, poison
@@ -479,7 +479,7 @@ class OnPasses:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("window", [1, 8])
 @pytest.mark.parametrize("number", [0, 1, 5, 9])
-def test_a_step_that_fails_once_is_computed_again(
+def test_step_that_fails_once_is_recomputed(
     make_llm: Callable[..., LLM], overlap: bool, window: int, number: int
 ) -> None:
     options = {"async_scheduling": overlap, "decode_window": window}
@@ -498,16 +498,16 @@ def test_a_step_that_fails_once_is_computed_again(
         at_rest(llm)
 
 
-def test_steps_that_fail_now_and_then_are_all_computed_again(make_llm: Callable[..., LLM]) -> None:
+def test_occasionally_failing_steps_are_recomputed(make_llm: Callable[..., LLM]) -> None:
     wanted = texts_of(generate(make_llm(), PROMPTS))
     llm = make_llm()
-    WrappedModel(llm, before=OnPasses(1, 4, 9, 14, 20))  # with tokens between them
+    WrappedModel(llm, before=OnPasses(1, 4, 9, 14, 20))  # with new tokens in between
     assert texts_of(generate(llm, PROMPTS)) == wanted
     assert llm.stats().num_failed_steps == 5
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_fails_twice_by_chance_loses_no_request(make_llm: Callable[..., LLM], overlap: bool) -> None:
+def test_step_that_fails_twice_by_chance_fails_no_request(make_llm: Callable[..., LLM], overlap: bool) -> None:
     options = {"async_scheduling": overlap, "max_num_seqs": 4}
     wanted = texts_of(generate(make_llm(**options), PROMPTS))
     llm = make_llm(**options)
@@ -518,10 +518,10 @@ def test_a_step_that_fails_twice_by_chance_loses_no_request(make_llm: Callable[.
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("guilty", [(0,), (11,), (15,), (3, 4, 12)])
-def test_a_request_that_fails_its_steps_is_found_by_halves(
+def test_request_that_fails_its_steps_is_found_by_bisection(
     make_llm: Callable[..., LLM], overlap: bool, guilty: tuple[int, ...]
 ) -> None:
-    """It is given up alone; its neighbours, with several samples too, keep every token."""
+    """Only this request fails; its neighbours, some with several samples, keep every token."""
     poison, rng = 90, random.Random(1)
     prompts = [[rng.randrange(3, 50) for _ in range(2 + i % 7)] for i in range(16)]
     never = [[poison]]
@@ -544,8 +544,8 @@ def test_a_request_that_fails_its_steps_is_found_by_halves(
     at_rest(llm)
 
 
-def test_a_request_that_always_fails_its_step_does_not_stop_the_others(make_llm: Callable[..., LLM]) -> None:
-    """Between two failures its neighbours' recomputing succeeds: counting failures in a row would go on for ever."""
+def test_always_failing_request_does_not_block_others(make_llm: Callable[..., LLM]) -> None:
+    """Its neighbours recompute successfully between its failures, so consecutive failures would never add up."""
     llm = make_llm(max_num_batched_tokens=8, enable_prefix_caching=False)
     rng = random.Random(1)
     long, poison = [rng.randrange(3, 50) for _ in range(20)], 90
@@ -558,21 +558,19 @@ def test_a_request_that_always_fails_its_step_does_not_stop_the_others(make_llm:
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 @pytest.mark.parametrize("window", [1, 8])
 @pytest.mark.parametrize("n", [1, 3])
-def test_numbers_that_are_not_finite_fail_one_request(
-    make_llm: Callable[..., LLM], kind: str, window: int, n: int
-) -> None:
-    """Neighbours in the batch keep every token, the one that shares its prompt's blocks too."""
+def test_non_finite_logits_fail_one_request(make_llm: Callable[..., LLM], kind: str, window: int, n: int) -> None:
+    """Neighbours in the batch keep every token, also one that shares the blocks of its prompt."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, ignore_eos=True, n=n)
     prompts = [[20 + i, 9, 9, 9, 30 + i] for i in range(5)]
     wanted = tokens_of(generate(make_llm(decode_window=window), prompts, params))
     llm = make_llm(decode_window=window)
 
-    def spoil(number: int, tokens: list[int], logits: Tensor) -> None:
-        if number == 0:  # the five prompts, in one step; the logits are of their last tokens
-            assert len(logits) == 5  # a row each, whatever n
+    def make_logits_nan(number: int, tokens: list[int], logits: Tensor) -> None:
+        if number == 0:  # five prefills in one step; the logits are those of their last tokens
+            assert len(logits) == 5  # one row each, for any n
             logits[2, 7] = float(kind)
 
-    WrappedModel(llm, after=spoil)
+    WrappedModel(llm, after=make_logits_nan)
     outputs = generate(llm, prompts, params)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length", "error", "length", "length"]
     assert "not finite" in str(outputs[2].outputs[0].stop_reason)
@@ -580,10 +578,10 @@ def test_numbers_that_are_not_finite_fail_one_request(
     healthy = [o for i, o in enumerate(outputs) if i != 2]
     assert tokens_of(healthy) == wanted[: 2 * n] + wanted[3 * n :]
     at_rest(llm)
-    assert tokens_of(generate(llm, prompts, params)) == wanted  # nothing spoilt is found in the cache
+    assert tokens_of(generate(llm, prompts, params)) == wanted  # the cache has no block with NaN
 
 
-def test_text_that_cannot_be_made_fails_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_detokenization_fails_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = texts_of(generate(llm, PROMPTS))
     tokenizer = llm.get_tokenizer()
     inner, bad = tokenizer.token_bytes, llm.get_tokenizer().encode(wanted[0][4])[0]
@@ -647,7 +645,7 @@ def test_a_tenth_of_the_memory_gives_the_same_outputs(model: str, mode: str, win
         at_rest(llm)
 
 
-def test_priority_goes_first(make_llm: Callable[..., LLM]) -> None:
+def test_lower_priority_value_runs_first(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
     outputs = generate(llm, PROMPTS[:3], priority=[2, 0, 1])
     finished = [o.metrics.finished_time or 0.0 for o in outputs]
@@ -676,7 +674,7 @@ refused(lambda: llm.generate("Hello", greedy, use_tqdm=False), EngineError)
 """
 
 
-def test_nothing_relies_on_asserts(llm: LLM, model: str) -> None:
+def test_python_o_raises_the_same_errors(llm: LLM, model: str) -> None:
     wanted = texts_of(generate(llm, "Hello"))
     done = subprocess.run([sys.executable, "-O", "-c", UNDER_O, model], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

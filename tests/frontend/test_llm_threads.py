@@ -1,4 +1,4 @@
-"""One `LLM` in several threads, and calls when none is expected: clear errors, never a broken engine."""
+"""One `LLM` in several threads, and calls at unexpected times: clear errors, and a working engine afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 def in_threads(*work: Callable[[], Any]) -> list[Any]:
-    """What each gave, or raised."""
+    """The result or exception of each thread."""
     results: list[Any] = [None] * len(work)
 
     def one(i: int) -> None:
@@ -47,6 +47,21 @@ def in_threads(*work: Callable[[], Any]) -> list[Any]:
     return results
 
 
+def progress_bar(update: Callable[[], Any]) -> Callable[..., Any]:
+    """A replacement of `tqdm` that calls a function at every update."""
+
+    class Bar:
+        def __init__(self, **_: Any) -> None: ...
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def update(self, _: int) -> None:
+            update()
+
+    return Bar
+
+
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     return tokens(llm.generate(prompts, params, use_tqdm=False))
 
@@ -56,11 +71,11 @@ def test_threads_share_a_batch(llm: LLM) -> None:
     steps = llm.stats().num_steps
     jobs = [lambda p=prompt: [generate(llm, [p])[0] for _ in range(4)] for prompt in PROMPTS]
     assert in_threads(*jobs) == [[tokens] * 4 for tokens in want]
-    assert llm.stats().num_steps - steps < 4 * steps  # alone, they would have taken as many
+    assert llm.stats().num_steps - steps < 4 * steps  # each alone would need as many steps
     assert llm.kv_stats().num_used == 0 and llm._unread == {}
 
 
-def test_streams_pins_and_questions_beside_generate(llm: LLM) -> None:
+def test_streams_pins_and_queries_next_to_generate(llm: LLM) -> None:
     want = generate(llm, PROMPTS[:2])
 
     def stream() -> list[list[int]]:
@@ -72,43 +87,37 @@ def test_streams_pins_and_questions_beside_generate(llm: LLM) -> None:
             llm.unpin_prefix(llm.pin_prefix([9, 9, 9, 9, i + 5]))
             llm.reset_prefix_cache()
 
-    def ask() -> None:
+    def query() -> None:
         for _ in range(200):
             assert llm.kv_stats().num_blocks == 64
 
-    got = in_threads(stream, pin, ask, lambda: generate(llm, PROMPTS[:2]), stream)
+    got = in_threads(stream, pin, query, lambda: generate(llm, PROMPTS[:2]), stream)
     assert got == [want, None, None, want, want]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_exception_in_one_thread_leaves_the_others_alone(llm: LLM, error: type[BaseException]) -> None:
+def test_exception_in_one_thread_does_not_affect_others(llm: LLM, error: type[BaseException]) -> None:
     want = generate(llm, PROMPTS)
 
-    class Bar:
-        def __init__(self, **_: Any) -> None: ...
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-        def update(self, _: int) -> None:
-            raise error
+    def fail() -> None:
+        raise error
 
     got = in_threads(
         lambda: generate(llm, PROMPTS),
-        lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=Bar),
+        lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=progress_bar(fail)),
         lambda: generate(llm, PROMPTS),
     )
     assert got[0] == got[2] == want and isinstance(got[1], error)
     assert generate(llm, PROMPTS) == want and llm.kv_stats().num_used == 0
 
 
-def test_wrong_parameters_in_one_thread_leave_the_others_alone(llm: LLM) -> None:
+def test_invalid_prompt_in_one_thread_does_not_affect_others(llm: LLM) -> None:
     want = generate(llm, PROMPTS)
     got = in_threads(lambda: generate(llm, PROMPTS), lambda: generate(llm, [[]]), lambda: generate(llm, PROMPTS))
     assert got[0] == got[2] == want and isinstance(got[1], UsageError)
 
 
-def test_a_call_from_within_a_step_is_refused(llm: LLM) -> None:
+def test_call_during_a_step_is_rejected(llm: LLM) -> None:
     want = generate(llm, PROMPTS)
     raised: list[BaseException] = []
 
@@ -128,46 +137,37 @@ def test_a_call_from_within_a_step_is_refused(llm: LLM) -> None:
 
     scheduler.schedule = calling_schedule  # type: ignore[method-assign]
     assert generate(llm, PROMPTS) == want
-    assert len(raised) == 4 and all("within a step" in str(error) for error in raised)
+    assert len(raised) == 4 and all("during one of its own steps" in str(error) for error in raised)
     assert all(isinstance(error, EngineError) for error in raised)
 
 
-def test_a_progress_bar_may_call(llm: LLM) -> None:
+def test_progress_bar_may_call_generate(llm: LLM) -> None:
     want = generate(llm, PROMPTS)
     found: list[Any] = []
-
-    class Bar:
-        def __init__(self, **_: Any) -> None: ...
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-        def update(self, _: int) -> None:
-            found.append(generate(llm, PROMPTS[:1]))
-
-    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)) == want
+    bar = progress_bar(lambda: found.append(generate(llm, PROMPTS[:1])))
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=bar)) == want
     assert found == [want[:1]] * len(PROMPTS)
 
 
-def test_a_stream_that_is_collected_within_a_step_ends_behind_it(llm: LLM) -> None:
+def test_stream_collected_during_a_step_ends_after_it(llm: LLM) -> None:
     want = generate(llm, PROMPTS)
     stream: Any = llm.stream(PROMPTS, SamplingParams(max_tokens=60, ignore_eos=True))
     next(stream)
-    forgotten = [stream]
+    dropped = [stream]
     del stream
     schedule = llm.engine.scheduler.schedule
 
-    def forgetful_schedule() -> Any:
-        forgotten.clear()
+    def collecting_schedule() -> Any:
+        dropped.clear()
         gc.collect()
         return schedule()
 
-    llm.engine.scheduler.schedule = forgetful_schedule  # type: ignore[method-assign]
+    llm.engine.scheduler.schedule = collecting_schedule  # type: ignore[method-assign]
     assert generate(llm, PROMPTS) == want
     assert not llm.engine.scheduler.requests and not llm._unread and llm.kv_stats().num_used == 0
 
 
-def test_closing_ends_the_runs_of_other_threads(model: str) -> None:
+def test_close_ends_generate_in_other_threads(model: str) -> None:
     llm = LLM(model, device="cpu", block_size=4, num_gpu_blocks_override=64)
     begun = threading.Event()
 
@@ -196,7 +196,7 @@ def forked(llm: LLM, found: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_process_gets_an_error(llm: LLM) -> None:
+def test_forked_process_gets_an_error(llm: LLM) -> None:
     want = generate(llm, PROMPTS)
     context = multiprocessing.get_context("fork")
     found = context.SimpleQueue()
@@ -213,7 +213,7 @@ QUESTION = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{type(wrong).__name__} {wrong!r:.12}".split("<")[0])
-def test_values_of_wrong_types_are_refused_by_name(llm: LLM, wrong: Any) -> None:
+def test_values_of_wrong_types_are_rejected_by_name(llm: LLM, wrong: Any) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "stop": lambda: llm.beam_search([[5, 6]], BeamSearchParams(beam_width=2, max_tokens=2, stop=wrong)),
         "priority": lambda: llm.generate([[5, 6]], GREEDY, priority=wrong),
@@ -229,7 +229,7 @@ def test_values_of_wrong_types_are_refused_by_name(llm: LLM, wrong: Any) -> None
 # -- AsyncLLM -------------------------------------------------------------------------------------------------------
 
 
-def test_an_async_engine_serves_several_loops_and_each_iterator_its_own(model: str) -> None:
+def test_async_llm_iterators_belong_to_their_event_loop(model: str) -> None:
     engine = AsyncLLM.from_options(model, device="cpu", block_size=4, num_gpu_blocks_override=64)
 
     async def whole(prompt: list[int]) -> list[int]:

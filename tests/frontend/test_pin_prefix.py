@@ -1,4 +1,4 @@
-"""`LLM.pin_prefix`: prompts that begin with what was pinned say what they say without it, and compute less."""
+"""`LLM.pin_prefix`: prompts that begin with a pinned prefix give the same outputs and compute fewer tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids(tokens: list[int]) -> dict[str, Any]:
     return {"prompt_token_ids": tokens}
 
 
-def test_the_same_tokens_from_fewer_computed_ones(llm: LLM) -> None:
+def test_pinned_prefix_is_not_recomputed(llm: LLM) -> None:
     prompts = [ids([*PREFIX, 5, 6, 7]), ids([*PREFIX[:35], 8]), ids(PREFIX), ids([3, *PREFIX])]
     before = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
     llm.reset_prefix_cache()
@@ -49,7 +49,7 @@ def test_the_same_tokens_from_fewer_computed_ones(llm: LLM) -> None:
     assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == before[0]
 
 
-def test_a_pin_is_refused_with_a_remedy(llm: LLM) -> None:
+def test_invalid_pin_is_rejected_with_a_remedy(llm: LLM) -> None:
     llm.pin_prefix(ids(PREFIX), "system")
     with pytest.raises(ParameterError, match="'pin:system' is pinned already; unpin it"):
         llm.pin_prefix(ids(PREFIX), "system")
@@ -61,7 +61,7 @@ def test_a_pin_is_refused_with_a_remedy(llm: LLM) -> None:
     llm.unpin_prefix("system")
 
 
-def test_names_are_made_up_and_are_no_request_ids(llm: LLM) -> None:
+def test_generated_names_are_no_request_ids(llm: LLM) -> None:
     names = {llm.pin_prefix(ids([i, *PREFIX])) for i in range(2)}
     assert len(names) == 2
     assert len(llm.generate([ids([7, 8])] * 4, GREEDY, use_tqdm=False)) == 4

@@ -1,4 +1,4 @@
-"""A model that cannot be loaded is refused before torch is imported."""
+"""A model that cannot be loaded is rejected before torch is imported."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ COMMANDS = {
 }
 
 
-def change(folder: Path, file: str = "config.json", **words: Any) -> None:
+def change(folder: Path, file: str = "config.json", **fields: Any) -> None:
     config = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(config | words))
+    (folder / file).write_text(json.dumps(config | fields))
 
 
 def no_config(folder: Path) -> None:
@@ -57,12 +57,12 @@ def bad_value(folder: Path) -> None:
     change(folder, hidden_size=-1)
 
 
-def key_twice(folder: Path) -> None:
+def duplicate_key(folder: Path) -> None:
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text('{"hidden_size": 32, ' + text.lstrip()[1:])
 
 
-def key_twice_within(folder: Path) -> None:
+def duplicate_key_in_rope_scaling(folder: Path) -> None:
     change(folder, rope_scaling="HERE")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"HERE"', '{"factor": 1, "factor": 2}'))
@@ -78,7 +78,7 @@ def strange_defaults(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("damage", "message"),
     [
         (no_config, "a directory without config.json"),
         (no_weights, "holds no weights"),
@@ -86,33 +86,33 @@ def strange_defaults(folder: Path) -> None:
         (other_model_type, "model_type 'lama' is not supported; did you mean llama? supported: llama, mistral"),
         (custom_code, "custom code"),
         (bad_value, "hidden_size is -1"),
-        (key_twice, "the key 'hidden_size' stands there twice"),
-        (key_twice_within, "the key 'factor' stands there twice"),
+        (duplicate_key, "the key 'hidden_size' occurs twice"),
+        (duplicate_key_in_rope_scaling, "the key 'factor' occurs twice"),
         (cut_short, "model.safetensors is cut short or damaged"),
         (strange_defaults, "temperature is 9"),
     ],
 )
-def test_bad_directory_is_refused_without_torch(tmp_path: Path, spoil: Any, words: str) -> None:
+def test_invalid_model_directory_is_rejected_without_torch(tmp_path: Path, damage: Any, message: str) -> None:
     folder = make_tiny_checkpoint("llama", tmp_path / "model")
-    spoil(folder)
-    check(["generate", "-p", "x", "--model", str(folder)], words)
+    damage(folder)
+    check(["generate", "-p", "x", "--model", str(folder)], message)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_missing_model_is_refused_without_torch(command: str) -> None:
+def test_missing_model_is_rejected_without_torch(command: str) -> None:
     check([*COMMANDS[command], "/nonexistent"], "no model '/nonexistent'")
 
 
-def check(args: list[str], words: str) -> None:
+def check(args: list[str], message: str) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM, *args], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines()[-1] == "1", done.stdout + done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert words in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path, name: str) -> None:
+def test_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> None:
     folder = make_tiny_checkpoint("llama", tmp_path / "model")
     (folder / name).unlink()
     os.mkfifo(folder / name)

@@ -1,4 +1,4 @@
-"""What needs an NVIDIA GPU. Where there is none all of it is skipped, here, so that it is said once."""
+"""Tests that need an NVIDIA GPU. Without one this package is skipped as a whole."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The engine on a GPU in bfloat16: the tokens of float32 weights, except near-ties (tests/proof/margins.py)."""
+"""The engine on a GPU in bfloat16 gives the tokens of float32 weights, except near-ties (tests/proof/margins.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOPPER_KERNELS = (
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_tokens_are_the_references_but_for_near_ties(kind: str, tmp_path: Path) -> None:
+def test_tokens_equal_the_reference_except_near_ties(kind: str, tmp_path: Path) -> None:
     judge = m.Judge(m.make_rounded_checkpoint(kind, tmp_path / kind))
     for way, options in WAYS.items():
         with LLM(str(tmp_path / kind), device="cuda", **(m.SMALL | options)) as llm:
@@ -52,9 +52,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_so_they_are_by_the_kernels_of_large_models(tmp_path: Path, launches: Counter[str]) -> None:
-    """Streamed products, heads turned and written by them, and long queries on Hopper: whose calls are counted where
-    each pass makes them, and none is captured or rehearsed."""
+def test_tokens_of_a_large_model_equal_the_reference(tmp_path: Path, launches: Counter[str]) -> None:
+    """Uses Hopper's kernels for small-batch linear layers, QKV projection and long queries. Their calls are counted in
+    eager mode, without captures and precompilation."""
     judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
     for way, options in m.LARGE_WAYS.items():
         with LLM(str(tmp_path / "large"), device="cuda", **(m.LARGE | options)) as llm:
@@ -62,9 +62,9 @@ def test_so_they_are_by_the_kernels_of_large_models(tmp_path: Path, launches: Co
             for outputs in runs(llm, way, m.LARGE_PROMPTS, m.GREEDY):
                 judge.check(outputs, way)
         if way == "eager" and ON_HOPPER:
-            linear, heads, prefill = (launches[path] for path in HOPPER_KERNELS)
+            linear, qkv, prefill = (launches[path] for path in HOPPER_KERNELS)
             layers = m.LARGE_SIZES["num_hidden_layers"]
-            assert linear == 3 * heads and heads >= layers * (m.GREEDY.max_tokens - 1) and prefill >= layers, launches
+            assert linear == 3 * qkv and qkv >= layers * (m.GREEDY.max_tokens - 1) and prefill >= layers, launches
 
 
 @pytest.mark.parametrize("plant", m.PLANTS)

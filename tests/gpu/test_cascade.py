@@ -1,4 +1,4 @@
-"""Sequences that begin alike on a GPU: what they have in common is read once, and the tokens are the same."""
+"""Sequences with shared prefixes on a GPU: cascade attention gives the same tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 3000,
     "max_model_len": 400,
 }
-BEGINNINGS = [[3 + (i * i + k) % 90 for i in range(290)] for k in (0, 41)]
-PROMPTS = [[*BEGINNINGS[i % 2], *(3 + (7 * i + j * j) % 90 for j in range(1 + i % 23))] for i in range(48)]
+PREFIXES = [[3 + (i * i + k) % 90 for i in range(290)] for k in (0, 41)]
+PROMPTS = [[*PREFIXES[i % 2], *(3 + (7 * i + j * j) % 90 for j in range(1 + i % 23))] for i in range(48)]
 PARAMS = [
     SamplingParams(
         temperature=0.9 * (i % 3 > 0),
@@ -47,21 +47,21 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     [{"decode_window": 1}, {"decode_window": 6}, {"enforce_eager": True}, {"max_num_batched_tokens": 700}],
     ids=str,
 )
-def test_rows_that_begin_alike_give_the_tokens_that_they_give_alone(
+def test_cascade_attention_gives_the_same_tokens(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In passes from graphs and without, in windows, behind chunks of prompts, and forked."""
+    """With and without graphs, in decode windows, after prefill chunks, and with forks."""
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama", max_position_embeddings=400))
     monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_SAVED_BYTES", 10**12)  # never
     with LLM(model, **(OPTIONS | options)) as llm:
         expected = tokens_of(llm)
-    monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_SAVED_BYTES", -(10**12))  # wherever two begin alike
-    ways: Counter[bool] = Counter()
+    monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_SAVED_BYTES", -(10**12))  # for every shared prefix
+    num_passes: Counter[bool] = Counter()
     run = CudaModelRunner._run_decode
 
-    def counted(self: CudaModelRunner, num_slices: int, kind: GraphKey) -> None:
-        ways[kind.cascade] += 1
-        run(self, num_slices, kind)
+    def counted(self: CudaModelRunner, num_slices: int, key: GraphKey) -> None:
+        num_passes[key.cascade] += 1
+        run(self, num_slices, key)
 
     monkeypatch.setattr(CudaModelRunner, "_run_decode", counted)
     with LLM(model, **(OPTIONS | options)) as llm:
@@ -69,4 +69,4 @@ def test_rows_that_begin_alike_give_the_tokens_that_they_give_alone(
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]
         common = runner._decode_inputs.batch.common_prefix_lens.cpu().numpy()
     assert found == expected
-    assert ways[True] > 20 and np.isin(common, (0, *range(256, 305, 16))).all() and (common > 0).any()
+    assert num_passes[True] > 20 and np.isin(common, (0, *range(256, 305, 16))).all() and (common > 0).any()

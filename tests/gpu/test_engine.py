@@ -1,4 +1,4 @@
-"""The engine on a GPU: in float32, the tokens of the CPU's engine, whatever way they take."""
+"""The engine on a GPU gives the tokens of the CPU's engine in float32, in all configurations."""
 
 from __future__ import annotations
 
@@ -13,31 +13,46 @@ from octavo.runner.sampling.host_sampling import HostSamplingRunner
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
 from tests.proof.ways import OPTIONS, WAYS, runs
-from tests.runner.test_cuda_model_runner import constrained, demanding, mixture, ruled, same_numbers, telling, told
+from tests.runner.test_cuda_model_runner import (
+    completions,
+    grammar_params,
+    host_params,
+    logprobs_params,
+    mixed_params,
+    processor_params,
+    same_logprobs,
+)
 
 
 def params() -> list[SamplingParams]:
     names = ("temperature", "seed", "top_k", "top_p", "min_p", "n", "max_tokens", "ignore_eos", "stop_token_ids")
-    return [SamplingParams(**{name: getattr(p, name) for name in names}, detokenize=False) for p in mixture()]
+    return [SamplingParams(**{name: getattr(p, name) for name in names}, detokenize=False) for p in mixed_params()]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_tokens_of_the_cpus_engine(kind: str, tmp_path: Path) -> None:
+def test_tokens_equal_the_cpu_engines(kind: str, tmp_path: Path) -> None:
     directory = str(make_tiny_checkpoint(kind, tmp_path / kind))
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
     with LLM(directory, device="cpu", **OPTIONS) as llm:
-        expected = told(llm.generate(prompts, params(), use_tqdm=False))
+        expected = completions(llm.generate(prompts, params(), use_tqdm=False))
     for way, options in WAYS.items():
         with LLM(directory, device="cuda", **(OPTIONS | options)) as llm:
             for outputs in runs(llm, way, prompts, params()):
-                assert told(outputs) == expected, way
+                assert completions(outputs) == expected, way
 
 
 @pytest.mark.parametrize("way", ["eager", "graphs", "windows", "chunks", "swap"])
-def test_all_that_sampling_can_be_asked_for(way: str, tmp_path: Path) -> None:
-    """Grammars, rules, log-probabilities and beams, beside requests that ask for nothing."""
+def test_all_sampling_features_together(way: str, tmp_path: Path) -> None:
+    """Grammars, logits processors, log-probabilities and beams, together with plain requests."""
     directory = str(make_talking_checkpoint(tmp_path))
-    params = [*constrained(), *mixture()[:4], *demanding(), *mixture()[4:], *ruled(), *telling()]
+    params = [
+        *grammar_params(),
+        *mixed_params()[:4],
+        *host_params(),
+        *mixed_params()[4:],
+        *processor_params(),
+        *logprobs_params(),
+    ]
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     beams = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
     options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
@@ -47,15 +62,15 @@ def test_all_that_sampling_can_be_asked_for(way: str, tmp_path: Path) -> None:
         with LLM(directory, device=device, **(options | more)) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             best = llm.beam_search([{"prompt_token_ids": prompts[5]}], beams, use_tqdm=False)
-            found.append((told(outputs), [b.token_ids for b in best[0].outputs]))
+            found.append((completions(outputs), [b.token_ids for b in best[0].outputs]))
     assert found[1] == found[0]
     assert all(reason != "error" for _, reason, *_ in found[1][0])
 
 
-def both(
+def generate_on_both(
     params: list[SamplingParams], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[list[RequestOutput]]:
-    """Outputs of the CPU's engine, and of the GPU's in a way in which nothing may be drawn by the host."""
+    """Outputs of the CPU's engine, and of the GPU's with host sampling removed."""
     directory = make_tiny_checkpoint("llama", tmp_path / "llama")
     params = [replace(p, detokenize=False) for p in params]
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
@@ -69,42 +84,44 @@ def both(
 
 
 @pytest.mark.parametrize("way", ["eager", "windows", "chunks", "recompute", "swap"])
-def test_rules_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, outputs = both([*ruled(), *mixture(), *ruled()], way, tmp_path, monkeypatch)
-    assert told(outputs) == told(expected)
+def test_logits_processors_need_no_host_sampling(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, outputs = generate_on_both(
+        [*processor_params(), *mixed_params(), *processor_params()], way, tmp_path, monkeypatch
+    )
+    assert completions(outputs) == completions(expected)
 
 
 @pytest.mark.parametrize("way", ["graphs", "eager", "windows", "chunks", "recompute", "swap"])
-def test_log_probabilities_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [*mixture(), *telling(), *ruled(), *telling()]
-    expected, outputs = both(params, way, tmp_path, monkeypatch)
-    assert told(outputs) == told(expected) and same_numbers(outputs, expected, 700, within=1e-4)
+def test_logprobs_need_no_host_sampling(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [*mixed_params(), *logprobs_params(), *processor_params(), *logprobs_params()]
+    expected, outputs = generate_on_both(params, way, tmp_path, monkeypatch)
+    assert completions(outputs) == completions(expected) and same_logprobs(outputs, expected, 700, within=1e-4)
 
 
 @pytest.mark.parametrize("way", ["eager", "windows", "chunks", "swap"])
-def test_grammars_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again and again: the first time, graphs are captured between draws whose masks are on their way."""
+def test_grammars_need_no_host_sampling(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several times: during the first run, graphs are captured while bitmasks are copied to the device."""
     directory = str(make_talking_checkpoint(tmp_path))
-    params = [*constrained(), *mixture()[:4], *constrained(), *ruled(), *constrained()]
+    params = [*grammar_params(), *mixed_params()[:4], *grammar_params(), *processor_params(), *grammar_params()]
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
     with LLM(directory, device="cpu", **(options | WAYS[way])) as llm:
-        expected = told(llm.generate(prompts, params, use_tqdm=False))
+        expected = completions(llm.generate(prompts, params, use_tqdm=False))
     monkeypatch.delattr(HostSamplingRunner, "sample")
     with LLM(directory, device="cuda", **(options | WAYS[way] | {"enable_prefix_caching": False})) as llm:
         for _ in range(4):
-            assert told(llm.generate(prompts, params, use_tqdm=False)) == expected
+            assert completions(llm.generate(prompts, params, use_tqdm=False)) == expected
 
 
-def test_a_closed_engine_leaves_no_memory_behind(tmp_path: Path) -> None:
-    def taken() -> int:
-        torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream that had a product, which torch keeps
+def test_a_closed_engine_frees_its_memory(tmp_path: Path) -> None:
+    def allocated() -> int:
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream with a matrix product
         return torch.cuda.memory_allocated()
 
     directory = make_tiny_checkpoint("llama", tmp_path / "llama")
-    before = taken()
+    before = allocated()
     for _ in range(2):
         with LLM(str(directory), device="cuda", **OPTIONS) as llm:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, detokenize=False), use_tqdm=False)
         del llm
-    assert taken() - before < 4 << 20
+    assert allocated() - before < 4 << 20

@@ -1,6 +1,6 @@
-"""The checks of benchmarks/kernels/gpu_check.py: every kernel in sizes at random, against the reference.
+"""The checks of benchmarks/kernels/gpu_check.py: every kernel in random sizes, compared with the reference.
 
-In processes side by side, since each case has kernels of its own to compile.
+They run in parallel processes, since each case compiles its own kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.kernels.gpu_check import all_checks, run_check
 
 CASES = list(all_checks())
 KINDS = {"far blocks": 1, "replay": 1, "small": 24, "long": 30, "attention": 72}
-"""How many of each there are."""
+"""kind -> number of its cases."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_cases_at_random(pool: ProcessPoolExecutor, kind: str) -> None:
+def test_random_cases_equal_the_reference(pool: ProcessPoolExecutor, kind: str) -> None:
     chosen = [(name, case) for name, case in CASES if kind == ("long" if case.get("kind") == "long" else name)]
     assert len(chosen) == KINDS[kind] and len(CASES) == sum(KINDS.values()) == 128
     lines = list(pool.map(run_check, *zip(*chosen, strict=True)))

@@ -1,5 +1,7 @@
-"""A GPU that a process loses for good, by a write to nobody's memory or an index out of all bounds: it ends with CUDA's
-words, and gives the memory back; and behind a client it is replaced."""
+"""A process loses its GPU by a write to an invalid address or an index out of bounds.
+
+It exits with CUDA's message and frees its memory; an engine process is replaced.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.models.tiny import make_tiny_checkpoint
 from tests.runner.lose_device import check_engine_process, check_process
 
 SLACK = 64 << 20
-"""Bytes: other processes come and go, too."""
+"""Bytes that other processes may allocate meanwhile."""
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +27,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def wait_for(free: int) -> None:
-    """The driver may take a moment to tidy up."""
-    until = time.monotonic() + 20
+    """Wait until the driver has freed the memory."""
+    deadline = time.monotonic() + 20
     while torch.cuda.mem_get_info()[0] < free - SLACK:
-        assert time.monotonic() < until, f"{free - torch.cuda.mem_get_info()[0]} bytes are not back"
+        assert time.monotonic() < deadline, f"{free - torch.cuda.mem_get_info()[0]} bytes are not freed"
         time.sleep(0.1)
 
 
 @pytest.mark.parametrize("harm", ["write", "index"])
 @pytest.mark.parametrize("front", ["llm", "async"])
-def test_a_process_ends_with_cudas_words_and_gives_the_memory_back(model: str, front: str, harm: str) -> None:
+def test_a_process_exits_with_cudas_message_and_frees_its_memory(model: str, front: str, harm: str) -> None:
     free = torch.cuda.mem_get_info()[0]
     check_process(model, front, harm)
     wait_for(free)
 
 
 @pytest.mark.parametrize("harm", ["write", "index"])
-def test_an_engines_process_is_replaced_and_gives_the_memory_back(model: str, harm: str, tmp_path: Path) -> None:
+def test_an_engine_process_is_replaced_and_frees_its_memory(model: str, harm: str, tmp_path: Path) -> None:
     pytest.importorskip("zmq")
     free = torch.cuda.mem_get_info()[0]
     check_engine_process(model, harm, tmp_path)

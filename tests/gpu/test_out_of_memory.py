@@ -1,4 +1,4 @@
-"""Steps that take more memory than the GPU gives: made smaller, nothing lost, nothing kept."""
+"""Steps that run out of memory on a GPU: they are repeated in smaller steps, and their memory is freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo import LLM
 from octavo.engine.outputs import request_failed_error
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof.ways import OPTIONS
-from tests.runner.test_cuda_model_runner import mixture, told
+from tests.runner.test_cuda_model_runner import completions, mixed_params
 from tests.runner.test_out_of_memory import prompts
 
 BYTES_PER_TOKEN = 64 << 20
@@ -23,8 +23,8 @@ ROOM = 1 << 30
 ON_GPU: dict[str, Any] = {**OPTIONS, "device": "cuda", "enforce_eager": True, "gpu_memory_utilization": 0.3}
 
 
-class Hog:
-    """A model whose passes take much memory, for each token, and for one of them more than any GPU has."""
+class LargeModel:
+    """A model that takes 64 MiB a token, and more than any GPU has for the token `never`."""
 
     def __init__(self, llm: LLM, never: int = -1) -> None:
         runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
@@ -40,8 +40,8 @@ class Hog:
 
 
 @pytest.fixture
-def little_memory() -> Iterator[Any]:
-    """What is taken now, and room for sixteen tokens."""
+def limit_memory() -> Iterator[Any]:
+    """Limits this process to its present memory and room for sixteen tokens."""
     total = torch.cuda.mem_get_info()[1]
 
     def begin() -> None:
@@ -53,31 +53,31 @@ def little_memory() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("options", [{"decode_window": 4}, {"async_scheduling": False}], ids=str)
-def test_smaller_steps_give_the_same_tokens(tmp_path: Path, little_memory: Any, options: dict[str, Any]) -> None:
+def test_smaller_steps_give_the_same_tokens(tmp_path: Path, limit_memory: Any, options: dict[str, Any]) -> None:
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
-    params = [replace(p, detokenize=False) for p in mixture()]
+    params = [replace(p, detokenize=False) for p in mixed_params()]
     with LLM(model, **ON_GPU, **options) as llm:
-        expected = told(llm.generate(prompts(len(params)), params, use_tqdm=False))
+        expected = completions(llm.generate(prompts(len(params)), params, use_tqdm=False))
     with LLM(model, **ON_GPU, **options) as llm:
-        Hog(llm)
-        little_memory()
-        assert told(llm.generate(prompts(len(params)), params, use_tqdm=False)) == expected
+        LargeModel(llm)
+        limit_memory()
+        assert completions(llm.generate(prompts(len(params)), params, use_tqdm=False)) == expected
         assert llm.engine.stats.num_failed_steps > 0
         llm.engine.executor.runner.release_memory()  # type: ignore[attr-defined]
-        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < ROOM // 4  # all that passes took is back
+        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < ROOM // 4  # the passes' memory is freed
 
 
-def test_who_does_not_fit_alone_is_given_up_and_nobody_else(tmp_path: Path, little_memory: Any) -> None:
+def test_only_a_request_that_does_not_fit_alone_fails(tmp_path: Path, limit_memory: Any) -> None:
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
-    params = [replace(p, detokenize=False) for p in mixture()[:3]]
+    params = [replace(p, detokenize=False) for p in mixed_params()[:3]]
     few = prompts(3)
     with LLM(model, **ON_GPU) as llm:
-        expected = told(llm.generate(few, params, use_tqdm=False))
+        expected = completions(llm.generate(few, params, use_tqdm=False))
     never = min(set(few[1]) - {t for tokens, *_ in expected for t in tokens}.union(few[0], few[2]))
     with LLM(model, **ON_GPU) as llm:
-        Hog(llm, never)
-        little_memory()
+        LargeModel(llm, never)
+        limit_memory()
         outputs = llm.generate(few, params, use_tqdm=False)
-    assert told([outputs[0], outputs[2]]) == [expected[0], expected[2]]
+    assert completions([outputs[0], outputs[2]]) == [expected[0], expected[2]]
     assert outputs[1].outputs[0].finish_reason == "error"
     assert request_failed_error(outputs[1]).code == "out_of_memory"

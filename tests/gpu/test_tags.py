@@ -1,4 +1,4 @@
-"""The tag check of tests/proof/tags.py where the GPU's kernels write, copy and swap, and steps overlap."""
+"""The tag check of tests/proof/tags.py on a GPU: its kernels write, copy and swap blocks, and steps overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo import LLM
 from octavo.kernels.triton import ops as cuda
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import tags as t
-from tests.runner.test_tags import CASES, OPTIONS, PLANTS, Plant, notices
+from tests.runner.test_tags import CASES, OPTIONS, PLANTS, Plant, check_notices
 
 ON_GPU = {**OPTIONS, "device": "cuda", "gpu_memory_utilization": 0.3}
 
@@ -19,15 +19,17 @@ ON_GPU = {**OPTIONS, "device": "cuda", "gpu_memory_utilization": 0.3}
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_every_slot_that_a_pass_reads_is_its_sequences(tmp_path: Path, case: str, dtype: str, graphs: bool) -> None:
+def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
+    tmp_path: Path, case: str, dtype: str, graphs: bool
+) -> None:
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
     seen: Counter[str] = Counter()
     with LLM(model, **(ON_GPU | CASES[case] | {"dtype": dtype, "enforce_eager": True})) as llm:
-        tags = t.tag(llm, cuda, rows_on_device=True, graphs=graphs)
+        tags = t.tag(llm, cuda, use_cuda_runner=True, graphs=graphs)
         for seed in range(24):
-            outputs, more = t.serve(llm, seed)
+            outputs, events = t.serve(llm, seed)
             assert outputs
-            seen += more
+            seen += events
         assert tags.check() > 50_000 and tags.num_lost > 300
         stats = llm.engine.scheduler.stats()
     assert stats.num_hits and stats.num_copied and seen["Preempted"] and seen["Evicted"]
@@ -36,4 +38,4 @@ def test_every_slot_that_a_pass_reads_is_its_sequences(tmp_path: Path, case: str
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_noticed(tmp_path: Path, plant: Plant) -> None:
-    notices(str(make_tiny_checkpoint("llama", tmp_path / "llama")), plant, cuda, **ON_GPU, enforce_eager=True)
+    check_notices(str(make_tiny_checkpoint("llama", tmp_path / "llama")), plant, cuda, **ON_GPU, enforce_eager=True)

@@ -1,4 +1,4 @@
-"""Pools for the kernels' tests: every slot that holds no token is NaN, and block ids are shuffled."""
+"""KV caches for the kernels' tests: unused slots are NaN, and block ids are shuffled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
 
 NUM_LAYERS = 2
@@ -16,8 +17,10 @@ LAYER = 1
 
 @dataclass
 class Case:
-    """One call of attention, and what every sequence's K and V are without blocks: keys[s], values[s]
-    [num_kv_heads, seq_len, head_dim]."""
+    """Inputs of one attention call, and K and V of each sequence without blocks.
+
+    keys, values   [num_kv_heads, seq_len, head_dim] for each sequence
+    """
 
     q: Tensor
     kv: Tensor
@@ -47,9 +50,9 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """A batch over a pool whose null block, unused blocks and unused slots are NaN, and so are the other layers."""
+    """A batch over a KV cache whose null block, unused blocks, unused slots and other layers are NaN."""
     g = torch.Generator().manual_seed(seed)
-    num_blocks = [-(-n // block_size) for n in seq_lens]
+    num_blocks = [cdiv(n, block_size) for n in seq_lens]
     pool_blocks = sum(num_blocks) + 3
     ids = iter((torch.randperm(pool_blocks, generator=g) + 1).tolist())
     tables = [[next(ids) for _ in range(n)] for n in num_blocks]
@@ -67,7 +70,7 @@ def make_case(
 
 
 def naive_attention(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
-    """(out, lse) in float64 from the definition, a query and a head at a time, without blocks or batches."""
+    """(out, lse) in float64 by the definition: one query and one head at a time, without blocks or batches."""
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     lse = torch.zeros(case.q.shape[:2], dtype=torch.float64)
     starts = case.batch.query_start.tolist()
@@ -86,10 +89,10 @@ def naive_attention(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a share of the largest expected magnitude; NaN where anything is NaN."""
+    """Largest difference divided by the largest expected magnitude; NaN if anything is NaN."""
     return float((actual.double() - expected).abs().max() / expected.abs().max())
 
 
 def norm_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, as a share of the expected norm; NaN where anything is NaN."""
+    """Norm of the difference divided by the expected norm; NaN if anything is NaN."""
     return float((actual.double() - expected).norm() / expected.norm())

@@ -1,4 +1,4 @@
-"""config.json is read once, and whatever Octavo cannot do is said by name."""
+"""`spec_from_config`: fields of each architecture, and errors that name unsupported or invalid values."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_sizes() -> None:
     assert hash(s) == hash(spec())
 
 
-def test_given_head_dim_wins_over_the_derived_one() -> None:
+def test_head_dim_overrides_the_derived_size() -> None:
     assert spec(head_dim=40).head_dim == 40
     assert spec(head_dim=None, num_attention_heads=2).head_dim == 36
 
 
-def test_heads_without_groups_share_nothing() -> None:
+def test_num_key_value_heads_defaults_to_all_heads() -> None:
     assert spec(num_key_value_heads=None).num_kv_heads == 6
 
 
@@ -60,12 +60,14 @@ def test_heads_without_groups_share_nothing() -> None:
         ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, True, True, False, True),
     ],
 )
-def test_switches_of_the_family(changes: dict[str, Any], qkv: bool, o: bool, mlp: bool, norm: bool) -> None:
+def test_biases_and_qk_norm_of_each_architecture(
+    changes: dict[str, Any], qkv: bool, o: bool, mlp: bool, norm: bool
+) -> None:
     s = spec(**changes)
     assert (s.qkv_bias, s.o_bias, s.mlp_bias, s.qk_norm) == (qkv, o, mlp, norm)
 
 
-def test_qwen3_heads_have_128_dimensions_unless_told() -> None:
+def test_qwen3_head_dim_defaults_to_128() -> None:
     assert spec(architectures=["Qwen3ForCausalLM"]).head_dim == 128
     assert spec(architectures=["Qwen3ForCausalLM"], head_dim=16).head_dim == 16
 
@@ -81,7 +83,7 @@ def test_qwen3_heads_have_128_dimensions_unless_told() -> None:
         (None, None, ()),
     ],
 )
-def test_end_tokens_are_the_union_of_both_files(
+def test_eos_token_ids_are_the_union_of_both_files(
     config_eos: Any, generation_eos: Any, expected: tuple[int, ...]
 ) -> None:
     assert spec({"eos_token_id": generation_eos}, eos_token_id=config_eos).eos_token_ids == expected
@@ -92,13 +94,13 @@ def test_end_tokens_are_the_union_of_both_files(
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def test_theta_from_either_place() -> None:
+def test_rope_theta_from_either_key() -> None:
     assert spec(rope_theta=5e5).rope_theta == 5e5
     assert spec(rope_parameters={"rope_type": "default", "rope_theta": 7e4}).rope_theta == 7e4
     assert spec(rope_parameters={"rope_type": "default", "rope_theta": 7e4}).rope_scaling is None
 
 
-def test_scaling_from_either_place_and_under_either_name() -> None:
+def test_rope_scaling_from_either_key() -> None:
     old = spec(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **LLAMA3})
     new = spec(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
     assert old.rope_theta == new.rope_theta == 5e5
@@ -106,30 +108,30 @@ def test_scaling_from_either_place_and_under_either_name() -> None:
     assert spec(rope_scaling={"type": "linear", "factor": 2.0}).rope_scaling["rope_type"] == "linear"
 
 
-def test_yarn_without_a_trained_length_takes_the_models() -> None:
+def test_yarn_trained_length_defaults_to_max_position_embeddings() -> None:
     scaling = spec(rope_scaling={"rope_type": "yarn", "factor": 4.0}).rope_scaling
     assert scaling["original_max_position_embeddings"] == 128
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "ntk", ["linear"]])
-def test_unknown_scaling_is_named(kind: Any) -> None:
+def test_unknown_rope_scaling_is_rejected(kind: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=re.escape(f"rope scaling {kind!r} is not supported; supported: ")):
         spec(rope_scaling={"rope_type": kind, "factor": 2.0})
 
 
-def test_dynamic_scaling_is_of_the_length_that_config_json_names() -> None:
+def test_dynamic_scaling_extends_max_position_embeddings() -> None:
     s = spec(rope_scaling={"type": "dynamic", "factor": 2.5, "original_max_position_embeddings": 7})
-    assert s.rope_scaling["original_max_position_embeddings"] == 128  # as Transformers has it
-    assert [s.max_model_len(asked) for asked in (None, -1, 128, 129)] == [128, 128, 128, 320]
+    assert s.rope_scaling["original_max_position_embeddings"] == 128  # as in Transformers
+    assert [s.max_model_len(requested) for requested in (None, -1, 128, 129)] == [128, 128, 128, 320]
     assert spec(rope_scaling={"type": "linear", "factor": 2.5}).max_model_len(129) == 128
     with pytest.raises(CheckpointError, match="head_dim is 2; expected at least 4"):
         spec(rope_scaling={"type": "dynamic", "factor": 2.0}, head_dim=2)
 
 
-def test_yarn_goes_as_far_as_it_stretches() -> None:
-    """Also where config.json was edited as the makers of Qwen advise, and names the length before."""
+def test_yarn_extends_the_trained_length_by_its_factor() -> None:
+    """Also where max_position_embeddings is the trained length, in files edited as Qwen's authors advise."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
-    assert [spec(rope_scaling=yarn).max_model_len(asked) for asked in (None, -1, 128, 129, 999)] == [
+    assert [spec(rope_scaling=yarn).max_model_len(requested) for requested in (None, -1, 128, 129, 999)] == [
         *[128] * 3,
         *[400] * 2,
     ]
@@ -138,7 +140,7 @@ def test_yarn_goes_as_far_as_it_stretches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "words"),
+    ("scaling", "message"),
     [
         ({"rope_type": "yarn", "factor": 4.0, "beta_slow": "x"}, "beta_slow is 'x'"),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fast": float("inf")}, "beta_fast is inf"),
@@ -151,16 +153,16 @@ def test_yarn_goes_as_far_as_it_stretches() -> None:
         ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor is 4.0"),
     ],
 )
-def test_scaling_by_numbers_that_make_no_table_is_refused(scaling: dict[str, Any], words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
+def test_invalid_rope_scaling_numbers_are_rejected(scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         spec(rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("missing", sorted(LLAMA3.keys() - {"original_max_position_embeddings"}))
-def test_scaling_without_its_numbers_is_refused(missing: str) -> None:
-    words = {key: value for key, value in LLAMA3.items() if key != missing}
+def test_missing_rope_scaling_numbers_are_rejected(missing: str) -> None:
+    scaling = {key: value for key, value in LLAMA3.items() if key != missing}
     with pytest.raises(CheckpointError, match=f"{missing} is missing"):
-        spec(rope_scaling={"rope_type": "llama3", **words})
+        spec(rope_scaling={"rope_type": "llama3", **scaling})
 
 
 # -- sliding windows --------------------------------------------------------------------------------------------------
@@ -202,17 +204,17 @@ def test_windows(changes: dict[str, Any], expected: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("windows", "expected"), [((), None), ((0, 0), None), ((8, 0), None), ((8, 8), 8), ((8, 32, 4), 32)]
 )
-def test_keys_before_the_widest_window_need_not_be_kept(windows: tuple[int, ...], expected: int | None) -> None:
+def test_kv_window_is_the_widest_window_of_all_layers(windows: tuple[int, ...], expected: int | None) -> None:
     assert dataclasses.replace(spec(), windows=windows).kv_window == expected
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"], "full_attention", ["full_attention"] * 5])
-def test_a_kind_for_every_layer(kinds: Any) -> None:
+def test_layer_types_must_list_every_layer(kinds: Any) -> None:
     with pytest.raises(CheckpointError, match=r"layer_types is .*; expected a list of 4 layer types"):
         spec(**MISTRAL, layer_types=kinds)
 
 
-def test_other_kinds_of_layers_are_refused() -> None:
+def test_unknown_layer_types_are_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="layer_types: 'chunked_attention' is not supported"):
         spec(**MISTRAL, layer_types=[*["full_attention"] * 3, "chunked_attention"])
 
@@ -220,7 +222,7 @@ def test_other_kinds_of_layers_are_refused() -> None:
 # -- Gemma 3 ----------------------------------------------------------------------------------------------------------
 
 
-def test_gemma3_before_transformers_5_and_after() -> None:
+def test_gemma3_rope_of_both_transformers_formats() -> None:
     old = spec(**GEMMA3, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"rope_type": "linear", "factor": 8.0})
     parameters = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
@@ -232,8 +234,8 @@ def test_gemma3_before_transformers_5_and_after() -> None:
     assert (plain.rope_theta, plain.local_rope_theta, plain.rope_scaling) == (1e6, 1e4, None)
 
 
-def test_gemma3_of_few_words_is_filled_in() -> None:
-    """The text part of a published Gemma 3 4B names what differs from the defaults, and nothing else."""
+def test_gemma3_defaults() -> None:
+    """The text_config of the published Gemma 3 4B has only values that differ from the defaults."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -265,7 +267,7 @@ def test_gemma3_of_few_words_is_filled_in() -> None:
         ),
     ],
 )
-def test_what_gemma3_cannot_have(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_gemma3_options_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec(**(GEMMA3 | changes))
 
@@ -304,8 +306,8 @@ def test_opt() -> None:
     assert (s.head_dim, s.intermediate_size, s.max_position_embeddings, s.position_offset) == (8, 37, 64, 2)
     assert (s.activation, s.embedding_size, s.layer_norm_eps) == ("relu", 56, 1e-5)
     assert s.tie_word_embeddings and s.bias and s.norm_first and s.final_norm and s.norm_weights
-    behind = opt(do_layer_norm_before=False, word_embed_proj_dim=24, enable_bias=False)
-    assert (behind.norm_first, behind.final_norm, behind.embedding_size, behind.bias) == (False, False, 24, False)
+    other = opt(do_layer_norm_before=False, word_embed_proj_dim=24, enable_bias=False)
+    assert (other.norm_first, other.final_norm, other.embedding_size, other.bias) == (False, False, 24, False)
     assert not opt(_remove_final_layer_norm=True).final_norm
 
 
@@ -322,12 +324,12 @@ def test_opt() -> None:
         (opt, {"activation_function": ["relu"]}, "is not supported; supported: relu, gelu"),
     ],
 )
-def test_gpt_values_that_make_no_sense(make: Any, changes: dict[str, Any], message: str) -> None:
+def test_invalid_gpt_values_are_rejected(make: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make(**changes)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, [["x"]]])
@@ -348,7 +350,7 @@ def test_unknown_model_type_lists_the_known_ones(model_type: Any, near: str | No
 
 
 @pytest.mark.parametrize("key", ["architectures", "model_type", "hidden_size", "hidden_act", "dtype", "rope_scaling"])
-def test_a_megabyte_of_value_makes_no_long_message(key: str) -> None:
+def test_long_values_are_cut_in_messages(key: str) -> None:
     long = "x" * 1_000_000
     value = {"architectures": [long], "rope_scaling": {"rope_type": long}}.get(key, long)
     with pytest.raises(ModelError) as caught:
@@ -356,13 +358,13 @@ def test_a_megabyte_of_value_makes_no_long_message(key: str) -> None:
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("words", [{"auto_map": {"AutoModel": "m.M"}}, {"custom_code": True}, {"trust_remote_code": 1}])
-def test_custom_code_is_refused_before_anything_else(words: dict[str, Any]) -> None:
+@pytest.mark.parametrize("keys", [{"auto_map": {"AutoModel": "m.M"}}, {"custom_code": True}, {"trust_remote_code": 1}])
+def test_custom_code_is_rejected_first(keys: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="custom code is not supported"):
-        spec_from_config({"architectures": ["Anything"], **words})
+        spec_from_config({"architectures": ["Anything"], **keys})
 
 
-def test_quantised_weights_are_refused_by_method() -> None:
+def test_quantised_weights_are_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="quantised by 'gptq'"):
         spec(quantization_config={"quant_method": "gptq", "bits": 4})
 
@@ -392,13 +394,13 @@ def test_quantised_weights_are_refused_by_method() -> None:
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'"),
     ],
 )
-def test_values_that_make_no_sense(changes: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         spec(**changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_reading_a_config_loads_no_torch() -> None:
+def test_reading_a_config_does_not_import_torch() -> None:
     program = "import sys, octavo.models.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The decoder against Transformers in float32: the same logits at every position, however the tokens are served."""
+"""The models give Transformers' float32 logits at all positions, for every schedule of the tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from octavo.models.linear import TensorParallel
 from tests.models.tiny import (
     PagedRun,
     assert_close,
+    load_tiny,
     make_tiny_checkpoint,
     random_prompts,
-    read_decoder,
     read_spec,
     transformers_logits,
 )
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "opt": ("opt", {}),
-    "opt norms behind": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 22}),
+    "opt norms after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 22}),
     "opt bare": (
         "opt",
         {
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Tensor]]]:
-    """Each case's directory, and Transformers' logits of every prompt; made when first asked for."""
+    """The directory and Transformers' logits of each case, created at first use."""
 
     class Models(dict[str, tuple[Path, list[Tensor]]]):
         def __missing__(self, case: str) -> tuple[Path, list[Tensor]]:
@@ -142,28 +142,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
 
 
 def random_steps(seed: int) -> list[list[int]]:
-    """Prompts, chunks and single tokens side by side, and sequences that skip a step."""
+    """Steps with prompts, chunks and single tokens, in which some sequences skip steps."""
     rng = random.Random(seed)
     return [[rng.choice([0, 1, 1, 2, 5, 11]) for _ in PROMPTS] for _ in range(200)]
 
 
-class Thin(ModuleType):
-    """The reference, told that layers of up to 6 tokens are faster as `DecoderLayer.forward_small_batch`."""
+class SmallBatchPath(ModuleType):
+    """The reference, with the small-batch path for up to 6 tokens."""
 
     def __init__(self) -> None:
-        super().__init__("thin")
+        super().__init__("small batches")
         self.__dict__.update(vars(reference))
         self.max_small_batch_tokens = lambda weight: 6
 
 
-@pytest.mark.parametrize("ops", [reference, cpu, Thin()], ids=["reference", "cpu", "thin"])
+@pytest.mark.parametrize("ops", [reference, cpu, SmallBatchPath()], ids=["reference", "cpu", "small batches"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> None:
     directory, expected = models[case]
-    decoder = read_decoder(directory, ops)
+    decoder = load_tiny(directory, ops)
     for block_size, chunk in [(16, 999), (8, 7), (1, 4), (8, random_steps(1)), (16, 1)]:
-        got = PagedRun(decoder, PROMPTS, block_size=block_size, seed=block_size).run(chunk)
-        for actual, wanted in zip(got, expected, strict=True):
+        results = PagedRun(decoder, PROMPTS, block_size=block_size, seed=block_size).run(chunk)
+        for actual, wanted in zip(results, expected, strict=True):
             assert_close(actual, wanted)
 
 
@@ -172,37 +172,37 @@ def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> N
 @pytest.mark.parametrize("chunk", [1, 7, 999, "mixed"])
 def test_every_schedule_gives_the_same_logits(models: Any, chunk: Any, block_size: int, ops: ModuleType) -> None:
     directory, expected = models["qwen3 grouped"]
-    run = PagedRun(read_decoder(directory, ops), PROMPTS, block_size=block_size, seed=3)
+    run = PagedRun(load_tiny(directory, ops), PROMPTS, block_size=block_size, seed=3)
     for actual, wanted in zip(run.run(random_steps(block_size) if chunk == "mixed" else chunk), expected, strict=True):
         assert_close(actual, wanted)
 
 
-def test_only_the_rows_asked_for_get_logits(models: Any) -> None:
+def test_only_requested_rows_get_logits(models: Any) -> None:
     directory, expected = models["llama"]
-    run = PagedRun(read_decoder(directory), PROMPTS, block_size=8)
+    run = PagedRun(load_tiny(directory), PROMPTS, block_size=8)
     forward, wanted_rows = run.decoder.forward, torch.tensor([32, 0, 9])  # ends of sequences 2, 0 and 1
     seen = {}
     run.decoder.forward = lambda ids, batch, kv, rows: seen.setdefault("logits", forward(ids, batch, kv, wanted_rows))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError):
-        run.step([len(prompt) for prompt in PROMPTS])  # it splits by all rows, and gets three
+        run.step([len(prompt) for prompt in PROMPTS])  # `step` expects the logits of all rows
     assert seen["logits"].dtype == torch.float32
     assert_close(seen["logits"], torch.stack([expected[2][-1], expected[0][-1], expected[1][-1]]))
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "gpt2", "opt"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near(models: Any, dtype: torch.dtype, case: str) -> None:
+def test_half_precision_logits_are_close(models: Any, dtype: torch.dtype, case: str) -> None:
     directory, expected = models[case]
-    decoder = read_decoder(directory, cpu, dtype)
-    norms = [w.tensor.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # stay in float32
-    assert decoder.num_bytes * 2 - sum(norms) == read_decoder(directory).num_bytes
+    decoder = load_tiny(directory, cpu, dtype)
+    norms = [w.tensor.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # in float32
+    assert decoder.num_bytes * 2 - sum(norms) == load_tiny(directory).num_bytes
     for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=16).run(999), expected, strict=True):
         assert actual.dtype == torch.float32
         assert_close(actual, wanted, 0.1)
 
 
 def test_tied_weights_are_counted_once(models: Any) -> None:
-    tied, untied = (read_decoder(models[case][0]) for case in ("llama tied", "llama"))
+    tied, untied = (load_tiny(models[case][0]) for case in ("llama tied", "llama"))
     assert isinstance(tied, Decoder)
     assert tied.vocabulary.weight is tied.vocabulary.embedding
     assert untied.num_bytes - tied.num_bytes == tied.vocabulary.embedding.nbytes
@@ -210,44 +210,44 @@ def test_tied_weights_are_counted_once(models: Any) -> None:
 
 def test_max_len_shortens_the_rotary_table_only(models: Any) -> None:
     directory, expected = models["llama"]
-    decoder = read_decoder(directory, max_len=23)
+    decoder = load_tiny(directory, max_len=23)
     assert isinstance(decoder, Decoder)
     assert decoder.cos_sin.shape == (23, 16)
     assert_close(PagedRun(decoder, PROMPTS, block_size=8).run(999)[2], expected[2])
 
 
-def test_only_layers_with_a_window_turn_by_the_local_table(models: Any) -> None:
-    decoder = read_decoder(models["gemma3"][0])
+def test_only_sliding_window_layers_use_the_local_rope_table(models: Any) -> None:
+    decoder = load_tiny(models["gemma3"][0])
     assert isinstance(decoder, Decoder)
     assert decoder.spec.windows == (6, 6, 0)
     assert not torch.equal(decoder.cos_sin, decoder.local_cos_sin)
-    other = read_decoder(models["llama"][0])
+    other = load_tiny(models["llama"][0])
     assert isinstance(other, Decoder) and other.local_cos_sin is other.cos_sin
 
 
 def test_embeddings_are_scaled_in_the_dtype_of_the_model(models: Any) -> None:
-    wide, narrow = (read_decoder(models["gemma3"][0], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (load_tiny(models["gemma3"][0], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     assert isinstance(wide, Decoder) and isinstance(narrow, Decoder)
     assert wide.embedding_scale == pytest.approx(56**0.5, rel=1e-7)
     assert narrow.embedding_scale == torch.tensor(56**0.5).bfloat16().item() != wide.embedding_scale
 
 
 def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
-    """Transformers turns a whole sequence by its length: a table for 23 is right for sequences of 23."""
+    """Transformers' angles depend on the length of the sequence: a table for 23 tokens fits sequences of 23."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     directory = make_tiny_checkpoint("llama", tmp_path, rope_parameters=rope, max_position_embeddings=16)
     spec = read_spec(directory)
-    assert [spec.max_model_len(asked) for asked in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
+    assert [spec.max_model_len(requested) for requested in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
     (expected,) = transformers_logits(directory, PROMPTS[2:3])
-    stretched = PagedRun(read_decoder(directory, max_len=23), PROMPTS[2:3], block_size=8).run(5)
+    stretched = PagedRun(load_tiny(directory, max_len=23), PROMPTS[2:3], block_size=8).run(5)
     assert_close(stretched[0], expected)
-    plain = PagedRun(read_decoder(directory, max_len=16), PROMPTS[1:2], block_size=8).run(5)
+    plain = PagedRun(load_tiny(directory, max_len=16), PROMPTS[1:2], block_size=8).run(5)
     assert_close(plain[0], transformers_logits(directory, PROMPTS[1:2])[0])
 
 
-@pytest.mark.parametrize("case", ["gemma3", "gpt2", "opt norms behind"])
-def test_every_projection_is_listed_once(models: Any, case: str) -> None:
-    decoder = read_decoder(models[case][0])
+@pytest.mark.parametrize("case", ["gemma3", "gpt2", "opt norms after"])
+def test_matrices_lists_each_projection_once(models: Any, case: str) -> None:
+    decoder = load_tiny(models[case][0])
     listed = [matrix.weight.data_ptr() for matrix in decoder.matrices()]
     assert len(listed) == len(set(listed)) == 4 * decoder.spec.num_layers + 1  # the vocabulary
     matrices = {w.tensor.untyped_storage().data_ptr() for w in decoder.weights() if w.tensor.ndim == 2}
@@ -255,7 +255,7 @@ def test_every_projection_is_listed_once(models: Any, case: str) -> None:
 
 
 class Ranks:
-    """Two ranks as two threads: `all_reduce` waits for the other's part, and both take the sum."""
+    """Ranks that run in threads of this process; `all_reduce` sums their parts."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor | None] = [None] * size
@@ -273,16 +273,16 @@ class Ranks:
 
 
 @pytest.mark.parametrize("case", ["llama biases", "qwen2", "qwen3 even", "gemma3 even", "gpt2 scales", "opt even"])
-def test_two_ranks_make_one_model(models: Any, case: str) -> None:
+def test_two_ranks_give_the_same_logits(models: Any, case: str) -> None:
     directory, expected = models[case]
     ranks = Ranks(2)
 
     def run(rank: int) -> list[Tensor]:
         try:
-            decoder = read_decoder(directory, tp=ranks.rank(rank))
+            decoder = load_tiny(directory, tp=ranks.rank(rank))
             return PagedRun(decoder, PROMPTS, block_size=8, tp_size=2).run(7)
         except BaseException:
-            ranks.barrier.abort()  # or the other rank would wait
+            ranks.barrier.abort()  # the other rank waits for this one
             raise
 
     with ThreadPoolExecutor(2) as threads:
@@ -292,6 +292,6 @@ def test_two_ranks_make_one_model(models: Any, case: str) -> None:
             assert_close(actual, wanted)
 
 
-def test_a_tensor_parallel_size_that_does_not_fit_is_refused(models: Any) -> None:
+def test_tensor_parallel_size_must_divide_the_heads(models: Any) -> None:
     with pytest.raises(ParameterError, match="tensor_parallel_size 3 does not divide the model's 4 attention heads"):
-        read_decoder(models["llama"][0], tp=TensorParallel(0, 3))
+        load_tiny(models["llama"][0], tp=TensorParallel(0, 3))

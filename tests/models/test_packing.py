@@ -1,4 +1,4 @@
-"""Models whose matrices are packed as they are loaded."""
+"""Models whose matrices are packed while they are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.linear import PackableWeight, VocabEmbedding
 from octavo.models.loading.loader import dummy_model
 from tests.kernels.cpu.backends import use_backend
-from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
+from tests.models.tiny import PagedRun, assert_close, load_tiny, make_tiny_checkpoint, random_prompts, read_spec
 
 PROMPTS = random_prompts(11, 3, 30)
 
@@ -29,7 +29,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def logits(directory: Path, quantization: packed.Quantization | None, *, pack: bool = True) -> torch.Tensor:
     finish = methodcaller("pack", quantization) if pack else None
-    decoder = read_decoder(directory, cpu, torch.bfloat16, finish=finish)
+    decoder = load_tiny(directory, cpu, torch.bfloat16, finish=finish)
     assert all((matrix.packed is not None) == pack for matrix in decoder.matrices())
     return torch.cat(PagedRun(decoder, PROMPTS, block_size=8).run(7))
 
@@ -44,8 +44,8 @@ def test_int8_models_compute_nearly_the_same(directory: Path) -> None:
     assert 1e-4 < error < 0.1
 
 
-def test_of_a_packed_matrix_only_the_shape_is_left(directory: Path) -> None:
-    decoder = read_decoder(directory, cpu, torch.bfloat16)
+def test_packing_frees_the_plain_matrix(directory: Path) -> None:
+    decoder = load_tiny(directory, cpu, torch.bfloat16)
     shapes = [matrix.weight.shape for matrix in decoder.matrices()]
     num_bytes = decoder.num_bytes
     for matrix in decoder.matrices():
@@ -55,8 +55,8 @@ def test_of_a_packed_matrix_only_the_shape_is_left(directory: Path) -> None:
     assert decoder.num_bytes == num_bytes
 
 
-def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
-    vocabulary = read_decoder(directory, cpu, torch.bfloat16).vocabulary
+def test_tied_embedding_and_head_share_the_packed_weight(directory: Path) -> None:
+    vocabulary = load_tiny(directory, cpu, torch.bfloat16).vocabulary
     table, token_ids = vocabulary.embedding.clone(), torch.tensor([5, 0, 96, 5])
     vocabulary.pack()
     assert vocabulary.embedding.is_meta == vocabulary.tied
@@ -64,10 +64,9 @@ def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
     assert vocabulary.logits(torch.randn(2, table.shape[1]).bfloat16()).shape == (2, len(table))
 
 
-@pytest.mark.parametrize("way", ["native", "oneDNN", "blocks"])
-def test_engines_tables_too(directory: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As loaded for an engine, which then decodes; whoever multiplies."""
-    use_backend(way, monkeypatch)
+@pytest.mark.parametrize("backend", ["native", "oneDNN", "blocks"])
+def test_an_engine_decodes_with_packed_weights(directory: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(backend, monkeypatch)
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64}
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     embed = VocabEmbedding.embed
@@ -79,11 +78,10 @@ def test_engines_tables_too(directory: Path, way: str, monkeypatch: pytest.Monke
     assert seen[0].embedding.is_meta == seen[0].tied
 
 
-def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is packed as soon as it is filled: of those before it, nothing is left but the packed ones."""
-    decoders: list[Decoder] = []
+def test_each_matrix_is_packed_as_soon_as_it_is_filled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[Decoder] = []
     monkeypatch.setattr(
-        "octavo.models.loading.loader.empty_model", lambda *_, **k: decoders.append(Decoder(*_, **k)) or decoders[-1]
+        "octavo.models.loading.loader.empty_model", lambda *_, **k: created.append(Decoder(*_, **k)) or created[-1]
     )
     if "gpt2" in str(directory):
         pytest.skip("one kind is enough")
@@ -91,12 +89,12 @@ def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeyp
 
     def finish(matrix: PackableWeight) -> None:
         matrix.pack()
-        plain_left.append(sum(not m.weight.is_meta for m in decoders[-1].matrices()))
+        plain_left.append(sum(not m.weight.is_meta for m in created[-1].matrices()))
 
     decoder = dummy_model(read_spec(directory), dtype=torch.bfloat16, device="cpu", ops=cpu, finish=finish)
     assert plain_left == list(range(len(plain_left) - 1, -1, -1))
     assert len(plain_left) == len(list(decoder.matrices()))
-    decoders.clear()
+    created.clear()
     plain_left.clear()
-    read_decoder(directory, cpu, torch.bfloat16, finish=finish)
+    load_tiny(directory, cpu, torch.bfloat16, finish=finish)
     assert plain_left == list(range(len(plain_left) - 1, -1, -1))

@@ -1,7 +1,7 @@
-"""Tiny random models with every weight at random, saved as Transformers saves them, and what drives them.
+"""Tiny models with random weights in Transformers' format, and `PagedRun` to compute their logits.
 
-The initial weights of Transformers hide bugs: biases are 0, norms are 1, and attention is almost uniform. Here no bias
-is 0, no two norms are alike, and some keys matter far more than others.
+Transformers' initial weights hide bugs: biases are 0, norms are 1, attention is almost uniform. Here no bias is 0, all
+norms differ, and attention is far from uniform.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from octavo.checkpoint.resolve import open_checkpoint
+from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.config import ModelSpec, spec_from_config
-from octavo.models.loading.loader import Model, load_decoder
+from octavo.models.loading.loader import Model, load_model
 
 VOCAB_SIZE = 97
 
-# Odd on purpose: a transposed or swapped dimension then has no chance to fit.
+# Odd sizes, so that a transposed or swapped dimension does not fit.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64},
     "mistral": {
@@ -46,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "hidden_size": 56,
         "query_pre_attn_scalar": 19,
         "sliding_window": 6,
-        "sliding_window_pattern": 3,  # two layers with a window, then one without
+        "sliding_window_pattern": 3,  # two layers with a sliding window, then one without
     },
     "gpt2": {"n_embd": 60, "n_head": 3, "n_inner": 37},  # head_dim 20
     "opt": {"num_attention_heads": 7, "hidden_size": 56, "ffn_dim": 37},  # head_dim 8
@@ -54,9 +55,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: Any) -> Path:
-    """A random model of a kind of `KINDS` in a new directory -> the directory.
+    """Write a random float32 model of a kind of `KINDS` to a new directory -> the directory.
 
-    `sizes` are words of config.json and override the kind's. The weights are float32.
+    `sizes` are values of config.json that override those of the kind.
     """
     import transformers
 
@@ -69,7 +70,7 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
         "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
     }[kind]
-    words = {
+    defaults = {
         "vocab_size": VOCAB_SIZE,
         "intermediate_size": 37,
         "num_hidden_layers": 3,
@@ -79,14 +80,14 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "pad_token_id": None,
         "dtype": "float32",
     }
-    model = model_class(config_class(**(words | KINDS[kind] | sizes)))
+    model = model_class(config_class(**(defaults | KINDS[kind] | sizes)))
     randomise(model, seed)
     model.save_pretrained(directory)
     return directory
 
 
 def randomise(model: Any, seed: int) -> None:
-    """Every weight at random, of a size that keeps what flows through the layers neither tiny nor large."""
+    """Set all weights to random values that keep the activations of all layers at a similar scale."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -94,14 +95,14 @@ def randomise(model: Any, seed: int) -> None:
             if parameter.ndim > 1:
                 is_conv1d = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
                 parameter.copy_(noise * 1.5 / parameter.shape[0 if is_conv1d else 1] ** 0.5)
-            elif name.endswith("weight"):  # a norm's; those of Gemma are added to 1
+            elif name.endswith("weight"):  # a norm; Gemma's weights are added to 1
                 parameter.copy_(0.2 * noise + (0 if "Gemma" in type(model).__name__ else 1))
             else:
                 parameter.copy_(0.3 * noise)
 
 
 def transformers_logits(directory: Path, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Tensor]:
-    """What Transformers computes in float32, one sequence at a time: [num_tokens, vocab_size] each."""
+    """Transformers' float32 logits, one sequence at a time -> [num_tokens, vocab_size] each."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -116,9 +117,9 @@ def read_spec(path: Path) -> ModelSpec:
     return spec_from_config(checkpoint.config, checkpoint.generation_config)
 
 
-def read_decoder(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Model:
-    """The model in a directory or a .gguf file, on the CPU."""
-    return load_decoder(open_checkpoint(path), read_spec(path), dtype=dtype, device="cpu", ops=ops, **kwargs)
+def load_tiny(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Model:
+    """Load the model of a directory or a .gguf file on the CPU."""
+    return load_model(open_checkpoint(path), read_spec(path), dtype=dtype, device="cpu", ops=ops, **kwargs)
 
 
 def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:
@@ -129,15 +130,15 @@ def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -
 def empty_pool(
     spec: ModelSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype = torch.float32, tp_size: int = 1
 ) -> Tensor:
-    """A pool of K and V full of NaN: whoever reads a slot that nobody wrote is found out."""
+    """A KV cache full of NaN: reading an unwritten slot makes the result NaN."""
     shape = (num_blocks + 1, spec.num_layers, 2, spec.num_kv_heads // tp_size, block_size, spec.head_dim)
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
 class PagedRun:
-    """Sequences on their way through a decoder: every step takes any number of tokens of each.
+    """Computes the logits of several sequences, with any number of tokens of each in a step.
 
-    Each sequence owns blocks from all over the pool, in random order.
+    The blocks of a sequence are in random order all over the KV cache.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class PagedRun:
         self.prompts = prompts
         self.block_size = block_size
         self.num_computed = [0] * len(prompts)
-        counts = [-(-len(prompt) // block_size) for prompt in prompts]
+        counts = [cdiv(len(prompt), block_size) for prompt in prompts]
         num_blocks = sum(counts) + 3
         ids = random.Random(seed).sample(range(1, num_blocks + 1), num_blocks)
         self.block_tables = [[ids.pop() for _ in range(count)] for count in counts]
@@ -156,36 +157,36 @@ class PagedRun:
         )
 
     def step(self, num_tokens: Sequence[int]) -> list[Tensor]:
-        """The next `num_tokens[s]` tokens of every sequence s, in one call -> their logits, a tensor a sequence."""
-        taking = [s for s, count in enumerate(num_tokens) if count]
-        if not taking:
+        """Compute the next `num_tokens[s]` tokens of each sequence s in one call -> the logits of each sequence."""
+        active = [s for s, count in enumerate(num_tokens) if count]
+        if not active:
             return [torch.empty(0, self.decoder.spec.vocab_size) for _ in num_tokens]
-        query_lens = [num_tokens[s] for s in taking]
-        before = [self.num_computed[s] for s in taking]
+        query_lens = [num_tokens[s] for s in active]
+        before = [self.num_computed[s] for s in active]
         seq_lens = [start + count for start, count in zip(before, query_lens, strict=True)]
-        flat = [t for s, a, b in zip(taking, before, seq_lens, strict=True) for t in self.prompts[s][a:b]]
-        tables = [self.block_tables[s][: -(-n // self.block_size)] for s, n in zip(taking, seq_lens, strict=True)]
+        flat = [t for s, a, b in zip(active, before, seq_lens, strict=True) for t in self.prompts[s][a:b]]
+        tables = [self.block_tables[s][: cdiv(n, self.block_size)] for s, n in zip(active, seq_lens, strict=True)]
         batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, self.block_size)
         logits = self.decoder.forward(torch.tensor(flat), batch, self.kv, torch.arange(len(flat)))
-        for s, n in zip(taking, seq_lens, strict=True):
+        for s, n in zip(active, seq_lens, strict=True):
             self.num_computed[s] = n
         parts = iter(logits.split(query_lens))
         return [next(parts) if count else logits[:0] for count in num_tokens]
 
     def run(self, chunk: int | Sequence[Sequence[int]]) -> list[Tensor]:
-        """Everything that is left, at most `chunk` tokens of a sequence a step, or by a list of steps."""
+        """Compute all remaining tokens: at most `chunk` tokens of a sequence in a step, or by a list of steps."""
         parts: list[list[Tensor]] = [[] for _ in self.prompts]
         steps = iter(chunk) if not isinstance(chunk, int) else None
         while any(len(p) > n for p, n in zip(self.prompts, self.num_computed, strict=True)):
             left = [len(p) - n for p, n in zip(self.prompts, self.num_computed, strict=True)]
-            most = [chunk] * len(left) if isinstance(chunk, int) else next(steps)  # type: ignore[arg-type]
-            for s, logits in enumerate(self.step([min(a, b) for a, b in zip(left, most, strict=True)])):
+            limits = [chunk] * len(left) if isinstance(chunk, int) else next(steps)  # type: ignore[arg-type]
+            for s, logits in enumerate(self.step([min(a, b) for a, b in zip(left, limits, strict=True)])):
                 parts[s].append(logits)
         return [torch.cat(p) for p in parts]
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
-    """Every logit within `tolerance` of the largest one."""
+    """Assert that the largest error is at most `tolerance` times the largest logit."""
     assert actual.shape == expected.shape
     error = (actual - expected).abs().max() / expected.abs().max()
     assert error <= tolerance, f"off by {error:.2e} of the largest logit, {tolerance:.0e} is allowed"
@@ -229,13 +230,13 @@ def gguf_name(name: str, parts: dict[str, str]) -> str:
 
 
 def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """The order in which llama.cpp's converter stores the rows of Q and K: pairs side by side."""
+    """The order of Q and K rows in llama.cpp's files: the two rows of a rotary pair are neighbours."""
     half = rows.shape[0] // num_heads // 2
     return rows.reshape(num_heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32", arch: str | None = None) -> Path:
-    """The safetensors model in `directory` as a GGUF file; matrices quantised, where 32 divides their rows."""
+    """Write the safetensors model as a GGUF file; matrices whose row size is a multiple of 32 are quantised."""
     config = json.loads((directory / "config.json").read_text())
     arch = arch or GGUF_ARCHITECTURES[config["architectures"][0]]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -1,4 +1,4 @@
-"""What a caller may say of the form of an output, before anybody tries to compile it."""
+"""Validation of `StructuredOutputsParams`, before a grammar is compiled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said(name: str) -> None:
+def test_an_invalid_constraint_is_refused_with_the_reason(name: str) -> None:
     given, code, text = WRONG[name]
     for make in (StructuredOutputsParams, lambda **fields: SamplingParams(structured_outputs=fields)):
         with pytest.raises(ParameterError) as caught:
@@ -64,14 +64,14 @@ def test_what_is_wrong_is_said(name: str) -> None:
         assert caught.value.param in ("structured_outputs", "json_object")
 
 
-def test_a_name_that_does_not_exist() -> None:
+def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(UnknownOptionError, match="'jsn'; did you mean 'json'"):
         SamplingParams(structured_outputs={"jsn": {}})  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="a dict of its fields"):
         SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
 
 
-def test_a_dict_is_as_good() -> None:
+def test_a_dict_of_fields_is_converted() -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"é": {"const": 1}}}
     for params in (
         SamplingParams(structured_outputs={"json": schema}),  # type: ignore[arg-type]
@@ -80,11 +80,11 @@ def test_a_dict_is_as_good() -> None:
         made = params.structured_outputs
         assert made == StructuredOutputsParams(json=json.dumps(schema)) and made is not None
         assert made.kind == "json" and json.loads(made.schema) == schema
-    schema["type"] = "array"  # nobody's business any more
+    schema["type"] = "array"  # has no effect any more
     assert json.loads(made.schema)["type"] == "object"
     assert SamplingParams().structured_outputs is None
     assert json.loads(StructuredOutputsParams(json_object=True).schema) == {"type": "object"}
     assert StructuredOutputsParams(json={}).kind == "json"
-    # A body that says null says nothing.
+    # null is the same as absent.
     assert StructuredOutputsParams(json={}, json_object=None) == StructuredOutputsParams(json={})  # type: ignore[arg-type]
     assert StructuredOutputsParams(choice=["b", "a", "b"]).choice == ("b", "a")

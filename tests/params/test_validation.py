@@ -1,4 +1,4 @@
-"""What the options of any kind are checked for."""
+"""Checks of `ValidatedParams`, the base of all options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Options(ValidatedParams):
         self._check_bool("loud")
 
 
-def test_what_is_within_its_limits_is_taken_as_it_is() -> None:
+def test_values_within_their_limits_are_kept() -> None:
     for given in ({}, {"size": 8}, {"size": None, "share": None}, {"share": 0}, {"kind": "blue", "loud": True}):
         options = Options(**given)
         assert {name: getattr(options, name) for name in given} == given
@@ -49,12 +49,12 @@ def test_what_is_within_its_limits_is_taken_as_it_is() -> None:
         ({"loud": 1}, "loud must be True or False, not 1"),
     ],
 )
-def test_what_is_not_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_values_out_of_range_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError) as refused:
         Options(**given)
     assert str(refused.value) == message and refused.value.param == next(iter(given))
 
 
-def test_a_name_that_does_not_exist_is_refused_with_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(UnknownOptionError, match="the test has no option 'sise'; did you mean 'size'"):
         Options(sise=1)  # type: ignore[call-arg]

@@ -1,10 +1,10 @@
 """The core's long proofs: `python -m tests.proof.prove [--steps 1000000] [--seed 0] [--jobs 2]`.
 
-1. Random workloads until so many steps were checked by the oracle, with a table of what they reached.
+1. Random workloads until the oracle has checked `--steps` steps, with a table of events reached.
 2. The small worlds, all of them.
 3. Every test marked slow.
 
-Exit code 1 on any failure, with the seed or the world that failed and how to run it again.
+Exit code 1 on any failure, with the failing seed or world and the command to run it again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.proof.workloads import covering, run
 SEEDS_A_JOB = 40
 SHAPES_A_JOB = 20
 NO_TESTS = 5
-"""What pytest exits with when it found nothing to run."""
+"""Exit code of pytest when it collected no test."""
 
 
 class Report(NamedTuple):
-    """What a job did, and what went wrong: how to see it again, and the error."""
+    """Totals of a job, and its failures as (command to reproduce, error)."""
 
     totals: Counter[str]
     failures: list[tuple[str, str]]
@@ -61,13 +61,13 @@ def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], bool]]) -> Report:
     return Report(totals, failures)
 
 
-def share(
+def run_jobs(
     do: Callable[[Any], Report], jobs: Iterator[Any], num_jobs: int, enough: Callable[[Counter[str]], bool], what: str
 ) -> Report:
-    """Do jobs in processes until they are done, or enough was done, or something failed."""
+    """Run jobs in processes until all are done, `enough` holds, or one fails."""
     totals: Counter[str] = Counter()
     failures: list[tuple[str, str]] = []
-    begin = told = time.monotonic()
+    begin = last_report = time.monotonic()
     with ProcessPoolExecutor(num_jobs) as pool:
         busy: set[Future[Report]] = {pool.submit(do, job) for job in islice(jobs, 2 * num_jobs)}
         while busy:
@@ -78,14 +78,14 @@ def share(
                 failures += report.failures
                 if not failures and not enough(totals):
                     busy |= {pool.submit(do, job) for job in islice(jobs, 1)}
-            if (now := time.monotonic()) - told > 5 or not busy:
-                told = now
+            if (now := time.monotonic()) - last_report > 5 or not busy:
+                last_report = now
                 amount = sum(n for name, n in totals.items() if name.startswith(what))
                 print(f"  {amount:>10,} {what.strip()}, {len(failures)} wrong, {now - begin:4.0f} s", flush=True)
     return Report(totals, failures)
 
 
-def tell(report: Report) -> None:
+def print_report(report: Report) -> None:
     for name, n in sorted(report.totals.items()):
         print(f"{n:>14,}  {name}")
     for again, error in report.failures[:5]:
@@ -99,8 +99,8 @@ def batches(jobs: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=1_000_000, help="steps to check under the oracle")
-    parser.add_argument("--seed", type=int, default=0, help="the first workload")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="steps to check with the oracle")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first workload")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", choices=("steps", "worlds", "slow"), help="one of the three proofs")
     args = parser.parse_args()
@@ -108,8 +108,8 @@ def main() -> int:
     if args.only in (None, "steps"):
         print(f"== {args.steps:,} steps of random workloads under the oracle", flush=True)
         seeds = count(args.seed, SEEDS_A_JOB)
-        report = share(play_seeds, seeds, args.jobs, lambda done: done["steps"] >= args.steps, "steps")
-        tell(report)
+        report = run_jobs(play_seeds, seeds, args.jobs, lambda done: done["steps"] >= args.steps, "steps")
+        print_report(report)
         leaked = sum("leaked" in error for _, error in report.failures)
         print(
             f"{report.totals['steps']:,} steps, {report.totals['slots read']:,} slots read again: "
@@ -119,8 +119,8 @@ def main() -> int:
     if args.only in (None, "worlds"):
         print("== small worlds, exhaustively", flush=True)
         jobs = batches(small.everything(), SHAPES_A_JOB)
-        report = share(play_shapes, jobs, args.jobs, lambda _: False, "worlds")
-        tell(report)
+        report = run_jobs(play_shapes, jobs, args.jobs, lambda _: False, "worlds")
+        print_report(report)
         print(f"{report.totals['worlds']:,} small worlds: {len(report.failures)} wrong")
         bad |= bool(report.failures)
     if args.only in (None, "slow"):

@@ -34,7 +34,7 @@ from octavo.engine.process.supervisor import EngineTimeouts
 from octavo.errors import OctavoError
 from octavo.frontend.engine_client import EngineClient
 from tests.engine.models import make_talking_checkpoint
-from tests.engine.process.engines import answers, children_of, is_alive, oracle_client, real_client, residue
+from tests.engine.process.engines import children_of, is_alive, oracle_client, real_client, reference_outputs, residue
 from tests.proof import server_trials
 from tests.proof.oracle_engine import HOOKS, PHASES
 from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
@@ -132,7 +132,8 @@ async def hooks(tally: Tally, world: World) -> None:
                 await asyncio.gather(
                     *[
                         tally.check(
-                            told(client, oracle_prompt(i), ORACLE_PARAMS), answers(oracle_prompt(i), ORACLE_PARAMS)
+                            told(client, oracle_prompt(i), ORACLE_PARAMS),
+                            reference_outputs(oracle_prompt(i), ORACLE_PARAMS),
                         )
                         for i in range(8)
                     ]
@@ -146,7 +147,7 @@ async def leaving(tally: Tally, world: World) -> None:
 
     async def one(client: EngineClient, number: int) -> None:
         async with room:
-            prompt, wanted = oracle_prompt(number % 50), answers(oracle_prompt(number % 50), ORACLE_PARAMS)
+            prompt, wanted = oracle_prompt(number % 50), reference_outputs(oracle_prompt(number % 50), ORACLE_PARAMS)
             if number % 10 == 0:  # they stay, and must notice nothing
                 await tally.check(told(client, prompt, ORACLE_PARAMS), wanted)
                 return

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo import SamplingParams
-from tests.engine.process.engines import answers, children_of, is_alive, residue
+from tests.engine.process.engines import children_of, is_alive, reference_outputs, residue
 from tests.proof.hostile_clients import hostile
 from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
 from tests.serve.raw_client import KEY, RawClient, RawResponse, request_once
@@ -148,7 +148,7 @@ QUIET = ("/v1/completions", "/load", "/debug/kv", "/health", "/ready")
 @cache
 def right(number: int, max_tokens: int) -> list[int]:
     """What the oracle's model says to a prompt."""
-    return answers(oracle_prompt(number), SamplingParams(max_tokens=max_tokens, temperature=0))[0]
+    return reference_outputs(oracle_prompt(number), SamplingParams(max_tokens=max_tokens, temperature=0))[0]
 
 
 def asked(number: int, max_tokens: int) -> dict[str, Any]:

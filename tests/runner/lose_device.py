@@ -1,11 +1,11 @@
-"""Processes that lose their GPU in the middle of what they compute, for tests.
+"""Processes that lose their GPU during a step, for tests.
 
     python -m tests.runner.lose_device MODEL FRONT HARM     FRONT: llm or async
-    python -m tests.runner.lose_device HARM ONCE FD         an engine's process
+    python -m tests.runner.lose_device HARM ONCE FD         an engine process
 
-The latter only while there is a file ONCE, which it takes away. HARM is how it comes to that: "write" to an address
-that is nobody's, "index" far out of a tensor, or "told", where a CPU plays the GPU and CUDA's words are made up. The
-first two are for GPUs.
+The engine process loses its GPU only if the file ONCE exists, which it deletes. HARM is the cause: "write" to an
+invalid address, "index" out of a tensor's bounds, or "fake", a CPU with an invented CUDA error. The first two need a
+GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.errors import EngineError
 from octavo.frontend.build import BuiltEngine, build
 from octavo.frontend.input_processor import InputProcessor
 from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
-from tests.runner.test_cuda_model_runner import on_rows
+from tests.runner.test_cuda_model_runner import use_cuda_runner
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -42,31 +42,31 @@ PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokeniz
 PROMPTS = [[3 + i, 5, 7 + i] for i in range(4)]
 ROOT = Path(__file__).parents[2]
 AT = 4
-"""The step that it happens in: others are in flight."""
-WORDS = {
+"""The last good step: others are in flight."""
+MESSAGES = {
     "write": "CUDA error: an illegal memory access was encountered",
     "index": "CUDA error: device-side assert triggered",
-    "told": "CUDA error: an illegal memory access was encountered",
+    "fake": "CUDA error: an illegal memory access was encountered",
 }
 
 
 def options_for(harm: str) -> dict[str, Any]:
-    return OPTIONS | {"device": "cpu" if harm == "told" else "cuda"}
+    return OPTIONS | {"device": "cpu" if harm == "fake" else "cuda"}
 
 
 def lose(runner: CudaModelRunner, harm: str) -> None:
-    """From now on `AT` steps are launched as they should be."""
+    """Let `AT` steps run, then lose the device."""
     launch, num_launched = runner.launch, 0
 
-    def told(*_: Any) -> Any:
-        raise RuntimeError(f"{WORDS[harm]}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` ...\n")
+    def raise_cuda_error(*_: Any) -> Any:
+        raise RuntimeError(f"{MESSAGES[harm]}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` ...\n")
 
     def broken(plan: StepPlan) -> Finish:
         nonlocal num_launched
         num_launched += 1
-        if num_launched > AT and harm == "told":
-            runner.check_device = told  # type: ignore[method-assign]
-            told()
+        if num_launched > AT and harm == "fake":
+            runner.check_device = raise_cuda_error  # type: ignore[method-assign]
+            raise_cuda_error()
         elif num_launched == AT + 1 and harm == "write":
             from tests.runner.wild_write import write_to
 
@@ -79,8 +79,8 @@ def lose(runner: CudaModelRunner, harm: str) -> None:
 
 
 def prepare(built: LLM | BuiltEngine, harm: str) -> None:
-    if harm == "told":
-        on_rows(built)  # type: ignore[arg-type]
+    if harm == "fake":
+        use_cuda_runner(built)  # type: ignore[arg-type]
     lose(built.engine.executor.runner, harm)  # type: ignore[attr-defined]
 
 
@@ -103,7 +103,7 @@ def run_async(model: str, harm: str) -> None:
     async def main() -> None:
         engine = AsyncLLM(built.engine)
         ends = await asyncio.gather(*(one(engine, prompt) for prompt in PROMPTS), return_exceptions=True)
-        assert all(isinstance(end, EngineError) and str(end).endswith(WORDS[harm]) for end in ends), ends
+        assert all(isinstance(end, EngineError) and str(end).endswith(MESSAGES[harm]) for end in ends), ends
         assert isinstance(ends[0], EngineError) and not engine.is_running
         raise ends[0]
 
@@ -124,19 +124,19 @@ def run_engine_process(harm: str, once: Path) -> None:
     engine_process.run(build_one)
 
 
-# -- what a test asks of them ------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def check_process(model: str, front: str, harm: str) -> None:
-    """One of the former ends with one line that ends in CUDA's words, and all that it has started ends with it."""
+    """The process exits with one line that ends in CUDA's message, and its children exit too."""
     command = [sys.executable, "-m", "tests.runner.lose_device", model, front, harm]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        out, err = process.communicate(timeout=300)  # whoever is left holds stderr
+        out, err = process.communicate(timeout=300)  # a process that is left would hold stderr
         assert process.returncode == 1 and out == "started\n", err
-        assert err.rstrip().splitlines()[-1].endswith(WORDS[harm]), err
+        assert err.rstrip().splitlines()[-1].endswith(MESSAGES[harm]), err
         assert not is_alive(process.pid)
     finally:
         if process.poll() is None:
@@ -145,7 +145,7 @@ def check_process(model: str, front: str, harm: str) -> None:
 
 
 def is_alive(group: int) -> bool:
-    """Whether there is a process in the group."""
+    """True if the process group has a process."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -154,7 +154,7 @@ def is_alive(group: int) -> bool:
 
 
 def check_engine_process(model: str, harm: str, tmp_path: Path) -> None:
-    """One of the latter is replaced, and its requests get what they get without that."""
+    """The engine process is replaced, and its requests get the same tokens as without the failure."""
     from octavo.frontend.engine_client import EngineClient
 
     once = tmp_path / "once"
@@ -170,12 +170,12 @@ def check_engine_process(model: str, harm: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with EngineClient(model, command=command, **options_for(harm)) as client:
             first = client.pid
-            told = await all_of(client)
+            outputs = await all_of(client)
             health = client.health()
             assert health.num_restarts == 1 and not once.exists() and client.pid != first
-            assert health.reason.startswith("DeviceLostError: ") and health.reason.endswith(WORDS[harm])
+            assert health.reason.startswith("DeviceLostError: ") and health.reason.endswith(MESSAGES[harm])
             assert first is not None and not is_alive(first)
-            assert await all_of(client) == told  # undisturbed
+            assert await all_of(client) == outputs  # without a failure
             assert client.health().num_restarts == 1
 
     asyncio.run(asyncio.wait_for(main(), 300))

@@ -1,4 +1,4 @@
-"""In bfloat16, a sequence gets the same logits alone and among others, to the last bit: up to 16 that decode."""
+"""In bfloat16, a sequence gets the same logits alone and in a batch, to the last bit, up to 16 decoding sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Directory = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    """By kind, each made once."""
+    """kind -> directory of its checkpoint, made once."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 
 
 def steps(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of each step, as they are sampled from."""
+    """The logits of each step, as passed to sampling."""
     seen: list[Tensor] = []
     sample = cpu.sample
     with monkeypatch.context() as patch:
@@ -47,7 +47,7 @@ def steps(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("way", ["native", "x86-64-v3", "oneDNN", "blocks"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2"])
-def test_logits_are_the_same_alone_and_together(
+def test_logits_are_the_same_alone_and_in_a_batch(
     directory: Directory, kind: str, way: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_backend(way, monkeypatch)

@@ -1,4 +1,4 @@
-"""Blocks of the host tier whose bits flip while they lie there: no request gets a wrong token from them."""
+"""Bits of swapped blocks flip in host memory: no request gets a wrong token."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo import LLM, BeamSearchParams
 from octavo.core.plan import StepPlan, StepResult, SwapIn, SwapOut
 from octavo.kernels import reference
 from octavo.runner.checksums import Checksums, SwapInCheck
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.streams import CompletedEvent
 from tests.engine.models import make_talking_checkpoint
-from tests.runner.test_cuda_model_runner import on_rows
-from tests.runner.test_model_runner import Counting
+from tests.runner.flipped_bits import (
+    PARAMS,
+    PROMPTS,
+    BitFlipper,
+    check_no_wrong_token,
+    check_nothing_recomputed,
+    completions,
+    generate,
+)
+from tests.runner.handwritten_plans import NextTokenModel
+from tests.runner.test_cuda_model_runner import use_cuda_runner
 
-PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(6 + 5 * i % 23)] for i in range(6)]
 TIGHT: dict[str, Any] = {
     "device": "cpu",
     "block_size": 4,
@@ -27,14 +35,6 @@ TIGHT: dict[str, Any] = {
     "max_num_seqs": 8,
     "preemption_mode": "swap",
 }
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1),
-    SamplingParams(temperature=1.1, seed=5, n=2, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=1.2, seed=2, max_tokens=17, ignore_eos=True),
-    SamplingParams(temperature=0.7, seed=3, max_tokens=20, repetition_penalty=1.2, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=18, structured_outputs={"regex": "[a-z ]{30,90}"}),
-]
 
 
 @pytest.fixture(scope="module")
@@ -45,90 +45,53 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Any]:
     with LLM(model, **TIGHT | {"num_gpu_blocks_override": 200}) as llm:
-        return told(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
-
-
-def told(outputs: list[Any]) -> list[Any]:
-    return [(c.token_ids, c.finish_reason) for output in outputs for c in output.outputs]
-
-
-class Flipper:
-    """Flips a bit of each request that is swapped out, once a time, before the next step is planned."""
-
-    def __init__(self, llm: LLM, most: int = 3) -> None:
-        self.engine = engine = llm.engine
-        runner = engine.executor.runner  # type: ignore[attr-defined]
-        self.host_kv = (runner if hasattr(runner, "host_kv") else runner.swapper).host_kv
-        self.blocks: list[int] = []
-        self.most = most
-        schedule = engine.scheduler.schedule
-
-        def flip_and_schedule() -> StepPlan:
-            self.flip()
-            return schedule()
-
-        engine.scheduler.schedule = flip_and_schedule  # type: ignore[method-assign]
-
-    def flip(self) -> None:
-        moving = [request for plan in self.engine.scheduler.in_flight for request in plan.swapped_requests]
-        for request in self.engine.scheduler.swapped:
-            blocks = [b for b in request.sequences[0].block_ids if b > 0]
-            if request not in moving and blocks and len(self.blocks) < self.most:
-                bits = self.host_kv[blocks[0]].view(torch.uint8).view(-1)
-                bits[len(bits) // 3] ^= 16
-                self.blocks.append(blocks[0])
+        return generate(llm)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "alone"])
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("rows", [False, True], ids=["cpu", "rows"])
+@pytest.mark.parametrize("cuda_runner", [False, True], ids=["cpu", "cuda_runner"])
 def test_a_flipped_bit_gives_no_wrong_token(
-    model: str, expected: list[Any], rows: bool, window: int, overlap: bool, caplog: pytest.LogCaptureFixture
+    model: str, expected: list[Any], cuda_runner: bool, window: int, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = LLM(model, **TIGHT, decode_window=window, async_scheduling=overlap)
-    with on_rows(llm) if rows else llm:
-        flipper = Flipper(llm)
-        assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-        stats = llm.kv_stats()
-        assert stats.num_swapped_in > 0 and stats.num_corrupt > 0
-        assert stats.num_corrupt == llm.stats().num_corrupt_blocks <= len(flipper.blocks)
-        assert stats.num_used == stats.num_host_used == 0
+    with use_cuda_runner(llm) if cuda_runner else llm:
+        check_no_wrong_token(llm, expected)
     assert "swapped blocks came back corrupted" in caplog.text
 
 
 def test_without_a_flipped_bit_nothing_is_recomputed(model: str, expected: list[Any]) -> None:
     with LLM(model, **TIGHT) as llm:
-        assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-        assert llm.kv_stats().num_swapped_in > 0 and llm.kv_stats().num_corrupt == 0
+        check_nothing_recomputed(llm, expected)
 
 
 def test_a_stream_never_shows_a_wrong_token(model: str, expected: list[Any]) -> None:
-    """Windows land column by column while they run."""
+    """A decode window is streamed column by column while it runs."""
     with LLM(model, **TIGHT, decode_window=4) as llm:
-        Flipper(llm)
-        want = dict(zip("01", expected, strict=False))
+        BitFlipper(llm)
+        wanted = dict(zip("01", expected, strict=False))
         for output in llm.stream(PROMPTS, PARAMS):
-            if output.request_id in want:
+            if output.request_id in wanted:
                 shown = output.outputs[0].token_ids
-                assert shown == want[output.request_id][0][: len(shown)]
+                assert shown == wanted[output.request_id][0][: len(shown)]
         assert llm.stats().num_corrupt_blocks > 0
 
 
-def test_beams_beside_flipped_bits(model: str) -> None:
+def test_beam_search_with_flipped_bits(model: str) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True)
     with LLM(model, **TIGHT | {"num_gpu_blocks_override": 200}) as llm:
-        want = told(llm.beam_search(PROMPTS, params, use_tqdm=False))
+        want = completions(llm.beam_search(PROMPTS, params, use_tqdm=False))
     with LLM(model, **TIGHT | {"num_gpu_blocks_override": 19}) as llm:
-        Flipper(llm)
-        assert told(llm.beam_search(PROMPTS, params, use_tqdm=False)) == want
+        BitFlipper(llm)
+        assert completions(llm.beam_search(PROMPTS, params, use_tqdm=False)) == want
         assert llm.stats().num_corrupt_blocks > 0
 
 
-# -- checksums by themselves -------------------------------------------------------------------------------------------
+# -- Checksums ---------------------------------------------------------------------------------------------------------
 
 
 class Gate(threading.Event):
-    """A point that is reached when it is set."""
+    """A device event that the test completes."""
 
     def query(self) -> bool:
         return self.is_set()
@@ -155,7 +118,7 @@ def test_a_block_that_was_never_swapped_out_is_corrupt() -> None:
     assert Checksums(torch.zeros(3, 4)).submit([], [1], CompletedEvent()).take() == [1]
 
 
-def test_checksums_wait_until_blocks_have_moved() -> None:
+def test_checksums_wait_for_the_copies() -> None:
     host_kv, gate = torch.zeros(3, 4), Gate()
     sums = Checksums(host_kv)
     check = sums.submit([1], [1], gate)
@@ -166,11 +129,11 @@ def test_checksums_wait_until_blocks_have_moved() -> None:
     assert sums.submit([], [1], CompletedEvent()).take() == []
 
 
-def test_a_block_that_is_compared_is_not_overwritten() -> None:
+def test_wait_for_blocks_until_the_comparison_ends() -> None:
     sums, gate = Checksums(torch.zeros(3, 4)), Gate()
     sums.submit([1, 2], [], CompletedEvent()).take()
     sums.submit([], [1], gate)
-    sums.wait_for([2])  # nobody compares it
+    sums.wait_for([2])  # no comparison reads it
     waited = threading.Thread(target=sums.wait_for, args=([1],))
     waited.start()
     waited.join(0.05)
@@ -182,35 +145,35 @@ def test_a_block_that_is_compared_is_not_overwritten() -> None:
 
 def test_corrupt_blocks_are_reported_once() -> None:
     check = Checksums(torch.zeros(3, 4)).submit([], [1], CompletedEvent())
-    landed: list[StepResult] = []
-    land = check.attach_to(landed.append)
-    land(StepResult([[1]]))
-    land(StepResult([[2]]))
-    assert [result.corrupt for result in landed] == [[1], []]
+    columns: list[StepResult] = []
+    add_column = check.attach_to(columns.append)
+    add_column(StepResult([[1]]))
+    add_column(StepResult([[2]]))
+    assert [column.corrupt for column in columns] == [[1], []]
     assert SwapInCheck().take() == [] and SwapInCheck().done
 
 
 @pytest.fixture
 def runner() -> ModelRunner:
     kv = torch.zeros(9, 1, 2, 1, 2, 1)
-    return ModelRunner(Counting(), kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
+    return ModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
 
 
-def test_a_plan_of_swaps_alone_reports_corrupt_blocks(runner: ModelRunner) -> None:
+def test_a_plan_of_swaps_only_reports_corrupt_blocks(runner: ModelRunner) -> None:
     out, back = StepPlan(), StepPlan()
     out.swap_outs = [SwapOut(1, 3), SwapOut(2, 4)]
     back.swap_ins = [SwapIn(3, 5), SwapIn(4, 6)]
-    landed: list[StepResult] = []
-    runner.run(out, landed.append)
+    columns: list[StepResult] = []
+    runner.run(out, columns.append)
     runner.host_kv[4] += 1
-    runner.run(back, landed.append)
-    assert landed == [StepResult([], corrupt=[4])]
+    runner.run(back, columns.append)
+    assert columns == [StepResult([], corrupt=[4])]
 
 
-def test_no_thread_is_left_behind(model: str) -> None:
+def test_the_checksum_thread_ends_with_the_engine(model: str) -> None:
     before = set(threading.enumerate())
     with LLM(model, **TIGHT) as llm:
-        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        generate(llm)
         assert llm.kv_stats().num_swapped_out > 0
     del llm
     for thread in set(threading.enumerate()) - before:

@@ -1,4 +1,4 @@
-"""The local executor: one thread, in order; a failed step takes along what is queued behind it, and nothing later."""
+"""The local executor: one thread, in order. After a failed step, queued plans fail and later ones run."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from octavo.runner.executor import LocalExecutor
 
 
 class FakeRunner:
-    """Does what a plan's `step` is mapped to, and remembers the order."""
+    """Runs the actions registered for a plan's `step`, and records the order."""
 
     def __init__(self) -> None:
         self.ran: list[int] = []
         self.columns: dict[int, list[list[list[int]]]] = {}
         self.raises: dict[int, BaseException] = {}
-        self.masks: list[Any] = []  # what masked plans were put
+        self.bitmasks: list[Any] = []  # received by plans with bitmask slices
         self.gate: dict[int, threading.Event] = {}  # waited for before the last column
 
-    def run(self, plan: StepPlan, land: Any, wait_for_bitmask: Any) -> None:
+    def run(self, plan: StepPlan, add_column: Any, get_bitmask: Any) -> None:
         self.ran.append(plan.step)
         columns = self.columns.get(plan.step, [[[plan.step]]])
         for i, column in enumerate(columns):
             if i < plan.num_bitmask_columns:
-                self.masks.append(wait_for_bitmask(i))
+                self.bitmasks.append(get_bitmask(i))
             if i == len(columns) - 1:
                 if plan.step in self.gate:
                     assert self.gate[plan.step].wait(20)
                 if plan.step in self.raises:
                     raise self.raises[plan.step]
-            land(StepResult(column, {0: "bad"} if column == [[-1]] else {}))
+            add_column(StepResult(column, {0: "bad"} if column == [[-1]] else {}))
 
 
 def plan_of(step: int) -> StepPlan:
@@ -70,7 +70,7 @@ def test_plans_run_in_order_and_submit_does_not_wait(executor: LocalExecutor, ru
     assert runner.ran == list(range(5)) and all(r.done for r in runs)
 
 
-def test_columns_land_one_by_one(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_poll_returns_columns_one_by_one(executor: LocalExecutor, runner: FakeRunner) -> None:
     runner.columns[0] = [[[5, 6]], [[7]], [[]], [[-1]]]
     runner.gate[0] = threading.Event()
     run = executor.submit(plan_of(0))
@@ -80,7 +80,7 @@ def test_columns_land_one_by_one(executor: LocalExecutor, runner: FakeRunner) ->
         assert part is not None and not part.errors
         got += part.tokens[0]
     assert got == [5, 6, 7]
-    while (part := run.poll(0.05)) is not None:  # perhaps the empty column, then nothing
+    while (part := run.poll(0.05)) is not None:  # maybe the empty column, then none
         assert part.tokens == [[]]
     runner.gate[0].set()
     result = run.result()
@@ -88,7 +88,7 @@ def test_columns_land_one_by_one(executor: LocalExecutor, runner: FakeRunner) ->
     assert run.done and run.poll(1.0) is None
 
 
-def test_poll_waits_no_longer_than_told(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_poll_waits_no_longer_than_its_timeout(executor: LocalExecutor, runner: FakeRunner) -> None:
     runner.gate[0] = threading.Event()
     run = executor.submit(plan_of(0))
     begin = time.monotonic()
@@ -96,51 +96,53 @@ def test_poll_waits_no_longer_than_told(executor: LocalExecutor, runner: FakeRun
     assert 0.04 < time.monotonic() - begin < 60
 
 
-def test_the_result_gathers_what_was_not_polled(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_the_result_contains_all_unpolled_columns(executor: LocalExecutor, runner: FakeRunner) -> None:
     runner.columns[0] = [[[5]], [[6]], [[-1]], [[7, 8]]]
     result = executor.submit(plan_of(0)).result()
     assert result.tokens == [[5, 6, -1, 7, 8]] and result.errors == {0: "bad"}
 
 
-def test_logprobs_are_gathered_with_their_tokens(executor: LocalExecutor, runner: FakeRunner) -> None:
-    def told(i: int) -> TokenLogprobs:
+def test_logprobs_are_joined_like_their_tokens(executor: LocalExecutor, runner: FakeRunner) -> None:
+    def entry(i: int) -> TokenLogprobs:
         return TokenLogprobs(-float(i), i, [], [])
 
     results = [
-        StepResult([[], []], prompt_logprobs={1: (4, [told(1), told(2)])}),
-        StepResult([[5], []], logprobs={0: [told(3)]}, prompt_logprobs={1: (6, [told(4)])}),
-        StepResult([[6], [9]], logprobs={0: [told(5)], 1: [told(6)]}),
+        StepResult([[], []], prompt_logprobs={1: (4, [entry(1), entry(2)])}),
+        StepResult([[5], []], logprobs={0: [entry(3)]}, prompt_logprobs={1: (6, [entry(4)])}),
+        StepResult([[6], [9]], logprobs={0: [entry(5)], 1: [entry(6)]}),
     ]
-    runner.run = lambda plan, land, _: [land(r) for r in results]  # type: ignore[assignment,method-assign]
+    runner.run = lambda plan, add_column, _: [add_column(r) for r in results]  # type: ignore[assignment,method-assign]
     result = executor.submit(plan_of(0)).result()
     assert result.tokens == [[5, 6], [9]]
-    assert result.logprobs == {0: [told(3), told(5)], 1: [told(6)]}
-    assert result.prompt_logprobs == {1: (4, [told(1), told(2), told(4)])}
+    assert result.logprobs == {0: [entry(3), entry(5)], 1: [entry(6)]}
+    assert result.prompt_logprobs == {1: (4, [entry(1), entry(2), entry(4)])}
 
 
-def test_a_failure_takes_along_what_is_queued_and_nothing_later(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_plans_queued_before_a_failure_is_seen_fail_and_later_ones_run(
+    executor: LocalExecutor, runner: FakeRunner
+) -> None:
     runner.gate[1], runner.raises[1] = threading.Event(), ValueError("planted")
     runs = [executor.submit(plan_of(i)) for i in range(4)]
     runner.gate[1].set()
     assert runs[0].result().tokens == [[0]]
-    assert not runs[1].poll(0.01)  # nothing of a failed step is a result
+    assert not runs[1].poll(0.01)  # a failed step returns no columns
     with pytest.raises(StepError, match="ValueError: planted") as caught:
         runs[1].result()
     assert isinstance(caught.value.__cause__, ValueError)
     assert runner.ran == [0, 1]
-    assert executor.submit(plan_of(9)).result().tokens == [[9]]  # after the failure was seen
+    assert executor.submit(plan_of(9)).result().tokens == [[9]]  # submitted after the failure was seen
     for run in runs[2:]:
         with pytest.raises(StepError, match="a step before it failed"):
             run.result()
     assert runner.ran == [0, 1, 9]
 
 
-def test_what_is_submitted_before_the_failure_is_seen_fails_too(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_a_plan_submitted_before_the_failure_is_seen_fails(executor: LocalExecutor, runner: FakeRunner) -> None:
     runner.raises[0] = RuntimeError("planted")
     first = executor.submit(plan_of(0))
     while not first.done:
         time.sleep(0.001)
-    late = executor.submit(plan_of(1))  # planned by somebody who counts on the first
+    late = executor.submit(plan_of(1))  # planned for the state after the first
     with pytest.raises(StepError):
         first.result()
     with pytest.raises(StepError):
@@ -150,40 +152,37 @@ def test_what_is_submitted_before_the_failure_is_seen_fails_too(executor: LocalE
     assert executor.submit(plan_of(2)).result().tokens == [[2]]
 
 
-def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
-    executor: LocalExecutor, runner: FakeRunner
-) -> None:
-    masked, behind, masks = plan_of(0), plan_of(1), GrammarBitmask([0], np.zeros((1, 2), dtype=np.int32))
+def test_a_plan_waits_for_its_bitmask_and_later_plans_wait_for_it(executor: LocalExecutor, runner: FakeRunner) -> None:
+    masked, later, bitmask = plan_of(0), plan_of(1), GrammarBitmask([0], np.zeros((1, 2), dtype=np.int32))
     masked.bitmask_slices, masked.num_sampled = [0], [1]
     first = executor.submit(masked)
-    second = executor.submit(behind)
+    second = executor.submit(later)
     assert first.poll(0.1) is None and not first.done and not second.done
-    first.put_bitmask(masks)
+    first.put_bitmask(bitmask)
     assert first.result().tokens == [[0]] and second.result().tokens == [[1]]
-    assert runner.masks == [masks]
+    assert runner.bitmasks == [bitmask]
     again = executor.submit(masked)
-    again.put_bitmask(None)  # nothing to say is an answer, too
+    again.put_bitmask(None)  # all tokens allowed
     assert again.result().tokens == [[0]]
 
 
-def test_each_column_of_a_window_waits_for_its_masks(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_each_column_of_a_decode_window_waits_for_its_bitmask(executor: LocalExecutor, runner: FakeRunner) -> None:
     plan = plan_of(0)
     plan.bitmask_slices, plan.num_sampled = [0], [3]
     runner.columns[0] = [[[4]], [[5]], [[6]]]
     run = executor.submit(plan)
     each = [GrammarBitmask([0], np.full((1, 2), i, dtype=np.int32)) for i in range(3)]
     assert run.poll(0.05) is None and not run.done
-    for i, masks in enumerate(each[:2]):
-        run.put_bitmask(masks)
+    for i, bitmask in enumerate(each[:2]):
+        run.put_bitmask(bitmask)
         column = run.poll(20)
         assert column is not None and column.tokens == [[4 + i]] and not run.done
         assert run.poll(0.05) is None
     run.put_bitmask(each[2])
-    assert run.result().tokens == [[6]] and runner.masks == each
+    assert run.result().tokens == [[6]] and runner.bitmasks == each
 
 
-def test_closing_while_a_plan_waits_for_masks(runner: FakeRunner) -> None:
-    """Whoever was to put them has died."""
+def test_close_ends_a_plan_that_waits_for_its_bitmask(runner: FakeRunner) -> None:
     executor = LocalExecutor(runner)  # type: ignore[arg-type]
     plan = plan_of(0)
     plan.bitmask_slices, plan.num_sampled = [0], [1]
@@ -191,14 +190,14 @@ def test_closing_while_a_plan_waits_for_masks(runner: FakeRunner) -> None:
     begin = time.monotonic()
     executor.close()
     assert not executor._thread.is_alive() and time.monotonic() - begin < 60
-    assert run.done and runner.masks == []
+    assert run.done and runner.bitmasks == []
 
 
-def test_closing(runner: FakeRunner) -> None:
+def test_close_runs_queued_plans_and_frees_the_runner(runner: FakeRunner) -> None:
     executor = LocalExecutor(runner)  # type: ignore[arg-type]
     runs = [executor.submit(plan_of(i)) for i in range(3)]
     executor.close()
     executor.close()
     assert not executor._thread.is_alive()
-    assert [r.result().tokens for r in runs] == [[[0]], [[1]], [[2]]]  # what was queued has been done
+    assert [r.result().tokens for r in runs] == [[[0]], [[1]], [[2]]]  # queued plans have run
     assert not hasattr(executor, "runner")

@@ -1,4 +1,4 @@
-"""Steps that take more memory than there is: made smaller, nothing lost, and nothing of them kept."""
+"""Steps that run out of memory: they are repeated in smaller steps, and their tensors are freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor, step_error
 from tests.models.tiny import make_tiny_checkpoint
-from tests.runner.test_cuda_model_runner import SIZE, Counting, Plan, mixture, on_rows, told
+from tests.runner.handwritten_plans import SIZE, NextTokenModel, Plan
+from tests.runner.test_cuda_model_runner import completions, mixed_params, use_cuda_runner
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -38,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("memory") / "llama"))
 
 
-class Hungry:
-    """A model that has memory for so many tokens at a time; none where the token is among them."""
+class LimitedModel:
+    """A model with memory for `room` tokens a pass, and for no pass with the token `never`."""
 
     def __init__(self, inner: Any, room: int, never: int = -1) -> None:
         self.inner, self.room, self.never = inner, room, never
@@ -54,9 +55,9 @@ class Hungry:
         return logits
 
 
-def hungry(llm: LLM, room: int, never: int = -1) -> Hungry:
+def limit_memory(llm: LLM, room: int, never: int = -1) -> LimitedModel:
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-    found = Hungry(runner.model, room, never)
+    found = LimitedModel(runner.model, room, never)
     runner.model = found
     if hasattr(runner, "host_sampling"):
         runner.host_sampling.model.model = found
@@ -67,44 +68,44 @@ def prompts(num: int) -> list[list[int]]:
     return [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(num)]
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["cpu", "rows"])
+@pytest.mark.parametrize("cuda_runner", [False, True], ids=["cpu", "cuda_runner"])
 @pytest.mark.parametrize("options", [{}, {"decode_window": 4}, {"async_scheduling": False}], ids=str)
-def test_smaller_steps_give_the_same_tokens(model: str, options: dict[str, Any], rows: bool) -> None:
-    telling = [SamplingParams(temperature=0, logprobs=num, max_tokens=9, ignore_eos=True) for num in (1, 21)]
-    params = [replace(p, detokenize=False) for p in (*mixture(), *telling)]
+def test_smaller_steps_give_the_same_tokens(model: str, options: dict[str, Any], cuda_runner: bool) -> None:
+    logprobs_params = [SamplingParams(temperature=0, logprobs=num, max_tokens=9, ignore_eos=True) for num in (1, 21)]
+    params = [replace(p, detokenize=False) for p in (*mixed_params(), *logprobs_params)]
     with LLM(model, **OPTIONS, **options) as llm:
-        expected = told(llm.generate(prompts(len(params)), params, use_tqdm=False))
+        expected = completions(llm.generate(prompts(len(params)), params, use_tqdm=False))
     with LLM(model, **OPTIONS, **options) as llm:
-        if rows:
-            on_rows(llm)
-        hungry(llm, room=5)
+        if cuda_runner:
+            use_cuda_runner(llm)
+        limit_memory(llm, room=5)
         events: list[ev.Event] = []
         llm.engine.scheduler.events.subscribe(events.append)
-        outputs = told(llm.generate(prompts(len(params)), params, use_tqdm=False))
+        outputs = completions(llm.generate(prompts(len(params)), params, use_tqdm=False))
         recomputed = [event for event in events if isinstance(event, ev.Recomputed)]
         assert llm.engine.stats.num_failed_steps > 1
     assert [tokens for tokens, *_ in outputs] == [tokens for tokens, *_ in expected]
     assert recomputed and all(e.why == "out of memory" and 0 < e.limit < e.num_tokens for e in recomputed)
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["cpu", "rows"])
-def test_who_does_not_fit_alone_is_told_what_would_help(model: str, rows: bool) -> None:
+@pytest.mark.parametrize("cuda_runner", [False, True], ids=["cpu", "cuda_runner"])
+def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, cuda_runner: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     few = prompts(4)
     with LLM(model, **OPTIONS) as llm:
-        expected = told(llm.generate(few, params, use_tqdm=False))
+        expected = completions(llm.generate(few, params, use_tqdm=False))
         others = {t for tokens, *_ in expected for t in tokens}.union(*few[:2], few[3])
         never = min(set(few[2]) - others)
     with LLM(model, **OPTIONS) as llm:
-        if rows:
-            on_rows(llm)
-        hungry(llm, room=1000, never=never)
+        if cuda_runner:
+            use_cuda_runner(llm)
+        limit_memory(llm, room=1000, never=never)
         for i, prompt in enumerate(few):
             llm.engine.add_request(str(i), prompt, params)
         outputs = {}
         while llm.engine.has_work:
             outputs |= {output.request_id: output for output in llm.engine.step()}
-        assert told([outputs[name] for name in "013"]) == [expected[i] for i in (0, 1, 3)]
+        assert completions([outputs[name] for name in "013"]) == [expected[i] for i in (0, 1, 3)]
         assert outputs["2"].outputs[0].finish_reason == "error"
         error = request_failed_error(outputs["2"])
         assert error.code == "out_of_memory" and "\n" not in str(error)
@@ -112,8 +113,8 @@ def test_who_does_not_fit_alone_is_told_what_would_help(model: str, rows: bool) 
         assert "Tried to allocate 1 GiB" in str(error)
 
 
-def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, kv = Hungry(Counting(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
+def test_tensors_of_a_failed_step_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, kv = LimitedModel(NextTokenModel(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
     sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
     runner = CudaModelRunner(found, kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
     is_freed: list[bool] = []
@@ -121,14 +122,14 @@ def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> No
     executor = CudaExecutor(runner)
     assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
     failed = executor.submit(Plan().give(1, (3, 4)).slice(1, 0, 3, 1, [3, 4, 5]))
-    behind = executor.submit(Plan().slice(0, 2, 1, 1))
+    later = executor.submit(Plan().slice(0, 2, 1, 1))
     with pytest.raises(
         StepMemoryError, match=r"^OutOfMemoryError: CUDA out of memory.*GiB\. Advice follows$"
-    ) as told_of:
+    ) as raised:
         failed.result()
-    assert told_of.value.code == "out_of_memory" and is_freed == [True]
+    assert raised.value.code == "out_of_memory" and is_freed == [True]
     with pytest.raises(StepError, match="a step before it failed") as other:
-        behind.result()
+        later.result()
     assert not isinstance(other.value, StepMemoryError) and len(is_freed) == 2
     assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
 
@@ -152,18 +153,18 @@ class Raising:
     ],
     ids=lambda e: str(e)[:20],
 )
-def test_what_is_a_lack_of_memory(error: Exception) -> None:
+def test_errors_that_are_a_lack_of_memory(error: Exception) -> None:
     executor = LocalExecutor(Raising(error))  # type: ignore[arg-type]
     plan = StepPlan()
     plan.rows = [0]
     with pytest.raises(StepMemoryError):
         executor.submit(plan).result()
     executor.close()
-    later = RuntimeError("capture was not ended")
-    later.__context__ = error  # what fails on the way out
-    assert isinstance(step_error(later), StepMemoryError)
+    second = RuntimeError("capture was not ended")
+    second.__context__ = error  # raised while handling the first error
+    assert isinstance(step_error(second), StepMemoryError)
 
 
-def test_what_is_not() -> None:
+def test_errors_that_are_not_a_lack_of_memory() -> None:
     for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("out of memory")):
         assert type(step_error(error)) is StepError

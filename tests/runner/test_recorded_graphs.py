@@ -1,4 +1,4 @@
-"""Decode steps that were recorded give what the model gives, to the last bit."""
+"""Recorded decode steps give the model's logits, to the last bit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.integers import cdiv
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.decoder import Decoder
 from octavo.runner.recorded_graphs import MIN_TABLE_WIDTH, RecordedModel
-from tests.models.tiny import make_tiny_checkpoint, read_decoder
+from tests.models.tiny import load_tiny, make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 BLOCK_SIZE, NUM_BLOCKS = 2, 6 * MIN_TABLE_WIDTH
@@ -26,10 +27,10 @@ BLOCK_SIZE, NUM_BLOCKS = 2, 6 * MIN_TABLE_WIDTH
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    return read_decoder(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * MIN_TABLE_WIDTH)
+    return load_tiny(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * MIN_TABLE_WIDTH)
 
 
-class Counting:
+class CallCounter:
     """A model that counts how often it is called."""
 
     def __init__(self, model: Any) -> None:
@@ -47,102 +48,102 @@ def pool(decoder: Decoder) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def random_step(rng: random.Random, num_seqs: int, longest: int) -> tuple[Tensor, RaggedBatch, Tensor]:
-    lens = [rng.randint(1, longest) for _ in range(num_seqs)]
+def random_step(rng: random.Random, num_seqs: int, max_len: int) -> tuple[Tensor, RaggedBatch, Tensor]:
+    lens = [rng.randint(1, max_len) for _ in range(num_seqs)]
     ids = rng.sample(range(1, NUM_BLOCKS + 1), NUM_BLOCKS)
-    tables = [[ids.pop() for _ in range(-(-n // BLOCK_SIZE))] for n in lens]
+    tables = [[ids.pop() for _ in range(cdiv(n, BLOCK_SIZE))] for n in lens]
     tokens = torch.tensor([rng.randrange(97) for _ in lens])
     return tokens, RaggedBatch.from_lists([1] * num_seqs, lens, tables, BLOCK_SIZE), torch.arange(num_seqs)
 
 
-def test_steps_of_all_sizes_and_lengths(decoder: Decoder) -> None:
+def test_replayed_steps_equal_the_model(decoder: Decoder) -> None:
     rng = random.Random(0)
-    model = Counting(decoder)
-    replays = RecordedModel(model)
+    model = CallCounter(decoder)
+    recorded = RecordedModel(model)
     kv, expected_kv = pool(decoder), pool(decoder)
-    sizes = [(n, longest) for n in (1, 2, 4) for longest in (9, 2 * MIN_TABLE_WIDTH - 1)] * 4
+    sizes = [(n, max_len) for n in (1, 2, 4) for max_len in (9, 2 * MIN_TABLE_WIDTH - 1)] * 4
     rng.shuffle(sizes)
-    for num_seqs, longest in sizes:
-        tokens, batch, rows = random_step(rng, num_seqs, longest)
-        logits = replays.forward(tokens, batch, kv, rows).clone()
+    for num_seqs, max_len in sizes:
+        tokens, batch, rows = random_step(rng, num_seqs, max_len)
+        logits = recorded.forward(tokens, batch, kv, rows).clone()
         assert torch.equal(logits, decoder.forward(tokens, batch, expected_kv, rows))
-        assert torch.equal(kv[1:], expected_kv[1:])  # the null block is anyone's
-    assert model.calls == 3 * 3  # sizes, each computed twice to record it and once to try it
+        assert torch.equal(kv[1:], expected_kv[1:])  # the null block may differ
+    assert model.calls == 3 * 3  # sizes, each computed twice for the recording and once for its check
 
 
-def test_longer_tables_are_another_recording(decoder: Decoder) -> None:
+def test_wider_block_tables_need_another_recording(decoder: Decoder) -> None:
     rng = random.Random(0)
-    model = Counting(decoder)
-    replays, kv = RecordedModel(model), pool(decoder)
-    for longest, calls in (
+    model = CallCounter(decoder)
+    recorded, kv = RecordedModel(model), pool(decoder)
+    for seq_len, calls in (
         (5, 3),
         (2 * MIN_TABLE_WIDTH, 3),
         (2 * MIN_TABLE_WIDTH + 1, 6),
         (3 * MIN_TABLE_WIDTH, 6),
         (5, 6),
     ):
-        block_ids = list(range(1, -(-longest // BLOCK_SIZE) + 1))
-        batch = RaggedBatch.from_lists([1], [longest], [block_ids], BLOCK_SIZE)
+        block_ids = list(range(1, cdiv(seq_len, BLOCK_SIZE) + 1))
+        batch = RaggedBatch.from_lists([1], [seq_len], [block_ids], BLOCK_SIZE)
         tokens = torch.tensor([rng.randrange(97)])
-        logits = replays.forward(tokens, batch, kv, torch.arange(1)).clone()
+        logits = recorded.forward(tokens, batch, kv, torch.arange(1)).clone()
         assert torch.equal(logits, decoder.forward(tokens, batch, kv, None))
         assert model.calls == calls
 
 
-@pytest.mark.parametrize("what", ["chunk", "several rows of a token", "many sequences"])
-def test_other_steps_are_the_models(decoder: Decoder, what: str) -> None:
-    model = Counting(decoder)
-    replays, kv = RecordedModel(model), pool(decoder)
-    if what == "chunk":
+@pytest.mark.parametrize("step", ["prefill chunk", "several logits of a token", "many sequences"])
+def test_other_steps_are_not_recorded(decoder: Decoder, step: str) -> None:
+    model = CallCounter(decoder)
+    recorded, kv = RecordedModel(model), pool(decoder)
+    if step == "prefill chunk":
         batch, rows = RaggedBatch.from_lists([3], [5], [[1, 2, 3]], BLOCK_SIZE), torch.tensor([2])
-    elif what == "many sequences":
+    elif step == "many sequences":
         num = SMALL_BATCH_ROWS + 1
         tables = [[i] for i in range(1, num + 1)]
         batch, rows = RaggedBatch.from_lists([1] * num, [2] * num, tables, BLOCK_SIZE), torch.arange(num)
     else:
         batch, rows = RaggedBatch.from_lists([1], [5], [[1, 2, 3]], BLOCK_SIZE), torch.tensor([0, 0])
     for _ in range(2):
-        logits = replays.forward(torch.arange(len(batch.positions)), batch, kv, rows)
+        logits = recorded.forward(torch.arange(len(batch.positions)), batch, kv, rows)
         assert len(logits) == len(rows)
     assert model.calls == 2
 
 
-class Leaky:
-    """A model that does one thing outside of the recorded operations."""
+class PartlyRecorded:
+    """A model with one torch operation, which is not recorded, before or after the others."""
 
-    def __init__(self, decoder: Decoder, what: str) -> None:
+    def __init__(self, decoder: Decoder, where: str) -> None:
         self.decoder = decoder
-        self.what = what
+        self.where = where
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        if self.what == "before":
+        if self.where == "before":
             token_ids = (token_ids + 1) % 97
         logits = self.decoder.forward(token_ids, batch, kv, logits_rows)
-        return logits + batch.positions.unsqueeze(1) if self.what == "behind" else logits
+        return logits + batch.positions.unsqueeze(1) if self.where == "after" else logits
 
 
-@pytest.mark.parametrize("what", ["before", "behind"])
-def test_what_is_not_recorded_is_found_out(decoder: Decoder, what: str) -> None:
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_model_with_unrecorded_operations_is_not_replayed(decoder: Decoder, where: str) -> None:
     rng = random.Random(0)
-    model = Leaky(decoder, what)
-    replays, kv = RecordedModel(model), pool(decoder)
+    model = PartlyRecorded(decoder, where)
+    recorded, kv = RecordedModel(model), pool(decoder)
     for _ in range(3):
         tokens, batch, rows = random_step(rng, 1, 20)
-        assert torch.equal(replays.forward(tokens, batch, kv, rows), model.forward(tokens, batch, kv, rows))
+        assert torch.equal(recorded.forward(tokens, batch, kv, rows), model.forward(tokens, batch, kv, rows))
 
 
-def test_unpacked_models_are_computed_as_ever(tmp_path: Path) -> None:
-    decoder = read_decoder(make_tiny_checkpoint("llama", tmp_path), cpu, torch.float32, max_len=64)
+def test_unpacked_models_are_not_recorded(tmp_path: Path) -> None:
+    decoder = load_tiny(make_tiny_checkpoint("llama", tmp_path), cpu, torch.float32, max_len=64)
     rng = random.Random(0)
-    model = Counting(decoder)
-    replays, kv = RecordedModel(model), pool(decoder).float()
+    model = CallCounter(decoder)
+    recorded, kv = RecordedModel(model), pool(decoder).float()
     for _ in range(5):
         tokens, batch, rows = random_step(rng, 2, 20)
-        assert torch.equal(replays.forward(tokens, batch, kv, rows), decoder.forward(tokens, batch, kv, rows))
-    assert model.calls == 3 + 5  # the vain attempt, once
+        assert torch.equal(recorded.forward(tokens, batch, kv, rows), decoder.forward(tokens, batch, kv, rows))
+    assert model.calls == 3 + 5  # one failed recording
 
 
-def test_recording_is_the_threads_own() -> None:
+def test_operations_after_a_recording_are_not_recorded() -> None:
     library = native.library()
     assert library is not None
     with library.record() as recording:

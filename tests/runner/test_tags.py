@@ -1,4 +1,4 @@
-"""Memory under a real runner, slot by slot: the oracle's requests, each pass looking at all that it reads."""
+"""KV memory of a real runner, slot by slot: each pass checks the tags of all slots that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.kernels.cpu import ops as cpu
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import tags as t
 from tests.proof.oracle import ReadBack
-from tests.runner.test_cuda_model_runner import Recorded
+from tests.runner.test_cuda_model_runner import FakeGraphs
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -42,14 +42,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[int, dict[str, list[list[int]]]]:
-    """What comes of each seed's requests with room for all."""
+    """Outputs of each seed's requests with a KV pool that holds all."""
     with LLM(model, block_size=16, num_gpu_blocks_override=200, **OPTIONS) as llm:
         return {seed: t.serve(llm, seed)[0] for seed in SEEDS}
 
 
-@pytest.mark.parametrize("way", ["cpu", "rows", "graphs"])
+@pytest.mark.parametrize("way", ["cpu", "cuda_runner", "graphs"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_every_slot_that_a_pass_reads_is_its_sequences(
+def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
     model: str, plain: dict[int, dict[str, list[list[int]]]], case: str, way: str
 ) -> None:
     seen: Counter[str] = Counter()
@@ -57,12 +57,12 @@ def test_every_slot_that_a_pass_reads_is_its_sequences(
         tags = t.tag(
             llm,
             cpu if way == "cpu" else reference,
-            rows_on_device=way != "cpu",
-            graphs=Recorded if way == "graphs" else False,
+            use_cuda_runner=way != "cpu",
+            graphs=FakeGraphs if way == "graphs" else False,
         )
         for seed in SEEDS:
-            outputs, more = t.serve(llm, seed)
-            seen += more
+            outputs, events = t.serve(llm, seed)
+            seen += events
             assert tags.check() > 0
             both = outputs.keys() & plain[seed].keys()
             assert len(both) > 0 and all(outputs[name] == plain[seed][name] for name in both)
@@ -72,7 +72,7 @@ def test_every_slot_that_a_pass_reads_is_its_sequences(
     assert bool(stats.num_swapped_out and stats.num_swapped_in) == (case != "recompute")
 
 
-# -- what it must notice ----------------------------------------------------------------------------------------------
+# -- planted bugs -----------------------------------------------------------------------------------------------------
 
 Plant: TypeAlias = Callable[[t.Tags, Any], None]
 
@@ -92,40 +92,40 @@ def swap_to_the_wrong_block(tags: t.Tags, runner: Any) -> None:
 
 
 def write_one_slot_off(tags: t.Tags, runner: Any) -> None:
-    """In slices of several tokens: the last of them."""
-    look = tags.look
+    """The last token of a pass with slices of several tokens."""
+    check_pass = tags.check_pass
 
     def wrong(token_ids: Tensor, batch: Any) -> None:
         if batch.max_query_len > 1:
             batch.slot_mapping[-1] += 1
-        look(token_ids, batch)
+        check_pass(token_ids, batch)
 
-    tags.look = wrong  # type: ignore[method-assign]
+    tags.check_pass = wrong  # type: ignore[method-assign]
 
 
-def share_what_is_not_its_own(tags: t.Tags, runner: Any) -> None:
-    """A table whose first block is another's."""
-    begin = runner.ops.prepare_decode_inputs
+def use_a_block_of_another_sequence(tags: t.Tags, runner: Any) -> None:
+    """The first block of a block table is another sequence's."""
+    prepare = runner.ops.prepare_decode_inputs
 
-    def wrong(state: Any, step: Any, block_size: int) -> None:
-        begin(state, step, block_size)
-        if len(step.rows) > 1:
-            step.batch.block_tables[0, 0] = step.batch.block_tables[1, 0]
+    def wrong(state: Any, inputs: Any, block_size: int) -> None:
+        prepare(state, inputs, block_size)
+        if len(inputs.rows) > 1:
+            inputs.batch.block_tables[0, 0] = inputs.batch.block_tables[1, 0]
 
     runner.ops.prepare_decode_inputs = wrong
 
 
-PLANTS: list[Plant] = [lose_a_copy, swap_to_the_wrong_block, write_one_slot_off, share_what_is_not_its_own]
+PLANTS: list[Plant] = [lose_a_copy, swap_to_the_wrong_block, write_one_slot_off, use_a_block_of_another_sequence]
 
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_noticed(model: str, plant: Plant) -> None:
-    notices(model, plant, reference)
+    check_notices(model, plant, reference)
 
 
-def notices(model: str, plant: Plant, ops: ModuleType, **options: Any) -> None:
+def check_notices(model: str, plant: Plant, ops: ModuleType, **options: Any) -> None:
     with LLM(model, **(OPTIONS | CASES["swap"] | options)) as llm:
-        tags = t.tag(llm, ops, rows_on_device=True)
+        tags = t.tag(llm, ops, use_cuda_runner=True)
         plant(tags, llm.engine.executor.executor.runner)  # type: ignore[attr-defined]
         for seed in SEEDS:
             t.serve(llm, seed)

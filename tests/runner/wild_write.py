@@ -1,4 +1,4 @@
-"""A kernel that writes to an address; apart, since it needs Triton, and a file of its own."""
+"""A Triton kernel that writes to an address. Triton needs its source in a file."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from octavo.serve.launcher import load_pin_prefixes
 from octavo.serve.service import combine_salts
 from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (  # noqa: F401
-    answers,
     last_of,
     nothing_left,
     oracle_client,
     own_directory,
+    reference_outputs,
     run,
     serving,
     tokens_of,
@@ -49,7 +49,7 @@ async def cached(client: EngineClient, prompt: list[int], salt: bytes = b"") -> 
     """Tokens that need no computing; nothing of the prefix cache is left of whoever asked before."""
     await client.reset_prefix_cache()
     output = await last_of(client, ids(prompt), PARAMS, salt=salt)
-    assert tokens_of(output) == answers(prompt, PARAMS) or salt
+    assert tokens_of(output) == reference_outputs(prompt, PARAMS) or salt
     return output.num_cached_tokens
 
 
@@ -84,7 +84,7 @@ def test_a_pin_that_kills_engines_is_given_up(model: str, caplog: pytest.LogCapt
             os.kill(client.pid or 0, signal.SIGKILL)
             await until(lambda: "pin:bad" not in client._pins)
             outputs = await running
-            assert [tokens_of(o) for o in outputs] == [answers([i] * 9, PARAMS) for i in range(3)]
+            assert [tokens_of(o) for o in outputs] == [reference_outputs([i] * 9, PARAMS) for i in range(3)]
             await until(lambda: not client._handles)
             num_restarts = client.health().num_restarts
             assert num_restarts <= 8 and not client._suspects

@@ -9,6 +9,7 @@ import pytest
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
+from octavo.integers import cdiv
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.allocators import (
     BatchCache,
@@ -48,17 +49,17 @@ def test_chunks_are_aligned_disjoint_and_merge(num_blocks: int) -> None:
                 assert len(held[-1]) == size and (held[-1][0] - 1) % size == 0
             else:
                 refused += 1
-                free = sorted(set(range(1, num_blocks + 1)) - {b for piece in held for b in piece})
+                free = sorted(set(range(1, num_blocks + 1)) - {b for chunk in held for b in chunk})
                 starts = [b for b in free if (b - 1) % size == 0 and set(range(b, b + size)) <= set(free)]
-                assert not starts, "there was a piece"
+                assert not starts, "a chunk was free"
         elif held:
             pool.release(held.pop(rnd.randrange(len(held))))
-        blocks = [b for piece in held for b in piece]
+        blocks = [b for chunk in held for b in chunk]
         assert len(blocks) == len(set(blocks)) == pool.num_used == num_blocks - pool.num_free == pool.num_refs
         assert all(1 <= b <= num_blocks for b in blocks)
     assert refused
-    for piece in held:
-        pool.release(piece)
+    for chunk in held:
+        pool.release(chunk)
     largest = 1 << (num_blocks.bit_length() - 1)
     assert pool.num_free == num_blocks and pool.fits(largest) and not pool.fits(2 * largest)
 
@@ -74,22 +75,22 @@ def test_next_power_of_two(number: int, power: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimate", "thought"), [(oracle, 100 + 25), (pow2, 100 + 32), (maximum, 2048)], ids=["oracle", "pow2", "max"]
+    ("estimate", "estimated"), [(oracle, 100 + 25), (pow2, 100 + 32), (maximum, 2048)], ids=["oracle", "pow2", "max"]
 )
-def test_request_reserves_its_estimate(estimate: Estimate, thought: int) -> None:
+def test_request_reserves_its_estimate(estimate: Estimate, estimated: int) -> None:
     cache = ContiguousCache(983, 16, num_rows=64, estimate=estimate, max_len=2048)
     scheduler = Scheduler(cache)
     scheduler.add(request("a", 100, 25))
     step(scheduler)
     (running,) = scheduler.running
-    piece = next_power_of_two(-(-thought // 16))
-    assert len(running.sequences[0].block_ids) == piece == cache.pool.num_used
+    chunk = next_power_of_two(cdiv(estimated, 16))
+    assert len(running.sequences[0].block_ids) == chunk == cache.pool.num_used
     split = cache.split(scheduler.running)
     assert split.tokens == 100 and split.reserved == 25
-    assert split.internal == thought - 125 and split.external == piece * 16 - thought
+    assert split.internal == estimated - 125 and split.external == chunk * 16 - estimated
     assert split_of(cache, scheduler.running) == split and sum(split) == 983 * 16
     blocks = running.sequences[0].block_ids
-    assert blocks == list(range(blocks[0], blocks[0] + piece))  # contiguous
+    assert blocks == list(range(blocks[0], blocks[0] + chunk))  # contiguous
     for _ in range(24):
         step(scheduler)
     assert not scheduler.requests and cache.pool.num_used == 0 and cache.split([]).free == 983 * 16
@@ -127,14 +128,14 @@ def test_each_sample_has_its_own_chunk() -> None:
 def test_fragmented_chunks_do_not_fit() -> None:
     """8 blocks are free and two chunks of 4 are needed: free are one chunk of 4 and two separate ones of 2."""
     cache = ContiguousCache(16, 4, num_rows=8, estimate=oracle, max_len=64)
-    pieces = [cache.buddies.allocate(2) for _ in range(8)]
+    chunks = [cache.buddies.allocate(2) for _ in range(8)]
     for i in (0, 1, 2, 4):
-        cache.buddies.release(pieces[i])
+        cache.buddies.release(chunks[i])
     scheduler = Scheduler(cache)
     scheduler.add(request("a", 5, 7, n=2))
     assert cache.pool.num_available == 8
     assert not scheduler.schedule() and scheduler.waiting[0].wait_reason == "blocks"
-    cache.buddies.release(pieces[3])
+    cache.buddies.release(chunks[3])
     assert scheduler.schedule()
 
 

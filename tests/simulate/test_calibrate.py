@@ -10,6 +10,7 @@ import pytest
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import UsageError
+from octavo.integers import cdiv
 from octavo.simulate.calibrate import (
     HOST_TERMS,
     ROUNDS,
@@ -92,8 +93,8 @@ def test_measured_times_match_the_cost_model() -> None:
     """A simulated engine is measured in place of a real one."""
     args = EngineArgs(model="x", num_gpu_blocks_override=400, async_scheduling=False, decode_window=1,
                       enable_prefix_caching=False)  # fmt: skip
-    setup = SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
-    replica = Replica(setup, Records(), interval_s=1e9)
+    config = SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
+    replica = Replica(config, Records(), interval_s=1e9)
     replica.engine.vocab_size = 1000
     executor, clock = replica.engine.executor, replica.clock
     progress_lines: list[str] = []
@@ -157,7 +158,7 @@ def test_gpu_rounds_fit_into_the_pool() -> None:
         for batch, prompt, output in calibration_rounds(replica.engine, "cuda"):
             assert 1 <= batch <= max_num_seqs and prompt >= 1 and output >= 1
             assert prompt + output <= replica.engine.max_model_len
-            assert batch * -(-(prompt + output) // 16) <= num_blocks
+            assert batch * cdiv(prompt + output, 16) <= num_blocks
 
 
 def test_time_before_a_round_is_not_measured() -> None:

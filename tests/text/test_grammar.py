@@ -23,6 +23,7 @@ from tokenizers import decoders, models
 
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_failed_error
 from octavo.errors import EngineError, ParameterError, RequestFailedError
+from octavo.integers import cdiv
 from octavo.serve.openai import errors
 from octavo.text import grammar as grammar_module
 from octavo.text import grammar_sandbox
@@ -83,7 +84,7 @@ def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], pref
 def test_bitmask_has_exactly_the_allowed_tokens(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     texts = ["the dog", "the dogs", "then", 'a"b\\c\n/', "漢é", "漢", "<|im_end|>x"]
     made = compiler.compile(choice_grammar(texts))
-    assert compute_bitmasks([made.start()]).shape == (1, -(-(tokenizer.vocab_size + PADDING) // 32) + 1)
+    assert compute_bitmasks([made.start()]).shape == (1, cdiv(tokenizer.vocab_size + PADDING, 32) + 1)
     assert check_masks(tokenizer, made.start(), [t.encode() for t in texts]) > 70
 
 

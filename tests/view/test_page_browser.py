@@ -1,7 +1,7 @@
 """The page in a browser: every control of the playground, all lessons, a running server, a recording.
 
-They need Chromium and Playwright, which the project does not depend on. `OCTAVO_CHROMIUM` is a path to the first, else
-it is looked for; `OCTAVO_AXE` is a path to axe.min.js (npm's axe-core), for what it has to say on accessibility.
+The tests need Chromium and Playwright, which the project does not depend on. `OCTAVO_CHROMIUM` is the path to Chromium,
+else it is searched for. `OCTAVO_AXE` is the path to axe.min.js (npm's axe-core), for accessibility.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def chromium() -> str:
     for name in (os.environ.get("OCTAVO_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
         if name and (path := shutil.which(name)):
             return path
-    pytest.skip("there is no Chromium here; OCTAVO_CHROMIUM is the path to one")
+    pytest.skip("Chromium is not installed; set OCTAVO_CHROMIUM to its path")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    reason = "there is no Playwright here; pip install playwright"
+    reason = "Playwright is not installed; pip install playwright"
     playwright = pytest.importorskip("playwright.sync_api", reason=reason)
     path = chromium()
     with playwright.sync_playwright() as driver:
@@ -57,31 +57,31 @@ def browser() -> Iterator[Any]:
 
 
 class Window:
-    """A page that is open. At its end nothing may have gone wrong in it, and nothing may have come from elsewhere."""
+    """An open page. When it closes, it must have had no errors and no requests to other hosts."""
 
     def __init__(
         self, browser: Any, url: str, *, size: tuple[int, int] = SIZES[0], dark: bool = False, key: str | None = None
     ) -> None:
         self.page = browser.new_page(
-            http_credentials=None if key is None else {"username": "anybody", "password": key},
+            http_credentials=None if key is None else {"username": "any", "password": key},
             viewport={"width": size[0], "height": size[1]},
             color_scheme="dark" if dark else "light",
             reduced_motion="reduce",
         )
         self.page.set_default_timeout(WAIT_MS)
-        self.wrong: list[str] = []
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda line: self.wrong.append(line.text) if line.type == "error" else None)
-        self.page.on("request", lambda request: self._asked(request.url, url))
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
+        self.page.on("request", lambda request: self._on_request(request.url, url))
         self.page.goto(url)
         self.until("globalThis.octavoView?.stage.pool")
 
-    def _asked(self, address: str, ours: str) -> None:
+    def _on_request(self, address: str, ours: str) -> None:
         if address.split("/")[:3] != ours.split("/")[:3]:
-            self.wrong.append(f"asked for {address}")
+            self.errors.append(f"requested {address}")
 
     def until(self, condition: str) -> None:
-        """Asked from here, again and again: to do it in the page takes `eval`, which the policy forbids."""
+        """Wait for a condition. It is polled from here: Playwright's wait needs `eval`, which the policy forbids."""
         deadline = time.monotonic() + WAIT_MS / 1000
         while not self.js(f"Boolean({condition})"):
             assert time.monotonic() < deadline, f"never: {condition}"
@@ -91,7 +91,7 @@ class Window:
         return self.page.evaluate(expression)
 
     def settle(self) -> None:
-        """What was clicked is done, and painted."""
+        """Wait until clicks are handled and painted."""
         self.js("octavoView.uses.playground.queue.then(() => octavoView.stage.paint())")
 
     def click(self, name: str) -> None:
@@ -112,12 +112,12 @@ def window(browser: Any, url: str, **options: Any) -> Iterator[Window]:
     shown = Window(browser, url, **options)
     try:
         yield shown
-        assert shown.wrong == []
+        assert shown.errors == []
     finally:
         shown.page.close()
 
 
-# -- what is looked at -------------------------------------------------------------------------------------------------
+# -- servers -----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def playground() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A pool that is far too small for what comes: it preempts, swaps and evicts."""
+    """A pool that is far too small for its load: it preempts, swaps and evicts."""
     coin, time_ms, lines = random.Random(5), 0.0, []
     for i in range(60):
         time_ms += coin.expovariate(1 / 20)
@@ -155,7 +155,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Busy(threading.Thread):
-    """A server with a tiny model, in a loop of its own, that can be given work."""
+    """A server with a tiny model in its own event loop, which the tests can load."""
 
     def __init__(self, model: str, keys: tuple[str, ...] = (), admin_keys: tuple[str, ...] = ()) -> None:
         super().__init__(daemon=True)
@@ -184,31 +184,31 @@ class Busy(threading.Thread):
                 await running
 
     def give(self, num_requests: int) -> Any:
-        """Work, of which one need not wait for the end."""
+        """Start requests, without waiting for their end."""
 
         async def work() -> None:
             coin = random.Random(num_requests)
             shared = "Four score and seven years ago our fathers"
-            asks = [
+            requests = [
                 self.server.complete(
                     f"{shared} {coin.random()}", max_tokens=coin.randrange(8, 48), n=coin.choice([1, 1, 2])
                 )
                 for _ in range(num_requests)
             ]
-            await asyncio.gather(*asks)
+            await asyncio.gather(*requests)
 
         return asyncio.run_coroutine_threadsafe(work(), self.loop)
 
     @contextlib.contextmanager
     def kept_busy(self, *keys: str) -> Iterator[None]:
-        """One long request of each of these keys after the other."""
-        asked = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "n": 2}
+        """Keep one long request of each key running."""
+        body = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "n": 2}
         enough = threading.Event()
 
         async def work(key: str) -> None:
             headers = {"authorization": f"Bearer {key}"}
             while not enough.is_set():
-                answer = await self.server.client.post("/v1/completions", json=asked, headers=headers)
+                answer = await self.server.client.post("/v1/completions", json=body, headers=headers)
                 assert answer.status_code == 200
 
         running = [asyncio.run_coroutine_threadsafe(work(key), self.loop) for key in keys]
@@ -220,11 +220,11 @@ class Busy(threading.Thread):
                 each.result(WAIT_MS / 1000)
 
     def stats(self) -> dict[str, Any]:
-        async def ask() -> dict[str, Any]:
+        async def read() -> dict[str, Any]:
             await self.server.at_rest()
             return (await self.server.engine.kv_stats()).as_dict()
 
-        return asyncio.run_coroutine_threadsafe(ask(), self.loop).result(WAIT_MS / 1000)
+        return asyncio.run_coroutine_threadsafe(read(), self.loop).result(WAIT_MS / 1000)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
 
 
 def same_as_server(shown: Window, answer: dict[str, Any] | None = None) -> None:
-    """What is on the screen is what the server's core has after the same history."""
+    """The page shows what the server's core has after the same history."""
     answer = answer or Playgrounds().answer(shown.history)
     picture = answer["picture"]
     summary = shown.js("octavoView.summary()")
@@ -283,7 +283,7 @@ def test_every_control_of_the_playground(browser: Any, playground: str) -> None:
             assert page.inner_text("#sentence")
             same_as_server(shown)
         at_the_end = shown.history
-        shown.click("new")  # nothing is left
+        shown.click("new")  # no block is left
         assert shown.history == at_the_end and page.get_attribute("#story", "data-done") == "false"
         shown.click("undo")
         assert shown.history == at_the_end.rpartition(";")[0]
@@ -302,10 +302,10 @@ def test_every_control_of_the_playground(browser: Any, playground: str) -> None:
         page.click("#pool-form button")
         shown.settle()
         assert "999999" in page.inner_text("#error") and shown.history == "12x4x20"
-        shown.wrong.clear()  # the browser says that the server answered with 400
+        shown.errors.clear()  # the browser logs the status 400
 
 
-def test_a_link_holds_the_history(browser: Any, playground: str) -> None:
+def test_link_restores_the_history(browser: Any, playground: str) -> None:
     history = "16x4;new,7;fork,A,2;write,B;text,it%27s%20a%20word"
     with window(browser, f"{playground}#play={history}") as shown:
         shown.settle()
@@ -361,7 +361,7 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
         assert page.is_visible("#lesson-list")
 
 
-def test_grid_tables_and_details_point_at_each_other(browser: Any, playground: str) -> None:
+def test_grid_tables_and_details_highlight_each_other(browser: Any, playground: str) -> None:
     with window(browser, f"{playground}#play=64x16;new,60;fork,A,1;write,B") as shown:
         shown.settle()
         page = shown.page
@@ -391,14 +391,14 @@ def test_grid_tables_and_details_point_at_each_other(browser: Any, playground: s
 MOMENT = """(() => {
   const { refs, states, owners, stats } = octavoView.summary();
   const count = (state) => states.filter((each) => each === state).length;
-  const told = [stats.num_used, stats.num_cached, stats.num_free];
+  const expected = [stats.num_used, stats.num_cached, stats.num_free];
   const sharing = refs.reduce((sum, n) => sum + Math.max(0, n - 1), 0);
-  return { seen: [count("used"), count("cached"), count("free")], told, sharing, saved: stats.num_saved_by_sharing,
+  return { seen: [count("used"), count("cached"), count("free")], expected, sharing, saved: stats.num_saved_by_sharing,
            owned: refs.every((n, i) => n === owners[i]), frame: octavoView.stage.pool.frame };
 })()"""
 
 
-def test_live_equals_the_pool_under_load_and_at_rest(browser: Any, busy: Busy) -> None:
+def test_live_state_equals_the_pool(browser: Any, busy: Busy) -> None:
     with window(browser, f"{busy.url}#live") as shown:
         work = busy.give(120)
         frames: set[int] = set()
@@ -407,10 +407,10 @@ def test_live_equals_the_pool_under_load_and_at_rest(browser: Any, busy: Busy) -
                 work.result()
                 work = busy.give(120)
             moment = shown.js(MOMENT)
-            assert moment["seen"] == moment["told"] and moment["owned"], moment
+            assert moment["seen"] == moment["expected"] and moment["owned"], moment
             assert moment["sharing"] == moment["saved"]
             frames.add(moment["frame"])
-            if len(frames) == 3:  # a delta is lost: it begins anew, and nobody notices
+            if len(frames) == 3:  # a delta is lost: the page reconnects
                 shown.js("octavoView.stage.pool.frame += 5")
         work.result()
         wanted = busy.stats()
@@ -424,8 +424,8 @@ def test_live_equals_the_pool_under_load_and_at_rest(browser: Any, busy: Busy) -
         assert "finished" in shown.page.inner_text("#events")
 
 
-def test_live_equals_the_pool_for_long(browser: Any, busy: Busy) -> None:
-    """`OCTAVO_SOAK_S` seconds of load by turns, in which the stream is lost again and again."""
+def test_live_state_equals_the_pool_after_reconnects(browser: Any, busy: Busy) -> None:
+    """`OCTAVO_SOAK_S` seconds of load and rest, during which the stream is lost many times."""
     coin = random.Random(9)
     end = time.monotonic() + float(os.environ.get("OCTAVO_SOAK_S", "20"))
     num_moments = num_lost = num_rests = 0
@@ -434,7 +434,7 @@ def test_live_equals_the_pool_for_long(browser: Any, busy: Busy) -> None:
             work = busy.give(coin.randrange(20, 60))
             while not work.done():
                 moment = shown.js(MOMENT)
-                assert moment["seen"] == moment["told"] and moment["owned"] and moment["sharing"] == moment["saved"]
+                assert moment["seen"] == moment["expected"] and moment["owned"] and moment["sharing"] == moment["saved"]
                 num_moments += 1
                 if coin.random() < 0.05:
                     num_lost += 1
@@ -445,7 +445,7 @@ def test_live_equals_the_pool_for_long(browser: Any, busy: Busy) -> None:
             shown.until("octavoView.stage.pool.requests.size === 0")
             assert shown.js("octavoView.summary().stats") == wanted
             num_rests += 1
-        print(f"{num_moments} moments, {num_lost} times lost, {num_rests} times at rest")
+        print(f"{num_moments} moments, {num_lost} lost streams, {num_rests} times at rest")
 
 
 @pytest.fixture(scope="module")
@@ -461,7 +461,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
 
 
 @pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
-def test_a_tenant_sees_its_own_and_that_others_use_blocks(
+def test_tenant_sees_own_requests_and_blocks_of_others(
     browser: Any, tenants: Busy, size: tuple[int, int], tmp_path: Path
 ) -> None:
     pool = "octavoView.stage.pool"
@@ -485,13 +485,13 @@ def test_a_tenant_sees_its_own_and_that_others_use_blocks(
         assert not own.page.is_visible("nav a[data-use=playground]") and own.page.is_visible("nav a[data-use=live]")
         assert own.js("document.documentElement.scrollWidth <= innerWidth")
         own.until("octavoView.stage.pool.counts.running === 0")
-        said = own.js("octavoView.stage.pool.events.map((event) => event.request_id)")
+        names = own.js("octavoView.stage.pool.events.map((event) => event.request_id)")
         tenant = tenants.server.app.asgi._keys.find(b"sk-1")
         assert tenant is not None and not tenant.sees_all
-        assert any(said) and all(name is None or tenant.sees(name) for name in said)
+        assert any(names) and all(name is None or tenant.sees(name) for name in names)
 
 
-def test_live_comes_back_after_the_stream_was_lost(browser: Any, busy: Busy) -> None:
+def test_live_reconnects_after_a_lost_stream(browser: Any, busy: Busy) -> None:
     with window(browser, f"{busy.url}#live") as shown:
         shown.js(
             "octavoView.uses.live.source.dispatchEvent(new MessageEvent('bye', { data: '{\"reason\": \"slow\"}' }))"
@@ -513,13 +513,13 @@ def at(page: Any, url: str, time_s: float) -> dict[str, Any]:
 def test_replay_scrubs_plays_and_jumps(browser: Any, recording: str) -> None:
     with window(browser, f"{recording}#replay=1") as shown:
         page = shown.page
-        about = page.request.get(f"{recording}replay").json()
-        times = [mark["time_s"] for mark in about["marks"] if mark["event"] == "preempted"]
+        summary = page.request.get(f"{recording}replay").json()
+        times = [mark["time_s"] for mark in summary["marks"] if mark["event"] == "preempted"]
         assert len(times) > 3
         shown.until("octavoView.uses.replay.now_s === 1 && !octavoView.uses.replay.seeking")
         assert shown.js("octavoView.summary().stats") == at(page, recording, 1)["stats"]
-        for share in (0.9, 0.2, 0.5):  # to and fro
-            time_s = round(share * about["duration_s"], 3)
+        for share in (0.9, 0.2, 0.5):  # forwards and backwards
+            time_s = round(share * summary["duration_s"], 3)
             page.fill("#scrub", str(time_s))
             shown.until(f"octavoView.uses.replay.now_s === {time_s} && !octavoView.uses.replay.seeking")
             expected = at(page, recording, time_s)
@@ -535,14 +535,14 @@ def test_replay_scrubs_plays_and_jumps(browser: Any, recording: str) -> None:
         page.click("#run")
         shown.until("octavoView.uses.replay.now_s === octavoView.uses.replay.summary.duration_s")
         shown.until("!octavoView.uses.replay.playing && !octavoView.uses.replay.frames.length")
-        # Played to the end, frame after frame, it is what a jump to the end shows.
-        assert shown.js("octavoView.summary().stats") == at(page, recording, about["duration_s"])["stats"]
+        # Playing to the end shows the same as a jump to the end.
+        assert shown.js("octavoView.summary().stats") == at(page, recording, summary["duration_s"])["stats"]
         assert shown.js("octavoView.stage.pool.steps.some(s => s.numPreempted || s.numSwaps)")
         assert page.get_attribute("#export", "href").startswith("replay/export?from_s=")
         assert page.request.get(recording + page.get_attribute("#trace", "href")).ok
 
 
-# -- for everybody -----------------------------------------------------------------------------------------------------
+# -- all uses ----------------------------------------------------------------------------------------------------------
 
 
 def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
@@ -556,23 +556,23 @@ def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_axe_finds_nothing(browser: Any, playground: str, busy: Busy, recording: str, dark: bool) -> None:
+def test_axe_finds_no_violations(browser: Any, playground: str, busy: Busy, recording: str, dark: bool) -> None:
     axe = os.environ.get("OCTAVO_AXE")
     if not axe:
-        pytest.skip("OCTAVO_AXE is the path to axe.min.js; it is not set")
+        pytest.skip("set OCTAVO_AXE to the path of axe.min.js")
     source = Path(axe).read_text(encoding="utf-8")
     for name, url in urls(playground, busy, recording).items():
         for size in (SIZES[0], SIZES[-1]):
             with window(browser, url, dark=dark, size=size) as shown:
                 shown.js("octavoView.stage.paint()")
-                shown.js(source)  # not as an element: the policy would forbid it
+                shown.js(source)  # evaluated, because the policy forbids other scripts
                 found = shown.js("axe.run().then((result) => result.violations)")
-                said = [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
-                assert not said, (name, size)
+                violations = [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
+                assert not violations, (name, size)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=[f"{width}x{height}" for width, height in SIZES])
-def test_nothing_is_cut_off_at_the_side(
+def test_page_does_not_overflow_horizontally(
     browser: Any, playground: str, busy: Busy, recording: str, size: tuple[int, int]
 ) -> None:
     for name, url in urls(playground, busy, recording).items():
@@ -581,7 +581,7 @@ def test_nothing_is_cut_off_at_the_side(
             assert shown.js("document.documentElement.scrollWidth <= innerWidth"), (name, size)
 
 
-def test_nothing_moves_by_itself(browser: Any, recording: str) -> None:
+def test_no_layout_shift_while_playing(browser: Any, recording: str) -> None:
     with window(browser, f"{recording}#replay=1") as shown:
         shown.js(
             "globalThis.moved = 0; new PerformanceObserver((list) => list.getEntries().forEach((e) => "
@@ -613,8 +613,8 @@ def test_a_million_blocks(browser: Any, busy: Busy) -> None:
     with window(browser, f"{busy.url}#live") as shown:
         shown.js("octavoView.uses.live.leave()")
         stats = shown.js("octavoView.stage.pool.stats")
-        shown.page.evaluate("(s) => { globalThis.told = s }", json.dumps(snapshot | {"stats": stats}))
-        seconds = shown.js("(() => { const t = performance.now(); octavoView.stage.show(JSON.parse(told));"
+        shown.page.evaluate("(s) => { globalThis.input = s }", json.dumps(snapshot | {"stats": stats}))
+        seconds = shown.js("(() => { const t = performance.now(); octavoView.stage.show(JSON.parse(input));"
                            " octavoView.stage.grid._draw(); return (performance.now() - t) / 1000 })()")  # fmt: skip
         for frame in range(1, 21):
             ids = sorted(coin.sample(range(1, num + 1), 100))
@@ -640,10 +640,10 @@ def test_a_million_blocks(browser: Any, busy: Busy) -> None:
             "(() => { const g = octavoView.stage.grid; const i = g.pixels; let bad = 0; for (let b = 1; b <= "
             "g.pool.numBlocks; b++) bad += i[b - 1] !== g.paletteImage[g._paletteIndex(b)]; return bad })()"
         )
-        assert shown.js(pixels) == 0, "the heat map is not what the pool is"
+        assert shown.js(pixels) == 0, "the heat map differs from the pool"
         for _ in range(12):
             shown.page.click("#zoom-in")
         assert shown.js("octavoView.stage.grid.cell") > 9
         heap = shown.js("(globalThis.gc?.(), performance.memory.usedJSHeapSize / 2 ** 20)")
         assert seconds < 20 and heap < 300, (seconds, heap)
-        print(f"first picture {seconds:.2f} s, heap {heap:.0f} MB")
+        print(f"first frame {seconds:.2f} s, heap {heap:.0f} MB")

@@ -1,4 +1,4 @@
-"""What the page's modules do with what they are told and when, run by node on a document that is hardly one."""
+"""The page's modules, run by node with a minimal document."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from octavo.view.live.external import ExternalPool
 from octavo.view.live.messages import Frame, Snapshot
 from octavo.view.live.publisher import Publisher
 from octavo.view.live.state import PoolState
-from tests.view.test_page_picture import FilmedWorld
+from tests.view.test_page_state import FilmedWorld
 
 STATIC = Path(octavo.view.__file__).parent / "static"
 
 DOCUMENT = """
 import { readFileSync } from "node:fs";
-const told = JSON.parse(readFileSync(0, "utf8"));
+const input = JSON.parse(readFileSync(0, "utf8"));
 class Element {
   dataset = {};
   style = { setProperty() {} };
@@ -52,8 +52,8 @@ const byName = {};
 const $ = (name) => (byName[name] ??= new Element());
 let clock = 0;
 let drawing = [];
-const answers = []; // [beginning of a path, what is answered], the latest first
-const asked = [];
+const replies = []; // [beginning of a path, function that returns the reply], the latest first
+const requests = [];
 const set = (name, value) => Object.defineProperty(globalThis, name, { value, configurable: true });
 set("document", { createElement: () => new Element(), querySelector: $, querySelectorAll: () => [] });
 set("matchMedia", () => ({ matches: true, addEventListener() {} }));
@@ -63,19 +63,19 @@ set("performance", { now: () => clock });
 set("history", { replaceState() {} });
 set("fetch", async (path, options) => {
   const body = options?.body ? JSON.parse(options.body) : null;
-  asked.push([path, body]);
-  const answer = await answers.find(([beginning]) => path.startsWith(beginning))[1](path, body);
-  return { ok: !answer.error, status: answer.error ? 400 : 200, json: async () => answer };
+  requests.push([path, body]);
+  const reply = await replies.find(([beginning]) => path.startsWith(beginning))[1](path, body);
+  return { ok: !reply.error, status: reply.error ? 400 : 200, json: async () => reply };
 });
 const settle = () => new Promise((resolve) => setImmediate(resolve));
-async function pass(ms, count = 1) { // so many pictures are drawn, one after so many milliseconds
+async function pass(ms, count = 1) { // draws `count` animation frames, `ms` milliseconds apart
   for (let i = 0; i < count; i++) {
     clock += ms;
     for (const draw of drawing.splice(0)) draw();
     await settle();
   }
 }
-function held() { // an answer that is on its way until it is let go
+function held() { // a reply that is delayed until it is released
   let release;
   const promise = new Promise((resolve) => (release = resolve));
   return { promise, release };
@@ -88,37 +88,37 @@ const stage = {
   paint() {},
   grid: { mark() {} },
 };
-const say = (value) => console.log(JSON.stringify(value));
+const output = (value) => console.log(JSON.stringify(value));
 const load = (name) => import(`${process.argv[1]}/${name}.mjs`);
 """
 RECORDING = """
 const { Replay } = await load("replay");
-answers.push(["replay/at", (path) => ({ time_s: Math.floor(Number(path.split("=")[1])) })]);
-answers.push(["replay/frames", (path) => {
+replies.push(["replay/at", (path) => ({ time_s: Math.floor(Number(path.split("=")[1])) })]);
+replies.push(["replay/frames", (path) => {
   const [from_s, to_s] = path.match(/=[0-9.]+/g).map((each) => Number(each.slice(1)));
   const frames = [];
   for (let at = Math.floor(from_s) + 1; at <= to_s; at++) frames.push({ time_s: at });
   return { frames, end_s: to_s };
 }]);
-answers.push(["replay", () => ({ duration_s: 1000, num_blocks: 4, marks: [], used: [] })]);
+replies.push(["replay", () => ({ duration_s: 1000, num_blocks: 4, marks: [], used: [] })]);
 const replay = new Replay(stage, "busy.frames");
 $("#speed").value = 1;
 """
 
 
-def run_page(script: str, told: Any = None) -> Any:
-    """What a script says with `say`, which has `told`."""
+def run_page(script: str, data: Any = None) -> Any:
+    """The JSON that a script passes to `output`; the script has `data` as `input`."""
     node = shutil.which("node")
     if node is None:
-        pytest.skip("there is no node here to run the page's modules with")
+        pytest.skip("node is not installed")
     command = [node, "--input-type=module", "-e", DOCUMENT + script, STATIC.as_uri()]
-    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input=json.dumps(data), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_numbers_that_nobody_told_are_not_shown() -> None:
-    """A server that is attached to tells few of them; an engine of our own all."""
+def test_missing_stats_are_not_shown() -> None:
+    """An attached server has few of them, an engine of Octavo has all."""
     attached = ExternalPool("tcp://127.0.0.1:1")
     world = FilmedWorld(46)
     try:
@@ -128,7 +128,7 @@ def test_numbers_that_nobody_told_are_not_shown() -> None:
     script = """
     const { showNumbers } = await load("panels");
     const bar = { children: [new Element(), new Element()] };
-    say(told.map((stats) => {
+    output(input.map((stats) => {
       const root = new Element();
       showNumbers({ stats, numBlocks: 4, blockSize: 16 }, root, bar);
       return root.children.map((row) => row.children.map((each) => each.textContent));
@@ -140,27 +140,27 @@ def test_numbers_that_nobody_told_are_not_shown() -> None:
     assert not any("NaN" in value or "undefined" in value for _, value in few + many)
 
 
-def test_the_log_knows_all_that_a_tap_tells() -> None:
-    """An eviction among it, which is told with less than the core's own event has."""
-    told: dict[str, Any] = {}
+def test_log_has_a_text_for_every_event() -> None:
+    """Evictions included, which have fewer fields in a frame than the core's event."""
+    events: dict[str, Any] = {}
     for seed in range(46, 60):
         world = FilmedWorld(seed)
         world.run()
-        told |= {event["event"]: event for frame in world.frames for event in frame.get("events", ())}
-    assert isinstance(world.publisher, Publisher) and {"evicted", "copied", "preempted", "finished"} < told.keys()
+        events |= {event["event"]: event for frame in world.frames for event in frame.get("events", ())}
+    assert isinstance(world.publisher, Publisher) and {"evicted", "copied", "preempted", "finished"} < events.keys()
     script = """
     const { showLog } = await load("panels");
     const list = new Element();
-    showLog({ events: told }, list);
-    say(list.children.map((line) => line.textContent));
+    showLog({ events: input }, list);
+    output(list.children.map((line) => line.textContent));
     """
-    lines = run_page(script, list(told.values()))
-    assert len(lines) == len(told)
+    lines = run_page(script, list(events.values()))
+    assert len(lines) == len(events)
     assert not [line for line in lines if "undefined" in line or "NaN" in line]
 
 
-def test_another_speed_drops_nothing_that_was_fetched() -> None:
-    """At 100 times the speed, minutes are fetched ahead: they are what slower playing goes on with."""
+def test_speed_change_keeps_fetched_frames() -> None:
+    """At 100 times the speed, minutes are fetched ahead. Slower playing continues with them."""
     script = f"""{RECORDING}
     await replay.enter("");
     $("#speed").value = 100;
@@ -169,36 +169,36 @@ def test_another_speed_drops_nothing_that_was_fetched() -> None:
     $("#speed").value = 1;
     $("#speed").onchange?.();
     await pass(50, 80);
-    say({{ now: replay.now_s, applied: stage.applied, shown: stage.shown }});
+    output({{ now: replay.now_s, applied: stage.applied, shown: stage.shown }});
     """
-    said = run_page(script)
-    assert 4 < said["now"] < 10 and said["shown"] == 1
-    assert said["applied"] == list(range(1, int(said["now"]) + 1))
+    result = run_page(script)
+    assert 4 < result["now"] < 10 and result["shown"] == 1
+    assert result["applied"] == list(range(1, int(result["now"]) + 1))
 
 
-def test_a_recording_that_is_not_answered_any_more_is_paused() -> None:
+def test_replay_pauses_when_the_server_fails() -> None:
     script = f"""{RECORDING}
     await replay.enter("");
-    answers.unshift(["replay/frames", () => {{ throw new Error("gone"); }}]);
+    replies.unshift(["replay/frames", () => {{ throw new Error("gone"); }}]);
     replay.play();
     await pass(16, 50);
-    const gone = [asked.filter(([path]) => path.startsWith("replay/frames")).length, replay.playing];
-    answers.shift();
+    const gone = [requests.filter(([path]) => path.startsWith("replay/frames")).length, replay.playing];
+    replies.shift();
     replay.play();
     await pass(100, 15);
-    say([gone, stage.applied, $("#connection").textContent]);
+    output([gone, stage.applied, $("#connection").textContent]);
     """
     assert run_page(script) == [[1, False], [1], "busy.frames"]
 
 
-def test_what_comes_late_is_not_shown_in_another_use() -> None:
+def test_late_replies_are_not_shown_in_another_use() -> None:
     script = f"""{RECORDING}
     const {{ Playground }} = await load("playground");
     const playground = new Playground(stage);
     const shown = [];
 
     const moment = held();
-    answers.unshift(["replay/at", () => moment.promise]);
+    replies.unshift(["replay/at", () => moment.promise]);
     const entering = replay.enter("3");
     await settle();
     replay.leave();
@@ -206,89 +206,89 @@ def test_what_comes_late_is_not_shown_in_another_use() -> None:
     await entering;
     shown.push(stage.shown);
 
-    const deed = held();
-    answers.push(["play/lessons", () => []], ["play", () => deed.promise]);
+    const action = held();
+    replies.push(["play/lessons", () => []], ["play", () => action.promise]);
     const going = playground.enter("");
     await settle();
     playground.leave();
-    deed.release({{ history: "64x16;new,64" }});
+    action.release({{ history: "64x16;new,64" }});
     await going;
     shown.push(stage.shown);
-    say([shown, playground.history, stage.reply ?? null]);
+    output([shown, playground.history, stage.reply ?? null]);
     """
     assert run_page(script) == [[0, 0], "64x16;new,64", None]
 
 
-def test_after_a_broken_link_one_can_begin_anew() -> None:
+def test_reset_after_an_invalid_link() -> None:
     script = """
     const { Playground } = await load("playground");
     const playground = new Playground(stage);
-    answers.push(["play/lessons", () => []], ["play", () => ({ error: { message: "no such pool" } })]);
+    replies.push(["play/lessons", () => []], ["play", () => ({ error: { message: "no such pool" } })]);
     await playground.enter("0x0");
     await $("#reset").onclick();
-    say([asked.at(-1), $("#error").textContent]);
+    output([requests.at(-1), $("#error").textContent]);
     """
     assert run_page(script) == [["play", {"history": "64x16", "action": None}], "no such pool"]
 
 
-def test_a_block_of_a_pool_that_is_no_more_is_nothing() -> None:
-    """Between two uses the grid still has the last one's blocks, and the pointer may be over them."""
+def test_block_of_a_cleared_pool_is_ignored() -> None:
+    """Between two uses, the grid still shows the last pool's blocks, and the pointer may be over them."""
     script = """
     const { Stage } = await load("stage");
     const picked = [];
     const between = { pool: null, grid: { canvas: {} }, onPick: (b) => picked.push(b), _showDetails() {}, _mark() {} };
     Stage.prototype._point.call(between, 3);
     Stage.prototype._pick.call(between, 3);
-    say([between.grid.canvas.title, $("#picked").textContent, picked]);
+    output([between.grid.canvas.title, $("#picked").textContent, picked]);
     """
     assert run_page(script) == ["", "", []]
 
 
 @pytest.mark.parametrize("num", [150, 151])
-def test_a_tree_says_when_it_is_not_whole(num: int) -> None:
+def test_truncated_tree_has_a_note(num: int) -> None:
     script = """
     const { showTree } = await load("panels");
     const root = new Element();
-    const roots = Array.from({ length: told }, (_, i) => ({ block: i + 1, children: [] }));
+    const roots = Array.from({ length: input }, (_, i) => ({ block: i + 1, children: [] }));
     showTree({ tree: () => roots, refs: [], owner: [] }, root);
-    say(root.children.map((each) => each.children.length || each.textContent));
+    output(root.children.map((each) => each.children.length || each.textContent));
     """
     assert run_page(script, num) == [150] + ["The first 150 branches."] * (num > 150)
 
 
-def test_a_snapshot_tells_nothing_twice() -> None:
-    """Whoever falls behind, or goes forward in a recording, is told the last steps and events again."""
+def test_snapshot_adds_no_step_or_event_twice() -> None:
+    """A snapshot repeats the last steps and events."""
     world = FilmedWorld(60)
     world.run()
-    picture: PoolState | None = None
+    state: PoolState | None = None
     runs: list[Any] = []
     for frame in world.frames:
         known = msgspec.convert(frame, Frame)  # type: ignore[call-overload]  # a union
-        if isinstance(known, Snapshot) or picture is None:
-            picture = PoolState(known)
+        if isinstance(known, Snapshot) or state is None:
+            state = PoolState(known)
         else:
-            picture.apply(known)
-        runs.append([frame, json.loads(msgspec.json.encode(picture.snapshot()))])
-    last = [[each[0] for each in picture.steps], len(picture.events)] if picture else []
+            state.apply(known)
+        runs.append([frame, json.loads(msgspec.json.encode(state.snapshot()))])
+    last = [[each[0] for each in state.steps], len(state.events)] if state else []
     script = """
     const { Pool } = await load("pool");
     let pool = null;
-    for (const [frame, again] of told) {
+    for (const [frame, again] of input) {
       if (frame.kind === "delta") pool.apply(frame);
       else pool = new Pool(frame);
       pool.replace(again);
     }
     const marks = pool.steps.reduce((sum, step) => sum + step.numPreempted, 0);
-    say([pool.steps.map((each) => each.step), pool.events.length, marks]);
+    output([pool.steps.map((each) => each.step), pool.events.length, marks]);
     """
     steps, num_events, marks = run_page(script, runs)
-    assert picture is not None and len(steps) > 20 and [steps, num_events] == last
-    preempted = [e for e in picture.events if e["event"] == "preempted" and e["how"] != "swap"]
+    assert state is not None and len(steps) > 20 and [steps, num_events] == last
+    preempted = [e for e in state.events if e["event"] == "preempted" and e["how"] != "swap"]
     assert marks == len(preempted)
 
 
-def test_what_a_window_gave_up_costs_no_time() -> None:
-    """Entries of the null block are nobody's; of a long sequence behind a window there are tens of thousands."""
+def test_dropped_blocks_are_not_indexed() -> None:
+    """Entries of the null block have no owner. A long sequence with an attention window has tens of thousands."""
     script = """
     const { Pool } = await load("pool");
     const ids = new Int32Array(49_000);
@@ -296,34 +296,34 @@ def test_what_a_window_gave_up_costs_no_time() -> None:
     const block_ids = Buffer.from(ids.buffer).toString("base64");
     const own = { uid: 1, index: 0, num_tokens: 1, num_computed: 1, block_ids };
     const request = { id: "a", status: "running", sequences: [1] };
-    const pool = new Pool({ ...told, requests: [request], sequences: [own] });
-    say([pool.ownersOf(2), pool.ownersOf(0), pool.index.size]);
+    const pool = new Pool({ ...input, requests: [request], sequences: [own] });
+    output([pool.ownersOf(2), pool.ownersOf(0), pool.index.size]);
     """
     zeros = base64.b64encode(bytes(8)).decode()
     sizes = {"num_blocks": 4, "block_size": 4, "num_host_blocks": 0, "words": zeros}
     assert run_page(script, {"epoch": "e", "frame": 0, "time_s": 0, **sizes, "seals": {}}) == [[0], [], 1]
 
 
-@pytest.mark.parametrize(("num_computed", "said"), [(4, "\N{EN DASH}"), (5, "4 to 4"), (8, "4 to 7")])
-def test_a_block_says_which_positions_it_has(num_computed: int, said: str) -> None:
-    """None, if it was taken for a step that is on its way."""
+@pytest.mark.parametrize(("num_computed", "positions"), [(4, "\N{EN DASH}"), (5, "4 to 4"), (8, "4 to 7")])
+def test_block_details_have_the_filled_positions(num_computed: int, positions: str) -> None:
+    """None if the block was allocated for a step that is still in flight."""
     script = """
     const { Pool } = await load("pool");
     const { showBlock } = await load("panels");
     const base64 = (array) => Buffer.from(array.buffer).toString("base64");
-    const own = { uid: 1, index: 0, num_tokens: 9, num_computed: told, block_ids: base64(new Int32Array([1, 2])) };
+    const own = { uid: 1, index: 0, num_tokens: 9, num_computed: input, block_ids: base64(new Int32Array([1, 2])) };
     const pool = new Pool({
       epoch: "e", frame: 0, time_s: 0, num_blocks: 2, block_size: 4, words: base64(new Uint16Array([1, 1])), seals: {},
       requests: [{ id: "a", status: "running", sequences: [1] }], sequences: [own],
     });
     const root = new Element();
     showBlock(pool, 2, root);
-    say(root.children[0].children.map((each) => each.children.map((part) => part.textContent)));
+    output(root.children[0].children.map((each) => each.children.map((part) => part.textContent)));
     """
-    assert dict(run_page(script, num_computed))["positions"] == said
+    assert dict(run_page(script, num_computed))["positions"] == positions
 
 
-def test_a_link_that_is_copied_twice_gets_its_name_back() -> None:
+def test_copy_link_button_restores_its_label() -> None:
     script = """
     const { copyLink } = await load("server");
     const later = [];
@@ -334,8 +334,8 @@ def test_a_link_that_is_copied_twice_gets_its_name_back() -> None:
     button.textContent = "Copy link";
     await copyLink(button, "play=64x16");
     await copyLink(button, "play=64x16");
-    const said = button.textContent;
+    const label = button.textContent;
     for (const call of later) call();
-    say([said, button.textContent]);
+    output([label, button.textContent]);
     """
     assert run_page(script) == ["Copied", "Copy link"]

@@ -1,4 +1,4 @@
-"""The page's files as they lie there: what its policy forbids, names that must fit, labels. No browser is needed."""
+"""The page's files: content security policy, ids and imports, labels, contrast. No browser is needed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Page(HTMLParser):
         self.elements.append(Element(tag, attributes, self._open[-1] if self._open else None))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self._open and self._open.pop().tag == tag, f"</{tag}> closes something else"
+        assert self._open and self._open.pop().tag == tag, f"</{tag}> closes another element"
 
     def handle_data(self, data: str) -> None:
         for element in self._open:
@@ -67,7 +67,7 @@ def code_of(path: Path) -> str:
     return re.sub(r"^\s*//.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def test_nothing_in_the_page_is_what_its_policy_forbids() -> None:
+def test_page_obeys_its_content_security_policy() -> None:
     for element in PAGE.elements:
         assert element.tag != "style" and "style" not in element.attributes, element.attributes
         assert not any(name.startswith("on") for name in element.attributes), element.attributes
@@ -81,13 +81,13 @@ def test_nothing_in_the_page_is_what_its_policy_forbids() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
-def test_nothing_comes_from_elsewhere(path: Path) -> None:
+def test_page_loads_nothing_from_other_hosts(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE))
-    assert not re.search(r"@import|url\(", text), "a style sheet that loads something"
+    assert not re.search(r"@import|url\(", text), "the style sheet loads a file"
 
 
-def test_paths_are_relative_and_lead_somewhere() -> None:
+def test_paths_are_relative_and_exist() -> None:
     for element in PAGE.elements:
         for name in ("src", "href"):
             value = element.attributes.get(name, "")
@@ -102,7 +102,7 @@ def test_paths_are_relative_and_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_NAMES)
-def test_what_is_imported_is_exported(path: Path) -> None:
+def test_imports_are_exported_and_used(path: Path) -> None:
     for names, source in re.findall(r"""import \{([^}]+)\} from "([^"]+)";""", code_of(path)):
         exported = (path.parent / source).read_text(encoding="utf-8")
         for name in (each.strip() for each in names.split(",") if each.strip()):
@@ -115,12 +115,12 @@ def test_what_is_imported_is_exported(path: Path) -> None:
 def test_every_module_parses(path: Path) -> None:
     node = shutil.which("node")
     if node is None:
-        pytest.skip("there is no node here to parse the page's modules with")
+        pytest.skip("node is not installed")
     done = subprocess.run([node, "--check", str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_ids_are_there_once_and_those_that_are_named_exist() -> None:
+def test_ids_are_unique_and_references_exist() -> None:
     ids = PAGE.ids()
     assert len(ids) == len(set(ids))
     for element in PAGE.elements:
@@ -149,7 +149,7 @@ def test_every_control_has_a_label() -> None:
             assert named or attributes.get("id") in labelled, attributes
 
 
-def deeds() -> dict[str, str]:
+def actions() -> dict[str, str]:
     code = code_of(STATIC / "playground.mjs")
     table = code[code.index("const ACTIONS = {") : code.index("const KEYS")]
     return dict(re.findall(r"""(\w+): \(\w*\) => [`"]([a-z]+)""", table))
@@ -159,12 +159,12 @@ def test_every_action_of_the_playground_has_a_button() -> None:
     protocol = (STATIC.parent / "PROTOCOL.md").read_text(encoding="utf-8")
     table = protocol[protocol.index("    action\n") : protocol.index("Sequences are named")]
     known = set(re.findall(r"^    ([a-z]+)[, ].*  ", table, flags=re.MULTILINE))
-    assert set(deeds().values()) == known and len(known) == 13
+    assert set(actions().values()) == known and len(known) == 13
     buttons = {e.attributes.get("id") for e in PAGE.elements if e.tag == "button"}
-    assert set(deeds()) | {"undo", "reset", "link"} <= buttons
+    assert set(actions()) | {"undo", "reset", "link"} <= buttons
 
 
-def test_the_page_begins_with_a_pool_that_the_server_offers() -> None:
+def test_first_pool_is_valid() -> None:
     found = re.search(r"""FIRST_POOL = "([^"]+)\"""", code_of(STATIC / "playground.mjs"))
     assert found
     answer = Playgrounds().answer(found[1])
@@ -184,7 +184,7 @@ def luminance(colour: tuple[float, float, float]) -> float:
 
 
 @pytest.mark.parametrize("theme", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"])
-def test_text_can_be_read_in_both_themes(theme: str) -> None:
+def test_text_contrast_in_both_themes(theme: str) -> None:
     """WCAG AA: 4.5 to 1."""
     palette = colours(theme)
     pairs = [("ink", "surface"), ("muted", "surface"), ("muted", "sunken"), ("muted", "ground"), ("warn", "surface")]

@@ -28,7 +28,7 @@ async def alone(view: View) -> Any:
     await app.close()
 
 
-def test_files_are_served_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_known_files_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "static" / "more").mkdir(parents=True)
     for name in ("index.html", "a.mjs", "more/b.css", "secret.txt"):
         (tmp_path / "static" / name).write_text(name)
@@ -53,11 +53,11 @@ def test_files_are_served_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run(main())
 
 
-def test_there_is_something_to_see() -> None:
+def test_page_files_exist() -> None:
     assert STATIC.is_dir()
 
 
-def test_it_answers_to_this_machine_alone() -> None:
+def test_only_local_host_headers_are_accepted() -> None:
     async def main() -> None:
         async with alone(View()) as client:
             for host, status in [
@@ -80,7 +80,7 @@ def test_it_answers_to_this_machine_alone() -> None:
     run(main())
 
 
-def test_the_playground_answers() -> None:
+def test_playground_routes() -> None:
     async def main() -> None:
         async with alone(View()) as client:
             lessons = (await client.get("/view/play/lessons")).json()
@@ -102,7 +102,7 @@ def test_the_playground_answers() -> None:
     run(main())
 
 
-def test_a_recording_answers() -> None:
+def test_replay_routes() -> None:
     frames, _ = recorded(seed=3)
     replay = Replay(frames)
     middle = replay.duration_s / 2
@@ -114,12 +114,12 @@ def test_a_recording_answers() -> None:
             assert summary["title"] == "busy.frames" and summary["num_frames"] == len(frames)
             at = (await client.get(f"/view/replay/at?time_s={middle}")).json()
             assert at["kind"] == "snapshot" and at["time_s"] <= middle
-            told = (await client.get(f"/view/replay/frames?from_s={middle}&to_s={replay.duration_s}")).json()
-            assert [f["frame"] for f in told["frames"]][:1] == [at["frame"] + 1] and told["end_s"] == replay.duration_s
+            part = (await client.get(f"/view/replay/frames?from_s={middle}&to_s={replay.duration_s}")).json()
+            assert [f["frame"] for f in part["frames"]][:1] == [at["frame"] + 1] and part["end_s"] == replay.duration_s
             block = (await client.get(f"/view/blocks/1?time_s={middle}")).json()
             assert block["id"] == 1 and block["name"] is None
             export = await client.get(f"/view/replay/export?from_s={middle}&to_s={replay.duration_s}")
-            assert len(export.content.splitlines()) == 1 + len(told["frames"])
+            assert len(export.content.splitlines()) == 1 + len(part["frames"])
             trace = (await client.get("/view/replay/trace?request_id=r0")).json()
             assert {e["tid"] for e in trace["traceEvents"]} == {1}
             many = "&".join(f"x{i}=1" for i in range(20))

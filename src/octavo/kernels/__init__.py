@@ -1,6 +1,5 @@
-"""The device's operations: plain torch (`reference`, the oracle), the CPU's fast path (`cpu`), Triton (`cuda`).
+"""The device's operations: `reference` in plain torch (the oracle), `cpu.ops` for the CPU, `triton.ops` for GPUs.
 
-A model takes one of these modules as its `ops`: a function that several have, has one signature. `cpu` lacks what only
-a GPU's runner calls.
-`ladder` climbs from gathered to parallel attention, one idea a rung.
+A model takes one of these modules as its `ops`. An operation has the same signature in all of them. `cpu.ops` lacks the
+operations that only a GPU's model runner calls.
 """

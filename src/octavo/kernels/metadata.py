@@ -1,4 +1,4 @@
-"""What the kernels read besides the data itself: `RaggedBatch` for attention, `SamplingTensors` for sampling."""
+"""Batch metadata of the kernels: `RaggedBatch` for attention; sampling and logits processor parameters."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """One call's tokens of several sequences, flattened: prompts, chunks and single decode tokens side by side.
+    """The tokens of one forward pass, flattened: whole prompts, prefill chunks and decode tokens of several sequences.
 
         sequence        0           1   2         3          query_len = 5, 1, 1, 4
         tokens     | a b c d e    | f | g | h i j k |
         query_start  0              5   6   7         11
 
-    Query i of sequence s is at position `seq_lens[s] - query_len[s] + i` and sees the keys of positions 0 to its own,
-    which are in the pool already: K and V are written first, then attended to.
+    Query i of sequence s is at position `seq_lens[s] - query_len[s] + i` and sees the keys of positions 0 to its own. K
+    and V are written to the KV cache before attention.
 
-    positions      [num_tokens] int64, each token's place in its sequence
-    slot_mapping   [num_tokens] int64, each token's place in the pool: block_id * block_size + offset
+    positions      [num_tokens] int64, position of each token in its sequence
+    slot_mapping   [num_tokens] int64, slot of each token in the KV cache: block_id * block_size + offset
     query_start    [num_seqs + 1] int32, exclusive prefix sum of the query lengths; the last entry is num_tokens
-    seq_lens       [num_seqs] int32, context length, this call's tokens included
+    seq_lens       [num_seqs] int32, context length, including the tokens of this pass
     block_tables   [num_seqs, max_blocks] int32, padded with 0, the null block
-    max_query_len, max_seq_len   ints of the host, so that sizing a launch needs no look at the device
-                   Of a batch that is captured, they bound all replays
+    max_query_len, max_seq_len
+                   known to the host, to size launches without waiting for the device. For a captured batch, they bound
+                   all replays
     derived        cache of values that kernels compute from the other fields, shared by all layers of a step. The
                    tensors of a batch must not change after its first kernel: each step has its own batch
     fixed_split    attention of a sequence must give the same bits in every batch. Read by the GPU's kernels; slower
@@ -63,7 +64,7 @@ class RaggedBatch:
         *,
         device: torch.device | str = "cpu",
     ) -> RaggedBatch:
-        """The batch of sequences whose last `query_lens[s]` of `seq_lens[s]` tokens are computed by this call."""
+        """A batch that computes the last `query_lens[s]` of the `seq_lens[s]` tokens of each sequence."""
         positions: list[int] = []
         slots: list[int] = []
         for query_len, seq_len, block_ids in zip(query_lens, seq_lens, block_tables, strict=True):
@@ -86,17 +87,17 @@ class RaggedBatch:
 
 @dataclass(slots=True)
 class SamplingTensors:
-    """How each row of logits is sampled: the part of `SamplingParams` that the device needs.
+    """Sampling parameters of each row of logits: the part of `SamplingParams` that the device needs.
 
     temperature    [num_rows] float32, 0: greedy
     top_k          [num_rows] int32, 0: all
     top_p          [num_rows] float32, 1: all
     min_p          [num_rows] float32, 0: all
     seed           [num_rows] int64
-    sample_index   [num_rows] int64, which of its request's samples the row is
-    position       [num_rows] int64, position that the sampled token will have
-    all_greedy     every temperature is 0           } known to the host, so that the device's work
-    any_filter     some row has top_k, top_p, min_p } can be chosen without looking at it
+    sample_index   [num_rows] int64, index of the row among the samples of its request
+    position       [num_rows] int64, position of the token to be sampled
+    all_greedy     every temperature is 0                  } known to the host, to choose
+    any_filter     some row has top_k, top_p or min_p      } kernels without a device read
     """
 
     temperature: Tensor
@@ -109,12 +110,12 @@ class SamplingTensors:
     all_greedy: bool
     any_filter: bool
 
-    def rows(self, row_ids: Tensor) -> SamplingTensors:
-        """Those rows alone; row_ids int64. The host's flags stay: they say what may be, not what is."""
+    def select(self, row_ids: Tensor) -> SamplingTensors:
+        """The rows `row_ids`, int64. all_greedy and any_filter are kept: they are bounds."""
         return replace(self, **{name: getattr(self, name)[row_ids] for name in PER_ROW_FIELDS})
 
     def first(self, num_rows: int) -> SamplingTensors:
-        """Those rows, as views."""
+        """The first rows, as views."""
         return replace(self, **{name: getattr(self, name)[:num_rows] for name in PER_ROW_FIELDS})
 
     @classmethod
@@ -146,12 +147,12 @@ class SamplingTensors:
 
 @dataclass(slots=True)
 class TokenHistory:
-    """The tokens so far of those rows of logits whose sampling looks at them.
+    """Prompt and output tokens of the rows of logits whose processors need them.
 
     rows        [num] int64, the row of logits
-    token_ids   [num, max_len] int, by position; from `num_tokens` on it is anything
-    num_prompt  [num] int64, tokens of the prompt: what comes after them is output
-    num_tokens  [num] int64, prompt and output: the position of the token to be sampled
+    token_ids   [num, max_len] int, by position; undefined from `num_tokens` on
+    num_prompt  [num] int64, length of the prompt
+    num_tokens  [num] int64, length of prompt and output: the position of the token to be sampled
     """
 
     rows: Tensor
@@ -162,18 +163,21 @@ class TokenHistory:
 
 @dataclass(slots=True)
 class LogitsProcessorParams:
-    """What is done to some logits of some rows before they are sampled; None: nothing of the kind.
+    """Logits processors of some rows, applied before sampling. A field is None where no row needs it.
 
     Lists of (row, token) are pairs of int64 tensors of equal length, [num_pairs] each.
 
-    limited    [num] int64, rows that have a list of tokens allowed, and
-    allowed    these tokens: all others of the row are out
-    banned     tokens that are out
-    bias, bias_values  tokens whose logits are added to; [num_pairs] float32
-    history    the tokens so far, for what follows
-    words, word_rows   [num_words, longest] int64, right-aligned and padded with -1 in front; and [num_words] int64, the
-               row of `history` it is for: the last token of a word is out where the others of it come just before
-    repetition, presence, frequency   [num] float32 penalties of the rows of `history`, each by itself: 1, 0, 0 for none
+    allowed_rows    [num] int64, rows with allowed_token_ids
+    allowed_tokens  (row, token) pairs that these rows allow; all their other tokens are masked
+    banned_tokens   (row, token) pairs that are masked
+    bias_tokens, bias_values
+                    (row, token) pairs with a logit bias, and the biases [num_pairs] float32
+    history         prompt and output tokens, for the fields below
+    bad_words, bad_word_rows
+                    [num_words, longest] int64, right-aligned and padded with -1 on the left; [num_words] int64, the row
+                    of `history` of each. The last token of a word is masked where its other tokens precede
+    repetition, presence, frequency
+                    [num] float32, penalties of the rows of `history`; 1, 0, 0 have no effect
     """
 
     allowed_rows: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Models: `spec` reads config.json, `decoder` is the Llama family built of `layers`, `weights` fills it from files.
+"""Models: `config` reads config.json, `decoder` (Llama family) and `gpt` consist of `layers`, `loading` reads weights.
 
-`spec` imports no torch, so that memory can be planned from a config.json alone.
+`config` imports no torch, so memory can be planned from a config.json alone.
 """

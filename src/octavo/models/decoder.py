@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma 3 are one model with a few switches."""
+"""The decoder of the Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3 and Gemma 3, configured by `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorPara
 
 
 class DecoderLayer:
-    """Norm, attention, norm, MLP, each half added to the residual stream.
+    """Norm, attention, norm, MLP; the outputs of attention and MLP are added to the residual stream.
 
-    The last addition is left to the next norm, which needs the sum anyway: what travels between layers is the pair
-    (x, residual), and the stream's value is their sum. Gemma 3 also normalises each half before it is added.
+    The next layer's norm computes the last addition: layers exchange the pair (x, residual), whose sum is the residual
+    stream. Gemma 3 also normalises both outputs before they are added.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DecoderLayer:
         self.attention = Attention(spec, layer, ops=ops, tp=tp, dtype=dtype, device=device)
         self.mlp = GatedMLP(spec, ops=ops, tp=tp, dtype=dtype, device=device)
         self.attention_norm, self.mlp_norm = (empty_norm(spec, spec.hidden_size, dtype, device) for _ in range(2))
-        self.post_norms: tuple[Tensor, Tensor] | None = None  # behind attention, behind the MLP
+        self.post_norms: tuple[Tensor, Tensor] | None = None  # after attention, after the MLP
         if spec.post_norms:
             self.post_norms = (
                 empty_norm(spec, spec.hidden_size, dtype, device),
@@ -47,7 +47,7 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [num_tokens, hidden_size] -> the same, one layer on."""
+        """(x, residual) -> (x, residual) after this layer, all [num_tokens, hidden_size]."""
         x, residual = self.ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
         x = self.attention(x, batch, kv_layer, cos_sin)
         if self.post_norms is not None:
@@ -77,7 +77,7 @@ class DecoderLayer:
         yield from self.attention.weights(f"{prefix}.self_attn")
         if self.post_norms is None:
             yield Weight.whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
-        else:  # the same name for another place
+        else:  # the name has another meaning here
             yield Weight.whole(f"{prefix}.post_attention_layernorm.weight", self.post_norms[0])
             yield Weight.whole(f"{prefix}.pre_feedforward_layernorm.weight", self.mlp_norm)
             yield Weight.whole(f"{prefix}.post_feedforward_layernorm.weight", self.post_norms[1])
@@ -89,10 +89,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model over paged K and V. Its tensors are empty until `weights.load_decoder` fills them.
+    """A causal language model over the paged KV cache. `loading.loader.load_model` fills its weights.
 
-    ops      the module of operations to compute with: `kernels.reference` or a fast path with the same signatures
-    max_len  positions in the rotary table; default: all that the model knows
+    ops      module of operations: `kernels.reference`, or a fast path with the same signatures
+    max_len  positions of the rotary table; default: max_position_embeddings
     """
 
     def __init__(
@@ -110,17 +110,18 @@ class Decoder:
         self.vocabulary = VocabEmbedding(
             spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings, dtype=dtype, device=device
         )
-        # In the model's dtype, as it was trained: bfloat16 makes 25.25 of Gemma 3 270M's sqrt(640).
+        # Rounded to the model's dtype, as in training: bfloat16 rounds sqrt(640) of Gemma 3 270M to 25.25.
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.layers = [
             DecoderLayer(spec, layer, ops=ops, tp=tp, dtype=dtype, device=device) for layer in range(spec.num_layers)
         ]
         self.norm = empty_norm(spec, spec.hidden_size, dtype, device)
-        # A rank's sums are not yet the stream's, and float16 has no room for a stream times a norm's weight.
+        # Not for tensor parallel ranks, whose sums are partial, and not for float16, in which the residual stream times
+        # a norm's weight may overflow.
         has_small_batch_path = not spec.post_norms and tp.size == 1 and dtype != torch.float16
-        most = [ops.max_small_batch_tokens(matrix.weight) for layer in self.layers[:1] for matrix in layer.linears()]
-        self.max_small_batch_tokens = min(most) if has_small_batch_path else 0
-        # [max_len, head_dim], made on the CPU: the same numbers on every device, and none at all for a model on "meta".
+        limits = [ops.max_small_batch_tokens(matrix.weight) for layer in self.layers[:1] for matrix in layer.linears()]
+        self.max_small_batch_tokens = min(limits) if has_small_batch_path else 0
+        # [max_len, head_dim], computed on the CPU: the same numbers for every device, also for a model on "meta".
         max_len = max_len or spec.max_position_embeddings
         table = ops.rope_table(spec.head_dim, max_len, spec.rope_theta, scaling=spec.rope_scaling)
         self.cos_sin: Tensor = table.to(device)
@@ -130,14 +131,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        """Compute the batch's tokens, write their K and V, and give the logits that were asked for.
+        """Forward pass: write K and V of the batch's tokens to the KV cache and return logits.
 
         token_ids    [num_tokens] int64
-        kv           [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim], the pool, written to
-        logits_rows  [num_rows] int64, which of the tokens get logits: only the last of a sequence has a use for them.
-                     None: all
+        kv           [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim], the KV cache, modified
+        logits_rows  [num_rows] int64, tokens whose logits are returned, usually the last of each sequence. None: all
 
-        -> [num_rows, vocab_size] float32, on a GPU in the dtype of the model
+        -> [num_rows, vocab_size] float32; on a GPU in the model's dtype
         """
         x = self.vocabulary.embed(token_ids)  # [num_tokens, hidden_size]
         if self.embedding_scale != 1.0:
@@ -153,7 +153,7 @@ class Decoder:
         return self.vocabulary.logits(x)
 
     def _forward_small_batch(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        """From the embeddings of at most `max_small_batch_tokens` tokens to the head's input."""
+        """Small-batch path: embeddings of at most `max_small_batch_tokens` tokens -> the head's input."""
         norms = [*(layer.attention_norm for layer in self.layers), self.norm]
         residual = self.ops.make_normed_residual(x, norms[0])
         for index, layer in enumerate(self.layers):
@@ -168,19 +168,19 @@ class Decoder:
         return self.local_cos_sin if layer.attention.window else self.cos_sin
 
     def weights(self) -> Iterator[Weight]:
-        """Every tensor that a checkpoint of this model must hold."""
+        """All tensors of a checkpoint of this model."""
         yield from self.vocabulary.weights("model.embed_tokens")
         for index, layer in enumerate(self.layers):
             yield from layer.weights(f"model.layers.{index}")
         yield Weight.whole("model.norm.weight", self.norm)
 
     def matrices(self) -> Iterator[PackableWeight]:
-        """Every matrix that is multiplied with, for what is done to each once it is filled."""
+        """All matrices, to be packed after loading."""
         yield self.vocabulary
         for layer in self.layers:
             yield from layer.linears()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights, in bytes."""
+        """Bytes of the weights."""
         return sum(weight.tensor.nbytes for weight in self.weights())

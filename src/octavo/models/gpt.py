@@ -1,4 +1,4 @@
-"""GPT-2 and OPT: layer norms, learned positions and a plain MLP, as one decoder with the switches of `GPTSpec`."""
+"""GPT-2 and OPT: a decoder with layer norms, learned positions and a plain MLP, configured by `GPTSpec`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """What a checkpoint calls the parts; `layer` has a place for the layer's number.
+    """Names of a checkpoint's tensors; `layer` is a format string for the layer's number.
 
-    qkv         three projections, or one of all three
-    is_conv1d   matrices are stored [in, out], as GPT-2's first implementation had them
+    qkv         three projections, or one merged projection
+    is_conv1d   matrices are stored as [in, out], as in GPT-2's first implementation
     """
 
     embedding: str
@@ -74,9 +74,9 @@ TENSOR_NAMES: Mapping[str, TensorNames] = {
 
 
 def conv1d_weights(linear: Linear, name: str) -> Iterator[Weight]:
-    """The checkpoint's one tensor [in, out] of all the projections merged in `linear`, and where its parts go.
+    """Parts of a checkpoint's [in, out] tensor that merges all projections of `linear`.
 
-    in the file   | q | k | v |    a rank's part of each is a run of columns, which are rows here
+    in the file   | q | k | v |    a rank's part of each is a range of columns, which are rows of `linear`
     """
     shape = (linear.in_size, sum(linear.out_sizes))
     first_in = linear.tp.rank * linear.weight.shape[1] if linear.split == "in" else 0
@@ -93,17 +93,17 @@ def conv1d_weights(linear: Linear, name: str) -> Iterator[Weight]:
 
 
 class LayerNorm:
-    """A layer norm over hidden_size, with weight and bias unless the spec has none."""
+    """A layer norm over hidden_size, with weight and bias if the spec has norm_weights."""
 
     def __init__(self, spec: GPTSpec, *, ops: ModuleType, dtype: torch.dtype, device: torch.device | str) -> None:
         self.ops = ops
         self.eps = spec.layer_norm_eps
-        size, has = spec.hidden_size, spec.norm_weights
-        self.weight = torch.empty(size, dtype=dtype, device=device) if has else None
-        self.bias = torch.empty(size, dtype=dtype, device=device) if has else None
+        size, has_weights = spec.hidden_size, spec.norm_weights
+        self.weight = torch.empty(size, dtype=dtype, device=device) if has_weights else None
+        self.bias = torch.empty(size, dtype=dtype, device=device) if has_weights else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same."""
+        """x [num_tokens, hidden_size] -> the same shape."""
         normed: Tensor = self.ops.layer_norm(x, self.weight, self.bias, self.eps)
         return normed
 
@@ -114,7 +114,7 @@ class LayerNorm:
 
 
 class GPTLayer:
-    """Attention and MLP, each added to the residual stream and normalised before that or behind."""
+    """Attention and MLP, each with a residual addition, and a norm before them or after the addition."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class GPTLayer:
         self.scale = spec.attention_scale / (layer + 1 if spec.scale_by_layer else 1)
         self.window = spec.window_of(layer)
         self.activation = ACTIVATIONS[spec.activation]
-        tp.share(spec.num_heads, "attention heads")  # a rank has whole heads
+        tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
 
         def projection(in_size: int, *out_sizes: int, split: str) -> Linear:
             return Linear(in_size, out_sizes, bias=spec.bias, split=split, tp=tp, dtype=dtype, device=device)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ class GPTLayer:
         self.down = projection(inner, hidden, split="in")
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same, one layer on; the tokens' K and V are in kv_layer afterwards."""
+        """x [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V to kv_layer."""
         if self.norm_first:
             x = x + self._attend(self.attention_norm(x), batch, kv_layer)
             return x + self._mlp(self.mlp_norm(x))
@@ -159,8 +159,8 @@ class GPTLayer:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, 3 * num_heads, head_dim]
         q, k, v = heads.chunk(3, dim=1)
         self.ops.kv_write(k, v, kv_layer, batch.slot_mapping)
-        attended = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
-        return self.out(attended.flatten(1))
+        output = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
+        return self.out(output.flatten(1))
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -180,9 +180,9 @@ class GPTLayer:
 
 
 class GPT:
-    """A causal language model over paged K and V, the sibling of `decoder.Decoder` with the same members.
+    """A causal language model over the paged KV cache, with the interface of `decoder.Decoder`.
 
-    max_len is taken for that likeness' sake: the position table is the checkpoint's, whatever part of it is used.
+    max_len is unused: the checkpoint has the whole position table.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class GPT:
         return self.vocabulary.logits(x)
 
     def weights(self) -> Iterator[Weight]:
-        """Every tensor that a checkpoint of this model must hold; one name may fill several places."""
+        """All tensors of a checkpoint of this model; several weights may be parts of one tensor."""
         yield from self.vocabulary.weights(self.names.embedding)
         yield Weight.whole(f"{self.names.positions}.weight", self.positions)
         if self.project_in is not None and self.project_out is not None:
@@ -244,12 +244,12 @@ class GPT:
             yield from self.norm.weights(self.names.final_norm)
 
     def matrices(self) -> Iterator[PackableWeight]:
-        """Every matrix that is multiplied with, for what is done to each once it is filled."""
+        """All matrices, to be packed after loading."""
         yield self.vocabulary
         for layer in self.layers:
             yield from layer.linears()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights, in bytes."""
+        """Bytes of the weights."""
         return sum(weight.tensor.nbytes for weight in self.weights())

@@ -16,12 +16,12 @@ from octavo.models.linear import Linear, TensorParallel, Weight
 
 
 def empty_norm(spec: DecoderSpec, size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """An RMS norm's weight, [size]: in float32 where it is 1 + what the checkpoint holds, which float16 would round."""
+    """The weight of an RMS norm, [size]. float32 if it is 1 + the checkpoint's value, which float16 would round."""
     return torch.empty(size, dtype=torch.float32 if spec.unit_offset_norms else dtype, device=device)
 
 
 class Attention:
-    """Self-attention over the paged K and V of a batch: project, turn, write, attend, project back."""
+    """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Attention:
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.window_of(layer)
-        tp.share(spec.num_heads, "attention heads")  # raises where they do not divide
-        tp.share(spec.num_kv_heads, "K/V heads")
+        tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
+        tp.per_rank(spec.num_kv_heads, "K/V heads")
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = Linear(
             spec.hidden_size,
@@ -54,7 +54,7 @@ class Attention:
         self.k_norm = empty_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; the tokens' K and V are in kv_layer afterwards."""
+        """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
         q, k, v = split_heads(self.qkv(x), kv_layer)
         q = self.ops.rope_kv_write(
             q,
@@ -73,8 +73,7 @@ class Attention:
     def forward_small_batch(
         self, residual: NormedResidual, eps: float, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
     ) -> Tensor:
-        """Small-batch path, from a residual whose norm is not applied yet to the attention's result, before the output
-        projection: [num_tokens, num_heads * head_dim]."""
+        """Small-batch path, without the output projection: residual -> [num_tokens, num_heads * head_dim]."""
         q = self.ops.project_qkv(
             residual,
             eps,
@@ -90,8 +89,8 @@ class Attention:
         return self._attend(q, batch, kv_layer)
 
     def _attend(self, q: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-        attended: Tensor = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
-        return attended.flatten(1)
+        output: Tensor = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
+        return output.flatten(1)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from self.qkv.weights(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")

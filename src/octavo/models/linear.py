@@ -1,8 +1,8 @@
-"""Projections, embeddings and the head; how their weights are named, merged, split over ranks, filled and packed.
+"""Linear layers, embeddings and the LM head: names, merging, tensor parallelism and packing of their weights.
 
-Each part of a model knows its weights under the names that checkpoints use (`Weight`), so that loading is one loop over
-them, straight into the merged tensors. Once filled, a matrix may be packed: then it lies where and as its product is
-fastest, and what is left of the plain one is its shape.
+Each part of a model lists its weights under their names in checkpoints (`Weight`), so loading is one loop that copies
+into the merged tensors. A loaded matrix may be packed into the layout of its fastest product; the plain tensor is then
+freed, and only its shape remains.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from octavo.kernels.cpu.packed_linear import (
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """One rank of `size` that share every layer (Megatron-LM, arXiv 1909.08053): each has some heads of attention and
-    some columns of the MLP; `all_reduce` sums their partial outputs, once after attention and once after the MLP."""
+    """One of `size` tensor parallel ranks (Megatron-LM, arXiv 1909.08053).
+
+    A rank has some attention heads and some columns of the MLP. `all_reduce` sums the ranks' partial outputs, once
+    after attention and once after the MLP.
+    """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] | None = None
 
-    def share(self, total: int, what: str) -> int:
-        """How many of `total` each rank has; raises `ParameterError` where they do not come out even."""
+    def per_rank(self, total: int, name: str) -> int:
+        """total / size; raises `ParameterError` if that is no whole number. `name` is used in the message."""
         if total % self.size:
             raise ParameterError(
-                f"tensor_parallel_size {self.size} does not divide the model's {total} {what}; choose a divisor",
+                f"tensor_parallel_size {self.size} does not divide the model's {total} {name}; choose a divisor",
                 param="tensor_parallel_size",
             )
         return total // self.size
@@ -52,12 +55,12 @@ SINGLE_RANK = TensorParallel()
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of a checkpoint, and where this rank's part of it goes.
+    """One tensor of a checkpoint, and the model's tensor for this rank's part of it.
 
-    name    as Transformers names it
-    shape   in the checkpoint, whole
-    tensor  to be filled: a view into the tensor that is computed with
-    start   [ndim] where in the checkpoint's tensor this rank's part begins; it ends where `tensor` does
+    name    Transformers' name
+    shape   of the whole tensor in the checkpoint
+    tensor  to be filled; a view into the tensor that the model computes with
+    start   [ndim], first index of this rank's part in the checkpoint's tensor; its shape is that of `tensor`
     """
 
     name: str
@@ -71,38 +74,37 @@ class Weight:
 
 
 def _empty_like(weight: Tensor, device: torch.device | str) -> Tensor:
-    """As torch's, which on "meta" imports a system for algebra first: half a second, and two on a slow disk."""
+    """torch.empty_like, which on "meta" would import sympy first: half a second, two on a slow disk."""
     return torch.empty(weight.shape, dtype=weight.dtype, device=device)
 
 
 class PackableWeight:
-    """A weight [num_out, num_in] and what it is multiplied as: itself, or packed by `kernels.packed`."""
+    """A weight [num_out, num_in] that is multiplied as it is, or packed by `kernels.cpu.packed_linear`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.packed: PackedWeight | None = None
 
     def pack(self, quantization: Quantization | None = None) -> None:
-        """Once the weight is filled: put it into the layout that its product is fastest in, and give the plain one up.
-        Nothing happens where there is no such layout."""
+        """Pack the loaded weight and free the plain one. Does nothing if no packed layout is faster."""
         self.packed = pack(self.weight, quantization)
         if self.packed is not None:
             self.weight = _empty_like(self.weight, "meta")
 
     def num_bytes(self, quantization: Quantization | None = None) -> int:
-        """What it takes when it is packed."""
+        """Bytes of the packed weight."""
         return packed_bytes(self.weight, quantization)
 
 
 class Linear(PackableWeight):
     """y = x @ weight.T + bias, with several projections of the same input merged into one product.
 
-        split "out": a rank has rows of each projection    split "in": a rank has columns, and results are summed
+        split "out": a rank has rows of each projection    split "in": a rank has columns; results are summed
         weight  | q  rank 0 |                              weight  | rank 0 | rank 1 |
                 | q  rank 1 |
                 | k  rank 0 | ...
 
-    x [num_tokens, in_size] -> y [num_tokens, sum(out_sizes)], both this rank's part where they are split.
+    x [num_tokens, in_size] -> y [num_tokens, sum(out_sizes)], of which a split dimension is this rank's part.
     """
 
     def __init__(
@@ -120,12 +122,12 @@ class Linear(PackableWeight):
         self.split = split
         self.in_size = in_size
         self.out_sizes = tuple(out_sizes)
-        columns = tp.share(in_size, "inputs of a projection") if split == "in" else in_size
-        self.rows = [tp.share(size, "outputs of a projection") if split == "out" else size for size in out_sizes]
+        columns = tp.per_rank(in_size, "inputs of a projection") if split == "in" else in_size
+        self.rows = [tp.per_rank(size, "outputs of a projection") if split == "out" else size for size in out_sizes]
         super().__init__(torch.empty(sum(self.rows), columns, dtype=dtype, device=device))
-        # Where results are summed over ranks, the bias is one rank's to add.
-        own_bias = bias and (split == "out" or tp.rank == 0)
-        self.bias = torch.empty(sum(self.rows), dtype=dtype, device=device) if own_bias else None
+        # Where results are summed over ranks, only one rank adds the bias.
+        has_bias = bias and (split == "out" or tp.rank == 0)
+        self.bias = torch.empty(sum(self.rows), dtype=dtype, device=device) if has_bias else None
         self.all_reduce = tp.all_reduce if split == "in" and tp.size > 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -133,7 +135,7 @@ class Linear(PackableWeight):
         return y if self.all_reduce is None else self.all_reduce(y)
 
     def weights(self, *names: str) -> Iterator[Weight]:
-        """The checkpoint's tensors that were merged here, one name a projection."""
+        """The checkpoint's tensors that are merged here; one name for each projection."""
         first_column = self.tp.rank * self.weight.shape[1] if self.split == "in" else 0
         parts = zip(names, self.out_sizes, self.rows, torch.split(self.weight, self.rows), strict=True)
         biases = [None] * len(names) if self.bias is None else torch.split(self.bias, self.rows)
@@ -145,8 +147,7 @@ class Linear(PackableWeight):
 
 
 class VocabEmbedding(PackableWeight):
-    """Tokens in and logits out: the table of embeddings [vocab_size, width], and the head of the same shape. In tied
-    models these are one table, read forwards and backwards; also when it is packed, there is one."""
+    """Embedding table and LM head, both [vocab_size, width]. In tied models they are one tensor, packed or not."""
 
     def __init__(
         self, vocab_size: int, width: int, *, tied: bool, dtype: torch.dtype, device: torch.device | str
@@ -163,13 +164,15 @@ class VocabEmbedding(PackableWeight):
         return embed(self.embedding, token_ids)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype, which its sampler widens as it
-        reads: a copy of such a table takes longer than a layer."""
+        """[num_rows, width] -> [num_rows, vocab_size] float32.
+
+        On a GPU, logits have x's dtype and the sampler converts them: a float32 copy would take longer than a layer.
+        """
         if self.packed is not None:
             return self.packed(x, None, float32_out=True)
         if x.is_cuda:
             return F.linear(x, self.weight)
-        if x.dtype in (torch.bfloat16, torch.float16):  # in which the product would come rounded
+        if x.dtype in (torch.bfloat16, torch.float16):  # F.linear would round the logits
             return blockwise_linear(x, self.weight)
         return F.linear(x, self.weight).float()
 

@@ -1,6 +1,6 @@
-"""How large a model's weights are, from its spec alone: no tensor is made, and torch is not needed.
+"""Number of parameters and bytes of a model, computed from its spec without torch.
 
-What is counted here is what `decoder` and `gpt` make and `linear` packs; a test compares the two for every family.
+A test compares the counts with the tensors of `decoder` and `gpt` and with `linear`'s packed weights, for every family.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
 
 
 class MatrixShape(NamedTuple):
-    """A weight [num_out, num_in] that is multiplied with, and whether it has a bias; there are `copies` alike."""
+    """`copies` weights [num_out, num_in], with or without a bias."""
 
     num_out: int
     num_in: int
@@ -21,7 +21,7 @@ class MatrixShape(NamedTuple):
 
 
 def matrices(spec: ModelSpec) -> Iterator[MatrixShape]:
-    """Of all layers; neither embeddings nor head."""
+    """The matrices of all layers, without embeddings and head."""
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if isinstance(spec, DecoderSpec):
@@ -36,16 +36,16 @@ def matrices(spec: ModelSpec) -> Iterator[MatrixShape]:
 
 
 def num_params(spec: ModelSpec) -> int:
-    """A head that is the table of embeddings counts once."""
+    """Number of parameters; a tied head counts once."""
     dense = sum(m.copies * (m.num_out * m.num_in + m.bias * m.num_out) for m in matrices(spec))
-    return dense + _num_in_vocabulary(spec) + _num_in_norms(spec) + _num_beside(spec)
+    return dense + _num_in_vocabulary(spec) + _num_in_norms(spec) + _num_other(spec)
 
 
 def weight_bytes(spec: ModelSpec, itemsize: int, *, int8: bool = False) -> int:
-    """In memory, computed with in a dtype of `itemsize` bytes; `int8`: matrices in 8 bits, on a CPU."""
+    """Bytes of the weights in a dtype of `itemsize` bytes; int8: matrices quantised to int8, on a CPU."""
     norm_itemsize = 4 if isinstance(spec, DecoderSpec) and spec.unit_offset_norms else itemsize
     total = num_params(spec) * itemsize + _num_in_norms(spec) * (norm_itemsize - itemsize)
-    if int8:  # 8 bytes an output go with it: a scale, and what oneDNN may keep
+    if int8:  # and 8 bytes an output: a scale, and what oneDNN may keep
         packed = [(m.num_out, m.num_in, m.copies) for m in matrices(spec)]
         packed.append((spec.vocab_size, _embedding_size(spec), 1))
         total -= sum(copies * num_out * (num_in * (itemsize - 1) - 8) for num_out, num_in, copies in packed)
@@ -62,14 +62,14 @@ def _num_in_vocabulary(spec: ModelSpec) -> int:
 
 def _num_in_norms(spec: ModelSpec) -> int:
     if isinstance(spec, DecoderSpec):
-        of_layer = (4 if spec.post_norms else 2) * spec.hidden_size + 2 * spec.qk_norm * spec.head_dim
-        return spec.num_layers * of_layer + spec.hidden_size
+        per_layer = (4 if spec.post_norms else 2) * spec.hidden_size + 2 * spec.qk_norm * spec.head_dim
+        return spec.num_layers * per_layer + spec.hidden_size
     assert isinstance(spec, GPTSpec)
     return spec.norm_weights * 2 * spec.hidden_size * (2 * spec.num_layers + spec.final_norm)
 
 
-def _num_beside(spec: ModelSpec) -> int:
-    """Learned positions, and the projections around embeddings that are narrower than the rest."""
+def _num_other(spec: ModelSpec) -> int:
+    """Learned positions, and the projections between embedding_size and hidden_size."""
     if not isinstance(spec, GPTSpec):
         return 0
     positions = (spec.max_position_embeddings + spec.position_offset) * spec.hidden_size

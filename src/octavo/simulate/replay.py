@@ -223,26 +223,26 @@ def _num_choices(request: RecordedRequest) -> int:
 
 def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel) -> SimConfig:
     """The recorded engine with the options in `settings` changed."""
-    core, engine = recording.file.settings, recording.file.engine
-    block_size = settings.get("block_size", core["block_size"])
-    num_tokens = core["num_blocks"] * core["block_size"]
-    block_bytes = MODEL.kv_bytes_per_token * core["block_size"]
+    recorded, engine = recording.file.settings, recording.file.engine
+    block_size = settings.get("block_size", recorded["block_size"])
+    num_tokens = recorded["num_blocks"] * recorded["block_size"]
+    block_bytes = MODEL.kv_bytes_per_token * recorded["block_size"]
     known: dict[str, Any] = {
         "block_size": block_size,
         "num_gpu_blocks_override": max(1, num_tokens // block_size),
         "max_model_len": engine["max_model_len"],
-        "max_num_seqs": core["num_rows"],
-        "max_num_batched_tokens": core["max_num_batched_tokens"],
-        "decode_window": core["decode_window"],
-        "enable_prefix_caching": core["enable_prefix_caching"],
-        "preemption_mode": core["mode"] or "auto",
-        "preemption_victim": core["victims"],
-        "scheduling_policy": "priority" if core["by_priority"] else "fcfs",
-        "priority_ageing": core["ageing"],
-        "long_prefill_token_threshold": core["long_prefill_token_threshold"],
-        "max_long_partial_prefills": core["max_long_partial_prefills"],
-        "swap_space": (core["num_host_blocks"] + 0.5) * block_bytes / GIB,
-        "watermark": min(0.5, (core["num_watermark_blocks"] + 0.5) / core["num_blocks"]),
+        "max_num_seqs": recorded["num_rows"],
+        "max_num_batched_tokens": recorded["max_num_batched_tokens"],
+        "decode_window": recorded["decode_window"],
+        "enable_prefix_caching": recorded["enable_prefix_caching"],
+        "preemption_mode": recorded["mode"] or "auto",
+        "preemption_victim": recorded["victims"],
+        "scheduling_policy": "priority" if recorded["by_priority"] else "fcfs",
+        "priority_ageing": recorded["ageing"],
+        "long_prefill_token_threshold": recorded["long_prefill_token_threshold"],
+        "max_long_partial_prefills": recorded["max_long_partial_prefills"],
+        "swap_space": (recorded["num_host_blocks"] + 0.5) * block_bytes / GIB,
+        "watermark": min(0.5, (recorded["num_watermark_blocks"] + 0.5) / recorded["num_blocks"]),
         "async_scheduling": engine["overlap"],
     }
     return SimConfig(MODEL, DEVICES["h100"], EngineArgs(model=MODEL.name, **(known | settings)), cost=cost)

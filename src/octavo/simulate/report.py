@@ -52,21 +52,21 @@ class SLO:
 
 def ttft(records: Records) -> np.ndarray:
     """Seconds from arrival to the first token, [num_requests]."""
-    waited: np.ndarray = records.column("first_s") - records.column("arrived_s")
-    return waited
+    seconds: np.ndarray = records.column("first_s") - records.column("arrived_s")
+    return seconds
 
 
 def tpot(records: Records) -> np.ndarray:
     """Seconds per token after the first, of the longest sample, [num_requests]; 0 for an output of one token."""
     tokens = np.maximum(1, records.column("longest") - 1)
-    each: np.ndarray = (records.column("finished_s") - records.column("first_s")) / tokens
-    return each
+    per_token: np.ndarray = (records.column("finished_s") - records.column("first_s")) / tokens
+    return per_token
 
 
 def latency(records: Records) -> np.ndarray:
     """Seconds from arrival to the end, [num_requests]."""
-    whole: np.ndarray = records.column("finished_s") - records.column("arrived_s")
-    return whole
+    total: np.ndarray = records.column("finished_s") - records.column("arrived_s")
+    return total
 
 
 def normalized_latency(records: Records) -> float:

@@ -189,8 +189,8 @@ class _WindowDecoder:
 
     def flush(self) -> str:
         """Text of the pending tokens: with the context before them if that yields a continuation, else alone."""
-        before, whole = self._decode(self._context_ids), self._decode(self._context_ids + self._pending_ids)
-        text = whole[len(before) :] if whole.startswith(before) else self._decode(self._pending_ids)
+        before, decoded = self._decode(self._context_ids), self._decode(self._context_ids + self._pending_ids)
+        text = decoded[len(before) :] if decoded.startswith(before) else self._decode(self._pending_ids)
         self._stream = self._restart(self._context_ids + self._pending_ids)
         return text
 

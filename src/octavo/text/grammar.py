@@ -111,14 +111,14 @@ class Matcher:
             return ""
         line = _one_line(error)
         if LIMIT_PATTERN.search(line):
-            return f"grammar_too_complex: following the grammar takes more memory or time than it may have ({line})"
+            return f"grammar_too_complex: following the grammar exceeds its memory or time limit ({line}); simplify it"
         return line
 
 
 def compute_bitmasks(matchers: Sequence[Matcher]) -> np.ndarray:
     """The bitmask of allowed next tokens of each matcher.
 
-    [len(matchers), bitmask_words + 1] int32: token t is bit t % 32 of word t // 32; the last word is 0. End tokens are
+    [len(matchers), num_words + 1] int32: token t is bit t % 32 of word t // 32; the last word is 0. End tokens are
     never set. A mask of zeros is not an `error`: the output may end there, or cannot continue.
     """
     bitmasks = np.empty((len(matchers), matchers[0].num_words + 1), dtype=np.int32)

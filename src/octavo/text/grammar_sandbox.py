@@ -51,7 +51,7 @@ class GuidanceTokenizer(TokenizerWrapper):
     def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int]) -> None:
         self.is_tokenizer_wrapper = True  # distinguishes the object from a path in llguidance
         self.bos_token_id = None
-        self.eos_token_id = -(-len(tokens) // 32) * 32
+        self.eos_token_id = (len(tokens) + 31) // 32 * 32
         self.tokens = [*tokens, *[b""] * (self.eos_token_id + 1 - len(tokens))]
         self.special_token_ids = [*special_token_ids, self.eos_token_id]
 

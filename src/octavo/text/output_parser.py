@@ -116,7 +116,7 @@ class OutputParser:
             rest = ""
         return [*parts, *_text_parts("content", rest)]
 
-    # -- states: each consumes text and returns True if the next can continue -------------------------------------
+    # -- states: each consumes text and returns True if parsing can continue -------------------------------------------
 
     def _parse(self) -> list[OutputPart]:
         while self._step():

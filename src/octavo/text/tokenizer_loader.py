@@ -105,8 +105,7 @@ def _read_added_tokens(text: str) -> dict[str, int]:
 
 
 def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Path) -> None:
-    """Raise `CheckpointError` if two tokens share an id. Embeddings are read by id, so a second reading is a second
-    model."""
+    """Raise `CheckpointError` for tokens with ambiguous ids: the model looks up its embedding by id."""
     for content, token_id in added.items():
         if backend.token_to_id(content) not in (token_id, None):
             raise CheckpointError(
@@ -148,7 +147,7 @@ def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
             try:
                 templates[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as e:
-                raise CheckpointError(f"cannot read {path}: {e}") from e
+                raise CheckpointError(f"cannot read {path}: {e}; fetch the model again") from e
     return templates
 
 
@@ -184,21 +183,21 @@ def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) ->
     special = {_content(settings.get(name)) for name in SPECIAL_NAMES}
     special |= {_content(token) for token in settings.get("additional_special_tokens") or []}
     special |= {entry["content"] for entry in entries if entry.get("special")}
-    whole = vocab | added
-    if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in whole.values()):
+    ids = vocab | added
+    if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in ids.values()):
         raise CheckpointError(f"{path} contains ids that are not integers from 0; fetch it again, or {REMEDY}")
     lines = (folder / "merges.txt").read_text(encoding="utf-8", errors="replace").split("\n")
     merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
     backend = _wrap_errors(
-        str(path), lambda: _byte_level(whole, merges, pre, prefix_space=bool(settings.get("add_prefix_space")))
+        str(path), lambda: _byte_level(ids, merges, pre, prefix_space=bool(settings.get("add_prefix_space")))
     )
     _check_added(backend, added, path)
-    for content in sorted((special | set(added)) & set(whole), key=lambda content: int(whole[content])):
+    for content in sorted((special | set(added)) & set(ids), key=lambda content: int(ids[content])):
         backend.add_tokens([AddedToken(content, normalized=False, special=content in special)])
     bos = _content(settings.get("bos_token"))
-    if settings.get("add_bos_token") and bos in whole:  # OPT
+    if settings.get("add_bos_token") and bos in ids:  # OPT
         backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, whole[bos])]
+            single=[bos, "$A"], special_tokens=[(bos, ids[bos])]
         )
     return backend
 
@@ -241,7 +240,7 @@ QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_NUMBER
 
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "gpt-2": (GPT2_WORDS,),
-    "smollm": (r"\p{N}", GPT2_WORDS),  # each digit by itself, then GPT-2's words
+    "smollm": (r"\p{N}", GPT2_WORDS),  # single digits, then GPT-2's words
     "starcoder": (r"\p{N}", GPT2_WORDS),
     "qwen2": (QWEN2_WORDS,),
     "deepseek-r1-qwen": (QWEN2_WORDS,),

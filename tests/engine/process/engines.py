@@ -1,4 +1,4 @@
-"""Engine clients for tests, and what must be left of one when it has gone: nothing."""
+"""Engine clients for tests, and checks that a closed one leaves nothing running."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from octavo.core.request import Request
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts
 from octavo.frontend.engine_client import EngineClient
 from tests.proof import oracle
-from tests.serve.event_loop import run as run  # with the clients, for those who test one
+from tests.serve.event_loop import run as run  # re-exported for tests of clients
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
 PARAMS = SamplingParams(max_tokens=40, seed=1)
 SHORT_TIMEOUTS = EngineTimeouts(silence_s=2.5, step_s=2.5, retry_s=0.05)
-"""For tests in which an engine hangs. On a busy machine, one that does not may be as silent, and is started again."""
+"""For tests in which an engine hangs. On a busy machine, a healthy engine may exceed them and be restarted."""
 
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For sockets, so that those of others are not taken for what a test left behind."""
+    """A temporary directory for sockets, so that leftovers of other processes do not count."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
@@ -49,7 +49,7 @@ def real_client(model: str, *, timeouts: EngineTimeouts | None = None, **options
 
 @contextlib.asynccontextmanager
 async def serving(client: EngineClient) -> AsyncIterator[EngineClient]:
-    """Between tests that come to an end, its engine is at rest; after it, nothing of any of its engines is left."""
+    """Start a client. On exit its engine must hold no blocks, and no engine process or socket may be left."""
     with nothing_left():
         async with client:
             yield client
@@ -67,7 +67,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def residue() -> set[str]:
-    """Directories of sockets, and children of this process."""
+    """Socket directories and child processes."""
     directories = {str(path) for path in Path(tempfile.gettempdir()).glob("octavo-*")}
     children = {f"child {pid}" for pid in children_of(os.getpid())}
     return directories | children
@@ -82,7 +82,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Also false of a zombie."""
+    """False also for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
@@ -90,10 +90,10 @@ def is_alive(pid: int) -> bool:
 
 
 async def until(ready: Callable[[], Any], limit_s: float = 90) -> float:
-    """Seconds that it took."""
+    """Wait for a condition; returns the seconds that it took."""
     begin = time.monotonic()
     while not ready():
-        assert time.monotonic() - begin < limit_s, "it did not come to that"
+        assert time.monotonic() - begin < limit_s, f"not true after {limit_s} s"
         await asyncio.sleep(0.005)
     return time.monotonic() - begin
 
@@ -104,8 +104,8 @@ async def last_of(client: EngineClient, prompt: Any, params: Any, **options: Any
     return outputs[-1]
 
 
-def answers(prompt: list[int], params: SamplingParams) -> list[list[int]]:
-    """What the oracle's model says to a prompt, sample by sample."""
+def reference_outputs(prompt: list[int], params: SamplingParams) -> list[list[int]]:
+    """The outputs of the oracle's model for a prompt, by sample."""
     request = Request("", prompt, params)
     return [tokens[len(prompt) :] for _, tokens in oracle.reference(request)]
 
@@ -124,4 +124,4 @@ async def many(client: EngineClient, num: int = 8, params: SamplingParams = PARA
 
 
 def expected(num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
-    return [answers(prompt(i), params) for i in range(num)]
+    return [reference_outputs(prompt(i), params) for i in range(num)]

@@ -1,5 +1,7 @@
-"""Messages between the engine's process and its client that are garbage, cut, doubled, lost, or of wrong types, ranges
-and ids: over the socket of a real process, on uvloop. At most the request that one names fails."""
+"""Garbage, truncated, duplicate, lost and invalid messages between the engine process and its client.
+
+They go over the socket of a real process, on uvloop. At most the request that a message names fails.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,13 @@ from octavo.frontend.engine_client import MAX_LOSSES, EngineClient
 from octavo.params.beam_search_params import BeamSearchParams
 from tests.engine.process.engines import (
     PARAMS,
-    answers,
     expected,
     last_of,
     many,
     oracle_client,
     prompt,
     real_client,
+    reference_outputs,
     run,
     serving,
     tokens_of,
@@ -68,24 +70,24 @@ def process_of(client: EngineClient) -> EngineProcess:
     return process
 
 
-def say(client: EngineClient, *parts: bytes) -> None:
-    """Raw, to the engine."""
+def send_raw(client: EngineClient, *parts: bytes) -> None:
+    """Send raw message parts to the engine."""
     channel = process_of(client)._channel
     channel._socket.send_multipart(parts, zmq.NOBLOCK)
-    asyncio.get_running_loop().call_soon(channel._drain)  # sending may have swallowed the signal that something came
+    asyncio.get_running_loop().call_soon(channel._drain)  # sending may consume the edge that signals an arrival
 
 
-async def at_rest(client: EngineClient) -> None:
+async def wait_for_rest(client: EngineClient) -> None:
     while (await client.kv_stats()).num_used:
         await asyncio.sleep(0.01)
 
 
-async def ends_of(*tasks: Any) -> list[Any]:
+async def results_of(*tasks: Any) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Cut, or with bytes that are changed, doubled or left out."""
+    """Truncated, or with bytes changed, repeated or removed."""
     kind = chance.randrange(4)
     if kind == 0:
         return data[: chance.randrange(len(data))]
@@ -138,10 +140,10 @@ WRONG: list[Any] = [
     ["add", "pin:w18", P, {"max_tokens": 1, "n": 2}, False, 0, 0, b"", {0: pack_tokens([1])}, True],
     ["add", 5, P, {}],
     ["add"],
-    ["stop", "nobody", -1],
-    ["stop", "nobody", 1 << 40],
+    ["stop", "unknown", -1],
+    ["stop", "unknown", 1 << 40],
     ["abort", None],
-    ["abort", "nobody"],
+    ["abort", "unknown"],
     ["rpc", -1, "kv_stats"],
     ["rpc", 10**6, "no such question"],
     ["rpc", 10**6, "unpin", "nothing"],
@@ -152,7 +154,7 @@ WRONG: list[Any] = [
 
 
 @pytest.mark.parametrize("make", [oracle_client, real_client])
-def test_bad_commands_end_no_engine_and_no_other_request(model: str, make: Callable[[str], EngineClient]) -> None:
+def test_bad_commands_fail_no_engine_and_no_other_request(model: str, make: Callable[[str], EngineClient]) -> None:
     chance = random.Random(1)
 
     async def main() -> None:
@@ -162,52 +164,52 @@ def test_bad_commands_end_no_engine_and_no_other_request(model: str, make: Calla
             good = asyncio.ensure_future(many(client, 6, LONGER))
             while not good.done():
                 for data in GARBAGE:
-                    say(client, data)
-                say(client, encode([AbortRequest("nobody")]), b"\xc1", b"")
-                say(client, encode(WRONG))
+                    send_raw(client, data)
+                send_raw(client, encode([AbortRequest("unknown")]), b"\xc1", b"")
+                send_raw(client, encode(WRONG))
                 for _ in range(30):
-                    say(client, chance.randbytes(chance.randrange(60)))
-                    say(client, mutated(encode(chance.choices(COMMANDS, k=chance.randint(1, 3))), chance))
+                    send_raw(client, chance.randbytes(chance.randrange(60)))
+                    send_raw(client, mutated(encode(chance.choices(COMMANDS, k=chance.randint(1, 3))), chance))
                 await asyncio.sleep(0.02)
             assert await good == wanted
-            await at_rest(client)
+            await wait_for_rest(client)
             assert await many(client, 6, LONGER) == wanted
             assert client.pid == pid and client.health().num_restarts == 0
             assert (await client.stats()).engine.num_bad_messages > 50
-            await at_rest(client)
+            await wait_for_rest(client)
 
     run(main())
 
 
-def test_a_doubled_command_leaves_the_running_request_alone(model: str) -> None:
+def test_duplicate_add_does_not_affect_the_running_request(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             task = asyncio.ensure_future(last_of(client, prompt(0), PARAMS, request_id="mine"))
             await until(lambda: client._handles and client._handles["mine"].started)
-            say(
+            send_raw(
                 client,
                 encode([AddRequest("mine", P, {}), ["add", "mine", "no bytes", {}], AddRequest("mine", b"x", {})]),
             )
-            assert tokens_of(await task) == answers(prompt(0), PARAMS)
+            assert tokens_of(await task) == reference_outputs(prompt(0), PARAMS)
             await until(lambda: client._stats.engine.num_bad_messages == 3)
 
     run(main())
 
 
-def test_requests_go_on_while_messages_come_faster_than_they_are_read(model: str) -> None:
+def test_requests_continue_under_a_flood_of_messages(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
             good = asyncio.ensure_future(many(client, 3))
             begin = time.monotonic()
             while not good.done() and time.monotonic() - begin < 20:
-                say(client, *[encode([["abort", None]] * 20)] * 4)
+                send_raw(client, *[encode([["abort", None]] * 20)] * 4)
                 await asyncio.sleep(0.001)
             assert good.done() and await good == expected(3)
 
     run(main())
 
 
-def test_a_message_that_fails_keeps_none_behind_it_unread() -> None:
+def test_messages_after_a_failing_one_are_read() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         complaints: list[Any] = []
@@ -233,15 +235,15 @@ def test_a_message_that_fails_keeps_none_behind_it_unread() -> None:
     run(main())
 
 
-def test_a_bad_command_fails_the_request_that_it_names(model: str) -> None:
-    """With a clear error; what follows in the same message counts."""
+def test_bad_command_fails_the_request_that_it_names(model: str) -> None:
+    """With a clear error; later commands of the same message count."""
 
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             good = asyncio.ensure_future(many(client))
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="mine"))
             await until(lambda: "mine" in client._handles and client._handles["mine"].started)
-            say(client, encode([["stop", "mine", -1], RpcCall(10**6, "kv_stats")]))
+            send_raw(client, encode([["stop", "mine", -1], RpcCall(10**6, "kv_stats")]))
             with pytest.raises(RequestFailedError, match="a command of request 'mine' is unusable") as caught:
                 await task
             assert caught.value.code == "bad_message"
@@ -254,7 +256,7 @@ def test_a_bad_command_fails_the_request_that_it_names(model: str) -> None:
 
 
 def bad_updates(name: str) -> list[Any]:
-    """Each of which no engine can tell of a request with one sample."""
+    """Updates that no engine can send for a request with one sample."""
     return [
         [name, [[1, [3], "", None, None, 0]]],
         [name, [[127, [3], "stop", None, None, 0]], True],
@@ -273,7 +275,7 @@ def bad_updates(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", range(len(bad_updates(""))))
-def test_a_bad_update_fails_its_request_and_hangs_none(model: str, number: int) -> None:
+def test_bad_update_fails_its_request_and_hangs_none(model: str, number: int) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             good = asyncio.ensure_future(many(client))
@@ -284,27 +286,29 @@ def test_a_bad_update_fails_its_request_and_hangs_none(model: str, number: int) 
                 await task
             assert caught.value.code == "bad_message"
             assert await good == expected()
-            assert tokens_of(await last_of(client, prompt(0), PARAMS, request_id="bad")) == answers(prompt(0), PARAMS)
+            assert tokens_of(await last_of(client, prompt(0), PARAMS, request_id="bad")) == reference_outputs(
+                prompt(0), PARAMS
+            )
             assert (await client.stats()).engine.num_bad_messages == 1
 
     run(main())
 
 
-def test_an_update_from_the_future_changes_nothing(model: str) -> None:
-    """Tokens before it may be lost; the engine is asked, and they are not."""
+def test_update_with_a_position_ahead_is_ignored(model: str) -> None:
+    """Earlier tokens may be lost; the audit finds that they are not."""
 
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="a"))
             await until(lambda: "a" in client._handles and client._handles["a"].started)
             process_of(client)._on_data(encode(["step", [["a", [[0, [3], "", None, None, 250]]]], [], []]))
-            assert tokens_of(await task) == answers(prompt(0), LONGER)
+            assert tokens_of(await task) == reference_outputs(prompt(0), LONGER)
             assert (await client.stats()).engine.num_bad_messages == 1
 
     run(main())
 
 
-def test_bad_reports_end_no_client_and_no_other_request(model: str) -> None:
+def test_bad_reports_fail_no_client_and_no_other_request(model: str) -> None:
     chance = random.Random(2)
     reports: list[Any] = [
         Hello(),
@@ -334,16 +338,16 @@ def test_bad_reports_end_no_client_and_no_other_request(model: str) -> None:
                     facts = RequestStats(1, 2, 0.5, "", [Hypothesis(-1.0, -2.0, [1], "stop", [])])
                     step = StepReport(
                         [RequestUpdate(chance.choice(victims), [sample], False, facts)],
-                        [RequestError("nobody", "ValueError", "x")],
+                        [RequestError("unknown", "ValueError", "x")],
                         [RpcReply(10**6, 1)],
                     )
                     hear(mutated(encode(step), chance))
                 await asyncio.sleep(0.01)
             assert await good == expected(6, LONGER)
-            ends = await ends_of(*bad)
+            ends = await results_of(*bad)
             assert any(isinstance(end, RequestFailedError) for end in ends)
             for i, end in enumerate(ends):
-                assert isinstance(end, RequestFailedError) or tokens_of(end) == answers(prompt(i), LONGER)
+                assert isinstance(end, RequestFailedError) or tokens_of(end) == reference_outputs(prompt(i), LONGER)
             assert client.health().num_restarts == 0
             assert await many(client) == expected()
 
@@ -351,8 +355,8 @@ def test_bad_reports_end_no_client_and_no_other_request(model: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["to the engine", "from the engine"])
-def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> None:
-    """A part of the messages comes as garbage, with all that they held: tokens, ends, answers, new requests, aborts."""
+def test_content_of_lost_messages_is_recovered(model: str, direction: str) -> None:
+    """Some messages arrive as garbage: tokens, finish reasons, replies, new requests and aborts are lost."""
     chance = random.Random(3)
 
     async def main() -> None:
@@ -363,7 +367,7 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
 
             def lossy(data: bytes) -> bytes:
                 nonlocal num_lost, num_lost_in_turn
-                # One message to the engine adds all requests of a turn: lost more often, it fails all of them.
+                # One message adds all requests of a turn, so losing more of them would fail all requests.
                 is_sent = direction == "to the engine"
                 if chance.random() < (0.3 if is_sent else 0.04) and not (is_sent and num_lost_in_turn == MAX_LOSSES):
                     num_lost, num_lost_in_turn = num_lost + 1, num_lost_in_turn + 1
@@ -373,7 +377,7 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
             if direction == "from the engine":
                 process._channel._on_data = lambda data: hear(lossy(data))
             else:
-                process._channel.send = lambda message: say(client, lossy(encode(message)))  # type: ignore[method-assign]
+                process._channel.send = lambda message: send_raw(client, lossy(encode(message)))  # type: ignore[method-assign]
             losers = 0
             for turn in range(12):
                 num_lost_in_turn = 0
@@ -381,15 +385,17 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
                     n=3, max_tokens=40, seed=3, stop_token_ids=[4], logprobs=0 if turn % 2 else None
                 )
                 beams = BeamSearchParams(beam_width=2, max_tokens=6)
-                ends = await ends_of(
+                ends = await results_of(
                     *(last_of(client, prompt(i), PARAMS) for i in range(8)),
                     last_of(client, prompt(9), samples),
                     last_of(client, prompt(9), beams),
                 )
-                wanted = [answers(prompt(i), PARAMS) for i in range(8)] + [answers(prompt(9), samples)]
+                wanted = [reference_outputs(prompt(i), PARAMS) for i in range(8)] + [
+                    reference_outputs(prompt(9), samples)
+                ]
                 for end, want in zip(ends, wanted, strict=False):
                     if isinstance(end, RequestFailedError):
-                        losers += 1  # its messages were lost again and again
+                        losers += 1  # its messages were lost too often
                     else:
                         assert tokens_of(end) == want
                 assert not isinstance(ends[-1], Exception) or isinstance(ends[-1], RequestFailedError)
@@ -398,19 +404,19 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
             process._channel._on_data = hear
             process._channel.send = send  # type: ignore[method-assign]
             await until(lambda: not client._ended_here)
-            await at_rest(client)
+            await wait_for_rest(client)
 
     run(main())
 
 
-def test_a_bad_beat_is_dropped(model: str) -> None:
+def test_bad_heartbeat_is_dropped(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
             process = process_of(client)
-            beats = [b"\xc1", b"\x90\x90", encode([-1]), encode([1, -2.0]), encode(["x"])]
+            heartbeats = [b"\xc1", b"\x90\x90", encode([-1]), encode([1, -2.0]), encode(["x"])]
             receive = process._lifeline.receive
-            process._lifeline.receive = lambda *, wait=True: beats.pop() if beats else receive(wait=wait)  # type: ignore[method-assign]
-            await until(lambda: not beats)
+            process._lifeline.receive = lambda *, wait=True: heartbeats.pop() if heartbeats else receive(wait=wait)  # type: ignore[method-assign]
+            await until(lambda: not heartbeats)
             assert await many(client, 2) == expected(2)
             assert client.health().num_restarts == 0
             assert (await client.stats()).engine.num_bad_messages == 5
@@ -421,7 +427,7 @@ def test_a_bad_beat_is_dropped(model: str) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def test_parts_that_can_be_read_count() -> None:
+def test_readable_parts_of_a_message_count() -> None:
     commands, bad = read_commands(encode([AbortRequest("a"), ["stop", "b", -1], RpcCall(1, "x"), ["add", "c"], 5]))
     assert commands == [AbortRequest("a"), RpcCall(1, "x")]
     assert [(b.request_id, b.is_add) for b in bad] == [("b", False), ("c", True), (None, False)]
@@ -431,12 +437,12 @@ def test_parts_that_can_be_read_count() -> None:
     assert [b.request_id for b in bad] == ["b", "c", None]
 
 
-def test_a_bad_message_is_named_in_one_short_line() -> None:
+def test_bad_message_is_logged_in_one_short_line() -> None:
     _, (bad,) = read_commands(encode([["stop", "x\n" * 9000, "y" * 9000]]))
     assert "\n" not in str(bad) and len(str(bad)) < 400
 
 
-def test_a_mirror_takes_in_nothing_of_a_bad_update() -> None:
+def test_bad_update_is_not_applied() -> None:
     request = ClientRequest("a", [1, 2], SamplingParams(n=2, seed=1, max_tokens=5), seed=0, vocab_size=10)
     request.apply_update(RequestUpdate("a", [SampleUpdate(0, [3]), SampleUpdate(1, [4])]))
     with pytest.raises(ValueError, match="it continues at token 0 of sample 1"):
@@ -445,32 +451,32 @@ def test_a_mirror_takes_in_nothing_of_a_bad_update() -> None:
 
 
 @pytest.mark.parametrize("guilty", [0, 5, 7])
-def test_a_request_that_kills_engines_is_found_by_halves(model: str, guilty: int) -> None:
-    """Eight engines are more than it takes, and only the guilty request fails."""
+def test_request_that_kills_engines_is_found_by_bisection(model: str, guilty: int) -> None:
+    """Fewer than eight engines die, and only the guilty request fails."""
 
     async def main() -> None:
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
             prompts = [[1, 2, 50, 3] if i == guilty else prompt(i) for i in range(8)]
-            ends = await ends_of(*(last_of(client, p, PARAMS) for p in prompts))
+            ends = await results_of(*(last_of(client, p, PARAMS) for p in prompts))
             assert isinstance(ends[guilty], RequestFailedError) and "engines died while they ran it" in str(
                 ends[guilty]
             )
             for i, end in enumerate(ends):
-                assert i == guilty or tokens_of(end) == answers(prompts[i], PARAMS)
+                assert i == guilty or tokens_of(end) == reference_outputs(prompts[i], PARAMS)
             assert client.health().num_restarts <= 8
             assert not client._suspects
 
     run(main())
 
 
-def test_requests_of_an_engine_that_is_given_up_are_unavailable(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it was given up for: a later request did nothing wrong."""
+def test_requests_to_a_failed_engine_get_an_engine_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cause: a later request is not at fault."""
 
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
             client._on_failed(ParameterError("the model directory has gone", param="model"))
             for error in (PromptError("x"), EngineError("y")):
-                client._on_failed(error)  # the first counts
+                client._on_failed(error)  # the first error counts
             with pytest.raises(EngineError, match="the model directory has gone") as caught:
                 await last_of(client, prompt(0), PARAMS)
             assert type(caught.value) is EngineError
@@ -478,13 +484,13 @@ def test_requests_of_an_engine_that_is_given_up_are_unavailable(model: str, monk
     run(main())
 
 
-def test_an_engine_that_is_killed_while_messages_are_bad_is_replaced(model: str) -> None:
+def test_engine_killed_amid_bad_messages_is_replaced(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.004)) as client:
             task = asyncio.ensure_future(many(client))
             await until(lambda: any(s.started for s in client._handles.values()))
             process_of(client)._on_data(b"\xc1")
-            say(client, b"\xc1")
+            send_raw(client, b"\xc1")
             os.kill(client.pid or 0, signal.SIGKILL)
             assert await task == expected()
 

@@ -1,5 +1,4 @@
-"""What clients of `octavo serve` get when its engine fails, for good or for one request: over raw sockets to the
-processes that its users start."""
+"""Responses of `octavo serve` when its engine fails, for good or for one request: raw sockets, real processes."""
 
 from __future__ import annotations
 
@@ -23,16 +22,16 @@ from tests.serve.raw_client import RawClient, RawResponse
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GROWS = "(" * 30 + "a" + "{1,9})" * 30
-"""It compiles, and after a few tokens its automaton is larger than one may be."""
+"""A regex that compiles, but whose automaton exceeds the limit after a few tokens."""
 GROWS_LATE = "((a?b?c?d?){200}){200}"
-"""After some dozens."""
+"""Exceeds it after some dozens of tokens."""
 ORACLE = str(Path(__file__).parents[2] / "proof" / "oracle_server.py")
 
 
 @contextlib.asynccontextmanager
 async def server_of(model: Path, program: tuple[str, ...] = ("-m", "octavo.cli.main")) -> AsyncIterator[Server]:
-    told = ("serve", str(model), "--port", "0", "--api-key", "key", "--block-size", "4", "--max-num-seqs", "16")
-    server = Server([sys.executable, *program, *told, "--num-gpu-blocks-override", "2100"])
+    arguments = ("serve", str(model), "--port", "0", "--api-key", "key", "--block-size", "4", "--max-num-seqs", "16")
+    server = Server([sys.executable, *program, *arguments, "--num-gpu-blocks-override", "2100"])
     try:
         await server.ready()
         yield server
@@ -54,7 +53,7 @@ def engine_of(server: Server) -> int:
     return pid
 
 
-async def ask(server: Server, body: Any = None, path: str = COMPLETIONS, **options: Any) -> RawResponse:
+async def post(server: Server, body: Any = None, path: str = COMPLETIONS, **options: Any) -> RawResponse:
     client = RawClient(server.port)
     try:
         return await client.ask(body, path, **options)
@@ -67,7 +66,7 @@ def error_of(answer: RawResponse) -> dict[str, Any]:
     return error
 
 
-def made(directory: Path, **sizes: Any) -> Path:
+def make_model(directory: Path, **sizes: Any) -> Path:
     directory.mkdir()
     make_talking_checkpoint(directory, **sizes)
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -75,28 +74,28 @@ def made(directory: Path, **sizes: Any) -> Path:
     return directory
 
 
-def test_an_engine_that_is_given_up_is_unavailable(tmp_path: Path) -> None:
-    """Its model's directory has gone, so no other takes its place; nobody reads that one is started, or a path."""
-    model = made(tmp_path / "secret", max_position_embeddings=4096)
+def test_failed_engine_is_reported_as_unavailable(tmp_path: Path) -> None:
+    """Its model directory is deleted, so no engine starts again. Responses mention neither a restart nor a path."""
+    model = make_model(tmp_path / "secret", max_position_embeddings=4096)
 
     async def main() -> None:
         async with server_of(model) as server:
             begun = asyncio.Event()
             long = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
-            stream = asyncio.ensure_future(ask(server, long | {"stream": True}, on_data=lambda data: begun.set()))
-            whole = asyncio.ensure_future(ask(server, long))
+            stream = asyncio.ensure_future(post(server, long | {"stream": True}, on_data=lambda data: begun.set()))
+            whole = asyncio.ensure_future(post(server, long))
             await asyncio.wait_for(begun.wait(), 60)
             shutil.rmtree(model)
             os.kill(engine_of(server), signal.SIGKILL)
-            while (await ask(server, path="/ready")).status != 503:
+            while (await post(server, path="/ready")).status != 503:
                 await asyncio.sleep(0.01)
-            assert (await ask(server, path="/health")).status == 200  # it may come back
-            waiting = asyncio.ensure_future(ask(server, {"prompt": "Hello", "max_tokens": 2}))
+            assert (await post(server, path="/health")).status == 200  # it may recover
+            waiting = asyncio.ensure_future(post(server, {"prompt": "Hello", "max_tokens": 2}))
             cut = await stream
             assert cut.status == 200 and cut.code == "engine_unavailable"
             assert cut.body.endswith(b"data: [DONE]\n\n")
             failed = [await whole, await waiting]
-            ready, health = [await ask(server, path=path) for path in ("/ready", "/health")]
+            ready, health = [await post(server, path=path) for path in ("/ready", "/health")]
             assert (ready.status, health.status) == (503, 503) and "retry-after" in ready.headers
             assert "the engine has failed" in json.loads(ready.body)["reason"]
             chat = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -110,12 +109,12 @@ def test_an_engine_that_is_given_up_is_unavailable(tmp_path: Path) -> None:
                 ("/debug/kv", None),
                 ("/debug/requests/x", None),
             ]:
-                failed.append(await ask(server, body, path))
+                failed.append(await post(server, body, path))
             for answer in failed:
                 error = error_of(answer)
                 assert (answer.status, error["code"], error["type"]) == (503, "engine_unavailable", "server_error")
-                assert "is not started again" in error["message"] and int(answer.headers["retry-after"]) > 0
-            bye = await ask(server, path="/view/events")
+                assert "will not be restarted" in error["message"] and int(answer.headers["retry-after"]) > 0
+            bye = await post(server, path="/view/events")
             for answer in [cut, ready, bye, *failed]:
                 shown = b"".join(line for line in answer.body.splitlines() if b'"choices"' not in line)
                 assert b"secret" not in shown and b"restarting" not in shown and b"is started again" not in shown
@@ -123,21 +122,21 @@ def test_an_engine_that_is_given_up_is_unavailable(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_grammar_that_grows_too_large_ends_its_own_request_alone(tmp_path: Path) -> None:
-    """With 400 before the first byte, and with an error in a stream after it."""
-    model = made(tmp_path / "model", max_position_embeddings=1024)
+def test_too_complex_grammar_fails_its_request_only(tmp_path: Path) -> None:
+    """With status 400 before the first byte, and with an error event in the stream after it."""
+    model = make_model(tmp_path / "model", max_position_embeddings=1024)
 
     async def main() -> None:
         async with server_of(model) as server:
             plain = {"prompt": "Hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-            wanted = json.loads((await ask(server, plain)).body)["choices"]
+            wanted = json.loads((await post(server, plain)).body)["choices"]
             grows = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "structured_outputs": {"regex": GROWS}}
             late = grows | {"stream": True, "structured_outputs": {"regex": GROWS_LATE}}
             statuses = []
-            while 200 not in statuses:  # on a busy machine, the error may overtake the first byte
+            while 200 not in statuses:  # on a busy machine, the error may precede the first byte
                 assert len(statuses) < 10, statuses
-                neighbours = [asyncio.ensure_future(ask(server, plain)) for _ in range(4)]
-                whole, stream = await asyncio.gather(ask(server, grows), ask(server, late))
+                neighbours = [asyncio.ensure_future(post(server, plain)) for _ in range(4)]
+                whole, stream = await asyncio.gather(post(server, grows), post(server, late))
                 error = error_of(whole)
                 assert (whole.status, error["code"], error["type"], error["param"]) == (
                     400,
@@ -158,8 +157,8 @@ def test_a_grammar_that_grows_too_large_ends_its_own_request_alone(tmp_path: Pat
     run(main())
 
 
-def test_a_template_variable_of_a_reserved_name_is_refused(tmp_path: Path) -> None:
-    model = made(tmp_path / "model")
+def test_reserved_template_variable_is_rejected(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
 
     async def main() -> None:
         async with server_of(model) as server:
@@ -168,27 +167,27 @@ def test_a_template_variable_of_a_reserved_name_is_refused(tmp_path: Path) -> No
             asked.append(("/tokenize", {"messages": chat["messages"]}))
             for path, body in asked:
                 for name in ("self", "messages", "template", "kwargs", "__class__"):
-                    answer = await ask(server, body | {"chat_template_kwargs": {name: "x"}}, path)
+                    answer = await post(server, body | {"chat_template_kwargs": {name: "x"}}, path)
                     error = error_of(answer)
                     assert (answer.status, error["param"]) == (400, "chat_template_kwargs") and name in error["message"]
-                answer = await ask(server, body | {"chat_template_kwargs": {"thinking": True}}, path)
+                answer = await post(server, body | {"chat_template_kwargs": {"thinking": True}}, path)
                 assert answer.status == 200, answer.body
 
     run(main())
 
 
 @pytest.mark.parametrize("path", ["/debug/kv", "/debug/requests/x"])
-def test_a_question_that_the_engine_fails_on_fails_alone(tmp_path: Path, path: str) -> None:
-    model = made(tmp_path / "model")
+def test_failing_debug_call_fails_alone(tmp_path: Path, path: str) -> None:
+    model = make_model(tmp_path / "model")
     faults = json.dumps({"no_answer": ["debug_kv", "debug_request"]})
 
     async def main() -> None:
         async with server_of(model, (ORACLE, faults)) as server:
-            answer = await ask(server, path=path)
+            answer = await post(server, path=path)
             error = error_of(answer)
             assert (answer.status, error["code"], error["type"]) == (500, "internal_error", "server_error")
             assert "the engine has failed" not in error["message"] and b"home" not in answer.body
-            assert (await ask(server, path="/ready")).status == 200
-            assert (await ask(server, {"prompt": [1, 2], "max_tokens": 2})).status == 200
+            assert (await post(server, path="/ready")).status == 200
+            assert (await post(server, {"prompt": [1, 2], "max_tokens": 2})).status == 200
 
     run(main())

@@ -1,4 +1,4 @@
-"""What crosses between the two processes: parameters survive the way, and nothing is taken that was not meant."""
+"""Messages between the two processes: all parameters arrive, and invalid messages are rejected."""
 
 from __future__ import annotations
 
@@ -83,44 +83,44 @@ OTHER: dict[str, Any] = {
     "include_stop_str_in_output": True,
     "skip_reading_prefix_cache": True,
 }
-"""Of each parameter a value that is not its default."""
+"""A non-default value of each parameter."""
 
 
 def over_the_wire(params: SamplingParams | BeamSearchParams) -> Any:
-    said = msgspec.msgpack.decode(msgspec.msgpack.encode(params_to_wire(params)))
-    return params_from_wire(said, isinstance(params, BeamSearchParams))
+    changed = msgspec.msgpack.decode(msgspec.msgpack.encode(params_to_wire(params)))
+    return params_from_wire(changed, isinstance(params, BeamSearchParams))
 
 
 @pytest.mark.parametrize("name", sorted(OTHER))
-def test_each_parameter_arrives(name: str) -> None:
+def test_each_parameter_is_sent(name: str) -> None:
     options = {name: OTHER[name]} | ({"best_of": 4} if name == "best_of" else {})
     params = SamplingParams(**options)
     assert getattr(over_the_wire(params), name) == getattr(params, name) != getattr(SamplingParams(), name)
 
 
-def test_every_parameter_has_been_thought_of() -> None:
-    """Those that stay behind concern text, and how it is told."""
+def test_all_parameters_are_covered() -> None:
+    """Parameters that are not sent concern text and output in the client."""
     assert {f.name for f in fields(SamplingParams) if f.init} == OTHER.keys() | CLIENT_ONLY | {"stop"}
     assert params_to_wire(SamplingParams()) == {}
     text = SamplingParams(stop=["x"], bad_words=["y"], skip_special_tokens=False, output_kind=RequestOutputKind.DELTA)
     assert params_to_wire(text) == {}
 
 
-def test_beams_arrive() -> None:
+def test_beam_search_params_are_sent() -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=9, n=2, early_stopping="never", stop=["x", "y"], logprobs=1)
     assert over_the_wire(params) == params
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("changed", "error"),
     [({"n": 0}, ParameterError), ({"temprature": 1}, UnknownOptionError), ({"n": "2"}, ParameterError)],
 )
-def test_parameters_are_checked_again(said: dict[str, Any], error: type[Exception]) -> None:
+def test_received_parameters_are_validated(changed: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        params_from_wire(said, False)
+        params_from_wire(changed, False)
 
 
-def test_messages_arrive_as_they_were() -> None:
+def test_messages_survive_encoding() -> None:
     commands: list[Command] = [
         AddRequest(
             "a", pack_tokens([1, 2]), {"n": 2}, False, -5, 1, b"salt", {0: pack_tokens([3]), 2: pack_tokens([4, 5])}
@@ -153,26 +153,26 @@ def test_messages_arrive_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\xa3add\x01\x02", msgspec.msgpack.encode([["run", "rm"]])])
-def test_what_is_no_command_is_refused(data: bytes) -> None:
+def test_invalid_command_is_rejected(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         msgspec.msgpack.decode(data, type=list[Command])
 
 
-def test_token_ids() -> None:
+def test_token_ids_are_packed_as_int32() -> None:
     ids = [0, 1, 2**31 - 1]
     assert unpack_tokens(pack_tokens(ids)).tolist() == ids and len(pack_tokens(ids)) == 12
     with pytest.raises(OverflowError):
         pack_tokens([2**31])
 
 
-def test_errors_of_another_process() -> None:
+def test_errors_of_another_process_are_rebuilt() -> None:
     error = rebuild_error("CapacityError", "too much", "n", "exceeds_kv_capacity")
     assert type(error) is CapacityError and (str(error), error.param) == ("too much", "n")
     for name in ("ValueError", "Iterable", "difflib", "__builtins__", ""):
         assert type(rebuild_error(name, "x")) is EngineError
 
 
-def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
+def test_failed_grammar_compilation_rejects_its_request() -> None:
     server = EngineServer.__new__(EngineServer)
     failed: Future[Any] = Future()
     failed.set_exception(RequestFailedError("no process", code="grammar_unavailable"))
@@ -185,59 +185,59 @@ def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
     assert (problem.status, problem.code, str(problem)) == (503, "grammar_unavailable", "no process")
 
 
-def test_a_channel_carries_all_in_order(tmp_path: Path) -> None:
-    """Many messages at once, both ways, one side on an event loop and the other blocking in a thread."""
+def test_channel_keeps_order(tmp_path: Path) -> None:
+    """Many messages in both directions; one side runs on an event loop, the other blocks in a thread."""
     num = 3000
     endpoint = endpoint_in(str(tmp_path))
 
     def echo() -> None:
-        there = Channel(connect=endpoint)
-        there.send(-1)
+        other = Channel(connect=endpoint)
+        other.send(-1)
         for _ in range(num):
-            there.send(msgspec.msgpack.decode(there.receive(5) or b""))
-        assert there.receive(0.01) is None
-        there.close(linger_s=1)
+            other.send(msgspec.msgpack.decode(other.receive(5) or b""))
+        assert other.receive(0.01) is None
+        other.close(linger_s=1)
 
     async def main() -> list[int]:
-        here = Channel(bind=endpoint)
+        one = Channel(bind=endpoint)
         got: list[int] = []
-        here.send(-2)  # to nobody
-        here.attach(asyncio.get_running_loop(), lambda data: got.append(msgspec.msgpack.decode(data)))
+        one.send(-2)  # without a peer: lost
+        one.attach(asyncio.get_running_loop(), lambda data: got.append(msgspec.msgpack.decode(data)))
         thread = threading.Thread(target=echo)
         thread.start()
         while not got:
             await asyncio.sleep(0.001)
         for i in range(num):
-            here.send(i)
+            one.send(i)
             if i % 100 == 0:
                 await asyncio.sleep(0)
         while len(got) < num + 1:
             await asyncio.sleep(0.005)
         await asyncio.to_thread(thread.join)
-        here.close()
-        here.close()
+        one.close()
+        one.close()
         return got
 
     assert run(main()) == list(range(-1, num))
 
 
-def test_a_lifeline_ends_with_either_side() -> None:
-    here, there = Lifeline.pair()
-    here.send(Heartbeat(3))
-    assert msgspec.msgpack.decode(there.receive() or b"", type=Heartbeat).num_steps == 3
-    assert there.receive(wait=False) is None
-    for _ in range(10_000):  # nobody reads: what does not fit is dropped, and nobody waits
-        here.send(Heartbeat())
-    here.close()
-    while there.receive(wait=False):
+def test_lifeline_breaks_with_either_side() -> None:
+    one, other = Lifeline.pair()
+    one.send(Heartbeat(3))
+    assert msgspec.msgpack.decode(other.receive() or b"", type=Heartbeat).num_steps == 3
+    assert other.receive(wait=False) is None
+    for _ in range(10_000):  # without a reader: excess messages are dropped, and `send` does not block
+        one.send(Heartbeat())
+    one.close()
+    while other.receive(wait=False):
         pass
-    assert there.receive(wait=False) == b""
+    assert other.receive(wait=False) == b""
     with pytest.raises(OSError):
-        there.send(Heartbeat())
-    there.close()
+        other.send(Heartbeat())
+    other.close()
 
 
-def test_how_long_a_step_may_take() -> None:
+def test_time_limit_follows_step_times() -> None:
     times = StepTimes()
     for _ in range(NUM_WARM_UP_STEPS):
         assert times.allowed_s(1) == times.allowed_s(4096) == WARM_UP_S
@@ -250,27 +250,27 @@ def test_how_long_a_step_may_take() -> None:
     assert times.allowed_s(8) == pytest.approx(TOLERANCE * 0.01)
     for _ in range(400):
         times.record(64, 0.02)
-    assert times.allowed_s(64) == pytest.approx(TOLERANCE * 0.02)  # what was slow once is forgotten
+    assert times.allowed_s(64) == pytest.approx(TOLERANCE * 0.02)  # one slow step is forgotten
     times.record(8, 0.5)
     assert times.allowed_s(64) == pytest.approx(TOLERANCE * 0.5)
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) -> None:
-    """Between any two lines of either, as another thread may."""
-    outer, inner = (StepTimes.record, StepTimes.allowed_s) if asks else (StepTimes.allowed_s, StepTimes.record)
-    own = {code.co_filename for code in (StepTimes.record.__code__,)}
+@pytest.mark.parametrize("reads", [True, False])
+def test_step_times_are_read_and_recorded_concurrently(reads: bool) -> None:
+    """One call interrupts the other between any two bytecodes, as another thread may."""
+    outer, inner = (StepTimes.record, StepTimes.allowed_s) if reads else (StepTimes.allowed_s, StepTimes.record)
+    source_files = {code.co_filename for code in (StepTimes.record.__code__,)}
     num_between = 0
 
     def between(frame: Any, event: str, _: Any) -> Any:
         nonlocal num_between
-        if frame.f_code.co_filename not in own or frame.f_code is inner.__code__:
+        if frame.f_code.co_filename not in source_files or frame.f_code is inner.__code__:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and not busy:
             busy.append(True)
             num_between += 1
-            allowed.append(times.allowed_s(5)) if asks else times.record(1 << num_between % 40, 0.01)
+            allowed.append(times.allowed_s(5)) if reads else times.record(1 << num_between % 40, 0.01)
             busy.pop()
         return between
 
@@ -282,20 +282,20 @@ def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) ->
             times.record(4, 0.01)
         sys.settrace(between)
         try:
-            outer(times, 3, 0.01) if asks else outer(times, 3)
+            outer(times, 3, 0.01) if reads else outer(times, 3)
         finally:
             sys.settrace(None)
     assert num_between > 50
     assert set(allowed) <= {WARM_UP_S, *(TOLERANCE * 0.01 * n for n in (1, 2))}
 
 
-def test_a_failed_search_is_told_as_one_by_its_mirror() -> None:
-    """Whether the engine tells of it, with what it had found, or went with it."""
+def test_failed_beam_search_is_an_error_in_the_client() -> None:
+    """Both if the engine reports it with its hypotheses, and if the client finishes it."""
     params = BeamSearchParams(beam_width=2, n=1, max_tokens=9)
-    told = RequestStats(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
+    stats = RequestStats(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
     for end in (
-        lambda m: m.apply_update(RequestUpdate("a", [], True, told)),
-        lambda m: m.end("error", "no_allowed_token: it"),
+        lambda r: r.apply_update(RequestUpdate("a", [], True, stats)),
+        lambda r: r.finish("error", "no_allowed_token: it"),
     ):
         request = ClientRequest("a", [1, 2], params, seed=0)
         end(request)
@@ -304,7 +304,7 @@ def test_a_failed_search_is_told_as_one_by_its_mirror() -> None:
         assert request_failed_error(output).code == "no_allowed_token"
 
 
-def test_what_an_engine_could_not_read_is_not_sent() -> None:
+def test_unreadable_command_is_not_sent() -> None:
     assert msgspec.msgpack.decode(encode_command(AbortRequest("a")), type=Command) == AbortRequest("a")
     for bad in (
         AddRequest("a", b"", {"top_k": 1 << 80}),
@@ -315,10 +315,10 @@ def test_what_an_engine_could_not_read_is_not_sent() -> None:
             encode_command(bad)
 
 
-def test_a_pulse_tells_of_progress_and_of_its_lack() -> None:
-    here, there = Lifeline.pair()
+def test_heartbeat_reports_progress_and_waiting() -> None:
+    one, other = Lifeline.pair()
     ended = threading.Event()
-    heartbeats = HeartbeatSender(there, ended.set)
+    heartbeats = HeartbeatSender(other, ended.set)
     assert heartbeats.heartbeat().waited_s is None
     heartbeats.begin_work()
     for step, tokens in enumerate([5, 6]):
@@ -331,12 +331,12 @@ def test_a_pulse_tells_of_progress_and_of_its_lack() -> None:
     assert after.num_steps == 1 and after.waited_s is not None and after.waited_s < before
     heartbeats.rest()
     assert heartbeats.heartbeat().waited_s is None
-    beats = list(itertools.islice(iter(here.receive, b""), 2))
+    beats = list(itertools.islice(iter(one.receive, b""), 2))
     assert len(beats) == 2
     assert not ended.is_set()
-    here.close()
+    one.close()
     assert ended.wait(5)
-    there.close()
+    other.close()
 
 
 def test_importing_the_client_loads_no_torch() -> None:

@@ -1,6 +1,6 @@
-"""An engine in a process of its own: what it survives, what it says, and that nothing of it is left.
+"""The supervised engine process: crashes, hangs, restarts, and clean shutdown.
 
-The engine is the oracle's: it starts in no time, and checks with every step that what a request resumes on is right.
+The engine runs on the oracle, which starts at once and checks at every step that resumed requests are right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from octavo.params.sampling_params import RequestOutputKind
 from tests.engine.process.engines import (
     PARAMS,
     SHORT_TIMEOUTS,
-    answers,
     children_of,
     expected,
     is_alive,
@@ -48,6 +47,7 @@ from tests.engine.process.engines import (
     oracle_client,
     prompt,
     real_client,
+    reference_outputs,
     residue,
     run,
     serving,
@@ -61,8 +61,8 @@ SLOW = EngineTimeouts(step_s=2.0)
 # -- dying and hanging -------------------------------------------------------------------------------------------------
 
 
-def test_streams_go_on_when_the_engine_is_killed(model: str) -> None:
-    """Again and again, also while it comes up: no token is lost, doubled or wrong, and death is noticed at once."""
+def test_streams_continue_when_the_engine_is_killed(model: str) -> None:
+    """Repeatedly, also during a start: no token is lost, repeated or wrong, and a death is noticed at once."""
 
     async def main() -> None:
         chance = random.Random(0)
@@ -82,8 +82,8 @@ def test_streams_go_on_when_the_engine_is_killed(model: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "close", "killed"])
-def test_a_name_used_again_gets_nothing_of_the_former_request(model: str, how: str) -> None:
-    """Though the engine tells of that for a while."""
+def test_reused_id_gets_no_output_of_the_earlier_request(model: str, how: str) -> None:
+    """Although the engine still sends updates of the earlier one."""
     longer = SamplingParams(max_tokens=200, seed=1)
 
     async def main() -> None:
@@ -100,14 +100,14 @@ def test_a_name_used_again_gets_nothing_of_the_former_request(model: str, how: s
                     await asyncio.sleep(0)
                     assert client.pid is not None
                     os.kill(client.pid, signal.SIGKILL)
-                assert tokens_of(await again) == answers(prompt(i), PARAMS)
+                assert tokens_of(await again) == reference_outputs(prompt(i), PARAMS)
                 await stream.aclose()
 
     run(main())
 
 
-def test_a_name_whose_request_ended_in_a_stop_string_can_be_used_again(model: str) -> None:
-    """Which the engine is told of, and goes on until then."""
+def test_id_can_be_reused_after_a_stop_string(model: str) -> None:
+    """The engine continues the sample until it receives the stop."""
 
     async def main() -> None:
         async with serving(real_client(model)) as client:
@@ -123,30 +123,30 @@ def test_a_name_whose_request_ended_in_a_stop_string_can_be_used_again(model: st
     run(main())
 
 
-def test_samples_resume_each_where_it_was(model: str) -> None:
-    """Also when some have ended; and a delta tells nothing twice."""
+def test_each_sample_resumes_where_it_was(model: str) -> None:
+    """Also if some have finished; deltas repeat nothing."""
     params = SamplingParams(n=4, max_tokens=40, seed=3, stop_token_ids=[4], output_kind=RequestOutputKind.DELTA)
-    wanted = answers(prompt(1), params)
+    wanted = reference_outputs(prompt(1), params)
     assert sorted(map(len, wanted)) == [9, 11, 13, 19]
 
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.01)) as client:
-            told: list[list[int]] = [[], [], [], []]
+            received: list[list[int]] = [[], [], [], []]
             killed = False
             async for output in client.generate(prompt(1), params):
                 for completion in output.outputs:
-                    told[completion.index] += completion.token_ids
-                if not killed and max(map(len, told)) >= 10:
+                    received[completion.index] += completion.token_ids
+                if not killed and max(map(len, received)) >= 10:
                     killed = True
                     os.kill(client.pid or 0, signal.SIGKILL)
             assert killed and client.health().num_restarts == 1
-            assert told == wanted
+            assert received == wanted
 
     run(main())
 
 
-def test_what_was_told_is_not_made_again(model: str) -> None:
-    """The next engine takes it in with the prompt, in one step."""
+def test_known_tokens_are_not_generated_again(model: str) -> None:
+    """The next engine prefills them with the prompt, in one step."""
 
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.01)) as client:
@@ -155,7 +155,7 @@ def test_what_was_told_is_not_made_again(model: str) -> None:
                 if not killed and len(output.outputs[0].token_ids) >= 25:
                     killed = True
                     os.kill(client.pid or 0, signal.SIGKILL)
-            assert tokens_of(output) == answers(prompt(0), PARAMS)
+            assert tokens_of(output) == reference_outputs(prompt(0), PARAMS)
             await until(lambda: client._stats.engine.num_finished)
             assert client._stats.engine.num_steps <= 40 - 25 + 1
 
@@ -163,7 +163,7 @@ def test_what_was_told_is_not_made_again(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "where", "says"),
+    ("fault", "where", "reason"),
     [
         ("stop_at", 9, "no heartbeat"),
         ("die_at", 9, "SIGKILL"),
@@ -171,8 +171,10 @@ def test_what_was_told_is_not_made_again(model: str) -> None:
         ("raise_in", ["server._report", 9], "RuntimeError: a bug in server._report"),
     ],
 )
-def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, where: Any, says: str) -> None:
-    """One that hangs is noticed by its silence."""
+def test_failing_or_hanging_step_restarts_the_engine(
+    model: str, tmp_path: Path, fault: str, where: Any, reason: str
+) -> None:
+    """A hang is noticed by missing heartbeats."""
 
     async def main() -> None:
         once = tmp_path / "once"
@@ -182,12 +184,12 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
         async with serving(oracle_client(model, timeouts=timeouts, **faults)) as client:
             assert await many(client) == expected()
             assert client.health().num_restarts == 1
-            assert says in client.health().reason
+            assert reason in client.health().reason
 
     run(main())
 
 
-def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
+def test_hang_of_an_idle_engine_is_noticed(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, timeouts=SHORT_TIMEOUTS)) as client:
             assert client.health().last_step_age_s is None
@@ -200,8 +202,8 @@ def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
     run(main())
 
 
-def test_a_slow_step_is_left_alone(model: str) -> None:
-    """Its process gives signs of life. (The first steps are not judged by their time, and this is one of them.)"""
+def test_slow_step_is_not_interrupted(model: str) -> None:
+    """Its process sends heartbeats. (It is one of the first steps, which have no time limit.)"""
 
     async def main() -> None:
         async with serving(oracle_client(model, timeouts=SLOW, slow_at=[2, 3.0])) as client:
@@ -214,8 +216,8 @@ def test_a_slow_step_is_left_alone(model: str) -> None:
     run(main())
 
 
-def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
-    """As compiling a kernel may be: silent for longer than an engine may be that does nothing."""
+def test_busy_process_without_heartbeats_is_not_killed(model: str) -> None:
+    """As while a kernel compiles: silent for longer than an idle engine may be."""
 
     async def main() -> None:
         async with serving(oracle_client(model, timeouts=EngineTimeouts(silence_s=1.5), busy_at=[2, 3.5])) as client:
@@ -233,8 +235,8 @@ def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
     run(main())
 
 
-def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) -> None:
-    """Steps before it took milliseconds; its process gives signs of life all the time."""
+def test_step_far_slower_than_earlier_ones_is_interrupted(model: str, tmp_path: Path) -> None:
+    """Earlier steps took milliseconds; its process sends heartbeats all the time."""
 
     async def main() -> None:
         once = tmp_path / "once"
@@ -248,8 +250,8 @@ def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("params", [PARAMS, BeamSearchParams(beam_width=2, max_tokens=9)])
-def test_a_request_that_kills_engines_is_found_and_given_up(model: str, params: Any) -> None:
-    """Its neighbours are not."""
+def test_request_that_kills_engines_fails(model: str, params: Any) -> None:
+    """Other requests succeed."""
 
     async def main() -> None:
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
@@ -263,8 +265,8 @@ def test_a_request_that_kills_engines_is_found_and_given_up(model: str, params: 
     run(main())
 
 
-def test_not_even_kills_go_on_for_ever(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "KILLS_A_DEATH", 1)
+def test_request_fails_after_many_killed_engines(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "KILLS_PER_DEATH", 1)
 
     async def main() -> None:
         async with serving(oracle_client(model, slow_at=[0, 60])) as client:
@@ -279,8 +281,8 @@ def test_not_even_kills_go_on_for_ever(model: str, monkeypatch: pytest.MonkeyPat
     run(main())
 
 
-def test_a_few_kills_are_held_against_nobody(model: str) -> None:
-    """Though they come before anything has come of anything."""
+def test_few_killed_engines_fail_no_request(model: str) -> None:
+    """Even before any request has a token."""
 
     async def main() -> None:
         async with serving(oracle_client(model, slow_at=[0, 0.1])) as client:
@@ -298,7 +300,7 @@ def test_a_few_kills_are_held_against_nobody(model: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["loading the model", "warming up"])
-def test_a_start_that_fails_says_why_and_leaves_nothing(model: str, phase: str) -> None:
+def test_failed_start_reports_its_cause_and_leaves_nothing(model: str, phase: str) -> None:
     async def main() -> None:
         client = oracle_client(model, fail_in=phase)
         with pytest.raises(MemoryBudgetError, match="the weights do not fit; use a smaller model"):
@@ -315,7 +317,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(model: str, phase: str) 
         run(main())
 
 
-def test_an_engine_that_cannot_even_be_started(model: str) -> None:
+def test_command_that_is_no_engine_fails(model: str) -> None:
     async def main() -> None:
         client = EngineClient(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
         with pytest.raises(EngineError, match="ended while starting: it exited with code 7"):
@@ -325,8 +327,8 @@ def test_an_engine_that_cannot_even_be_started(model: str) -> None:
         run(main())
 
 
-def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: Path) -> None:
-    """Whoever waits hears of it."""
+def test_three_failed_restarts_fail_the_engine(model: str, tmp_path: Path) -> None:
+    """All waiting callers get the error."""
     script = tmp_path / "engine.py"
     oracle = Path(__file__).parents[2] / "proof" / "oracle_engine.py"
     script.write_text(
@@ -361,7 +363,7 @@ def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: P
         run(main())
 
 
-def test_restarts_without_room_for_files_are_the_end_too(
+def test_restarts_without_file_descriptors_fail_the_engine(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -377,8 +379,8 @@ def test_restarts_without_room_for_files_are_the_end_too(
     run(main())
 
 
-def test_no_engine_outlives_its_parent(model: str) -> None:
-    """Though the parent has no chance to say anything, and the engine is in the middle of a step."""
+def test_engine_dies_with_its_parent(model: str) -> None:
+    """Although the parent cannot send anything, and the engine is in the middle of a step."""
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
@@ -410,8 +412,8 @@ run(main(), limit_s=None)
     assert residue() <= before
 
 
-def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
-    """Its parent was stopped just after it had started it."""
+def test_engine_without_launch_options_exits_quietly() -> None:
+    """Its parent died just after it had started the process."""
     here, there = Lifeline.pair()
     command = [sys.executable, "-m", "octavo.frontend.engine_main", str(there.fileno())]
     process = subprocess.Popen(command, pass_fds=[there.fileno()], stderr=subprocess.PIPE)
@@ -420,8 +422,8 @@ def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
     assert process.communicate(timeout=60) == (None, b"") and process.returncode == 1
 
 
-def test_an_engine_ends_with_its_lifeline(model: str) -> None:
-    """Also where no signal tells it of its parent's death, and in the middle of a step."""
+def test_engine_exits_when_its_lifeline_breaks(model: str) -> None:
+    """Also without a signal for its parent's death, and in the middle of a step."""
 
     async def main() -> None:
         client = oracle_client(model, slow_at=[1, 60])
@@ -443,7 +445,7 @@ def test_an_engine_ends_with_its_lifeline(model: str) -> None:
 # -- the rest of the interface -----------------------------------------------------------------------------------------
 
 
-def test_refusals_come_back_as_they_were_raised(model: str) -> None:
+def test_request_errors_are_raised_with_their_class(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
             for bad, params, kind in [
@@ -467,12 +469,12 @@ def test_refusals_come_back_as_they_were_raised(model: str) -> None:
     [
         {"priority": 1 << 80},
         {"priority": 0.5},
-        {"salt": "text"},  # which the engine could not read as bytes
+        {"salt": "text"},  # the engine could not decode it as bytes
         {"request_id": "\ud800"},
     ],
 )
-def test_a_request_that_cannot_be_told_of_fails_alone(model: str, options: dict[str, Any]) -> None:
-    """Whether the engine is there already, or is told of it later, and all that goes with it in one message."""
+def test_request_that_cannot_be_encoded_fails_alone(model: str, options: dict[str, Any]) -> None:
+    """Whether the engine runs already or starts later; other commands of the same message are sent."""
 
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
@@ -494,8 +496,8 @@ def test_a_request_that_cannot_be_told_of_fails_alone(model: str, options: dict[
     run(main())
 
 
-def test_an_aborted_search_that_had_not_begun_tells_what_there_is(model: str) -> None:
-    """As one does that is aborted in a process."""
+def test_aborted_search_that_has_not_started_returns_its_prompt(model: str) -> None:
+    """As a search does that is aborted in the engine."""
 
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
@@ -505,7 +507,7 @@ def test_an_aborted_search_that_had_not_begun_tells_what_there_is(model: str) ->
             task = asyncio.ensure_future(
                 last_of(client, prompt(0), BeamSearchParams(beam_width=2, max_tokens=9), request_id="a")
             )
-            client._up.set()  # it does not wait at the door
+            client._up.set()  # it does not wait for the engine
             await until(lambda: client._handles)
             client._up.clear()
             assert await client.abort("a")
@@ -516,8 +518,8 @@ def test_an_aborted_search_that_had_not_begun_tells_what_there_is(model: str) ->
     run(main())
 
 
-def test_ends_from_outside(model: str) -> None:
-    """An abort ends an iterator with what there is; leaving one frees all it held; a name is taken while it runs."""
+def test_abort_and_closed_iterators_free_everything(model: str) -> None:
+    """An abort yields a last output; closing an iterator frees its blocks; an id is taken while its request runs."""
 
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
@@ -529,7 +531,7 @@ def test_ends_from_outside(model: str) -> None:
                         await last_of(client, prompt(0), PARAMS, request_id="mine")
                     assert await client.abort("mine")
             assert output.outputs[0].finish_reason == "abort"
-            assert 3 <= seen < 40 and output.outputs[0].token_ids == answers(prompt(0), PARAMS)[0][:seen]
+            assert 3 <= seen < 40 and output.outputs[0].token_ids == reference_outputs(prompt(0), PARAMS)[0][:seen]
             assert not await client.abort("mine")
             run_ = client.generate(prompt(1), PARAMS)
             await anext(run_)
@@ -542,7 +544,7 @@ def test_ends_from_outside(model: str) -> None:
     run(main())
 
 
-def test_salts_keep_requests_apart_also_when_they_resume(model: str) -> None:
+def test_salts_separate_resumed_requests(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             cached = []
@@ -566,8 +568,8 @@ def test_salts_keep_requests_apart_also_when_they_resume(model: str) -> None:
     run(main())
 
 
-def test_the_engine_hears_of_stop_strings(model: str) -> None:
-    """Of a stopped sample it computes no more; of its siblings it does."""
+def test_stop_string_stops_the_sample_in_the_engine(model: str) -> None:
+    """The engine stops the sample, and continues the others."""
 
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.005)) as client:
@@ -575,8 +577,8 @@ def test_the_engine_hears_of_stop_strings(model: str) -> None:
             async for output in client.generate(prompt(3), params, "mine"):
                 ended = [c for c in output.outputs if c.finished()]
                 if ended and not output.finished:
-                    what = await client.debug_request("mine")
-                    assert what is not None and len(what["sequences"]) <= 3 - len(ended)
+                    description = await client.debug_request("mine")
+                    assert description is not None and len(description["sequences"]) <= 3 - len(ended)
             assert [c.stop_reason for c in output.outputs] == ["!"] * 3
             assert [len(c.token_ids) for c in output.outputs] == [29, 15, 8]
             assert (await client.kv_stats()).num_used == 0
@@ -584,20 +586,20 @@ def test_the_engine_hears_of_stop_strings(model: str) -> None:
     run(main())
 
 
-def test_questions(model: str) -> None:
+def test_rpc_calls(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS, request_id="a"))
             await asyncio.sleep(0.03)
-            what: dict[str, Any] | None = await client.debug_request("a")
-            assert what is not None and what["status"] == "running"
-            assert [entry["event"] for entry in what["timeline"]] == ["arrived", "admitted"]
-            assert what["sequences"][0]["block_ids"]
+            description: dict[str, Any] | None = await client.debug_request("a")
+            assert description is not None and description["status"] == "running"
+            assert [entry["event"] for entry in description["timeline"]] == ["arrived", "admitted"]
+            assert description["sequences"][0]["block_ids"]
             assert (await client.debug_kv())["requests"]["a"]["num_blocks"] >= 3
             assert (await client.kv_stats()).num_used >= 3
             await stream
-            what = await client.debug_request("a")
-            assert what is not None and what["status"] == "finished"
+            description = await client.debug_request("a")
+            assert description is not None and description["status"] == "finished"
             assert await client.debug_request("b") is None
             assert await client.reset_prefix_cache() > 0
             stats = await client.stats()
@@ -605,9 +607,9 @@ def test_questions(model: str) -> None:
             pid = client.pid
             with pytest.raises(EngineError, match="ValueError: invalid literal"):
                 await client.view_rpc("view_block", "no number")
-            assert (await client.kv_stats()).num_used == 0 and client.pid == pid  # it is none the worse for it
+            assert (await client.kv_stats()).num_used == 0 and client.pid == pid  # the engine survives
             os.kill(client.pid or 0, signal.SIGKILL)
-            assert (await client.kv_stats()).num_used == 0  # the next engine is asked
+            assert (await client.kv_stats()).num_used == 0  # the next engine replies
             assert await many(client, 1) == expected(1)
             await until(lambda: client._stats.engine.num_finished)
             assert (await client.stats()).engine.num_finished == 2
@@ -615,7 +617,7 @@ def test_questions(model: str) -> None:
     run(main())
 
 
-def test_shutdown_tells_whoever_reads(model: str) -> None:
+def test_shutdown_raises_in_all_readers(model: str) -> None:
     async def main() -> None:
         client = oracle_client(model, step_s=0.01)
         with nothing_left():

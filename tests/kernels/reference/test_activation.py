@@ -1,4 +1,4 @@
-"""silu(gate) * up, and gelu(gate) * up."""
+"""Gated activations of the reference and the CPU: silu(gate) * up and gelu(gate) * up."""
 
 from __future__ import annotations
 

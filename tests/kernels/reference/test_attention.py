@@ -1,4 +1,4 @@
-"""Paged attention: the reference against the definition in float64, the CPU's fast path against the reference."""
+"""Paged attention: the reference against the definition in float64, the CPU's against the reference."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_reference_is_exact_in_float64() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_the_fast_path_takes_every_dtype(dtype: torch.dtype) -> None:
+def test_cpu_attention_supports_every_dtype(dtype: torch.dtype) -> None:
     case = make_case(*MIXED, dtype=dtype, head_dim=64)
     out, lse = attend(cpu, case)
     assert out.dtype == dtype
@@ -74,7 +74,7 @@ def test_the_fast_path_takes_every_dtype(dtype: torch.dtype) -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_the_fast_path_is_the_reference(data: st.DataObject) -> None:
+def test_cpu_attention_equals_the_reference(data: st.DataObject) -> None:
     lens = data.draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=6))
     query_lens = [1 if q % 3 else q for q, _ in lens]
     case = make_case(
@@ -95,7 +95,7 @@ def test_the_fast_path_is_the_reference(data: st.DataObject) -> None:
 
 
 @BOTH
-def test_a_prompt_may_be_cut_into_chunks_anywhere(ops: ModuleType) -> None:
+def test_chunked_prefill_equals_whole_prefill(ops: ModuleType) -> None:
     whole = make_case([37], [37])
     expected = attend(ops, whole)[0]
     rows = []
@@ -107,8 +107,8 @@ def test_a_prompt_may_be_cut_into_chunks_anywhere(ops: ModuleType) -> None:
 
 
 @BOTH
-def test_decoding_together_equals_decoding_alone(ops: ModuleType) -> None:
-    """SEEDS B3.12. Contexts of 1 to 300, so that the fast path makes several groups, padded ones among them."""
+def test_batched_decode_equals_single_decode(ops: ModuleType) -> None:
+    """SEEDS B3.12. Contexts of 1 to 300 tokens, so that the CPU makes several groups, some of them padded."""
     seq_lens = [300, 1, 33, 290, 64, 63, 17, 280, 5]
     together = make_case([1] * len(seq_lens), seq_lens, block_size=16, head_dim=64, num_kv_heads=3)
     out = attend(ops, together)[0]
@@ -122,12 +122,12 @@ def test_decoding_together_equals_decoding_alone(ops: ModuleType) -> None:
     ("lengths", "groups"),
     [
         ([15, 100, 3, 95], [[100, 95], [15, 3]]),  # 24 KiB a block: padding 15 to 100 costs more than a call
-        ([300, 300], [[300], [300]]),  # together more than the caches hold
+        ([300, 300], [[300], [300]]),  # more than GROUP_BYTES together
         ([4, 4, 4], [[4, 4, 4]]),
         ([], []),
     ],
 )
-def test_contexts_of_similar_length_are_attended_to_together(lengths: list[int], groups: list[list[int]]) -> None:
+def test_contexts_of_similar_length_are_grouped(lengths: list[int], groups: list[list[int]]) -> None:
     spans = [attention._Span(s, s, s + 1, 0, n, 0, n) for s, n in enumerate(lengths)]
     assert [[span.num_blocks for span in g] for g in attention._group_by_length(spans, block_bytes=24 << 10)] == groups
 
@@ -143,8 +143,8 @@ def test_sequences_that_share_blocks(ops: ModuleType) -> None:
 
 
 @BOTH
-def test_padding_gives_zeros_and_changes_nothing(ops: ModuleType) -> None:
-    """Sequences without queries, and rows of length 0, as a captured graph pads."""
+def test_padding_gives_zeros_and_leaves_other_rows_unchanged(ops: ModuleType) -> None:
+    """Sequences without queries and sequences of length 0, as in the padding of CUDA graphs."""
     case = make_case([3, 1], [3, 9])
     expected, expected_lse = attend(ops, case)
     padded = RaggedBatch(
@@ -165,17 +165,17 @@ def test_padding_gives_zeros_and_changes_nothing(ops: ModuleType) -> None:
 
 
 @BOTH
-def test_a_window_does_not_read_blocks_that_it_has_left_behind(ops: ModuleType) -> None:
+def test_blocks_before_the_sliding_window_are_not_read(ops: ModuleType) -> None:
     case = make_case([1, 2], [40, 30])
     expected = attend(ops, case, window=6)[0]
     for s, first_key in ((0, 34), (1, 23)):
-        case.batch.block_tables[s, : first_key // 4] = 0  # given back: the null block, full of NaN
+        case.batch.block_tables[s, : first_key // 4] = 0  # freed: the null block, full of NaN
     case.batch.derived.clear()
     assert torch.equal(attend(ops, case, window=6)[0], expected)
 
 
-def test_attention_over_parts_merges_to_attention_over_all() -> None:
-    """Keys [0, 24) and [24, 30), merged by their lse, are keys [0, 30)."""
+def test_merged_parts_equal_attention_over_all_keys() -> None:
+    """Attention over keys [0, 24) and [24, 30), merged, is attention over keys [0, 30)."""
     case = make_case([1], [30], dtype=torch.float64)
     expected, expected_lse = attend(reference, case)
     parts = []
@@ -189,7 +189,7 @@ def test_attention_over_parts_merges_to_attention_over_all() -> None:
     assert relative_error(lse, expected_lse) < 1e-14
 
 
-def test_merging_nothing_is_nothing() -> None:
+def test_merging_parts_without_keys_gives_zeros() -> None:
     out, lse = reference.merge_attention(torch.zeros(2, 1, 3, 4), torch.full((2, 1, 3), -torch.inf))
     assert torch.equal(out, torch.zeros(1, 3, 4))
     assert bool((lse == -torch.inf).all())
@@ -202,8 +202,8 @@ def test_large_scores_do_not_overflow() -> None:
         assert relative_error(attend(ops, case)[0], naive_attention(case)[0]) < 1e-4
 
 
-def test_a_pool_cut_along_its_heads_falls_back_to_the_reference() -> None:
-    """One head of a larger pool is not made of contiguous rows of its own, but attention over it is still right."""
+def test_a_view_of_some_heads_falls_back_to_the_reference() -> None:
+    """The rows of one head of a larger KV cache are not contiguous blocks; its attention is still correct."""
     case = make_case(*MIXED, num_kv_heads=2)
     one_head = dataclasses.replace(case, q=case.q[:, :3], kv=case.kv[:, :, :, :1])
     assert torch.equal(attend(cpu, one_head)[0], attend(reference, one_head)[0])
@@ -212,7 +212,7 @@ def test_a_pool_cut_along_its_heads_falls_back_to_the_reference() -> None:
     assert relative_error(attend(cpu, sliced)[0], naive_attention(case)[0]) < 2e-6
 
 
-def test_a_batch_is_planned_once_for_all_layers() -> None:
+def test_the_plan_of_a_batch_is_shared_by_all_layers() -> None:
     case = make_case(*MIXED)
     case.kv[:, 0] = case.kv[:, 1].flip(-1)
     first = attend(cpu, case)[0]
@@ -222,7 +222,7 @@ def test_a_batch_is_planned_once_for_all_layers() -> None:
     assert relative_error(other.flip(-1), first.double()) < 2e-6
 
 
-def test_layers_with_and_without_a_window_may_share_a_batch() -> None:
+def test_layers_with_and_without_a_sliding_window_share_a_batch() -> None:
     case = make_case(*MIXED)
     for window in (0, 3, 0):
         assert relative_error(attend(cpu, case, window)[0], naive_attention(case, window)[0]) < 2e-6

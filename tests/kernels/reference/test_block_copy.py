@@ -1,4 +1,4 @@
-"""Copy-on-write copies whole blocks, over all layers, as if at once."""
+"""Block copies (copy-on-write): whole blocks of all layers, all reads before all writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"]
 
 
 @BOTH
-def test_targets_are_copies_and_the_rest_is_untouched(ops: ModuleType) -> None:
+def test_targets_are_copies_and_other_blocks_are_unchanged(ops: ModuleType) -> None:
     kv = torch.randn(6, 3, 2, 2, 4, 8)
     expected = kv.clone()
     expected[4], expected[5] = kv[1], kv[1]
@@ -24,7 +24,7 @@ def test_targets_are_copies_and_the_rest_is_untouched(ops: ModuleType) -> None:
 
 @BOTH
 def test_all_reads_come_before_all_writes(ops: ModuleType) -> None:
-    """A block that one copy writes may be another's source: released and taken again within one step."""
+    """A target may be the source of another copy: a block can be freed and allocated again in one step."""
     kv = torch.arange(4.0).view(4, 1, 1, 1, 1, 1).repeat(1, 2, 2, 1, 2, 3)
     ops.block_copy(kv, torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
     assert kv[:, 0, 0, 0, 0, 0].tolist() == [0, 3, 1, 2]
@@ -32,7 +32,7 @@ def test_all_reads_come_before_all_writes(ops: ModuleType) -> None:
 
 
 @BOTH
-def test_copying_nothing_is_fine(ops: ModuleType) -> None:
+def test_copying_no_blocks(ops: ModuleType) -> None:
     kv = torch.randn(3, 1, 2, 1, 2, 2)
     before = kv.clone()
     ops.block_copy(kv, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""K and V go into the slots they are mapped to, and nowhere else."""
+"""KV writes: each token's K and V go to its slot, and no other slot changes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"]
 @BOTH
 @pytest.mark.parametrize("block_size", [1, 2, 8, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_each_token_lands_in_its_slot_and_nothing_else_changes(
-    ops: ModuleType, block_size: int, dtype: torch.dtype
-) -> None:
+def test_each_token_is_written_to_its_slot_only(ops: ModuleType, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(block_size)
     num_blocks, num_tokens = 7, 6
     kv = torch.randn(num_blocks + 1, 3, 2, 2, block_size, 8).to(dtype)
@@ -39,7 +37,7 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(
 
 @BOTH
 @pytest.mark.parametrize("normed", [False, True])
-def test_norms_turns_and_writes_in_one_call(ops: ModuleType, normed: bool) -> None:
+def test_fused_norm_rope_and_write(ops: ModuleType, normed: bool) -> None:
     torch.manual_seed(1)
     q, k, v = torch.randn(6, 5 + 3 + 3, 16).split([5, 3, 3], dim=1)  # views of a fused projection
     positions, slots = torch.randint(40, (6,)), torch.randperm(32)[:6] + 8
@@ -57,8 +55,8 @@ def test_norms_turns_and_writes_in_one_call(ops: ModuleType, normed: bool) -> No
 
 
 @BOTH
-def test_slots_past_int32(ops: ModuleType, tmp_path: Path) -> None:
-    """A pool of more than 2^31 slots, in a sparse file: only the pages that are touched take room."""
+def test_slots_beyond_int32(ops: ModuleType, tmp_path: Path) -> None:
+    """A KV cache of more than 2^31 slots in a sparse file, in which only written pages use disk space."""
     num_blocks, block_size = (1 << 21) + 2, 1 << 10
     file = tmp_path / "pool"
     kv = torch.from_file(str(file), shared=True, size=num_blocks * 2 * block_size, dtype=torch.int8)
@@ -80,7 +78,7 @@ def test_padding_writes_to_the_null_block(ops: ModuleType) -> None:
     assert float(kv[2].sum()) == 4  # one token, K and V, head_dim 2
 
 
-def test_a_batch_maps_positions_through_the_block_table() -> None:
+def test_slot_mapping_follows_the_block_table() -> None:
     """S5.07: block_id = table[position // block_size], offset = position % block_size."""
     batch = RaggedBatch.from_lists([3, 1], [6, 5], [[7, 1], [3, 9]], 4)
     assert batch.positions.tolist() == [3, 4, 5, 4]

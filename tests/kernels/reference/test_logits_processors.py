@@ -1,4 +1,4 @@
-"""What is done to logits before sampling, by the reference and the fast path, against Transformers' processors."""
+"""Logits processors and log-probabilities of the reference and the CPU, against Transformers' processors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 300
 
 
 def history_of(sequences: list[list[int]], num_prompt: list[int], rows: list[int]) -> TokenHistory:
-    """As the runner has it: what lies behind a sequence's end is left from another."""
+    """A `TokenHistory` as the model runner's: after the end of a sequence, it contains tokens of another."""
     longest = max(map(len, sequences)) + 3
     padded = [tokens + [13] * (longest - len(tokens)) for tokens in sequences]
     return TokenHistory(
@@ -39,14 +39,14 @@ def random_sequences(rng: random.Random, num: int) -> list[list[int]]:
 
 
 def processed(processor: Any, sequences: list[list[int]], logits: Tensor) -> Tensor:
-    """By Transformers, one sequence at a time."""
+    """Logits after a processor of Transformers, one sequence at a time."""
     rows = [processor(torch.tensor([t]), logits[i : i + 1].clone()) for i, t in enumerate(sequences)]
     return torch.cat(rows)
 
 
 @BOTH
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 7.0])
-def test_repetition_is_transformers(ops: ModuleType, penalty: float) -> None:
+def test_repetition_penalty_equals_transformers(ops: ModuleType, penalty: float) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     rng = random.Random(1)
@@ -55,35 +55,35 @@ def test_repetition_is_transformers(ops: ModuleType, penalty: float) -> None:
     logits[0, sequences[0][0]] = -math.inf
     wanted = processed(RepetitionPenaltyLogitsProcessor(penalty), sequences, logits)
     zeros = torch.zeros(6)
-    rules = LogitsProcessorParams(
+    params = LogitsProcessorParams(
         history=history_of(sequences, [rng.randint(1, len(s)) for s in sequences], list(range(6))),
         repetition=zeros + penalty,
         presence=zeros,
         frequency=zeros,
     )
-    ops.apply_logits_processors(logits, rules)
+    ops.apply_logits_processors(logits, params)
     assert torch.equal(logits, wanted)
 
 
 @BOTH
-def test_presence_counts_once_and_frequency_every_time_and_only_in_the_output(ops: ModuleType) -> None:
+def test_presence_and_frequency_penalties_count_output_tokens(ops: ModuleType) -> None:
     logits = torch.zeros(3, VOCAB)
-    rules = LogitsProcessorParams(
+    params = LogitsProcessorParams(
         history=history_of([[5, 6, 7, 5, 5, 8], [9, 9]], [2, 2], [2, 0]),
         repetition=torch.ones(2),
         presence=torch.tensor([0.5, 0.5]),
         frequency=torch.tensor([0.25, -1.0]),
     )
-    ops.apply_logits_processors(logits, rules)
+    ops.apply_logits_processors(logits, params)
     assert {t: float(logits[2, t]) for t in (5, 6, 7, 8, 9, 13)} == {5: -1.0, 6: 0.0, 7: -0.75, 8: -0.75, 9: 0, 13: 0}
-    assert not logits[:2].any()  # the second has no output yet, and no rule is for the row between
+    assert not logits[:2].any()  # the second row has no output yet, and the row between has no processors
 
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000))
-def test_penalties_of_many_rows_are_a_loop_over_tokens(ops: ModuleType, dtype: torch.dtype, seed: int) -> None:
+def test_penalties_equal_a_loop_over_tokens(ops: ModuleType, dtype: torch.dtype, seed: int) -> None:
     rng = random.Random(seed)
     num = rng.randint(1, 5)
     sequences = [[rng.randrange(9) for _ in range(rng.randint(1, 12))] for _ in range(num)]
@@ -93,25 +93,25 @@ def test_penalties_of_many_rows_are_a_loop_over_tokens(ops: ModuleType, dtype: t
     logits = (torch.randn(7, 9, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
     wanted = logits.tolist()
     for i, tokens in enumerate(sequences):
-        mine, output = wanted[rows[i]], tokens[prompts[i] :]
+        row, output = wanted[rows[i]], tokens[prompts[i] :]
         for t in set(tokens):
-            mine[t] = mine[t] / repetition[i] if mine[t] > 0 else mine[t] * repetition[i]
+            row[t] = row[t] / repetition[i] if row[t] > 0 else row[t] * repetition[i]
         for t in set(output):
-            mine[t] -= frequency[i] * output.count(t) + presence[i]
-    rules = LogitsProcessorParams(
+            row[t] -= frequency[i] * output.count(t) + presence[i]
+    params = LogitsProcessorParams(
         history=history_of([[t % 9 for t in s] for s in sequences], prompts, rows),
         repetition=torch.tensor(repetition),
         presence=torch.tensor(presence),
         frequency=torch.tensor(frequency),
     )
-    rules.history.token_ids.clamp_(max=8)  # type: ignore[union-attr]
-    ops.apply_logits_processors(logits, rules)
+    params.history.token_ids.clamp_(max=8)  # type: ignore[union-attr]
+    ops.apply_logits_processors(logits, params)
     torch.testing.assert_close(logits, torch.tensor(wanted, dtype=dtype), rtol=1e-6, atol=1e-6)
 
 
 @BOTH
-def test_bad_words_are_transformers(ops: ModuleType) -> None:
-    """Words of one token and of several, in prompt and output together, longer ones than the sequence too."""
+def test_bad_words_equal_transformers(ops: ModuleType) -> None:
+    """Words of one or several tokens, across prompt and output, some longer than the sequence."""
     from transformers import NoBadWordsLogitsProcessor
 
     rng = random.Random(5)
@@ -124,38 +124,38 @@ def test_bad_words_are_transformers(ops: ModuleType) -> None:
     logits = torch.randn(12, 6)
     wanted = torch.cat(
         [
-            processed(NoBadWordsLogitsProcessor([*map(list, {tuple(w) for w in mine})]), [tokens], logits[i : i + 1])
-            for i, (tokens, mine) in enumerate(zip(sequences, words, strict=True))
+            processed(NoBadWordsLogitsProcessor([*map(list, {tuple(w) for w in bad})]), [tokens], logits[i : i + 1])
+            for i, (tokens, bad) in enumerate(zip(sequences, words, strict=True))
         ]
     )
-    longest = max(len(w) for mine in words for w in mine)
-    rules = LogitsProcessorParams(
+    longest = max(len(w) for bad in words for w in bad)
+    params = LogitsProcessorParams(
         history=history_of(sequences, [1] * 12, list(range(12))),
-        bad_words=torch.tensor([[-1] * (longest - len(w)) + w for mine in words for w in mine]),
-        bad_word_rows=torch.tensor([i for i, mine in enumerate(words) for _ in mine]),
+        bad_words=torch.tensor([[-1] * (longest - len(w)) + w for bad in words for w in bad]),
+        bad_word_rows=torch.tensor([i for i, bad in enumerate(words) for _ in bad]),
     )
-    ops.apply_logits_processors(logits, rules)
+    ops.apply_logits_processors(logits, params)
     assert torch.equal(logits, wanted)
     assert wanted[1, 4] == -math.inf and (wanted == -math.inf).sum() > 12
 
 
 @BOTH
-def test_tokens_allowed_banned_and_biased(ops: ModuleType) -> None:
-    """allowed_token_ids is Transformers' suppression of all others, logit_bias its bias of sequences of one token."""
+def test_allowed_banned_and_biased_tokens(ops: ModuleType) -> None:
+    """allowed_token_ids equals SuppressTokens of all others, logit_bias equals SequenceBias of single tokens."""
     from transformers import SequenceBiasLogitsProcessor, SuppressTokensLogitsProcessor
 
     logits = torch.randn(4, VOCAB)
     before = logits.clone()
     allowed, bias = [3, 299, 17], {17: 2.5, 4: -100.0, 0: 100.0}
     suppressed = [t for t in range(VOCAB) if t not in allowed]
-    rules = LogitsProcessorParams(
+    params = LogitsProcessorParams(
         allowed_rows=torch.tensor([2]),
         allowed_tokens=(torch.tensor([2, 2, 2]), torch.tensor(allowed)),
         banned_tokens=(torch.tensor([2, 0]), torch.tensor([3, 299])),
         bias_tokens=(torch.tensor([2] * 3 + [1] * 3), torch.tensor(list(bias) * 2)),
         bias_values=torch.tensor(list(bias.values()) * 2),
     )
-    ops.apply_logits_processors(logits, rules)
+    ops.apply_logits_processors(logits, params)
     biased = SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()})
     only = processed(SuppressTokensLogitsProcessor(suppressed), [[1]], before[2:3])
     only[0, 3] = -math.inf
@@ -170,7 +170,7 @@ def test_tokens_allowed_banned_and_biased(ops: ModuleType) -> None:
     ("temperature", "top_k", "top_p", "min_p"),
     [(0.7, 0, 1.0, 0.0), (1.0, 9, 1.0, 0.0), (1.0, 0, 0.83, 0.0), (1.0, 0, 1.0, 0.07), (1.6, 40, 0.9, 0.05)],
 )
-def test_filters_are_transformers_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_filters_equal_transformers_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(50, VOCAB, dtype=torch.float64) * 3
@@ -182,7 +182,7 @@ def test_filters_are_transformers_warpers(temperature: float, top_k: int, top_p:
         [temperature] * num, [top_k] * num, [top_p] * num, [min_p] * num, none, none, none
     )
     filtered = reference.filtered_logits(logits, params)
-    # A temperature is a float32 on its way to the device; what is kept is the same.
+    # The device's temperature is a float32; the kept tokens are the same.
     assert torch.equal(filtered.isfinite(), wanted.isfinite())
     torch.testing.assert_close(filtered, wanted, rtol=1e-6, atol=1e-6)
 
@@ -193,7 +193,7 @@ def test_filters_are_transformers_warpers(temperature: float, top_k: int, top_p:
 @BOTH
 @pytest.mark.parametrize("num_top", [0, 1, 7, VOCAB])
 @pytest.mark.parametrize("ties", [False, True])
-def test_logprobs_are_log_softmax_and_ranks_count_the_likelier(ops: ModuleType, num_top: int, ties: bool) -> None:
+def test_token_logprobs_and_ranks(ops: ModuleType, num_top: int, ties: bool) -> None:
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(num_top)) * 3
     if ties:
         logits = logits.round()
@@ -202,17 +202,17 @@ def test_logprobs_are_log_softmax_and_ranks_count_the_likelier(ops: ModuleType, 
     logprob, rank, top_ids, top = ops.token_logprobs(logits, token_ids, num_top)
     wanted = logits.double().log_softmax(-1)
     for i, token in enumerate(token_ids.tolist()):
-        mine = logits[i].tolist()
-        order = sorted(range(VOCAB), key=lambda t: (-mine[t], t))
+        row = logits[i].tolist()
+        order = sorted(range(VOCAB), key=lambda t: (-row[t], t))
         assert float(logprob[i]) == pytest.approx(float(wanted[i, token]), abs=1e-5)
-        assert int(rank[i]) == 1 + sum(x > mine[token] for x in mine)
+        assert int(rank[i]) == 1 + sum(x > row[token] for x in row)
         assert top_ids[i].tolist() == order[:num_top]
         assert top[i].tolist() == pytest.approx(wanted[i, order[:num_top]].tolist(), abs=1e-5)
     assert int(rank[0]) == 1
 
 
-def test_the_fast_logprobs_over_a_large_vocabulary() -> None:
-    """Rounded to bfloat16 as a model's are: many equals, also at the edge of the top."""
+def test_cpu_logprobs_of_a_large_vocabulary() -> None:
+    """Logits rounded to bfloat16, with many equals, also around the last top token."""
     logits = (torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0)) * 2).bfloat16().float()
     token_ids = torch.arange(8) * 1000
     for num_top in (1, 5, 20, NUM_CANDIDATES + 1):
@@ -223,8 +223,8 @@ def test_the_fast_logprobs_over_a_large_vocabulary() -> None:
 
 
 @BOTH
-def test_a_row_with_few_tokens_left_is_filtered_all_the_same(ops: ModuleType) -> None:
-    """Fewer than top_k, and than the fast path looks at; none of the others is ever drawn."""
+def test_filters_with_fewer_unmasked_tokens_than_candidates(ops: ModuleType) -> None:
+    """Fewer than top_k and than NUM_CANDIDATES; masked tokens are never sampled."""
     logits = torch.full((400, 5 * NUM_CANDIDATES), -torch.inf)
     logits[:, [3, 700]] = torch.tensor([0.0, 1.0])
     num = len(logits)

@@ -1,4 +1,4 @@
-"""RMS norm, alone and with the residual addition, and layer norm."""
+"""RMS norm, with and without the residual addition, and layer norm, of the reference and the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rms_norm_is_its_definition(ops: ModuleType, shape: tuple[int, ...]) -> 
 
 @BOTH
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
-def test_neither_tiny_nor_large_rows_lose_their_digits(ops: ModuleType, scale: float) -> None:
+def test_tiny_and_large_rows_keep_their_precision(ops: ModuleType, scale: float) -> None:
     x, weight = torch.randn(4, 64) * scale, torch.ones(64)
     assert relative_error(ops.rms_norm(x, weight, 1e-6), definition(x, weight, 1e-6)) < 1e-6
 
@@ -55,7 +55,7 @@ def test_rms_norm_rounds_where_transformers_does(ops: ModuleType, dtype: torch.d
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wider_weight_is_applied_before_rounding_as_gemma_does(ops: ModuleType, dtype: torch.dtype) -> None:
+def test_a_float32_weight_is_applied_before_rounding(ops: ModuleType, dtype: torch.dtype) -> None:
     norm = Gemma3RMSNorm(96, eps=1e-5)
     norm.weight.data.normal_()
     x = torch.randn(7, 96).to(dtype)

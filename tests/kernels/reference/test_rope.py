@@ -1,4 +1,4 @@
-"""Rotary embedding: the table against Transformers', the turn against complex multiplication."""
+"""Rotary embedding: the table against Transformers', the rotation against complex multiplication."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s['rope_type']}-{len(s)}")
 @pytest.mark.parametrize("theta", [10000.0, 1000000.0])
-def test_the_table_is_transformers(scaling: dict[str, Any], theta: float) -> None:
+def test_the_table_equals_transformers(scaling: dict[str, Any], theta: float) -> None:
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,
@@ -58,7 +58,7 @@ def test_the_table_is_transformers(scaling: dict[str, Any], theta: float) -> Non
 
 
 @pytest.mark.parametrize("max_len", [100, 512, 513, 2000])
-def test_a_dynamic_table_is_that_of_a_sequence_of_its_length(max_len: int) -> None:
+def test_a_dynamic_table_has_the_angles_of_a_sequence_of_max_len(max_len: int) -> None:
     scaling = {"rope_type": "dynamic", "factor": 3.0}
     config = LlamaConfig(
         hidden_size=256,
@@ -73,31 +73,31 @@ def test_a_dynamic_table_is_that_of_a_sequence_of_its_length(max_len: int) -> No
     assert torch.equal(table, reference.rope_table(64, max_len, 10000.0)) == (max_len <= 512)
 
 
-def test_an_older_config_says_type() -> None:
+def test_scaling_type_under_the_older_key() -> None:
     assert torch.equal(
         reference.rope_table(16, 50, 10000.0, scaling={"type": "linear", "factor": 2.0}),
         reference.rope_table(16, 50, 10000.0, scaling={"rope_type": "linear", "factor": 2.0}),
     )
 
 
-def test_an_unknown_scaling_is_refused_by_name() -> None:
+def test_unknown_scaling_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'longrope'.*supported: default, linear, dynamic, llama3, yarn"):
         reference.rope_table(16, 50, 10000.0, scaling={"rope_type": "longrope"})
 
 
 @BOTH
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
-def test_a_pair_is_turned_by_its_angle(ops: ModuleType, head_dim: int) -> None:
+def test_each_pair_is_rotated_by_its_angle(ops: ModuleType, head_dim: int) -> None:
     half = head_dim // 2
     q, k = torch.randn(6, 9, head_dim), torch.randn(6, 3, head_dim)
-    positions = torch.tensor([0, 1, 7, 7, 300, 41])  # of several sequences, in no order
+    positions = torch.tensor([0, 1, 7, 7, 300, 41])  # several sequences, unordered
     kept = q.clone(), k.clone()
     turned = ops.apply_rope(q, k, positions, ops.rope_table(head_dim, 301, 10000.0))
     angles = positions.double().unsqueeze(1) / 10000.0 ** (torch.arange(half).double() / half)
     for x, out in zip((q, k), turned, strict=True):
         pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
         expected = pairs * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-        # Angles are float32, as Transformers takes them: an error of up to 300 * 2^-24.
+        # Angles are float32, as in Transformers: an error of up to 300 * 2^-24.
         assert relative_error(out, torch.cat((expected.real, expected.imag), dim=-1)) < 2e-5
     assert torch.equal(q, kept[0])
     assert torch.equal(k, kept[1])
@@ -105,7 +105,7 @@ def test_a_pair_is_turned_by_its_angle(ops: ModuleType, head_dim: int) -> None:
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_turn_is_transformers(ops: ModuleType, dtype: torch.dtype) -> None:
+def test_the_rotation_equals_transformers(ops: ModuleType, dtype: torch.dtype) -> None:
     config = LlamaConfig(hidden_size=256, num_attention_heads=4)
     q, k = torch.randn(5, 4, 64).to(dtype), torch.randn(5, 2, 64).to(dtype)
     positions = torch.arange(10, 15)
@@ -118,8 +118,8 @@ def test_the_turn_is_transformers(ops: ModuleType, dtype: torch.dtype) -> None:
 
 
 @BOTH
-def test_parts_of_a_merged_projection_are_turned_in_place_of_nothing(ops: ModuleType) -> None:
-    """q and k come as views into one tensor with v; the result does not depend on their strides."""
+def test_views_of_a_merged_projection_give_the_same_result(ops: ModuleType) -> None:
+    """The result does not depend on the strides of q and k, which are views of the QKV projection."""
     qkv = torch.randn(5, 4 + 2 + 2, 16)
     q, k, v = qkv.split([4, 2, 2], dim=1)
     before = v.clone()

@@ -1,4 +1,4 @@
-"""Sampling: filters against a plain loop, draws against the exact distribution, noise against what it may depend on."""
+"""Sampling: filters against a plain loop, samples against the exact distribution, noise against its definition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings_of(
     sample_index: Sequence[int] | None = None,
     position: Sequence[int] | None = None,
 ) -> SamplingTensors:
-    """The same filters for every row; by default row i's noise is that of position i."""
+    """Parameters with the same filters for all rows; by default, row i has position i."""
     return SamplingTensors.from_lists(
         [temperature] * num_rows,
         [top_k] * num_rows,
@@ -47,7 +47,7 @@ def settings_of(
 def kept_tokens(
     logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> dict[int, float]:
-    """Token -> probability, by the plainest of loops: the definition that both implementations are held to."""
+    """Token -> probability after the filters, by a plain loop: the definition."""
     scaled = [x / temperature for x in logits]
     order = sorted(range(len(scaled)), key=lambda t: (-scaled[t], t))
     if top_k:
@@ -65,7 +65,7 @@ def kept_tokens(
 
 
 def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """P(a chi-square variable exceeds the statistic); cells expected fewer than 5 times are put together."""
+    """P(a chi-square variable exceeds the statistic); cells with an expectation below 5 are merged."""
     expected = probs.double() * counts.sum()
     rare = expected < 5
     cells = torch.cat((expected[~rare], expected[rare].sum().view(1)))
@@ -89,7 +89,7 @@ def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
     ],
 )
 @pytest.mark.parametrize("vocab_size", [50, 1000])
-def test_draws_follow_the_filtered_softmax(
+def test_samples_follow_the_filtered_softmax(
     ops: ModuleType, temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
 ) -> None:
     num_rows = 6000
@@ -104,8 +104,8 @@ def test_draws_follow_the_filtered_softmax(
 
 
 @pytest.mark.parametrize("axis", ["seed", "sample_index", "position"])
-def test_draws_are_independent_along_each_axis(axis: str) -> None:
-    """Chi-square over pairs of successive draws: what is uniform alone may still be correlated."""
+def test_samples_are_independent_along_each_axis(axis: str) -> None:
+    """Chi-square test of pairs of successive samples, which would show correlations."""
     num_rows = 8001
     axes: dict[str, list[int]] = {"seed": [5] * num_rows, "sample_index": [0] * num_rows, "position": [9] * num_rows}
     axes[axis] = list(range(num_rows))
@@ -122,10 +122,10 @@ def test_draws_are_independent_along_each_axis(axis: str) -> None:
     top_p=st.sampled_from([0.05, 0.33, 0.71, 0.97, 1.0]),
     min_p=st.sampled_from([0.0, 0.013, 0.3, 1.0]),
 )
-def test_filters_keep_what_the_definition_keeps(
+def test_filters_equal_the_definition(
     logits: list[int], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """With integers for logits, so that there are many equals."""
+    """Logits are integers, with many equals."""
     params = settings_of(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     filtered = reference.filtered_logits(torch.tensor([logits], dtype=torch.float64), params)[0]
     kept = kept_tokens(logits, temperature, top_k, top_p, min_p)
@@ -134,7 +134,7 @@ def test_filters_keep_what_the_definition_keeps(
     assert all(float(probs[t]) == pytest.approx(p, rel=1e-9) for t, p in kept.items())
 
 
-def test_the_filters_in_figures() -> None:
+def test_filters_of_known_probabilities() -> None:
     """Probabilities 0.5, 0.25, 0.125, ...: top_p is the smallest set with at least that mass, min_p is relative."""
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log()
 
@@ -146,21 +146,21 @@ def test_the_filters_in_figures() -> None:
     assert kept(top_p=0.76) == [0, 1, 2]
     assert kept(top_p=0.01) == [0]
     assert kept(top_k=2) == [0, 1]
-    assert kept(top_k=4) == [0, 1, 2, 3, 4]  # the fifth is as likely as the fourth
+    assert kept(top_k=4) == [0, 1, 2, 3, 4]  # the fifth is as probable as the fourth
     assert kept(top_k=3, top_p=0.8) == [0, 1]  # 0.75 of 0.875 is more than 0.8
     assert kept(min_p=0.3) == [0, 1]
     assert kept(min_p=1.0) == [0]
     assert kept(top_k=99) == [0, 1, 2, 3, 4]
 
 
-def test_top_p_stops_where_its_mass_is_reached_exactly() -> None:
-    """Four equals: two of them hold the half, and the lower ids come first."""
+def test_top_p_stops_at_its_exact_mass() -> None:
+    """Of four equals, the two lowest ids have half of the mass."""
     filtered = reference.filtered_logits(torch.zeros(1, 4, dtype=torch.float64), settings_of(1, top_p=0.5))
     assert filtered.isfinite().tolist() == [[True, True, False, False]]
 
 
 def test_top_p_of_one_keeps_what_float32_rounds_away() -> None:
-    """In float32 the sum is 1 long before the last token; a neighbour's filter must not cut this row's tail."""
+    """In float32 the sum reaches 1 long before the last token; the filter of another row must not cut this row."""
     logits = torch.linspace(0, -40, 5000).expand(2, -1)
     params = SamplingTensors.from_lists([1.0] * 2, [0] * 2, [0.9, 1.0], [0.0] * 2, [1] * 2, [0] * 2, [0] * 2)
     assert reference.filtered_logits(logits, params).isfinite().sum(1).tolist()[1] == 5000
@@ -168,8 +168,8 @@ def test_top_p_of_one_keeps_what_float32_rounds_away() -> None:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_the_fast_path_draws_the_references_tokens(data: st.DataObject) -> None:
-    """Rows of every kind in one batch, over a vocabulary larger than the fast path's first look."""
+def test_cpu_samples_equal_the_references(data: st.DataObject) -> None:
+    """Rows with all kinds of parameters in one batch, with a vocabulary larger than NUM_CANDIDATES."""
     num_rows, vocab_size = 24, 2 * NUM_CANDIDATES
     rows = [
         data.draw(
@@ -188,32 +188,32 @@ def test_the_fast_path_draws_the_references_tokens(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     logits = torch.randn(num_rows, vocab_size, generator=generator) * data.draw(st.sampled_from([0.1, 1.0, 5.0]))
     if data.draw(st.booleans()):
-        logits = logits.round()  # many equals, also across the edge of the candidates
+        logits = logits.round()  # many equals, also around the last candidate
     assert cpu.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
 
 
 @BOTH
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.95}], ids=["all", "filtered"])
-def test_a_draw_does_not_depend_on_its_batch(ops: ModuleType, filters: dict[str, float]) -> None:
+def test_a_sample_does_not_depend_on_its_batch(ops: ModuleType, filters: dict[str, float]) -> None:
     num_rows = 16
     logits = torch.randn(num_rows, 700)
     params = settings_of(num_rows, seed=list(range(100, 100 + num_rows)), position=[3] * num_rows, **filters)  # type: ignore[arg-type]
     together = ops.sample(logits, params)
     for row in range(num_rows):
-        assert ops.sample(logits[row : row + 1], params.rows(torch.tensor([row]))) == together[row]
+        assert ops.sample(logits[row : row + 1], params.select(torch.tensor([row]))) == together[row]
     order = torch.randperm(num_rows)
-    assert torch.equal(ops.sample(logits[order], params.rows(order)), together[order])
+    assert torch.equal(ops.sample(logits[order], params.select(order)), together[order])
 
 
 @BOTH
-def test_a_draw_does_not_depend_on_its_neighbours_settings(ops: ModuleType) -> None:
+def test_a_sample_does_not_depend_on_other_rows_parameters(ops: ModuleType) -> None:
     logits = torch.randn(3, 700)
     alone = ops.sample(logits[1:2], settings_of(1, position=[4]))
     mixed = SamplingTensors.from_lists([0.0, 1.0, 1.0], [0, 0, 5], [1, 1, 0.5], [0, 0, 0], [1, 11, 2], [0] * 3, [4] * 3)
     assert ops.sample(logits, mixed)[1] == alone[0]
 
 
-def test_noise_depends_on_every_part_of_its_key_and_on_the_token() -> None:
+def test_noise_depends_on_seed_sample_index_position_and_token() -> None:
     tokens = torch.arange(1000)
 
     def noise(seed: int, sample_index: int, position: int) -> torch.Tensor:
@@ -230,7 +230,7 @@ def test_noise_depends_on_every_part_of_its_key_and_on_the_token() -> None:
 
 
 def test_noise_is_exponential() -> None:
-    """Mean, variance and tail of a million, and 16 cells of equal probability."""
+    """Mean, variance and tail of a million values, and 16 cells of equal probability."""
     keys = reference.noise_keys(torch.arange(100), torch.zeros(100, dtype=torch.int64), torch.full((100,), 5))
     noise = reference.exponential_noise(keys.unsqueeze(1), torch.arange(10_000)).flatten().double()
     assert float(noise.mean()) == pytest.approx(1.0, abs=0.005)
@@ -241,8 +241,8 @@ def test_noise_is_exponential() -> None:
     assert float(noise.min()) > 0
 
 
-def test_noise_known_by_its_figures() -> None:
-    """Draws must not change with a version, a device or a kernel: a seed is a promise. Also by plain integers."""
+def test_noise_has_known_values() -> None:
+    """Samples of a seed must not change with the version, the device or the kernel. Checked with plain integers."""
     mask = (1 << 64) - 1
 
     def mix(x: int) -> int:
@@ -263,8 +263,8 @@ def test_noise_known_by_its_figures() -> None:
 
 
 @BOTH
-def test_the_highest_noise_does_not_lose_the_only_token(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest 32 bits round to 1 in float32; infinite noise would drop the one token that filters left."""
+def test_the_highest_noise_keeps_the_only_token(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest 32 bits round to 1 in float32. Infinite noise would drop the only token that filters keep."""
     for module in (sampling, cpu_sampling):
         monkeypatch.setattr(module, "noise_keys", lambda seed, *_: torch.zeros_like(seed))
     monkeypatch.setattr(sampling, "_mix_high", lambda x: torch.full_like(x, -1))
@@ -292,7 +292,7 @@ def test_top_k_of_one_is_greedy_at_any_temperature(ops: ModuleType) -> None:
 
 
 @BOTH
-def test_masked_tokens_are_never_drawn(ops: ModuleType) -> None:
+def test_masked_tokens_are_never_sampled(ops: ModuleType) -> None:
     logits = torch.full((200, 600), -torch.inf)
     logits[:, [3, 500]] = 0.0
     for params in (settings_of(200), settings_of(200, top_p=0.99), settings_of(200, min_p=0.5)):
@@ -300,17 +300,17 @@ def test_masked_tokens_are_never_drawn(ops: ModuleType) -> None:
 
 
 @BOTH
-def test_rows_that_are_not_finite_are_found(ops: ModuleType) -> None:
+def test_finite_rows(ops: ModuleType) -> None:
     logits = torch.randn(6, 50)
     logits[1, 7] = torch.nan
     logits[3, 0] = torch.inf
     logits[4, 49] = -torch.inf
-    logits[5] = 3e38  # finite, though their sum is not
+    logits[5] = 3e38  # finite, but their sum is not
     assert ops.finite_rows(logits).tolist() == [True, False, True, False, False, True]
     assert ops.finite_rows(torch.randn(3, 5)).tolist() == [True] * 3
 
 
-def test_the_hosts_flags() -> None:
+def test_all_greedy_and_any_filter() -> None:
     assert settings_of(2, temperature=0.0).all_greedy
     assert not settings_of(2).all_greedy
     assert not settings_of(2).any_filter

@@ -1,4 +1,4 @@
-"""Blocks that go to the host and come back elsewhere are the same blocks."""
+"""Swaps: blocks that move to the host and back to other blocks keep their contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"]
 
 
 @BOTH
-def test_out_and_back_into_other_blocks(ops: ModuleType) -> None:
+def test_swap_out_and_in_to_other_blocks(ops: ModuleType) -> None:
     kv, host = torch.randn(8, 2, 2, 2, 4, 8), torch.zeros(4, 2, 2, 2, 4, 8)
     original = kv.clone()
     ops.swap_out(kv, host, torch.tensor([5, 2]), torch.tensor([3, 0]))
@@ -24,7 +24,7 @@ def test_out_and_back_into_other_blocks(ops: ModuleType) -> None:
     assert torch.equal(host[0], original[2])
     assert float(host[1:3].abs().sum()) == 0
     assert torch.equal(kv, original)
-    kv[5], kv[2] = 0.0, 0.0  # somebody else's now
+    kv[5], kv[2] = 0.0, 0.0  # reused by another sequence
     ops.swap_in(host, kv, torch.tensor([3, 0]), torch.tensor([1, 7]))
     assert torch.equal(kv[1], original[5])
     assert torch.equal(kv[7], original[2])
@@ -33,7 +33,7 @@ def test_out_and_back_into_other_blocks(ops: ModuleType) -> None:
 
 
 class Spy:
-    """`reference`, and which blocks it was asked to move."""
+    """`reference`, with a record of the blocks that it moves."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[int], list[int]]] = []
@@ -47,7 +47,7 @@ class Spy:
 
 
 @pytest.mark.parametrize(("blocks_for_the_engine", "kernel_outs"), [(1, []), (3, [1, 8, 9]), (9, [1, 4, 5, 6, 8, 9])])
-def test_long_runs_are_copies_and_the_rest_is_one_move(
+def test_long_runs_are_copied_and_other_blocks_moved_in_one_call(
     monkeypatch: pytest.MonkeyPatch, blocks_for_the_engine: int, kernel_outs: list[int]
 ) -> None:
     kv, host = torch.randn(10, 2, 2, 2, 4, 8), torch.zeros(11, 2, 2, 2, 4, 8)
@@ -55,7 +55,7 @@ def test_long_runs_are_copies_and_the_rest_is_one_move(
     spy, original = Spy(), kv.clone()
     swapper = swap.KVSwapper(kv, host, spy)  # type: ignore[arg-type]
     outs = [(1, 10), (4, 1), (5, 2), (6, 3), (8, 5), (9, 6)]
-    ins = [(5, 1), (10, 9)]  # what has just gone out
+    ins = [(5, 1), (10, 9)]  # blocks that were just swapped out
     swapper.move(outs, ins)
     for src, dst in outs:
         assert torch.equal(host[dst], original[src])

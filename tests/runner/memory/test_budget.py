@@ -1,4 +1,4 @@
-"""How many blocks fit, and what is said when they do not."""
+"""Numbers of blocks that fit in memory, and the errors when they do not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 from octavo.config import GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
+from octavo.integers import cdiv
 from octavo.runner.memory import budget as memory
 from octavo.runner.memory.budget import MemoryBudget, plan_memory
 
 KIB = 1 << 10
-PER_TOKEN = 4 * KIB  # so that a block of 16 takes 64 KiB
+PER_TOKEN = 4 * KIB  # a block of 16 tokens takes 64 KiB
 
 
 def plan(*, free: int = 64 * GIB, model_len: int = 2048, **options: Any) -> MemoryBudget:
@@ -22,28 +23,28 @@ def plan(*, free: int = 64 * GIB, model_len: int = 2048, **options: Any) -> Memo
     return plan_memory(args, bytes_per_token=PER_TOKEN, weight_bytes=GIB, model_len=model_len, free_bytes=free)
 
 
-def test_a_number_of_blocks_is_taken_at_its_word() -> None:
+def test_a_given_number_of_blocks_is_used_unchanged() -> None:
     budget = plan(num_gpu_blocks_override=333, swap_space=0)
     assert (budget.num_blocks, budget.num_host_blocks, budget.max_model_len) == (333, 0, 2048)
     assert budget.bytes_per_block == 64 * KIB and not budget.warnings
 
 
-def test_bytes_hold_the_null_block_too() -> None:
+def test_kv_cache_memory_bytes_includes_the_null_block() -> None:
     budget = plan(kv_cache_memory_bytes=200 * 64 * KIB + 5, swap_space=0)
     assert budget.num_blocks == 199
     assert (budget.num_blocks + 1) * budget.bytes_per_block == 200 * 64 * KIB
 
 
-def test_the_default_is_the_least_of_three() -> None:
-    needed = plan(max_num_seqs=4, model_len=1000)  # all that can ever be used
-    assert needed.num_blocks == 4 * -(-1000 // 16)
+def test_the_default_pool_is_the_smallest_of_three_sizes() -> None:
+    needed = plan(max_num_seqs=4, model_len=1000)  # all blocks that requests can use
+    assert needed.num_blocks == 4 * cdiv(1000, 16)
     four_gib = plan(max_num_seqs=1000)
     assert (four_gib.num_blocks + 1) * four_gib.bytes_per_block == 4 * GIB
     quarter = plan(max_num_seqs=1000, free=GIB)
     assert (quarter.num_blocks + 1) * quarter.bytes_per_block == GIB // 4
 
 
-def test_a_pool_that_holds_less_than_the_model_knows() -> None:
+def test_a_pool_smaller_than_the_models_positions_limits_max_model_len() -> None:
     budget = plan(num_gpu_blocks_override=10)
     assert budget.max_model_len == 161  # the last token takes no slot
     assert any("161" in w and "2048" in w for w in budget.warnings)
@@ -54,14 +55,14 @@ def test_a_pool_that_holds_less_than_the_model_knows() -> None:
         plan(num_gpu_blocks_override=10, max_model_len=162)
 
 
-def test_more_than_the_model_knows_is_cut_with_a_warning() -> None:
+def test_max_model_len_above_the_models_positions_is_cut_with_a_warning() -> None:
     budget = plan(num_gpu_blocks_override=200, max_model_len=5000)
     assert budget.max_model_len == 2048
     assert any("5000" in w and "2048" in w for w in budget.warnings)
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_memory_bytes": 64 * KIB}, {"kv_cache_memory_bytes": 5}, {}])
-def test_no_room_for_a_block(options: dict[str, Any]) -> None:
+def test_memory_for_no_block_raises(options: dict[str, Any]) -> None:
     with pytest.raises(
         MemoryBudgetError, match=r"No available memory for the cache blocks: weights 1.00 GiB"
     ) as caught:
@@ -97,32 +98,32 @@ BLOCKS = {"free": 100 * 64 * KIB}
     ],
     ids=str,
 )
-def test_what_does_not_fit_names_flags_with_values_that_would_do(options: dict[str, Any], names: str) -> None:
+def test_errors_name_flags_with_values_that_fit(options: dict[str, Any], names: str) -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         plan(**options)
-    told = dict(FLAG.findall(str(caught.value).rpartition("; ")[2]))
-    if not told:  # the length comes before the table
-        told = {"max_model_len": re.search(r"max_model_len that fits is (\d+)", str(caught.value))[1]}  # type: ignore[index]
-    assert " ".join(told) == names and "\n" not in str(caught.value)
-    plan(**options | {name: float(v) if "." in v else int(v) for name, v in told.items()})
+    flags = dict(FLAG.findall(str(caught.value).rpartition("; ")[2]))
+    if not flags:  # the length comes before the table
+        flags = {"max_model_len": re.search(r"max_model_len that fits is (\d+)", str(caught.value))[1]}  # type: ignore[index]
+    assert " ".join(flags) == names and "\n" not in str(caught.value)
+    plan(**options | {name: float(v) if "." in v else int(v) for name, v in flags.items()})
 
 
-def test_a_pool_larger_than_the_free_memory() -> None:
+def test_a_pool_larger_than_the_free_memory_raises() -> None:
     with pytest.raises(MemoryBudgetError, match="lower num_gpu_blocks_override"):
         plan(free=100 * 64 * KIB, num_gpu_blocks_override=100)
-    assert plan(free=101 * 64 * KIB, num_gpu_blocks_override=100).num_host_blocks == 0  # a default gives way
+    assert plan(free=101 * 64 * KIB, num_gpu_blocks_override=100).num_host_blocks == 0  # the default shrinks
     with pytest.raises(MemoryBudgetError, match=r"; lower swap_space to 0$"):
         plan(free=150 * 64 * KIB, num_gpu_blocks_override=100, swap_space=1.0)
 
 
-def test_where_no_value_is_known() -> None:
+def test_errors_without_a_value_point_to_the_doctor() -> None:
     for options in ({"free": 64 * KIB}, {"free": 64 * KIB, "num_gpu_blocks_override": 5}):
         with pytest.raises(MemoryBudgetError, match=r"; run `octavo doctor m` for flags that fit$"):
             plan(**options)
 
 
-def test_swap_space() -> None:
-    assert plan(num_gpu_blocks_override=300).num_host_blocks == 300  # a default is as large as the pool, silently
+def test_swap_space_is_at_most_the_pool() -> None:
+    assert plan(num_gpu_blocks_override=300).num_host_blocks == 300  # the default: no warning
     assert plan(num_gpu_blocks_override=300, preemption_mode="recompute").num_host_blocks == 0
     budget = plan(num_gpu_blocks_override=300, swap_space=100 * 64 * KIB / GIB)
     assert budget.num_host_blocks == 100 and not budget.warnings
@@ -131,17 +132,17 @@ def test_swap_space() -> None:
     assert any("swap_space 2.5" in w for w in cut.warnings)
 
 
-def test_the_machine_is_asked_when_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_measured_if_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: GIB)
     budget = plan_memory(EngineArgs(model="m"), bytes_per_token=PER_TOKEN, weight_bytes=0, model_len=2048)
     assert budget.free_bytes == GIB
     assert (budget.num_blocks + 1) * budget.bytes_per_block == GIB // 4
 
 
-def test_free_memory_reads_the_machine_and_its_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_the_machines_or_its_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     files: dict[str, str] = {}
     monkeypatch.setattr(memory, "_read", lambda path: files.get(path, ""))
-    assert memory.free_memory() == 4 * GIB  # a machine that says nothing
+    assert memory.free_memory() == 4 * GIB  # a machine without /proc
     files["/proc/meminfo"] = "MemTotal: 99 kB\nMemAvailable:    2048 kB\n"
     assert memory.free_memory() == 2048 * KIB
     files |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "7\n"}
@@ -153,7 +154,7 @@ def test_free_memory_reads_the_machine_and_its_cgroup(monkeypatch: pytest.Monkey
     assert memory.free_memory() > 1 << 20
 
 
-def test_weights_that_leave_nothing_are_refused_before_they_are_loaded() -> None:
+def test_weights_larger_than_the_free_memory_raise() -> None:
     with pytest.raises(
         MemoryBudgetError,
         match=r"take 3.00 GiB, 1.00 GiB more than the free memory;.*; run `octavo doctor m` for flags that fit$",

@@ -1,4 +1,4 @@
-"""What is in the way of a start on a GPU: none there, a driver too old, too little memory, a device that is lost."""
+"""Start-up errors on a GPU: no GPU, an old driver, too little memory, a lost device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.config import GIB, EngineArgs
 from octavo.errors import DeviceLostError, MemoryBudgetError, ParameterError
 from octavo.frontend import build
 from octavo.kernels.cpu import ops as cpu
-from octavo.runner.memory import diagnostics as startup
+from octavo.runner.memory import diagnostics
 from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors
 from octavo.runner.memory.profile import GPUMemoryProfile
 from tests.models.tiny import make_tiny_checkpoint
@@ -41,18 +41,18 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return call
 
 
-# -- whether there is one ----------------------------------------------------------------------------------------------
+# -- finding a GPU -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(model: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_cuda_without_a_gpu_is_one_line(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     with pytest.raises(ParameterError, match=r"device is cuda, but no GPU can be used: .*; use device=cpu$") as error:
         LLM(model, device="cuda", skip_tokenizer_init=True)
     assert "\n" not in str(error.value) and error.value.param == "device"
 
 
-def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD)))
     with pytest.raises(
         ParameterError, match=r"used: The NVIDIA driver on .* \(found version 11040\)\. .*; use device=cpu$"
@@ -65,7 +65,7 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A torch that was built for CUDA, a GPU whose driver is too old for it, and torch's own words on that."""
+    """A torch built for CUDA, a GPU with an old driver, and torch's warning about it."""
 
     def is_available() -> bool:
         warnings.warn(TOO_OLD, stacklevel=1)
@@ -73,38 +73,40 @@ def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 470\n")
-    monkeypatch.setattr(startup, "DRIVER", driver)
+    monkeypatch.setattr(diagnostics, "DRIVER", driver)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD)))
-    monkeypatch.setattr(startup.shutil, "which", lambda name: None)
+    monkeypatch.setattr(diagnostics.shutil, "which", lambda name: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return driver
 
 
-def device_and_words(caplog: pytest.LogCaptureFixture, device: str = "auto") -> tuple[str, list[str]]:
+def device_and_warnings(caplog: pytest.LogCaptureFixture, device: str = "auto") -> tuple[str, list[str]]:
     caplog.clear()
     found = build._device(EngineArgs(model="m", device=device))  # type: ignore[arg-type]
     return found.type, [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_gpu_that_auto_cannot_use_is_worth_a_warning(
+def test_an_unusable_gpu_is_a_warning_with_device_auto(
     old_driver: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line, and none where nobody would wonder."""
-    device, said = device_and_words(caplog)
-    assert device == "cpu" and len(said) == 1 and "\n" not in said[0]
-    assert said[0].startswith("device auto uses the CPU, although there seems to be an NVIDIA GPU: The NVIDIA driver")
-    assert device_and_words(caplog, "cpu") == ("cpu", [])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody does not want it
-    assert device_and_words(caplog) == ("cpu", [])
+    """One line; none without a GPU, with a hidden GPU, or for a torch without CUDA."""
+    device, messages = device_and_warnings(caplog)
+    assert device == "cpu" and len(messages) == 1 and "\n" not in messages[0]
+    assert messages[0].startswith(
+        "device auto uses the CPU, although there seems to be an NVIDIA GPU: The NVIDIA driver"
+    )
+    assert device_and_warnings(caplog, "cpu") == ("cpu", [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides the GPU
+    assert device_and_warnings(caplog) == ("cpu", [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     old_driver.unlink()
-    assert device_and_words(caplog) == ("cpu", [])
-    monkeypatch.setattr(startup.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert device_and_words(caplog)[1] == said
-    monkeypatch.setattr(torch.version, "cuda", None)  # a torch for CPUs
-    assert device_and_words(caplog) == ("cpu", [])
+    assert device_and_warnings(caplog) == ("cpu", [])
+    monkeypatch.setattr(diagnostics.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert device_and_warnings(caplog)[1] == messages
+    monkeypatch.setattr(torch.version, "cuda", None)  # a torch without CUDA
+    assert device_and_warnings(caplog) == ("cpu", [])
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -112,11 +114,11 @@ def test_a_gpu_that_auto_cannot_use_is_worth_a_warning(
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """So much is free of a GPU of 80 GiB."""
+    """Sets the free memory of a GPU of 80 GiB."""
     return lambda free: monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(memory: Callable[[int], None]) -> None:
+def test_weights_that_do_not_fit_raise_before_loading(memory: Callable[[int], None]) -> None:
     memory(70 * GIB)
     check_weights(70 * GIB, EngineArgs(model="m"))
     with pytest.raises(MemoryBudgetError, match=r"take 71\.00 GiB and the GPU has room for 70\.00 GiB"):
@@ -134,16 +136,16 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(memory: Call
         (100, {}, "choose a smaller model or dtype"),
     ],
 )
-def test_what_would_make_room_for_weights(
+def test_remedies_for_weights_that_do_not_fit(
     memory: Callable[[int], None], gib: int, options: dict[str, Any], remedy: str
 ) -> None:
     memory(70 * GIB)
-    with pytest.raises(MemoryBudgetError) as told:
+    with pytest.raises(MemoryBudgetError) as raised:
         check_weights(gib * GIB, EngineArgs(model="m", **options))
-    assert str(told.value).endswith(f" free of 80.00 GiB); {remedy}; run `octavo doctor m` for flags that fit")
+    assert str(raised.value).endswith(f" free of 80.00 GiB); {remedy}; run `octavo doctor m` for flags that fit")
 
 
-def test_a_gpu_without_room_for_cuda_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_memory_for_the_cuda_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", raising(RuntimeError("CUDA error: out of memory\nAdvice")))
     with pytest.raises(MemoryBudgetError, match=r"CUDA cannot start; free some \(nvidia-smi lists them\)"):
         check_weights(GIB, EngineArgs(model="m"))
@@ -155,8 +157,8 @@ MEMORY = GPUMemoryProfile(
 )
 
 
-def stage(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
-    """From here on a start on a GPU goes well up to the stage, where it raises."""
+def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
+    """Let a start on a fake GPU raise the error at this stage."""
 
     class Runner:
         def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -170,7 +172,7 @@ def stage(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
 
     zeros, empty, load = torch.zeros, torch.empty, build._load
     patch.setattr(build, "_device", lambda args: CUDA)
-    patch.setattr(build, "_rehearse", lambda *_: None)
+    patch.setattr(build, "_precompiler", lambda *_: None)
     patch.setattr(build, "_ops", lambda device: cpu)
     patch.setattr(build, "CudaModelRunner", Runner)
     patch.setattr(build, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)
@@ -178,11 +180,11 @@ def stage(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
     def loaded(*args: Any, **options: Any) -> Any:
         if name == "weights":
             raise error
-        checkpoint, spec, said, _, _, ops = args
-        made = load(checkpoint, spec, said, torch.float32, torch.device("cpu"), ops, **options)
+        checkpoint, spec, engine_args, _, _, ops = args
+        decoder = load(checkpoint, spec, engine_args, torch.float32, torch.device("cpu"), ops, **options)
         patch.setattr(torch, "zeros", raising(error) if name == "pool" else lambda *shape, **__: zeros(1))
         patch.setattr(torch, "empty", raising(error) if name == "swap space" else lambda *shape, **__: empty(1))
-        return made
+        return decoder
 
     patch.setattr(build, "_load", loaded)
 
@@ -204,7 +206,7 @@ def stage(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
         ("moves", {"kv_cache_memory_bytes": 9 * GIB}, "moving blocks to the host", "lower swap_space, or set it to 0"),
     ],
 )
-def test_memory_that_runs_out_in_a_start_is_one_line_with_a_remedy(
+def test_out_of_memory_at_start_is_one_line_with_a_remedy(
     model: str,
     memory: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -215,17 +217,17 @@ def test_memory_that_runs_out_in_a_start_is_one_line_with_a_remedy(
 ) -> None:
     memory(GIB)
     with monkeypatch.context() as patch:
-        stage(name, torch.OutOfMemoryError(TRIED), patch)
+        fail_at(name, torch.OutOfMemoryError(TRIED), patch)
         patch.setattr(build, "free_memory", lambda: 64 * GIB)
-        with pytest.raises(MemoryBudgetError) as told:
+        with pytest.raises(MemoryBudgetError) as raised:
             LLM(model, device="cuda", **OPTIONS, **options)
-    said = str(told.value)
+    message = str(raised.value)
     figures = r"an allocation of 2\.50 GiB failed, with 1\.00 GiB of the GPU's 80\.00 GiB free"
-    assert re.search(rf"^memory ran out while {doing}.*: {figures}; {remedy}", said)
-    assert "\n" not in said and told.value.__suppress_context__
+    assert re.search(rf"^memory ran out while {doing}.*: {figures}; {remedy}", message)
+    assert "\n" not in message and raised.value.__suppress_context__
 
 
-def test_memory_that_somebody_else_than_torch_did_not_get(memory: Callable[[int], None]) -> None:
+def test_out_of_memory_outside_torch_has_no_size(memory: Callable[[int], None]) -> None:
     memory(GIB)
     with (
         pytest.raises(MemoryBudgetError, match=r"while x: an allocation failed, with 1\.00 GiB .* free; 0$"),
@@ -234,22 +236,22 @@ def test_memory_that_somebody_else_than_torch_did_not_get(memory: Callable[[int]
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
 
-# -- what else ---------------------------------------------------------------------------------------------------------
+# -- other errors ------------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_is_lost_in_a_start(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_lost_at_start_raises_device_lost_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = RuntimeError("CUDA error: an illegal memory access was encountered\nAdvice follows")
     with monkeypatch.context() as patch:
-        stage("measure", RuntimeError("Triton Error [CUDA]: an illegal memory access"), patch)
+        fail_at("measure", RuntimeError("Triton Error [CUDA]: an illegal memory access"), patch)
         patch.setattr(torch.cuda, "mem_get_info", lambda: (70 * GIB, 80 * GIB))
         patch.setattr(torch.cuda, "synchronize", raising(cause))
         with pytest.raises(DeviceLostError, match=r": CUDA error: an illegal memory access was encountered$"):
             LLM(model, device="cuda", **OPTIONS)
-        patch.setattr(torch.cuda, "synchronize", lambda: None)  # a bug, of a device that is fine
+        patch.setattr(torch.cuda, "synchronize", lambda: None)  # the device works: the error is a bug
         with pytest.raises(RuntimeError, match=r"^a bug$"), startup_errors(CUDA, "x", str):
             raise RuntimeError("a bug")
 
 
-def test_on_a_cpu_it_is_raised_as_it_is() -> None:
+def test_errors_on_a_cpu_pass_unchanged() -> None:
     with pytest.raises(torch.OutOfMemoryError), startup_errors(torch.device("cpu"), "x", str):
         raise torch.OutOfMemoryError(TRIED)

@@ -1,4 +1,4 @@
-"""What is said of a GPU's memory."""
+"""Memory profiles of a GPU, and the remedies of their errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from octavo.config import GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
-from octavo.runner.memory import profile as gpu
+from octavo.runner.memory import profile
 from octavo.runner.memory.budget import plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile
 
@@ -27,20 +27,20 @@ MEMORY = GPUMemoryProfile(
 )
 
 
-def test_what_is_left_for_blocks() -> None:
-    assert MEMORY.available_kv_bytes == 72 * GIB - 21 * GIB - gpu.SPARE_BYTES
+def test_available_kv_bytes_are_what_the_engine_leaves() -> None:
+    assert MEMORY.available_kv_bytes == 72 * GIB - 21 * GIB - profile.SPARE_BYTES
     MEMORY.check(ARGS, BLOCK)
 
 
-def test_a_share_is_of_the_engine_alone_and_no_more_than_others_leave() -> None:
+def test_utilization_is_the_engines_share_and_at_most_the_free_memory() -> None:
     assert (
         replace(MEMORY, utilization=0.4, other_processes=40 * GIB).available_kv_bytes
-        == 32 * GIB - 21 * GIB - gpu.SPARE_BYTES
+        == 32 * GIB - 21 * GIB - profile.SPARE_BYTES
     )
-    assert replace(MEMORY, other_processes=20 * GIB).available_kv_bytes == 60 * GIB - 21 * GIB - gpu.SPARE_BYTES
+    assert replace(MEMORY, other_processes=20 * GIB).available_kv_bytes == 60 * GIB - 21 * GIB - profile.SPARE_BYTES
 
 
-def test_too_little_names_a_utilization_that_would_do() -> None:
+def test_too_little_memory_names_a_utilization_that_fits() -> None:
     tight = replace(MEMORY, utilization=0.2)
     with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.28$") as error:
         tight.check(ARGS, BLOCK)
@@ -49,30 +49,29 @@ def test_too_little_names_a_utilization_that_would_do() -> None:
 
 
 @pytest.mark.parametrize("other_processes", [59 * GIB, 61 * GIB])
-def test_where_no_utilization_would_do_smaller_steps_or_more_free_memory_would(other_processes: int) -> None:
-    """With the values that are named there is memory for blocks: what steps take is in proportion to their size."""
+def test_without_such_a_utilization_smaller_steps_or_free_memory_are_named(other_processes: int) -> None:
+    """Each named value leaves memory for blocks: a step's memory is proportional to its size."""
     memory = replace(MEMORY, other_processes=other_processes)
     with pytest.raises(
         MemoryBudgetError,
         match=r"; lower max_num_batched_tokens to (\d+) and max_num_seqs to (\d+), or free ([\d.]+) GiB more on",
-    ) as told:
+    ) as raised:
         memory.check(ARGS, BLOCK)
-    tokens, rows, more = re.findall(r" (?:to|free) ([\d.]+)", str(told.value))
+    tokens, rows, more = re.findall(r" (?:to|free) ([\d.]+)", str(raised.value))
     share = max(int(tokens) / (ARGS.max_num_batched_tokens or 1), int(rows) / (ARGS.max_num_seqs or 1))
     assert 0.1 < share < 1
     replace(memory, activations=int(2 * GIB * share), graphs=int(3 * GIB * share)).check(ARGS, BLOCK)
     replace(memory, other_processes=other_processes - int(float(more) * GIB)).check(ARGS, BLOCK)
 
 
-def test_where_nothing_that_is_known_would_do() -> None:
+def test_without_any_fitting_value_the_doctor_is_named() -> None:
     with pytest.raises(MemoryBudgetError, match=r"; free 5.25 GiB more .* and raise gpu_memory_utilization to 0.28$"):
         replace(MEMORY, utilization=0.1, other_processes=63 * GIB).check(ARGS, BLOCK)
     with pytest.raises(MemoryBudgetError, match=r"; run `octavo doctor m` for flags that fit$"):
         replace(MEMORY, weights=79 * GIB).check(ARGS, BLOCK)
 
 
-def test_a_pool_has_the_null_block_and_another() -> None:
-    """What is left may be less."""
+def test_a_pool_needs_the_null_block_and_one_more() -> None:
     MEMORY.check(ARGS, MEMORY.available_kv_bytes // 2)
     with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.91$"):
         replace(MEMORY, other_processes=0).check(ARGS, MEMORY.available_kv_bytes // 2 + GIB // 4)
@@ -86,19 +85,19 @@ def test_a_pool_has_the_null_block_and_another() -> None:
         ({"num_gpu_blocks_override": 20 * 1024 - 1}, r"lower num_gpu_blocks_override to (\d+)"),
     ],
 )
-def test_a_smaller_pool_leaves_what_was_wanting(options: dict[str, Any], remedy: str) -> None:
-    """That a pool of 20 GiB took from the rest of the start."""
+def test_a_smaller_pool_leaves_the_missing_bytes(options: dict[str, Any], remedy: str) -> None:
+    """A pool of 20 GiB left too little for the rest of the start."""
     memory = replace(MEMORY, utilization=(20 * GIB + MEMORY._taken) / (80 * GIB))
     args = replace(ARGS, **options)
-    told = memory.smaller_pool(args, plan(**options), 3 * GIB)
-    value = float(re.fullmatch(remedy, told)[1])  # type: ignore[index]
+    hint = memory.smaller_pool(args, plan(**options), 3 * GIB)
+    value = float(re.fullmatch(remedy, hint)[1])  # type: ignore[index]
     if not options:
         left = replace(memory, utilization=value).available_kv_bytes
     else:
         left = plan(**{name: int(value) for name in options}).num_blocks * BLOCK
     assert 15 * GIB <= left <= 17 * GIB
-    least = memory.smaller_pool(args, plan(**options), 20 * GIB)
-    assert least == (
+    other_hint = memory.smaller_pool(args, plan(**options), 20 * GIB)
+    assert other_hint == (
         "run `octavo doctor m` for flags that fit"
         if options
         else "lower max_num_batched_tokens to 4096 and max_num_seqs to 128"
@@ -117,7 +116,7 @@ def plan(**options: Any) -> Any:
     )
 
 
-def test_the_pool_takes_what_the_device_has_and_swap_space_what_the_host_has() -> None:
+def test_the_pool_uses_device_memory_and_swap_space_host_memory() -> None:
     budget = plan()
     assert (budget.num_blocks + 1) * budget.bytes_per_block == 20 * GIB
     assert budget.num_host_blocks * budget.bytes_per_block == 4 * GIB
@@ -133,7 +132,7 @@ def test_the_pool_takes_what_the_device_has_and_swap_space_what_the_host_has() -
     plan(kv_cache_memory_bytes=20 * GIB, swap_space=10)
 
 
-def test_the_table_says_how_many_requests_fit() -> None:
+def test_the_table_shows_how_many_requests_fit() -> None:
     table = MEMORY.table(plan())
     assert "activations 2.00 GiB, CUDA graphs 3.00 GiB (an estimate), libraries 1.00 GiB" in table
     assert "KV pool 20.00 GiB" in table and "80.0 of 4,096 tokens" in table and "320.0 of 1,024 tokens" in table

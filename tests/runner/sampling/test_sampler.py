@@ -1,4 +1,4 @@
-"""The sampler's edges: rows that are no numbers, and rows of every kind side by side."""
+"""The sampler: non-finite logits, grammar bitmasks, and rows of every kind in one batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from octavo.core.plan import RowSetup
 from octavo.engine.executor import GrammarBitmask
+from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.params.sampling_params import SamplingParams
@@ -25,86 +26,86 @@ KINDS = [
 ]
 
 
-def draw(logits: torch.Tensor, rows: list[int], ops: ModuleType) -> tuple[list[int], list[str]]:
+def sample(logits: torch.Tensor, rows: list[int], ops: ModuleType) -> tuple[list[int], list[str]]:
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in rows]
     sampler = Sampler(10, 8, ops)
-    drawn = sampler.sample(logits[rows].clone(), [SampleSpec(i, setup, 0, 7) for i, setup in enumerate(setups)])
-    return drawn.tokens, drawn.errors
+    output = sampler.sample(logits[rows].clone(), [SampleSpec(i, setup, 0, 7) for i, setup in enumerate(setups)])
+    return output.tokens, output.errors
 
 
 @pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_row_that_is_not_finite_spoils_no_other(ops: ModuleType, bad: float, whole: bool) -> None:
+def test_non_finite_logits_fail_only_their_row(ops: ModuleType, bad: float, whole: bool) -> None:
     logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
     rows = list(range(10))
-    wanted, fine = draw(logits, rows, ops)
-    assert fine == [""] * 10
+    expected, errors = sample(logits, rows, ops)
+    assert errors == [""] * 10
     for victim in rows:
-        spoilt = logits.clone()
-        spoilt[victim, slice(None) if whole else 7] = bad
-        tokens, fine = draw(spoilt, rows, ops)
-        assert fine == [NOT_FINITE if i == victim else "" for i in rows]
-        assert [t for i, t in enumerate(tokens) if i != victim] == [t for i, t in enumerate(wanted) if i != victim]
+        damaged = logits.clone()
+        damaged[victim, slice(None) if whole else 7] = bad
+        tokens, errors = sample(damaged, rows, ops)
+        assert errors == [NOT_FINITE if i == victim else "" for i in rows]
+        assert [t for i, t in enumerate(tokens) if i != victim] == [t for i, t in enumerate(expected) if i != victim]
         assert 0 <= tokens[victim] < 50
 
 
-def masks_of(allowed: dict[int, list[int]], vocab_size: int) -> GrammarBitmask:
-    bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), dtype=np.bool_)
+def make_bitmask(allowed: dict[int, list[int]], vocab_size: int) -> GrammarBitmask:
+    bits = np.zeros((len(allowed), cdiv(vocab_size, 32) * 32), dtype=np.bool_)
     for line, ids in zip(bits, allowed.values(), strict=True):
         line[ids] = True
     return GrammarBitmask(list(allowed), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
 @pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
-def test_masks_rule_out_and_change_nothing_else(ops: ModuleType) -> None:
-    """Rows with a mask and rows without one, in one batch; bits past the vocabulary mean nothing."""
+def test_a_bitmask_masks_tokens_and_changes_no_other_row(ops: ModuleType) -> None:
+    """Rows with and without a bitmask in one batch. Bits past the vocabulary are ignored."""
     logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in range(10)]
-    draws = [SampleSpec(10 + i, setup, 0, 7) for i, setup in enumerate(setups)]
-    free = Sampler(10, 8, ops).sample(logits.clone(), draws).tokens
+    samples = [SampleSpec(10 + i, setup, 0, 7) for i, setup in enumerate(setups)]
+    free = Sampler(10, 8, ops).sample(logits.clone(), samples).tokens
     allowed = {10 + i: [7, 31, 32, 49] for i in (0, 3, 4, 8)}
     allowed[15], allowed[12] = [], list(range(50))
-    masks = masks_of({i: [*ids, 50, 60, 63] for i, ids in allowed.items()}, 50)
-    drawn = Sampler(10, 8, ops).sample(logits.clone(), draws, masks)
-    for i, (token, error) in enumerate(zip(drawn.tokens, drawn.errors, strict=True)):
+    bitmask = make_bitmask({i: [*ids, 50, 60, 63] for i, ids in allowed.items()}, 50)
+    output = Sampler(10, 8, ops).sample(logits.clone(), samples, bitmask)
+    for i, (token, error) in enumerate(zip(output.tokens, output.errors, strict=True)):
         ids = allowed.get(10 + i)
         assert error == (NO_ALLOWED_TOKEN if ids == [] else "")
         if ids is None or len(ids) == 50:
             assert token == free[i]
         elif ids:
             assert token in ids
-    assert sum(a != b for a, b in zip(drawn.tokens, free, strict=True)) >= 3
-    assert drawn.tokens[0] == max([7, 31, 32, 49], key=lambda t: logits[0, t])
+    assert sum(a != b for a, b in zip(output.tokens, free, strict=True)) >= 3
+    assert output.tokens[0] == max([7, 31, 32, 49], key=lambda t: logits[0, t])
 
 
-def test_draws_of_one_slice_share_its_mask_and_candidates_keep_to_it() -> None:
+def test_samples_of_a_slice_share_its_bitmask_and_beam_candidates_obey_it() -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)).expand(6, 40)
     setup = RowSetup(0, SamplingParams(temperature=1.5, n=5), 3, 0, frozenset())
-    draws = [SampleSpec(4, setup, j, 7, continues_row=False) for j in range(5)]
+    samples = [SampleSpec(4, setup, j, 7, continues_row=False) for j in range(5)]
     beam = SampleSpec(
         2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), returns_candidates=True), 0, 7, False, 8
     )
-    masks = masks_of({4: [3, 5, 8], 2: [1, 39, 20]}, 40)
-    drawn = Sampler(10, 8, cpu).sample(logits.clone(), [*draws, beam], masks)
-    assert set(drawn.tokens[:5]) <= {3, 5, 8} and len(set(drawn.tokens[:5])) > 1
+    bitmask = make_bitmask({4: [3, 5, 8], 2: [1, 39, 20]}, 40)
+    output = Sampler(10, 8, cpu).sample(logits.clone(), [*samples, beam], bitmask)
+    assert set(output.tokens[:5]) <= {3, 5, 8} and len(set(output.tokens[:5])) > 1
     expected = logits[0].log_softmax(0)
-    candidates = drawn.tokens[5]
+    candidates = output.tokens[5]
     assert isinstance(candidates, list) and [t for _, t in candidates] == sorted(
         [1, 39, 20], key=lambda t: -expected[t]
     )
     assert [p for p, _ in candidates] == pytest.approx([float(expected[t]) for _, t in candidates], abs=1e-6)
 
 
-def test_huge_but_finite_numbers_are_numbers() -> None:
+def test_huge_finite_logits_are_no_error() -> None:
     logits = torch.full((1, 50), 3e38)
     logits[0, 9] = 3.2e38
-    tokens, fine = draw(logits, [0], cpu)
-    assert (tokens, fine) == ([9], [""])
+    tokens, errors = sample(logits, [0], cpu)
+    assert (tokens, errors) == ([9], [""])
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(1))
-    together, _ = draw(logits, list(range(10)), cpu)
-    assert together == [draw(logits, [i], cpu)[0][0] for i in range(10)]
-    assert draw(logits, list(range(9, -1, -1)), cpu)[0] == together[::-1]
+    together, _ = sample(logits, list(range(10)), cpu)
+    assert together == [sample(logits, [i], cpu)[0][0] for i in range(10)]
+    assert sample(logits, list(range(9, -1, -1)), cpu)[0] == together[::-1]

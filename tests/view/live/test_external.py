@@ -1,4 +1,4 @@
-"""ExternalPool to another server's KV events: what it says it has is what is shown, in both encodings."""
+"""`ExternalPool`: the state follows another server's KV events, in both encodings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.core import events as ev
 from octavo.engine import kv_events
 from octavo.engine.kv_events import BlockStored, KVEventBatch, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError
-from octavo.view.live import external as attach
+from octavo.view.live import external as external_module
 from octavo.view.live.external import FIRST_BLOCKS, ExternalPool
 from octavo.view.live.messages import Snapshot
 from octavo.view.live.publisher import STOP
@@ -33,10 +33,10 @@ SIZE = 2
 
 
 @pytest.fixture
-def attached() -> Iterator[ExternalPool]:
-    attached = ExternalPool("tcp://127.0.0.1:9")
-    yield attached
-    attached.close()
+def external() -> Iterator[ExternalPool]:
+    external = ExternalPool("tcp://127.0.0.1:9")
+    yield external
+    external.close()
 
 
 def message(sequence: int, events: list[Any], rank: int | None = 0) -> list[bytes]:
@@ -60,14 +60,16 @@ def as_array(event: dict[str, Any]) -> list[Any]:
 
 
 class Watcher:
-    def __init__(self, attached: ExternalPool) -> None:
-        self.attached = attached
+    """Polls a pool as a hub does, and keeps the state."""
+
+    def __init__(self, external: ExternalPool) -> None:
+        self.external = external
         self.state: PoolState | None = None
         self.kinds: list[str] = []
 
-    def look(self) -> PoolState:
+    def poll(self) -> PoolState:
         after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
-        frame = asyncio.run(self.attached.view_rpc("view", after))
+        frame = asyncio.run(self.external.view_rpc("view", after))
         if frame is not None:
             self.kinds.append(type(frame).__name__)
             if self.state is None:
@@ -79,8 +81,8 @@ class Watcher:
         return self.state
 
     def chains(self) -> list[list[int]]:
-        """For each block that is shown, the seals from its prompt's first block to it."""
-        state = self.look()
+        """For each cached block, the seals from the first block of its prompt to it."""
+        state = self.poll()
         sealed = {int(state.seal_ids[b]): int(state.parent_ids[b]) for b in np.nonzero(state.words)[0]}
         found = []
         for seal in sealed:
@@ -93,34 +95,34 @@ class Watcher:
 
 @pytest.mark.parametrize("encode", [dict, as_array], ids=["maps", "arrays"])
 @pytest.mark.parametrize("name", [int, lambda n: bytes([n])], ids=["numbers", "bytes"])
-def test_what_is_stored_is_shown_until_it_is_removed(attached: ExternalPool, encode: Any, name: Any) -> None:
-    watcher = Watcher(attached)
-    assert watcher.look().num_blocks == FIRST_BLOCKS
-    attached._process(message(0, [encode(stored([name(1), name(2)])), encode(stored([name(3)], name(2)))]))
-    attached._process(message(1, [encode(stored([name(4)], name(1))), encode(stored([name(9)], None, "CPU"))]))
-    state = watcher.look()
+def test_stored_blocks_are_cached_until_they_are_removed(external: ExternalPool, encode: Any, name: Any) -> None:
+    watcher = Watcher(external)
+    assert watcher.poll().num_blocks == FIRST_BLOCKS
+    external._process(message(0, [encode(stored([name(1), name(2)])), encode(stored([name(3)], name(2)))]))
+    external._process(message(1, [encode(stored([name(4)], name(1))), encode(stored([name(9)], None, "CPU"))]))
+    state = watcher.poll()
     assert (state.num_cached, state.block_size, state.stats["num_cached"]) == (4, SIZE, 4)
     assert watcher.chains() == [[1], [1, 2], [1, 2, 3], [1, 4]]
     removed = {"type": "BlockRemoved", "block_hashes": [name(2), name(7)], "medium": "GPU"}
-    attached._process(message(2, [encode(removed)]))
-    assert watcher.look().num_cached == 3
-    assert [event["event"] for event in watcher.look().events] == ["evicted"]
-    attached._process(message(3, [{"type": "AllBlocksCleared"} if encode is dict else ["AllBlocksCleared"]]))
-    assert watcher.look().num_cached == 0 and attached.num_lost == attached.num_malformed == 0
+    external._process(message(2, [encode(removed)]))
+    assert watcher.poll().num_cached == 3
+    assert [event["event"] for event in watcher.poll().events] == ["evicted"]
+    external._process(message(3, [{"type": "AllBlocksCleared"} if encode is dict else ["AllBlocksCleared"]]))
+    assert watcher.poll().num_cached == 0 and external.num_lost == external.num_malformed == 0
 
 
-def test_a_batch_may_be_a_map_as_well(attached: ExternalPool) -> None:
-    """So newer vLLM encodes it; what has its default value is left out."""
-    watcher = Watcher(attached)
+def test_batch_encoded_as_a_map_is_decoded(external: ExternalPool) -> None:
+    """Newer vLLM encodes it so, and omits default values."""
+    watcher = Watcher(external)
     for number, more in enumerate(({}, {"data_parallel_rank": 3})):
         batch = {"ts": 1.5, "events": [stored([1, 2])], **more}
-        attached._process([b"kv-events", struct.pack(">q", number), msgspec.msgpack.encode(batch)])
-    assert watcher.look().num_cached == 4 and attached.num_malformed == 0
-    assert sorted(attached._stored) == [(0, 1), (0, 2), (3, 1), (3, 2)]
+        external._process([b"kv-events", struct.pack(">q", number), msgspec.msgpack.encode(batch)])
+    assert watcher.poll().num_cached == 4 and external.num_malformed == 0
+    assert sorted(external._stored) == [(0, 1), (0, 2), (3, 1), (3, 2)]
 
 
-def test_what_an_engine_publishes_is_what_it_has(attached: ExternalPool) -> None:
-    """Event by event, through the publisher's own words, with evictions."""
+def test_pool_follows_the_events_of_an_engine(external: ExternalPool) -> None:
+    """With the publisher's own encoding, and with evictions."""
     rnd = random.Random(5)
     lab = Lab(24, SIZE, rows=4, listen=False)
     translator, happened = KVEventTranslator(SIZE), []
@@ -130,38 +132,38 @@ def test_what_an_engine_publishes_is_what_it_has(attached: ExternalPool) -> None
             happened.append((event, b""))
 
     lab.cache.events.subscribe(listen, blocks=True)
-    watcher, sequence = Watcher(attached), 0
+    watcher, sequence = Watcher(external), 0
     for i in range(60):
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
-        told = translator.translate(happened[:])
+        published = translator.translate(happened[:])
         happened.clear()
-        if told:
-            payload = msgspec.msgpack.encode(KVEventBatch(0.0, told))
-            attached._process([b"kv", struct.pack(">q", sequence), payload])
+        if published:
+            payload = msgspec.msgpack.encode(KVEventBatch(0.0, published))
+            external._process([b"kv", struct.pack(">q", sequence), payload])
             sequence += 1
-        assert watcher.look().num_cached == len(translator._num_blocks)
-    assert attached._num_evicted > 10 and set(watcher.kinds) == {"Snapshot", "Delta"}
+        assert watcher.poll().num_cached == len(translator._num_blocks)
+    assert external._num_evicted > 10 and set(watcher.kinds) == {"Snapshot", "Delta"}
 
 
-def test_a_pool_that_is_larger_than_was_thought(attached: ExternalPool) -> None:
-    watcher = Watcher(attached)
-    watcher.look()
-    attached._process(message(0, [stored(list(range(FIRST_BLOCKS + 1)))]))
-    state = watcher.look()
+def test_pool_doubles_when_it_is_full(external: ExternalPool) -> None:
+    watcher = Watcher(external)
+    watcher.poll()
+    external._process(message(0, [stored(list(range(FIRST_BLOCKS + 1)))]))
+    state = watcher.poll()
     assert (state.num_blocks, state.num_cached) == (2 * FIRST_BLOCKS, FIRST_BLOCKS + 1)
     assert watcher.kinds == ["Snapshot", "Snapshot"]
 
 
-def test_a_server_that_was_started_again_has_nothing_and_losses_are_counted(attached: ExternalPool) -> None:
-    watcher = Watcher(attached)
-    attached._process(message(7, [stored([1])]))
-    attached._process(message(8, [stored([1, 2])], rank=1))
-    attached._process(message(10, [stored([3])]))
-    state = watcher.look()
+def test_restart_clears_the_rank_and_lost_messages_are_counted(external: ExternalPool) -> None:
+    watcher = Watcher(external)
+    external._process(message(7, [stored([1])]))
+    external._process(message(8, [stored([1, 2])], rank=1))
+    external._process(message(10, [stored([3])]))
+    state = watcher.poll()
     assert (state.num_cached, state.stats["num_lost"]) == (4, 2)
-    attached._process(message(0, [stored([5])]))
-    assert watcher.look().num_cached == 3  # rank 1 goes on
+    external._process(message(0, [stored([5])]))
+    assert watcher.poll().num_cached == 3  # rank 1 goes on
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_server_that_was_started_again_has_nothing_and_losses_are_counted(atta
     ],
     ids=range(12),
 )
-def test_what_is_malformed_is_counted(attached: ExternalPool, parts: list[bytes]) -> None:
+def test_malformed_messages_are_counted_and_dropped(external: ExternalPool, parts: list[bytes]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         arrivals = [parts, message(1, [stored([1])])]
 
@@ -192,12 +194,12 @@ def test_what_is_malformed_is_counted(attached: ExternalPool, parts: list[bytes]
                     raise zmq.Again
                 return arrivals.pop(0)
 
-        patch.setattr(attached, "_socket", Socket())
-        state = Watcher(attached).look()
-    assert attached.num_malformed == 1 and state.num_cached == 1
+        patch.setattr(external, "_socket", Socket())
+        state = Watcher(external).poll()
+    assert external.num_malformed == 1 and state.num_cached == 1
 
 
-def test_over_a_real_socket_with_the_numbers_of_its_metrics() -> None:
+def test_real_socket_and_metrics() -> None:
     text = b'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
     text += b'vllm:cache_config_info{block_size="2",num_gpu_blocks="50"} 1.0\n'
 
@@ -215,25 +217,25 @@ def test_over_a_real_socket_with_the_numbers_of_its_metrics() -> None:
     context = zmq.Context()
     publisher = context.socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    attached = ExternalPool(f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{server.server_port}/metrics")
-    watcher, sequence = Watcher(attached), 0
-    while watcher.look().num_cached < 2 or watcher.look().counts.running != 3:
+    external = ExternalPool(f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{server.server_port}/metrics")
+    watcher, sequence = Watcher(external), 0
+    while watcher.poll().num_cached < 2 or watcher.poll().counts.running != 3:
         publisher.send_multipart(message(sequence, [stored([1, 2])]))  # until the subscription has arrived
         sequence += 1
-    state = watcher.look()
+    state = watcher.poll()
     assert (state.num_blocks, state.num_cached) == (50, 2)
     assert (state.counts.running, state.counts.waiting) == (3, 2)
-    found = asyncio.run(attached.view_rpc("view_block", str(np.nonzero(state.words)[0][0])))
+    found = asyncio.run(external.view_rpc("view_block", str(np.nonzero(state.words)[0][0])))
     assert len(found["name"]) == 32 and found["token_ids"] is None
-    assert asyncio.run(attached.view_rpc("view", STOP)) is None
-    attached.close()
+    assert asyncio.run(external.view_rpc("view", STOP)) is None
+    external.close()
     publisher.close(linger=0)
     context.term()
     server.shutdown()
     server.server_close()
 
 
-def test_metrics_that_are_none_are_left_alone() -> None:
+def test_invalid_metrics_are_ignored() -> None:
     class Odd(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.wfile.write(answers[self.path])
@@ -248,32 +250,32 @@ def test_metrics_that_are_none_are_left_alone() -> None:
     here = f"http://127.0.0.1:{server.server_port}"
     try:
         for url in (f"{here}/ssh", f"{here}/inf", "http://127.0.0.1:abc/metrics", "http://127.0.0.1:9/a b"):
-            with contextlib.closing(ExternalPool("tcp://127.0.0.1:9", url)) as attached:
-                state = Watcher(attached).look()
-                assert state.counts.running == 0 and attached._metrics_at > 0
+            with contextlib.closing(ExternalPool("tcp://127.0.0.1:9", url)) as external:
+                state = Watcher(external).poll()
+                assert state.counts.running == 0 and external._metrics_at > 0
     finally:
         server.shutdown()
         server.server_close()
 
 
 class Lossy:
-    """A socket on which every third message is lost, as long as it `loses`."""
+    """A socket that drops every third message while `loses` is set."""
 
     def __init__(self, socket: zmq.Socket[bytes], loses: bool) -> None:
-        self.socket, self.loses, self.num_heard, self.num_dropped = socket, loses, 0, 0
+        self.socket, self.loses, self.num_received, self.num_dropped = socket, loses, 0, 0
 
     def recv_multipart(self, flags: int) -> list[bytes]:
         while True:
             parts = self.socket.recv_multipart(flags)
-            self.num_heard += 1
-            if self.num_heard % 3 or not self.loses:
+            self.num_received += 1
+            if self.num_received % 3 or not self.loses:
                 return parts
             self.num_dropped += 1
 
 
 @pytest.fixture
 def publishing() -> Iterator[tuple[Lab, KVEventPublisher, str, str]]:
-    """A scheduler with what an engine publishes of it, in vLLM's format, and the two addresses."""
+    """A scheduler, its publisher of KV events in vLLM's format, and the two addresses."""
     lab = Lab(24, SIZE, rows=4, listen=False)
     config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
     publisher = KVEventPublisher(lab.cache, config)
@@ -287,15 +289,15 @@ def publishing() -> Iterator[tuple[Lab, KVEventPublisher, str, str]]:
     publisher.close()
 
 
-def look_until(watcher: Watcher, done: Callable[[], bool]) -> None:
+def poll_until(watcher: Watcher, done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not (watcher.look() and done()):
-        assert time.monotonic() < deadline, (watcher.attached._last, watcher.attached._held)
+    while not (watcher.poll() and done()):
+        assert time.monotonic() < deadline, (watcher.external._last, watcher.external._held)
         time.sleep(0.001)
 
 
 def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEventPublisher) -> None:
-    """Requests one after the other, each of them told in a message of its own or more."""
+    """Run requests one after the other, each published in one message or more."""
     for i in range(first, first + num):
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
@@ -306,43 +308,43 @@ def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEventP
 
 
 @pytest.mark.parametrize("loses", [True, False])
-def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEventPublisher, str, str], loses: bool) -> None:
-    """What was stored before we came, and what was lost on the way."""
+def test_missed_messages_are_replayed(publishing: tuple[Lab, KVEventPublisher, str, str], loses: bool) -> None:
+    """Blocks stored before the connection, and messages lost on the way."""
     lab, publisher, endpoint, replay = publishing
     rnd = random.Random(7)
     work(lab, rnd, 0, 10, publisher)
-    attached = ExternalPool(endpoint, replay=replay)
-    lossy = Lossy(attached._socket, loses)
-    attached._socket = lossy  # type: ignore[assignment]
-    watcher = Watcher(attached)
+    external = ExternalPool(endpoint, replay=replay)
+    lossy = Lossy(external._socket, loses)
+    external._socket = lossy  # type: ignore[assignment]
+    watcher = Watcher(external)
 
-    def is_all_there() -> bool:
-        told = {kv_events.block_hash(name) for name in list(publisher._translator._num_blocks)}
-        return bool(told) and {name for _, name in attached._stored} == told
+    def is_complete() -> bool:
+        published = {kv_events.block_hash(name) for name in list(publisher._translator._num_blocks)}
+        return bool(published) and {name for _, name in external._stored} == published
 
     try:
-        look_until(watcher, is_all_there)  # from the replay: nothing has been published since
+        poll_until(watcher, is_complete)  # from the replay: nothing was published since
         number = 10
-        while attached._num_evicted < 10 or lossy.num_dropped < 5 * loses:
+        while external._num_evicted < 10 or lossy.num_dropped < 5 * loses:
             work(lab, rnd, number, 1, publisher)
             number += 1
-            watcher.look()
+            watcher.poll()
             assert number < 5000
         lossy.loses = False
-        num_heard = lossy.num_heard
-        while lossy.num_heard == num_heard:  # whoever lost the last message hears of it with the next
+        num_received = lossy.num_received
+        while lossy.num_received == num_received:  # the next message shows that the last one was lost
             work(lab, rnd, number, 1, publisher)
             number += 1
-            watcher.look()
-        look_until(watcher, is_all_there)
-        assert attached.num_lost == attached.num_malformed == 0
+            watcher.poll()
+        poll_until(watcher, is_complete)
+        assert external.num_lost == external.num_malformed == 0
     finally:
-        attached.close()
+        external.close()
 
 
-def test_a_replay_that_is_not_answered_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "REPLAY_S", 0.0)
-    attached = ExternalPool("tcp://127.0.0.1:9", replay="tcp://127.0.0.1:9")
+def test_replay_without_reply_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_module, "REPLAY_S", 0.0)
+    external = ExternalPool("tcp://127.0.0.1:9", replay="tcp://127.0.0.1:9")
     arrivals = [message(3, [stored([1])]), message(6, [stored([2])]), message(7, [stored([3])])]
 
     class Socket:
@@ -351,63 +353,63 @@ def test_a_replay_that_is_not_answered_is_not_waited_for(monkeypatch: pytest.Mon
                 raise zmq.Again
             return arrivals.pop(0)
 
-    monkeypatch.setattr(attached, "_socket", Socket())
-    state = Watcher(attached).look()
-    assert state.num_cached == 3 and attached.num_lost == 2 and attached._replay_socket is None
-    attached.close()
+    monkeypatch.setattr(external, "_socket", Socket())
+    state = Watcher(external).poll()
+    assert state.num_cached == 3 and external.num_lost == 2 and external._replay_socket is None
+    external.close()
 
 
 @pytest.mark.parametrize("topic", [[], [b"kv-events"], [b""]], ids=["no topic", "topic", "empty topic"])
-def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) -> None:
-    """A publisher of vLLM's that keeps four messages; what is told twice counts once, and what is no message not."""
+def test_messages_older_than_the_replay_buffer_are_lost(topic: list[bytes]) -> None:
+    """A publisher like vLLM's that buffers four messages. Duplicates count once, invalid messages are dropped."""
     context = zmq.Context()
     publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (publisher, router)]
-    attached = ExternalPool(f"tcp://127.0.0.1:{ports[0]}", replay=f"tcp://127.0.0.1:{ports[1]}")
-    watcher = Watcher(attached)
+    external = ExternalPool(f"tcp://127.0.0.1:{ports[0]}", replay=f"tcp://127.0.0.1:{ports[1]}")
+    watcher = Watcher(external)
 
-    def answer(kept: list[int]) -> int:
+    def reply(kept: list[int]) -> int:
         assert router.poll(60_000)
-        asker, empty, start = router.recv_multipart()
+        client, empty, start = router.recv_multipart()
         assert empty == b""
-        router.send_multipart([asker, b"", b"short"])
+        router.send_multipart([client, b"", b"short"])
         for number in kept:
-            router.send_multipart([asker, b"", *topic, *message(number, [stored([number])])[1:]])
-        router.send_multipart([asker, b"", *[b""] * len(topic), b"\xff" * 8, b""])
+            router.send_multipart([client, b"", *topic, *message(number, [stored([number])])[1:]])
+        router.send_multipart([client, b"", *[b""] * len(topic), b"\xff" * 8, b""])
         return int.from_bytes(start, "big")
 
     try:
-        watcher.look()
-        assert answer([2, 3, 4]) == 0
-        look_until(watcher, lambda: attached._replay_socket is None)
-        assert (watcher.look().num_cached, attached.num_lost) == (3, 0)
-        attached._process(message(3, [stored([33])]))  # published while we asked: it counted by the replay
-        attached._process(message(4, [stored([44])]))
-        assert (watcher.look().num_cached, attached._last[0]) == (3, 4)
-        attached._process(message(9, [stored([9])]))
-        assert attached._held is not None
-        assert answer([7, 8, 9, 10]) == 5
-        look_until(watcher, lambda: attached._replay_socket is None and attached._held is None)
-        assert (watcher.look().num_cached, attached.num_lost, attached.num_malformed) == (7, 2, 2)
-        attached._process(message(10, [stored([10])]))
-        attached._process(message(11, [stored([11])]))
-        assert (watcher.look().num_cached, attached.num_lost) == (8, 2)
-        attached._process(message(1, [stored([1])]))  # it was started again: what it said first, we ask for
-        assert answer([0, 1]) == 0
-        look_until(watcher, lambda: attached._replay_socket is None and attached._held is None)
-        assert (watcher.look().num_cached, attached.num_lost) == (2, 2)
+        watcher.poll()
+        assert reply([2, 3, 4]) == 0
+        poll_until(watcher, lambda: external._replay_socket is None)
+        assert (watcher.poll().num_cached, external.num_lost) == (3, 0)
+        external._process(message(3, [stored([33])]))  # published meanwhile: the replay had it
+        external._process(message(4, [stored([44])]))
+        assert (watcher.poll().num_cached, external._last[0]) == (3, 4)
+        external._process(message(9, [stored([9])]))
+        assert external._held is not None
+        assert reply([7, 8, 9, 10]) == 5
+        poll_until(watcher, lambda: external._replay_socket is None and external._held is None)
+        assert (watcher.poll().num_cached, external.num_lost, external.num_malformed) == (7, 2, 2)
+        external._process(message(10, [stored([10])]))
+        external._process(message(11, [stored([11])]))
+        assert (watcher.poll().num_cached, external.num_lost) == (8, 2)
+        external._process(message(1, [stored([1])]))  # restarted: its first messages are replayed
+        assert reply([0, 1]) == 0
+        poll_until(watcher, lambda: external._replay_socket is None and external._held is None)
+        assert (watcher.poll().num_cached, external.num_lost) == (2, 2)
     finally:
-        attached.close()
+        external.close()
         context.destroy(linger=0)
 
 
-def test_an_address_that_is_none() -> None:
+def test_invalid_address_is_refused() -> None:
     with pytest.raises(ParameterError, match=r"attach .* use one such as tcp://"):
         ExternalPool("127.0.0.1")
     with pytest.raises(ParameterError, match=r"replay .* use one such as tcp://"):
         ExternalPool("tcp://127.0.0.1:9", replay="127.0.0.1")
 
 
-def test_stored_is_the_publishers_own_word() -> None:
-    """What the test above makes by hand has the fields that our publisher sends."""
+def test_stored_events_have_the_fields_of_the_publisher() -> None:
+    """`stored` above makes events by hand."""
     assert set(stored([])) - {"type"} <= {*BlockStored.__struct_fields__, "lora_name"}

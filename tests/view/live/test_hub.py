@@ -1,4 +1,4 @@
-"""Viewers of one engine: late ones miss nothing, slow ones are sent away, and nobody costs nothing."""
+"""The hub: late viewers get the state, slow ones are disconnected, and without viewers the engine does no work."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class World:
-    """A scheduler that is moved by hand, and a hub on it that looks all the time."""
+    """A scheduler driven by hand, and a hub that polls it all the time."""
 
     def __init__(self, *, plain: bool = False) -> None:
         self.lab = Lab(40, 2, rows=4, host=8, policy=SWAP, listen=False)
-        self.questions = view_rpc_methods()
+        self.methods = view_rpc_methods()
         self.plain = plain
-        self.asked: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.error: EngineError | None = None
         self.lose = False
-        self.hub = Hub(self.ask, interval_s=0, idle_ratio=0)
+        self.hub = Hub(self.rpc, interval_s=0, idle_ratio=0)
 
-    async def ask(self, question: str, argument: str) -> Any:
+    async def rpc(self, method: str, argument: str) -> Any:
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        self.asked[question if argument != STOP else STOP] += 1
+        self.calls[method if argument != STOP else STOP] += 1
         engine: Any = type("Engine", (), {"scheduler": self.lab.scheduler})()
         engine = self.__dict__.setdefault("engine", engine)
-        answer = self.questions[question](engine, argument)
-        if self.lose and isinstance(answer, Delta):
+        reply = self.methods[method](engine, argument)
+        if self.lose and isinstance(reply, Delta):
             self.lose = False
-            answer.frame += 1
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(answer)) if self.plain else answer
+            reply.frame += 1
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(reply)) if self.plain else reply
 
-    def busy(self, name: str, num_prompt: int = 9) -> None:
+    def add(self, name: str, num_prompt: int = 9) -> None:
         self.lab.add(name, list(range(num_prompt)), 6)
         self.lab.step()
 
@@ -68,7 +68,9 @@ def frame_of(message: Message) -> Frame:
     return frame
 
 
-class Reader:
+class StreamReader:
+    """Applies the frames of a viewer's stream."""
+
     def __init__(self, hub: Hub) -> None:
         self.stream = hub.watch()
         self.state: PoolState | None = None
@@ -82,7 +84,7 @@ class Reader:
             self.state.apply(frame)
 
     async def until(self, name: str) -> PoolState:
-        """Reads on until it has heard of a request."""
+        """Read until the state has a request."""
         while self.state is None or name not in self.state.requests:
             await self.read()
         return self.state
@@ -100,41 +102,41 @@ async def until(ready: Any) -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["same process", "another process"])
-def test_late_viewers_see_the_same_and_miss_nothing(plain: bool) -> None:
+def test_late_viewer_gets_the_same_state(plain: bool) -> None:
     async def main() -> None:
         world = World(plain=plain)
-        assert not world.lab.cache.events.active  # nobody looks: nothing is told
-        early = Reader(world.hub)
+        assert not world.lab.cache.events.active  # no viewers: no subscription
+        early = StreamReader(world.hub)
         await early.read()
         assert world.lab.cache.events.active and not world.lab.cache.events.blocks
-        world.busy("a")
+        world.add("a")
         check(await early.until("a"), world.lab.scheduler)
-        late = Reader(world.hub)
+        late = StreamReader(world.hub)
         await late.read()
-        world.busy("b")
-        world.busy("c", 12)
+        world.add("b")
+        world.add("c", 12)
         for reader in (early, late):
             check(await reader.until("c"), world.lab.scheduler)
         assert world.hub.num_viewers == 2
         await aclose(early.stream, late.stream)
         await until(lambda: not world.lab.cache.events.active)
-        assert world.asked[STOP] == 1 and world.hub.num_viewers == 0
-        again = Reader(world.hub)
+        assert world.calls[STOP] == 1 and world.hub.num_viewers == 0
+        again = StreamReader(world.hub)
         check(await again.until("c"), world.lab.scheduler)
         await aclose(again.stream)
 
     run(main())
 
 
-def test_who_does_not_read_is_sent_away_and_nobody_else() -> None:
+def test_slow_viewer_is_disconnected_and_others_stay() -> None:
     async def main() -> None:
         world = World()
-        slow, quick = Reader(world.hub), Reader(world.hub)
+        slow, quick = StreamReader(world.hub), StreamReader(world.hub)
         await slow.read()
         await quick.read()
         for i in range(2 * MAX_QUEUED):
             if not world.lab.requests or not world.lab.scheduler.requests:
-                world.busy(f"r{i}", 1 + i % 7)
+                world.add(f"r{i}", 1 + i % 7)
             else:
                 world.lab.step()
             step = world.lab.scheduler.num_steps
@@ -148,10 +150,10 @@ def test_who_does_not_read_is_sent_away_and_nobody_else() -> None:
     run(main())
 
 
-def test_an_engine_that_ends_says_so_to_all() -> None:
+def test_viewers_are_notified_when_the_engine_ends() -> None:
     async def main() -> None:
         world = World()
-        reader = Reader(world.hub)
+        reader = StreamReader(world.hub)
         await reader.read()
         world.error = EngineError("the engine is gone")
         (message,) = [message async for message in reader.stream]
@@ -164,15 +166,15 @@ def test_an_engine_that_ends_says_so_to_all() -> None:
     run(main())
 
 
-def test_a_frame_that_is_lost_costs_a_snapshot() -> None:
+def test_lost_frame_causes_a_new_snapshot() -> None:
     async def main() -> None:
         world = World()
-        reader = Reader(world.hub)
+        reader = StreamReader(world.hub)
         await reader.read()
         assert reader.state is not None
         epoch = reader.state.epoch
         world.lose = True
-        world.busy("a")
+        world.add("a")
         check(await reader.until("a"), world.lab.scheduler)
         assert reader.state.epoch != epoch
         await aclose(reader.stream)
@@ -180,13 +182,13 @@ def test_a_frame_that_is_lost_costs_a_snapshot() -> None:
     run(main())
 
 
-def test_a_block_in_detail() -> None:
+def test_block_details() -> None:
     async def main() -> None:
         world = World(plain=True)
-        assert await world.hub.block(1) is None  # nobody looks
-        reader = Reader(world.hub)
+        assert await world.hub.block(1) is None  # no viewers
+        reader = StreamReader(world.hub)
         await reader.read()
-        world.busy("a", 5)
+        world.add("a", 5)
         await reader.until("a")
         found = await world.hub.block(1)
         assert found is not None and len(found["name"]) == 32
@@ -200,7 +202,7 @@ def test_a_block_in_detail() -> None:
     run(main())
 
 
-def test_frames_count_what_is_told_and_nothing_is_told_of_nothing() -> None:
+def test_unchanged_state_makes_no_frame() -> None:
     lab = Lab(8, 2)
     publisher = Publisher(lab.scheduler)
     assert not publisher.is_subscribed
@@ -210,7 +212,7 @@ def test_frames_count_what_is_told_and_nothing_is_told_of_nothing() -> None:
     lab.add("a", [1, 2, 3], 4)
     delta = publisher.frame(publisher.last)
     assert isinstance(delta, Delta) and delta.frame == 1
-    assert isinstance(publisher.frame(f"{first.epoch}:0"), Snapshot)  # not the last one: from the beginning
+    assert isinstance(publisher.frame(f"{first.epoch}:0"), Snapshot)  # not the last frame: a snapshot
     publisher.stop()
     assert not publisher.is_subscribed
     state = PoolState(first)
@@ -218,7 +220,7 @@ def test_frames_count_what_is_told_and_nothing_is_told_of_nothing() -> None:
         state.apply(Delta(first.epoch, 2, 0.0, 0, first.counts))
 
 
-def test_a_frame_tells_why_somebody_waits_and_how_a_step_went() -> None:
+def test_delta_has_wait_reasons_and_steps() -> None:
     lab = Lab(4, 2, rows=4, listen=False)
     publisher = Publisher(lab.scheduler)
     publisher.frame()
@@ -233,11 +235,11 @@ def test_a_frame_tells_why_somebody_waits_and_how_a_step_went() -> None:
     assert step[0] == 0 and step[2:] == [5, 1, 1, 1, 0, 3, 0, 1]  # five positions, one of them sampled
     assert [e["event"] for e in delta.events] == ["arrived", "arrived", "admitted", "waiting"]
     lab.run()
-    assert not publisher._waits  # whoever has finished is forgotten
+    assert not publisher._waits  # finished requests are removed
 
 
-def test_an_event_has_its_own_time_and_what_it_tells() -> None:
-    """Though it becomes part of a frame only later."""
+def test_events_keep_their_own_time() -> None:
+    """Although the frame is made later."""
     now = 10.0
     lab = Lab(4, 2, rows=4, listen=False)
     publisher = Publisher(lab.scheduler, clock=lambda: now)
@@ -253,7 +255,7 @@ def test_an_event_has_its_own_time_and_what_it_tells() -> None:
         assert isinstance(delta, Delta) and delta.seals is not None and delta.counts.tokens == 5 * number
         assert {step[1] for step in delta.steps} == {number}
         for event in delta.events:
-            if event["event"] == "evicted":  # which is found when the frame is made
+            if event["event"] == "evicted":  # evictions are found when the frame is made
                 assert event["time_s"] == number + 0.5 and known[event["block_id"]] == event["seal_id"]
                 num_evicted += event["seal_id"] != event["block_id"]
             else:
@@ -265,7 +267,7 @@ def test_an_event_has_its_own_time_and_what_it_tells() -> None:
     assert num_evicted
 
 
-def test_a_frame_is_bounded_and_says_what_it_leaves_out() -> None:
+def test_frame_is_bounded_and_counts_omitted_events() -> None:
     lab = Lab(4, 2, rows=4, listen=False)
     publisher = Publisher(lab.scheduler)
     publisher.frame()

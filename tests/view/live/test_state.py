@@ -1,4 +1,4 @@
-"""What a viewer puts together from frames is what the scheduler has: at random moments of the oracle's workloads."""
+"""A viewer's state equals the scheduler's, at random moments of the oracle's workloads."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def through_json(frame: Frame) -> Frame:
 
 
 def through_a_process(frame: Frame) -> Frame:
-    """As an engine's process sends it: plain data, arrays raw."""
+    """As an engine process sends it: plain data with raw arrays."""
     plain: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
     return msgspec.convert(plain, Frame)  # type: ignore[arg-type]
 
 
-def test_a_block_that_this_engine_does_not_have_is_nothing() -> None:
-    """The one before it may have had more memory, and what is asked came of its state."""
+def test_unknown_block_id_has_no_content() -> None:
+    """The id may come from the state of an engine before a restart, which had more memory."""
     lab = Lab(4, 2, rows=4, listen=False)
     engine: Any = SimpleNamespace(scheduler=lab.scheduler)
-    ask = view_rpc_methods()["view_block"]
+    view_block = view_rpc_methods()["view_block"]
     for block in ("1", "4", "5", "1000"):
-        assert ask(engine, block) == {"name": None, "token_ids": None}
+        assert view_block(engine, block) == {"name": None, "token_ids": None}
 
 
 def check(state: PoolState, scheduler: Scheduler) -> None:
@@ -57,9 +57,9 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         stats.num_cached,
         stats.num_free,
     )
-    lines = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
-    assert state.queues == {name: [r.request_id for r in line] for name, line in lines.items()}
-    live = {r.request_id: (r, r.status.value, r.sequences) for line in lines.values() for r in line}
+    queues = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
+    assert state.queues == {name: [r.request_id for r in queue] for name, queue in queues.items()}
+    live = {r.request_id: (r, r.status.value, r.sequences) for queue in queues.values() for r in queue}
     live |= {name: (s.request, "pinned", [s]) for name, s in cache.pins.items()}
     assert state.requests.keys() == live.keys()
     owners: Counter[int] = Counter()
@@ -72,8 +72,8 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         )
         assert (view.wait.reason if view.wait else "") == request.wait_reason
         tables = [state.tables[uid] for uid in view.sequences]
-        told = [(t.num_tokens, t.num_computed, t.block_ids.tolist()) for t in tables]
-        assert told == [(len(s.token_ids), s.num_computed, s.block_ids) for s in sequences], request
+        shown = [(t.num_tokens, t.num_computed, t.block_ids.tolist()) for t in tables]
+        assert shown == [(len(s.token_ids), s.num_computed, s.block_ids) for s in sequences], request
         if status != "swapped":
             owners.update(b for t in tables for b in t.block_ids.tolist() if b)
     assert state.tables.keys() == {uid for view in state.requests.values() for uid in view.sequences}
@@ -81,7 +81,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
 
 
 class WatchedWorld(World):
-    """Looked at now and then, by one who came early and one who comes late."""
+    """A workload with an early and a late viewer, who get frames at random moments."""
 
     def __init__(self, seed: int, totals: Counter[str]) -> None:
         super().__init__(seed, totals, listen=True)
@@ -92,18 +92,18 @@ class WatchedWorld(World):
 
     def _plan(self) -> StepPlan:
         plan = super()._plan()
-        self.look()
+        self.watch()
         return plan
 
     def _land(self) -> None:
         super()._land()
-        self.look()
+        self.watch()
 
     def _interfere(self) -> None:
         super()._interfere()
-        self.look()
+        self.watch()
 
-    def look(self) -> None:
+    def watch(self) -> None:
         if self.coin.random() > 0.4:
             return
         after = "" if self.early is None else f"{self.early.epoch}:{self.early.frame}"
@@ -126,7 +126,7 @@ class WatchedWorld(World):
 
 
 @pytest.mark.parametrize("first", range(0, 30, 10))
-def test_the_picture_equals_the_pool(first: int) -> None:
+def test_state_equals_the_pool(first: int) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 10):
         WatchedWorld(seed, totals).run()
@@ -135,7 +135,7 @@ def test_the_picture_equals_the_pool(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 3000, 250))
-def test_the_picture_equals_the_pool_for_long(first: int) -> None:
+def test_state_equals_the_pool_for_many_seeds(first: int) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 250):
         WatchedWorld(seed, totals).run()

@@ -1,4 +1,4 @@
-"""One tenant's share of a state: all of its own, and nothing of the others but which blocks they use."""
+"""A tenant's view: its own requests, and of other tenants only which blocks they use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from octavo.view.live.messages import Delta, Frame, Snapshot
 from octavo.view.live.publisher import STOP
 from octavo.view.live.state import PoolState
 from octavo.view.live.tenant_view import TenantView
-from tests.view.live.test_hub import Reader as Viewer
+from tests.view.live.test_hub import StreamReader, aclose, frame_of, run, until
 from tests.view.live.test_hub import World as HubWorld
-from tests.view.live.test_hub import aclose, frame_of, run, until
 from tests.view.live.test_state import WatchedWorld, through_json
 
 
@@ -37,21 +36,21 @@ class Half:
 
 
 def names_in(value: Any) -> set[str]:
-    """Of requests, in a frame as a viewer gets it."""
+    """The ids of requests in a frame, as a viewer gets it."""
     named = {request["id"] for request in value.get("requests", ())} | set(value.get("gone", ()))
-    named |= {name for line in value.get("lines", {}).values() for name in line}
+    named |= {name for queue in value.get("lines", {}).values() for name in queue}
     return named | {event["request_id"] for event in value.get("events", ()) if "request_id" in event}
 
 
-class SharedWorld(WatchedWorld):
-    """As `WatchedWorld`, with two tenants who come at other moments, and see their halves."""
+class TenantWorld(WatchedWorld):
+    """A workload with two tenants, each of which sees one half of the requests."""
 
     def __init__(self, seed: int, totals: Counter[str]) -> None:
         super().__init__(seed, totals)
         self.whole: PoolState | None = None
-        self.shares: dict[Half, tuple[TenantView, PoolState, set[tuple[int, float]]]] = {}
+        self.views: dict[Half, tuple[TenantView, PoolState, set[tuple[int, float]]]] = {}
 
-    def look(self) -> None:
+    def watch(self) -> None:
         if self.coin.random() > 0.4:
             return
         frame = self.publisher.frame("" if self.whole is None else f"{self.whole.epoch}:{self.whole.frame}")
@@ -59,70 +58,70 @@ class SharedWorld(WatchedWorld):
             self.whole = PoolState(frame)
         elif frame is not None and self.whole is not None:
             self.whole.apply(frame)
-            for reader, (share, own, _) in self.shares.items():
-                own.apply(self.read(reader, share.delta(frame, self.whole)))  # type: ignore[arg-type]
+            for access, (view, own, _) in self.views.items():
+                own.apply(self.read(access, view.delta(frame, self.whole)))  # type: ignore[arg-type]
         assert self.whole is not None
-        for reader in (Half(0), Half(1)):
-            if reader not in self.shares and self.coin.random() < 0.3:
-                share = TenantView(self.whole, reader)
-                self.shares[reader] = share, PoolState(self.read(reader, share.snapshot(self.whole))), set()  # type: ignore[arg-type]
-        for reader, (share, own, ever) in self.shares.items():
-            self.check_share(reader, share, own, ever)
+        for access in (Half(0), Half(1)):
+            if access not in self.views and self.coin.random() < 0.3:
+                view = TenantView(self.whole, access)
+                self.views[access] = view, PoolState(self.read(access, view.snapshot(self.whole))), set()  # type: ignore[arg-type]
+        for access, (view, own, ever) in self.views.items():
+            self.check_view(access, view, own, ever)
 
-    def read(self, reader: Half, frame: Frame) -> Frame:
-        """As its viewer gets it, and without a word of others."""
+    def read(self, access: Half, frame: Frame) -> Frame:
+        """Pass a frame through JSON, and check that it names no other requests."""
         names = names_in(json.loads(msgspec.json.encode(frame)))
-        assert all(reader.sees(name) for name in names)
+        assert all(access.sees(name) for name in names)
         self.totals["names"] += len(names)
         return through_json(frame)  # type: ignore[arg-type,return-value]
 
-    def check_share(self, reader: Half, share: TenantView, own: PoolState, ever: set[tuple[int, float]]) -> None:
+    def check_view(self, access: Half, view: TenantView, own: PoolState, ever: set[tuple[int, float]]) -> None:
         whole = self.whole
         assert whole is not None
         assert np.array_equal(own.words, whole.words) and own.stats == whole.stats and own.counts == whole.counts
-        assert own.requests == {name: view for name, view in whole.requests.items() if reader.sees(name)}
-        assert own.queues == {line: [n for n in names if reader.sees(n)] for line, names in whole.queues.items()}
-        uids = {uid for view in own.requests.values() for uid in view.sequences}
+        assert own.requests == {name: request for name, request in whole.requests.items() if access.sees(name)}
+        assert own.queues == {queue: [n for n in names if access.sees(n)] for queue, names in whole.queues.items()}
+        uids = {uid for request in own.requests.values() for uid in request.sequences}
         assert own.tables == {uid: table for uid, table in whole.tables.items() if uid in uids}
-        swapped = {uid for view in own.requests.values() if view.status == "swapped" for uid in view.sequences}
+        swapped = {uid for r in own.requests.values() if r.status == "swapped" for uid in r.sequences}
         held = {b for uid in uids - swapped for b in own.tables[uid].block_ids.tolist() if b > 0}
         sealed = set(np.nonzero(whole.words >> 15)[0].tolist())
         ever |= {(block, whole.seal_ids[block]) for block in held & sealed}
         for block in sealed:
             is_own = (block, whole.seal_ids[block]) in ever
             assert own.seal_ids[block] == (whole.seal_ids[block] if is_own else 0)
-            assert share.has(block, whole) is (is_own or block in held)
+            assert view.has(block, whole) is (is_own or block in held)
             self.totals["own" if is_own else "others'"] += 1
-        fresh = PoolState(share.snapshot(whole))
+        fresh = PoolState(view.snapshot(whole))
         assert (fresh.requests, fresh.tables) == (own.requests, own.tables)
         now = np.nonzero(whole.words >> 15)[0]
         assert [fresh.seal_ids[b] for b in now] == [whole.seal_ids[b] * ((b, whole.seal_ids[b]) in ever) for b in now]
 
 
 @pytest.mark.parametrize("first", range(0, 20, 10))
-def test_a_share_is_all_of_its_own_and_nothing_else(first: int) -> None:
+def test_tenant_view_shows_own_requests_only(first: int) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 10):
-        SharedWorld(seed, totals).run()
+        TenantWorld(seed, totals).run()
     assert min(totals["own"], totals["others'"], totals["names"]) > 100
 
 
-def test_viewers_of_one_hub_see_their_shares_and_the_engine_is_asked_once() -> None:
+def test_viewers_of_one_hub_share_one_engine_call() -> None:
     async def main() -> None:
         world = HubWorld(plain=True)
-        viewers = [Viewer(world.hub) for _ in range(3)]
+        viewers = [StreamReader(world.hub) for _ in range(3)]
         viewers[1].stream, viewers[2].stream = world.hub.watch(Half(0)), world.hub.watch(Half(1))
         for viewer in viewers:
             await viewer.read()
-        assert world.asked["view"] == 1
-        world.busy("b", 5)  # Half(0) sees it
+        assert world.calls["view"] == 1
+        world.add("b", 5)  # Half(0) sees it
         world.lab.add("a", [7, 8, 9, 10, 11], 6)  # Half(1) sees it
         world.lab.step()
         whole = await viewers[0].until("a")
         even, odd = await viewers[1].until("b"), await viewers[2].until("a")
         assert whole.requests.keys() == {"a", "b"} and even.requests.keys() == {"b"} and odd.requests.keys() == {"a"}
         (block, *_) = next(iter(even.tables.values())).block_ids.tolist()
-        found = {reader: await world.hub.block(block, reader) for reader in (None, Half(0), Half(1))}
+        found = {access: await world.hub.block(block, access) for access in (None, Half(0), Half(1))}
         assert found[None] == found[Half(0)] and found[None] is not None
         assert (found[None]["token_ids"], found[None]["owners"][0]["request_id"]) == ([0, 1], "b")
         other = found[Half(1)]
@@ -130,36 +129,36 @@ def test_viewers_of_one_hub_see_their_shares_and_the_engine_is_asked_once() -> N
         hidden = (other["token_ids"], other["name"], other["owners"], other["seal_id"], other["parent_id"])
         assert hidden == (None, None, [], 0, 0)
         late = world.hub.watch(Half(1))
-        assert {r.id for r in _snapshot(frame_of(await anext(late))).requests} == {"a"}
+        assert {r.id for r in as_snapshot(frame_of(await anext(late))).requests} == {"a"}
         await aclose(late, *(viewer.stream for viewer in viewers))
 
     run(main())
 
 
-def _snapshot(frame: Frame) -> Snapshot:
+def as_snapshot(frame: Frame) -> Snapshot:
     assert isinstance(frame, Snapshot)
     return frame
 
 
-def test_content_that_has_changed_meanwhile_is_not_shown() -> None:
-    """The engine is ahead of the state: the block may be another tenant's by now."""
+def test_content_of_a_reused_block_is_hidden() -> None:
+    """The engine is ahead of the state: by now the block may hold another tenant's content."""
 
     async def main() -> None:
         world = HubWorld(plain=True)
         stream = world.hub.watch(Half(0))
-        viewer = Viewer(world.hub)
+        viewer = StreamReader(world.hub)
         viewer.stream = stream
         await viewer.read()
-        world.busy("b", 5)
+        world.add("b", 5)
         state = await viewer.until("b")
         (block, *_) = next(iter(state.tables.values())).block_ids.tolist()
-        whole = world.ask
+        unchanged = world.rpc
 
-        async def ask(question: str, argument: str) -> Any:
-            answer = await whole(question, argument)
-            return answer | changed if question == "view_block" else answer
+        async def rpc(method: str, argument: str) -> Any:
+            reply = await unchanged(method, argument)
+            return reply | changed if method == "view_block" else reply
 
-        world.hub._rpc = ask
+        world.hub._rpc = rpc
         for later in ({"seal_id": 99}, {"epoch": "another"}):
             changed = later
             found = await world.hub.block(block, Half(0))
@@ -172,39 +171,39 @@ def test_content_that_has_changed_meanwhile_is_not_shown() -> None:
     run(main())
 
 
-def test_viewers_that_come_and_go_make_no_snapshots() -> None:
+def test_reconnecting_viewers_reuse_the_snapshot() -> None:
     async def main() -> None:
         world = HubWorld()
-        world.hub._idle_ratio = 1e6  # of a snapshot that takes microseconds
+        world.hub._idle_ratio = 1e6  # times a snapshot's microseconds
         for _ in range(20):
             stream = world.hub.watch()
             assert isinstance(frame_of(await anext(stream)), Snapshot)
             await aclose(stream)
-        assert world.asked[STOP] == 0
-        snapshots = [world.hub._snapshot(None, world.hub.state or PoolState(_none())) for _ in range(2)]
+        assert world.calls[STOP] == 0
+        snapshots = [world.hub._snapshot(None, world.hub.state or PoolState(no_state())) for _ in range(2)]
         assert snapshots[0] is snapshots[1]
         world.hub._linger_until = 0.0
         await until(lambda: not world.lab.cache.events.active)
-        assert world.asked[STOP] == 1 and world.hub.state is None
+        assert world.calls[STOP] == 1 and world.hub.state is None
 
     run(main())
 
 
-def _none() -> Snapshot:
-    raise AssertionError("nothing is watched")
+def no_state() -> Snapshot:
+    raise AssertionError("there is no state")
 
 
-def test_a_frame_with_nothing_of_ones_own_still_counts() -> None:
+def test_empty_tenant_delta_still_counts_as_a_frame() -> None:
     world = HubWorld()
-    tap_frame = world.questions["view"]
+    view_rpc = world.methods["view"]
     engine: Any = type("Engine", (), {"scheduler": world.lab.scheduler})()
-    state = PoolState(tap_frame(engine, ""))
-    share = TenantView(state, Half(0))
-    own = PoolState(share.snapshot(state))
-    world.busy("a", 5)
-    delta = tap_frame(engine, f"{state.epoch}:{state.frame}")
+    state = PoolState(view_rpc(engine, ""))
+    view = TenantView(state, Half(0))
+    own = PoolState(view.snapshot(state))
+    world.add("a", 5)
+    delta = view_rpc(engine, f"{state.epoch}:{state.frame}")
     assert isinstance(delta, Delta)
     state.apply(delta)
-    shown = share.delta(delta, state)
+    shown = view.delta(delta, state)
     own.apply(shown)
     assert shown.frame == delta.frame and not shown.requests and shown.blocks == delta.blocks

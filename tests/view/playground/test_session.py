@@ -1,4 +1,4 @@
-"""The playground: every lesson's numbers, random play against the core's rules, and histories that cannot be."""
+"""The playground: the numbers of every lesson, random actions, and invalid histories."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tables(answer: dict[str, Any]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_lesson_says_what_is_so(step: LessonStep) -> None:
+def test_lesson_numbers_match_the_core(step: LessonStep) -> None:
     answer = Playgrounds().answer(step.history, step.action)
     assert answer["done"] is (step.action is None)
     lengths = {answer["names"][str(s.uid)]: s.num_tokens for s in answer["picture"].sequences}
@@ -46,20 +46,20 @@ def test_a_lesson_says_what_is_so(step: LessonStep) -> None:
         assert got == wanted, name
 
 
-def test_there_is_a_lesson_for_everything_promised() -> None:
+def test_lesson_ids() -> None:
     ids = [lesson.id for lesson in LESSONS]
     assert ids == ["fragmentation", "block-tables", "copy-on-write", "beam-search", "prefix-caching", "preemption"]
     assert all(step.text and step.look for lesson in LESSONS for step in lesson.steps)
     assert set(LESSONS[0].as_dict()) == {"id", "title", "text", "steps"}
 
 
-def test_the_waste_of_the_lesson_is_what_it_says() -> None:
+def test_fragmentation_lesson_wastes_96_percent() -> None:
     """80 tokens of 2,048: 1,968 slots, 96 %."""
     compare = Playgrounds().answer("128x16x2048;new,80")["compare"]
     assert compare["contiguous_waste_slots"] == 2048 - 80 and round(100 * 1968 / 2048) == 96
 
 
-def test_writing_into_a_shared_block_goes_by_four_phases() -> None:
+def test_copy_on_write_has_four_phases() -> None:
     answer = Playgrounds().answer("8x4;new,7;fork,A", "write,A")
     phases = [(p.kind, p.block_id, p.from_block_id) for p in answer["phases"]]
     assert phases == [
@@ -76,20 +76,20 @@ def test_writing_into_a_shared_block_goes_by_four_phases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("history", "says"),
+    ("history", "text"),
     [
         ("8x4;new,8;fork,A", "A's last block 2 is full, so the token goes into a new block, 3. Nothing is copied."),
         ("8x4;new,7", "A writes into block 2 in place: it has 1 reference. Nothing is copied."),
     ],
 )
-def test_no_copy_where_none_is_needed_and_it_says_why(history: str, says: str) -> None:
+def test_write_without_copy_is_explained(history: str, text: str) -> None:
     answer = Playgrounds().answer(history, "write,A")
-    assert answer["says"] == says and answer["why"]
+    assert answer["says"] == text and answer["why"]
     assert "copy" not in [p.kind for p in answer["phases"]]
 
 
-def test_a_history_is_the_session() -> None:
-    """Whoever has it has everything: another server, or this one when it has forgotten."""
+def test_history_restores_the_session() -> None:
+    """Another server restores the same session from it, and so does this one after it dropped the pool."""
     here, there = Playgrounds(), Playgrounds()
     history = "16x4x16x8"
     for action in ("share,8,3", "share,8,1", "fork,A,2", "type,A,to%20be%20or%20not", "beam,B,3,2", "free,A", "fill"):
@@ -104,7 +104,7 @@ def test_a_history_is_the_session() -> None:
     assert here.answer(history) == again
 
 
-def test_what_cannot_be_done_changes_nothing() -> None:
+def test_refused_action_changes_nothing() -> None:
     play = Playgrounds()
     whole = play.answer("4x4;new,7;fork,A")
     for action in ("new,99", "beam,A,8,9", "append,A,60", "free,Z", "resume,A", "fork,A,64", "beam,A,2,90"):
@@ -143,7 +143,7 @@ def test_what_cannot_be_done_changes_nothing() -> None:
         ("4x4;" + "x" * 20_000, None, "16384 characters"),
     ],
 )
-def test_what_is_no_history(history: str, action: str | None, match: str) -> None:
+def test_invalid_history_is_refused(history: str, action: str | None, match: str) -> None:
     if "no sequence" in match:
         assert match in Playgrounds().answer(history, action)["says"]
         return
@@ -151,21 +151,21 @@ def test_what_is_no_history(history: str, action: str | None, match: str) -> Non
         Playgrounds().answer(history, action)
 
 
-def test_what_comes_back_from_the_host_can_be_found_again() -> None:
+def test_swapped_in_blocks_are_found_again() -> None:
     answer = Playgrounds().answer("8x4;share,8,2;preempt,A,swap;resume,A;free,A")
     assert answer["picture"].stats["num_cached"] == 2
     found = Playgrounds().answer("8x4;share,8,2;preempt,A,swap;forget;resume,A;free,A", "share,8,1")
     assert found["picture"].stats["num_hits"] == 2
 
 
-def test_a_history_cannot_make_tokens_without_end() -> None:
+def test_tokens_of_a_history_are_bounded() -> None:
     play = Playgrounds()
     history = "4096x16" + f";new,{MAX_TOKENS // 2};free,A;new,{MAX_TOKENS // 2}"
     assert "65536 tokens, the limit" in play.answer(history, "append,B,1")["says"]
 
 
 def check(play: Playground) -> None:
-    """The rules of the core, and that the answer tells what is there."""
+    """The invariants of the core, and that the reply matches the pool."""
     kv, answer = play.kv, play.answer()
     pool, stats = kv.pool, kv.stats()
     assert stats.num_used + stats.num_cached + stats.num_free == pool.num_blocks
@@ -191,7 +191,7 @@ def check(play: Playground) -> None:
     assert compare["paged_blocks"] <= compare["unshared_blocks"] == sum(owners.values())
 
 
-def draw(rnd: random.Random, names: list[str]) -> str:
+def random_action(rnd: random.Random, names: list[str]) -> str:
     name = rnd.choice(names) if names else "A"
     return rnd.choice(
         [
@@ -213,7 +213,7 @@ def draw(rnd: random.Random, names: list[str]) -> str:
     )
 
 
-def test_random_play_keeps_the_rules() -> None:
+def test_random_actions_keep_the_invariants() -> None:
     verbs: Counter[tuple[str, bool]] = Counter()
     for seed in range(15):
         rnd = random.Random(seed)
@@ -221,7 +221,7 @@ def test_random_play_keeps_the_rules() -> None:
         play, history = Playgrounds(), f"{rnd.randint(4, 24)}x{size}x{rnd.randint(1, 4 * size)}x{rnd.randint(0, 4)}"
         for _ in range(30):
             shown = play._playgrounds.get(history)
-            action = draw(rnd, list(shown.sequences) if shown else [])
+            action = random_action(rnd, list(shown.sequences) if shown else [])
             answer = play.answer(history, action)
             history = answer["history"]
             verbs[action.split(",")[0], answer["done"]] += 1
@@ -245,8 +245,8 @@ def test_random_play_keeps_the_rules() -> None:
         "4096x16" + ";fill" + ";forget" * 400,
     ],
 )
-def test_the_work_and_memory_of_a_history_are_bounded(history: str) -> None:
-    """A link is a stranger's. Each of these took seconds, or hundreds of megabytes."""
+def test_work_and_memory_of_a_history_are_bounded(history: str) -> None:
+    """Links come from anywhere. Each of these took seconds, or hundreds of megabytes."""
     playground = Playground(Pool.parse(history.partition(";")[0]))
     with contextlib.suppress(RefusedError, ParameterError):
         for action in history.split(";")[1:]:

@@ -1,4 +1,4 @@
-"""Recordings: any moment of one is as it was, ranges are recordings, and what is damaged is said so."""
+"""Recordings of frames: seeking, ranges, event streams, damaged files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.proof.workloads import World
 
 
 class RecordedWorld(World):
-    """A frame after each plan, on a clock of its own; with what the state is then."""
+    """A workload that makes a frame after each plan, on its own clock, and keeps the state of that moment."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, Counter(), listen=True)
@@ -34,7 +34,7 @@ class RecordedWorld(World):
         self.publisher = Publisher(self.scheduler, clock=lambda: self.now)
         self.frames: list[Frame] = []
         self.state: PoolState | None = None
-        self.looks: list[tuple[float, bytes]] = []
+        self.moments: list[tuple[float, bytes]] = []
 
     def _land(self) -> None:
         super()._land()
@@ -48,14 +48,14 @@ class RecordedWorld(World):
         else:
             assert self.state is not None
             self.state.apply(frame)
-        self.looks.append((frame.time_s, msgspec.json.encode(self.state.snapshot())))
+        self.moments.append((frame.time_s, msgspec.json.encode(self.state.snapshot())))
 
 
 def recorded(seed: int) -> tuple[list[Frame], list[tuple[float, bytes]]]:
-    """Frames, and what each leads to."""
+    """The frames of a workload, and the time and state after each."""
     world = RecordedWorld(seed)
     world.run()
-    return world.frames, world.looks
+    return world.frames, world.moments
 
 
 def copy_of(frames: list[Frame]) -> list[Frame]:
@@ -63,27 +63,27 @@ def copy_of(frames: list[Frame]) -> list[Frame]:
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
-def test_every_moment_is_as_it_was(seed: int) -> None:
-    frames, looks = recorded(seed)
+def test_seek_restores_every_moment(seed: int) -> None:
+    frames, moments = recorded(seed)
     replay = Replay(copy_of(frames))
-    assert replay.duration_s == looks[-1][0] and len(looks) > 5, seed
-    for time_s, wanted in looks:
+    assert replay.duration_s == moments[-1][0] and len(moments) > 5, seed
+    for time_s, wanted in moments:
         assert msgspec.json.encode(replay.at(time_s)) == wanted
         assert msgspec.json.encode(replay.at(time_s + 0.1)) == wanted
-    assert msgspec.json.encode(replay.at(0)) == looks[0][1]
-    for (begin_s, _), (end_s, wanted) in zip(looks[::3], looks[2::3], strict=False):
+    assert msgspec.json.encode(replay.at(0)) == moments[0][1]
+    for (begin_s, _), (end_s, wanted) in zip(moments[::3], moments[2::3], strict=False):
         state = PoolState(replay.at(begin_s))
-        told, until_s = replay.frames(begin_s, end_s)
+        part, until_s = replay.frames(begin_s, end_s)
         assert until_s == end_s
-        for frame in told:
+        for frame in part:
             state.apply(frame)
         assert msgspec.json.encode(state.snapshot()) == wanted
 
 
-def test_a_range_is_a_recording_of_its_own(tmp_path: Path) -> None:
-    frames, looks = recorded(1)
+def test_exported_range_is_a_recording(tmp_path: Path) -> None:
+    frames, moments = recorded(1)
     replay = Replay(copy_of(frames))
-    begin_s, end_s = looks[len(looks) // 4][0], looks[len(looks) // 2][0]
+    begin_s, end_s = moments[len(moments) // 4][0], moments[len(moments) // 2][0]
     path = tmp_path / "range.frames"
     path.write_bytes(replay.export(begin_s, end_s))
     part = Replay(read_frames(path))
@@ -92,9 +92,9 @@ def test_a_range_is_a_recording_of_its_own(tmp_path: Path) -> None:
     assert (ours.words == theirs.words).all() and ours.requests == theirs.requests and ours.stats == theirs.stats
 
 
-def test_a_servers_stream_is_a_recording(tmp_path: Path) -> None:
-    """What curl writes; also over a restart of the engine, whose clock begins anew, and gzipped."""
-    one, looks = recorded(2)
+def test_saved_event_stream_is_a_recording(tmp_path: Path) -> None:
+    """As curl writes it, also gzipped, and across a restart of the engine, whose clock begins again."""
+    one, moments = recorded(2)
     two, _ = recorded(4)
     text = b": hello\n\n"
     for frame in (*one, *two):
@@ -107,14 +107,14 @@ def test_a_servers_stream_is_a_recording(tmp_path: Path) -> None:
     for path in (plain, packed):
         replay = Replay(read_frames(path))
         assert replay.summary()["num_frames"] == len(one) + len(two)
-        first_s = looks[-1][0]
+        first_s = moments[-1][0]
         assert replay.duration_s == pytest.approx(first_s + two[-1].time_s - two[0].time_s)
-        told, _ = replay.frames(first_s - 0.3, replay.duration_s)
-        assert isinstance(told[-len(two)], Snapshot) or isinstance(told[0], Snapshot)
+        part, _ = replay.frames(first_s - 0.3, replay.duration_s)
+        assert isinstance(part[-len(two)], Snapshot) or isinstance(part[0], Snapshot)
         assert PoolState(replay.at(replay.duration_s)).stats == PoolState(Replay(copy_of(two)).at(1e9)).stats
 
 
-def test_the_summary_marks_what_is_worth_a_look() -> None:
+def test_summary_marks_preemptions() -> None:
     lab = Lab(6, 2, rows=4, host=6, policy=SWAP, listen=False)
     now = 0.0
     publisher = Publisher(lab.scheduler, clock=lambda: now)
@@ -131,18 +131,18 @@ def test_the_summary_marks_what_is_worth_a_look() -> None:
     marks = [(mark["event"], mark["request_id"]) for mark in summary["marks"]]
     assert ("preempted", "b") in marks
     assert summary["num_steps"] == lab.scheduler.num_steps and summary["num_blocks"] == 6
-    assert len(summary["used"]) == summary["num_frames"] and max(look[1] for look in summary["used"]) == 6
+    assert len(summary["used"]) == summary["num_frames"] and max(point[1] for point in summary["used"]) == 6
     spans = [e for e in replay.trace("b")["traceEvents"] if e["ph"] == "X"]
     states = [span["name"] for span in spans]
     assert states[0] == "waiting" and "swapped" in states and states[-1] == "running"
     ends = [span["ts"] + span["dur"] for span in spans]
-    assert [span["ts"] for span in spans[1:]] == ends[:-1]  # one after the other, without a gap
+    assert [span["ts"] for span in spans[1:]] == ends[:-1]  # without gaps
     rows = [e["args"]["name"] for e in replay.trace()["traceEvents"] if e["ph"] == "M"]
     assert rows == ["a", "b"]
     assert [e for e in replay.trace()["traceEvents"] if e["ph"] == "C"]
 
 
-def test_a_long_range_comes_in_pieces() -> None:
+def test_long_range_is_split_over_replies() -> None:
     lab = Lab(4, 2, listen=False)
     now = 0.0
     publisher = Publisher(lab.scheduler, clock=lambda: now)
@@ -152,14 +152,14 @@ def test_a_long_range_comes_in_pieces() -> None:
         lab.add(f"r{i}", [1], 1)
         frames.append(publisher.frame(publisher.last))
     replay = Replay(f for f in frames if f is not None)
-    told, end_s = replay.frames(0.0, replay.duration_s)
-    assert (len(told), end_s) == (MAX_FRAMES_PER_REPLY, 250.0)
+    part, end_s = replay.frames(0.0, replay.duration_s)
+    assert (len(part), end_s) == (MAX_FRAMES_PER_REPLY, 250.0)
     more, end_s = replay.frames(end_s, replay.duration_s)
     assert (len(more), end_s) == (40, replay.duration_s)
 
 
-def test_a_flight_is_run_again(tmp_path: Path) -> None:
-    """The recorder's dump has no blocks in it; what they did comes of the same calls."""
+def test_dump_of_the_flight_recorder_is_replayed(tmp_path: Path) -> None:
+    """The dump holds no block events; the same calls cause them again."""
     cache = KVCacheManager(24, 2, 8, num_rows=4)
     engine = Engine(Scheduler(cache, policy=SWAP), Oracle(cache), vocab_size=9, max_model_len=64)
     recorder = FlightRecorder(engine)
@@ -180,7 +180,7 @@ def test_a_flight_is_run_again(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
+def test_invalid_recording_is_refused_with_its_line(tmp_path: Path) -> None:
     frames, _ = recorded(0)
     lines = encode_frames(frames).splitlines()
     first = json.loads(lines[0])
@@ -209,10 +209,10 @@ def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_recording_that_was_cut_is_read_up_to_there(
+def test_truncated_recording_is_read_up_to_the_end(
     packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a full disk, say, or by whoever ended curl."""
+    """For example by a full disk, or by an interrupted curl."""
     recording, _ = recorded(0)
     whole = encode_frames(recording)
     path = tmp_path / "cut.frames"
@@ -222,8 +222,8 @@ def test_a_recording_that_was_cut_is_read_up_to_there(
     assert "is truncated" in caplog.text
 
 
-def test_a_recording_that_was_damaged_is_said(tmp_path: Path) -> None:
-    """One byte of a gzipped one: of what is packed, and of its checksum."""
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    """One byte of the compressed data, or of the checksum."""
     whole = gzip.compress(encode_frames(recorded(0)[0]))
     path = tmp_path / "wrong.frames.gz"
     for data in (whole[:10] + b"\x07" + whole[11:], whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]):
@@ -237,21 +237,21 @@ def spans(replay: Replay) -> list[tuple[int, str, int, int]]:
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5])
-def test_nothing_happens_before_a_recording_begins(seed: int, tmp_path: Path) -> None:
-    """One that was begun in the middle has the last events from before in its snapshot."""
+def test_trace_has_no_events_before_the_recording(seed: int, tmp_path: Path) -> None:
+    """The snapshot of a recording that begins in the middle has the last events before it."""
     whole = Replay(recorded(seed)[0])
     path = tmp_path / "range.frames"
     path.write_bytes(whole.export(whole.duration_s / 2, whole.duration_s))
     replay = Replay(read_frames(path))
-    assert replay.at(0).events, "nothing happened before"
+    assert replay.at(0).events, "there are no events before"
     events = replay.trace()["traceEvents"]
     assert len(spans(replay)) > 3
     assert not [e for e in events if e.get("ts", 0) < 0 or e.get("dur", 0) < 0]
     assert not [mark for mark in replay.summary()["marks"] if mark["time_s"] < 0]
 
 
-def test_a_new_engine_ends_what_the_last_one_did() -> None:
-    """Its snapshot says who is there and what they do; of the others nothing more will be told."""
+def test_restart_ends_the_spans_of_the_old_engine() -> None:
+    """Requests that are missing in the new engine's snapshot, or have another state in it, end there."""
     blocks = {"num_used": 0, "num_cached": 0}
 
     def snapshot(epoch: str, **states: str) -> Snapshot:
@@ -268,7 +268,7 @@ def test_a_new_engine_ends_what_the_last_one_did() -> None:
     ]
 
 
-def test_frames_are_what_json_says_they_are() -> None:
+def test_frames_round_trip_through_json() -> None:
     frames, _ = recorded(0)
     assert encode_frames(copy_of(frames)) == encode_frames(frames)
     assert isinstance(frames[0], Snapshot) and all(isinstance(frame, Delta) for frame in frames[1:])

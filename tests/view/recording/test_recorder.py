@@ -1,4 +1,4 @@
-"""The flight recorder: what an engine was given can be run again, exactly as it was and with other settings."""
+"""The flight recorder: a recording can be replayed exactly, and simulated with other settings."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from octavo.simulate.cost import DEVICES, LinearCost
 from octavo.simulate.models import MODELS
 from octavo.simulate.simulation import Records, Replica, SimConfig
 from octavo.simulate.traces import Arrival, Lengths, chat, poisson
+from octavo.view.recording import player
 from octavo.view.recording import recorder as recorder_module
 from octavo.view.recording.frames import Replay as Seen
 from octavo.view.recording.frames import frames_of_recording
@@ -47,35 +48,35 @@ COMMON: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 120, "deco
 
 
 @pytest.fixture(autouse=True)
-def short_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "MIN_SEGMENT_RATIO", 0)
 
 
 def plain(events: list[Any], names: dict[str, str] | None = None) -> list[Any]:
-    """Without tokens, and with the recorder's numbers for the names of requests."""
-    told = []
+    """Events without tokens, and with the recorder's numbers in place of request ids."""
+    found = []
     for event in events:
         if isinstance(event, ev.Sealed):
             event = event._replace(token_ids=b"")
         elif names is not None:
             known = {k: names[v] for k, v in event._asdict().items() if k in ("request_id", "for_request")}
             event = event._replace(**known)
-        told.append(event)
-    return told
+        found.append(event)
+    return found
 
 
 class RecordedEngine:
-    """Attach it: events, with the place at which each segment began, and requests' numbers by their names."""
+    """A recorded engine: its events, the number of events before each segment, and the request numbers by id."""
 
     def __init__(self, engine: Any, **options: Any) -> None:
         self.events: list[ev.Event] = []
-        self.begins: list[int] = []
+        self.starts: list[int] = []
         self.names: dict[str, str] = {}
         engine.scheduler.events.subscribe(self._listen, blocks=True)
         self.recorder = FlightRecorder(engine, **options)
-        self.begins.append(0)
+        self.starts.append(0)
         new_segment = self.recorder._new_segment
-        self.recorder._new_segment = lambda now: (self.begins.append(len(self.events)), new_segment(now))[1]  # type: ignore
+        self.recorder._new_segment = lambda now: (self.starts.append(len(self.events)), new_segment(now))[1]  # type: ignore
 
     def _listen(self, event: ev.Event) -> None:
         self.events.append(event)
@@ -86,13 +87,13 @@ class RecordedEngine:
         """Replay the dump from each segment and compare the events; returns the number of segments."""
         recording = Recording.load(self.recorder.dump(path=path))
         want = plain(self.events, self.names)
-        first = len(self.begins) - len(recording.file.segments)
+        first = len(self.starts) - len(recording.file.segments)
         for segment in range(len(recording.file.segments)):
             again, got = recording.replay(segment), list[Any]()
             again.scheduler.events.subscribe(got.append, blocks=True)
             for _ in again.calls():
                 pass
-            rest = want[self.begins[first + segment] :]
+            rest = want[self.starts[first + segment] :]
             for i, (a, b) in enumerate(zip(rest, plain(got), strict=False)):
                 assert a == b, (segment, i, rest[max(0, i - 3) : i + 1], got[max(0, i - 3) : i + 1])
             assert len(got) == len(rest), segment
@@ -100,22 +101,22 @@ class RecordedEngine:
 
 
 class PinnedWorld(World):
-    """Pins end anywhere in what others say, in the middle of a block as a rule; samples and beams go on as they do."""
+    """A workload with pins that end anywhere in the output of others, mostly within a block."""
 
     def _add_pins(self, todo: list[Request], prefixes: list[list[int]]) -> None:
         rnd = random.Random(self.seed + 0.25)
         for i in range(rnd.randint(1, 4)):
             before = rnd.choice(todo)
-            said = reference(before)[0][1]
-            prompt = said[: rnd.randint(1, min(50, len(said)))]
+            output = reference(before)[0][1]
+            prompt = output[: rnd.randint(1, min(50, len(output)))]
             params = SamplingParams(max_tokens=None)
             pin = Request(f"pin{i}", prompt, params, max_tokens=1, salt=before.salt, pin=True)
             todo.insert(rnd.randrange(len(todo) + 1), pin)
 
 
 def record_world(seed: int, path: Path, make: type[World] = World) -> tuple[int, Counter[str]]:
-    """A world of the oracle's, recorded and run again; segments, and what happened in it. One whose policy throws dice
-    cannot be run again."""
+    """Record and replay one of the oracle's workloads; returns the number of segments, and what happened. A random
+    policy cannot be replayed."""
     world = make(seed, Counter(), listen=True)
     beams, pins = any(r.select_beams for r in world.requests), any(r.pin for r in world.requests)
     if isinstance(world.scheduler.policy, RandomPolicy):
@@ -137,17 +138,17 @@ def worlds(seeds: Iterable[int], path: Path, make: type[World] = World) -> tuple
     return num_segments, seen
 
 
-def test_whatever_happens_is_run_again_from_every_leg(tmp_path: Path) -> None:
-    """Samples, beams, pins, tenants, priorities, windows, swaps, aborts, stop strings, steps that fail."""
+def test_replay_from_every_segment_repeats_all_events(tmp_path: Path) -> None:
+    """Samples, beams, pins, tenants, priorities, decode windows, swaps, aborts, stop strings and failed steps."""
     num_segments, seen = worlds([*range(20), 31, 45, 56, 60, 63, 72], tmp_path / "f")
     assert num_segments > 30
     for what in ("Preempted swap", "Preempted recompute", "SwapLost", "Recomputed", "beams", "pins", "failed"):
         assert seen[what], what
 
 
-def test_whoever_goes_on_as_a_pin_ends_is_known_again(tmp_path: Path) -> None:
-    """A prompt whose end a pin has, an output or a beam that goes on as its tail does; before the pin came, or after.
-    In these seeds each of them decides what is planned."""
+def test_tails_of_pins_are_found_again(tmp_path: Path) -> None:
+    """Prompts that end like a pin, and outputs or beams that continue like its tail, before or after the pin came. In
+    these seeds each case affects the plans."""
     num_segments, seen = worlds([54, 127], tmp_path / "f", PinnedWorld)
     more, also = worlds([264, 817, 908, 958], tmp_path / "f")
     assert num_segments + more > 10
@@ -156,13 +157,13 @@ def test_whoever_goes_on_as_a_pin_ends_is_known_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [World, PinnedWorld])
-def test_a_thousand_worlds_are_run_again(tmp_path: Path, make: type[World]) -> None:
+def test_replay_of_a_thousand_workloads(tmp_path: Path, make: type[World]) -> None:
     num_segments, _ = worlds(range(1000), tmp_path / "f", make)
     assert num_segments > 1500
 
 
-def test_no_field_of_the_core_is_forgotten() -> None:
-    """Who adds a field to these classes has to say here whether decisions depend on it."""
+def test_snapshot_lists_every_field_of_the_core() -> None:
+    """A new field of these classes must be listed here, or in the snapshot if decisions depend on it."""
     replica = replica_of()
     cache = replica.cache
     assert set(vars(cache)) - set(snapshot.CACHE) == {
@@ -226,12 +227,12 @@ def rounds(num: int) -> list[Arrival]:
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dump of 80 rounds of chats in a pool that is too small for them."""
+    """A dump of 80 rounds of chat in a pool that is too small for them."""
     path = tmp_path_factory.mktemp("busy") / "busy.flight"
     return record(rounds(80), num_gpu_blocks_override=48)[1].recorder.dump(path=path)
 
 
-def test_what_came_of_each_request_is_told_again(tmp_path: Path) -> None:
+def test_exact_replay_has_the_same_request_records(tmp_path: Path) -> None:
     replica, recorded = record(rounds(80), num_gpu_blocks_override=48)
     assert recorded.replayed(tmp_path / "f") > 3
     exact = replay.ExactReplay(Recording.load(tmp_path / "f"))
@@ -239,8 +240,8 @@ def test_what_came_of_each_request_is_told_again(tmp_path: Path) -> None:
     assert list(again.index) == list(was.index) and len(was) == 80
     begin_s = was.arrived_s[0]
     for name in ("arrived_s", "first_s", "finished_s"):
-        told = again.column(name) + begin_s
-        assert told == pytest.approx(was.column(name), abs=0.06), name  # a step takes 50 ms
+        times = again.column(name) + begin_s
+        assert times == pytest.approx(was.column(name), abs=0.06), name  # a step takes 50 ms
     for name in ("num_prompt", "num_output", "num_cached"):
         assert (again.column(name) == was.column(name)).all(), name
     assert again.num_preempted == was.num_preempted and again.num_preempted["recompute"] > 0
@@ -248,8 +249,8 @@ def test_what_came_of_each_request_is_told_again(tmp_path: Path) -> None:
     assert exact.cost().pass_s == pytest.approx(COST.pass_s, rel=0.02)
 
 
-def test_other_settings_are_tried_on_it(busy: Path) -> None:
-    """With as many blocks as it had, people are preempted; with more, nobody."""
+def test_what_if_with_other_settings(busy: Path) -> None:
+    """With the recorded number of blocks, requests are preempted; with more blocks, none is."""
     recording = Recording.load(busy)
     exact = replay.ExactReplay(recording)
     same = replay.what_if(recording, {}, exact.cost())
@@ -260,7 +261,7 @@ def test_other_settings_are_tried_on_it(busy: Path) -> None:
 
 
 @pytest.mark.parametrize("block_size", [2, 8])
-def test_blocks_of_another_size_find_what_is_shared(busy: Path, block_size: int) -> None:
+def test_what_if_with_another_block_size_keeps_prefix_hits(busy: Path, block_size: int) -> None:
     exact = replay.ExactReplay(Recording.load(busy))
     settings = {"block_size": block_size, "num_gpu_blocks_override": 400 * 4 // block_size}
     found = sum(replay.what_if(Recording.load(busy, whole_blocks=True), settings, exact.cost()).num_cached)
@@ -268,7 +269,7 @@ def test_blocks_of_another_size_find_what_is_shared(busy: Path, block_size: int)
     assert 0.6 * base < found < 1.15 * base
 
 
-def test_samples_and_beams_are_tried_with_other_settings(tmp_path: Path) -> None:
+def test_what_if_with_samples_and_beams(tmp_path: Path) -> None:
     arrivals = [Arrival(i / 5, ((5 + i % 3, 9), (50 + i, 3)), 6, n=1 + i % 3, beams=i % 6 == 5) for i in range(24)]
     replica = Replica(
         SimConfig(MODELS["opt-13b"], DEVICES["h100"], args(), cost=COST),
@@ -288,7 +289,7 @@ def test_samples_and_beams_are_tried_with_other_settings(tmp_path: Path) -> None
 
 
 class Wide:
-    """A model that has as many candidates as are asked for."""
+    """A model that returns as many candidates as requested."""
 
     def samples(self, setup: Any, position: int, count: int) -> Any:
         return [(-1.0 - i, 1 + i) if setup.returns_candidates else 1 + i for i in range(count)]
@@ -300,7 +301,7 @@ class Wide:
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-def test_old_legs_are_forgotten(tmp_path: Path) -> None:
+def test_old_segments_are_dropped(tmp_path: Path) -> None:
     _, recorded = record(rounds(120), keep_s=10.0, segment_s=2.0)
     recording = Recording.load(recorded.recorder.dump(path=tmp_path / "f"))
     assert 10.0 < recording.duration_s < 16.0 and 5 <= len(recording.file.segments) <= 8
@@ -309,20 +310,19 @@ def test_old_legs_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """However much there is to keep."""
-    most = 100_000
+    limit = 100_000
     replica = replica_of()
-    recorder = FlightRecorder(replica.engine, clock=replica.clock, max_bytes=most)
+    recorder = FlightRecorder(replica.engine, clock=replica.clock, max_bytes=limit)
     peak = 0
     for i, arrival in enumerate(rounds(600)):
         replica.run_until(arrival.time_s)
         replica.submit(i, arrival)
         peak = max(peak, recorder.num_bytes)
-    assert most / 4 < peak < 1.3 * most
+    assert limit / 4 < peak < 1.3 * limit
     assert len(recorder._live) < 100 and len(recorder._requests) < 100
 
 
-def test_what_is_pinned_again_takes_nothing_more() -> None:
+def test_repeated_pin_takes_no_more_memory() -> None:
     engine = replica_of().engine
     recorder = FlightRecorder(engine)
     for _ in range(5):
@@ -334,8 +334,8 @@ def test_what_is_pinned_again_takes_nothing_more() -> None:
     assert not recorder._live and not recorder._requests
 
 
-def test_there_is_no_token_in_it_and_keys_differ(tmp_path: Path) -> None:
-    secret, names = [70_000 + 13 * i for i in range(40)], []
+def test_dump_has_no_tokens_and_a_key_of_its_own(tmp_path: Path) -> None:
+    secret, digests = [70_000 + 13 * i for i in range(40)], []
     for number in range(2):
         replica = replica_of()
         recorder = FlightRecorder(replica.engine, clock=replica.clock, segment_s=0.1)
@@ -350,13 +350,13 @@ def test_there_is_no_token_in_it_and_keys_differ(tmp_path: Path) -> None:
         recording = Recording.load(tmp_path / str(number))
         assert len(recording.file.segments) > 2 and recording.file.segments[-1].sealed_blocks
         request = recording.file.requests[0]
-        names.append({request.block_digests[i : i + 8] for i in range(0, len(request.block_digests), 8)})
-        assert len(names[-1]) == 10
-    assert not names[0] & names[1], "who has the file cannot try out prompts"
+        digests.append({request.block_digests[i : i + 8] for i in range(0, len(request.block_digests), 8)})
+        assert len(digests[-1]) == 10
+    assert not digests[0] & digests[1], "prompts cannot be guessed from a dump"
 
 
-def test_a_recorder_can_come_late_and_leave(tmp_path: Path) -> None:
-    """It comes in the middle of everything, with requests running and a plan in flight."""
+def test_recorder_attaches_and_detaches_at_any_time(tmp_path: Path) -> None:
+    """It attaches while requests run and a plan is in flight."""
     replica = replica_of(num_gpu_blocks_override=48)
     recorded, num_present = None, 0
     for i, arrival in enumerate(rounds(80)):
@@ -381,7 +381,7 @@ def test_a_recorder_can_come_late_and_leave(tmp_path: Path) -> None:
     assert recorded.recorder.num_bytes == num_bytes and "schedule" not in vars(replica.scheduler)
 
 
-def test_what_runs_and_what_was_aborted_counts_as_far_as_it_is(tmp_path: Path) -> None:
+def test_running_and_aborted_requests_are_recorded_as_far_as_they_are(tmp_path: Path) -> None:
     replica = replica_of()
     recorder = FlightRecorder(replica.engine, clock=replica.clock)
     for i in range(2):
@@ -399,7 +399,7 @@ def test_what_runs_and_what_was_aborted_counts_as_far_as_it_is(tmp_path: Path) -
 # -- when it is written ------------------------------------------------------------------------------------------------
 
 
-def test_old_dumps_make_room(tmp_path: Path) -> None:
+def test_old_dumps_are_deleted(tmp_path: Path) -> None:
     replica = replica_of()
     recorder = FlightRecorder(replica.engine, tmp_path / "new" / "folder", clock=replica.clock)
     paths = [recorder.dump(f"n{i:02}") for i in range(recorder_module.MAX_FILES + 3)]
@@ -408,7 +408,7 @@ def test_old_dumps_make_room(tmp_path: Path) -> None:
     assert paths[-1].stat().st_mode & 0o077 == 0
 
 
-def test_a_dump_that_cannot_be_written_is_no_second_death(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_dump_does_not_raise_in_a_crash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     engine = replica_of().engine
     assert "no flight recorder" in dump_recording(engine, "asked")["error"]
@@ -420,7 +420,7 @@ def test_a_dump_that_cannot_be_written_is_no_second_death(tmp_path: Path, caplog
     assert Path(dump_recording(engine, "asked")["path"]).exists()
 
 
-def test_a_dump_that_is_not_finished_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_dump_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, target: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -430,8 +430,8 @@ def test_a_dump_that_is_not_finished_does_not_stay(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dump_never_makes_room_for_itself(tmp_path: Path) -> None:
-    """Also where the others were named by a clock that was ahead: before the end of summer time, say."""
+def test_new_dump_is_never_deleted(tmp_path: Path) -> None:
+    """Even if the others were named by a clock that was ahead, for example before the end of daylight saving time."""
     for i in range(recorder_module.MAX_FILES):
         (tmp_path / f"29991231-2359{i:02}-1-1-crash.flight").write_bytes(b"")
     path = FlightRecorder(replica_of().engine, tmp_path).dump()
@@ -442,10 +442,9 @@ class PlantedError(AssertionError):
     pass
 
 
-def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
+def test_crash_is_reproduced_by_the_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what led to it is seen."""
     replica = replica_of()
     update = Scheduler.update
 
@@ -486,9 +485,13 @@ def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     yield "cut", data[: len(data) // 2], "is not a dump"
     yield "packed", data[:10] + b"\x07" + data[11:], "is not a dump"
     yield "other", gzip.compress(b"\x81\x01\x02"), "is not a dump"
-    yield "version", gzip.compress(msgspec.msgpack.encode(raw | {"version": 99})), "its version is 99"
+    yield "version", gzip.compress(msgspec.msgpack.encode(raw | {"version": 99})), "has version 99 of another Octavo"
     older = [[*arrival[:7], False, *arrival[7:]] for arrival in raw["requests"]]
-    yield "fields", gzip.compress(msgspec.msgpack.encode(raw | {"version": 3, "requests": older})), "its version is 3"
+    yield (
+        "fields",
+        gzip.compress(msgspec.msgpack.encode(raw | {"version": 3, "requests": older})),
+        "has version 3 of another Octavo",
+    )
     flipped = [[*segment[:6], bytes(len(segment[6]))] for segment in raw["segments"]]
     yield "plans", gzip.compress(msgspec.msgpack.encode(raw | {"segments": flipped})), "was planned differently"
     fewer = [[*segment[:4], b"", *segment[5:]] for segment in raw["segments"]]
@@ -499,30 +502,45 @@ def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     )
 
 
-def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_dump_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = record(rounds(10))[1].recorder.dump(path=tmp_path / "good")
     for name, data, message in damaged(good):
         (tmp_path / "bad").write_bytes(data)
         with pytest.raises(TraceError, match=message):
             replay.ExactReplay(Recording.load(tmp_path / "bad"))
         assert octavo(["simulate", "--replay", str(tmp_path / "bad")]) in (1, 2), name
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, name
+        output = capsys.readouterr()
+        assert output.out == "" and output.err.startswith("error: ") and output.err.count("\n") == 1, name
         with pytest.raises(TraceError, match=message):
             list(frames_of_recording(tmp_path / "bad"))  # as `octavo view` does
 
 
-def test_the_command(busy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_5_is_still_read(busy: Path, tmp_path: Path) -> None:
+    """Its fields have other names."""
+    old_names = {new: old for old, new in player.NAMES_V5.items()}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {old_names.get(name, name): renamed(item) for name, item in value.items()}
+        return [renamed(item) for item in value] if isinstance(value, list) else value
+
+    raw = msgspec.msgpack.decode(gzip.decompress(busy.read_bytes()))
+    (tmp_path / "old").write_bytes(gzip.compress(msgspec.msgpack.encode(renamed(raw) | {"version": 5})))
+    num_calls = [len(list(Recording.load(path).replay().calls())) for path in (busy, tmp_path / "old")]
+    assert num_calls[0] == num_calls[1] > 100
+
+
+def test_simulate_replay_command(busy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert octavo(["simulate", "--replay", str(busy)]) == 0
-    said = capsys.readouterr().out
-    assert "(asked), as it was\n80 requests in " in said and "by recompute" in said
+    output = capsys.readouterr().out
+    assert "(asked), as recorded\n80 requests in " in output and "by recompute" in output
     assert octavo(["simulate", "--replay", str(busy), "--num-gpu-blocks-override", "400", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["num_requests"] == 80 and not told["num_preempted"] and told["num_blocks"] == 400
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_requests"] == 80 and not result["num_preempted"] and result["num_blocks"] == 400
     assert octavo(["simulate", "--replay", str(busy), "--watermark", "0.3", "--block-size", "8"]) == 0
     assert "with block_size 8, watermark 0.3" in capsys.readouterr().out
     assert octavo(["simulate", "--replay", "nowhere"]) == 2
     assert "no file 'nowhere' to replay" in capsys.readouterr().err
-    for words in (["chat"], ["--n", "2"], ["--model", "opt-13b"], ["--rate", "3"]):
-        assert octavo(["simulate", "--replay", str(busy), *words]) == 2
+    for options in (["chat"], ["--n", "2"], ["--model", "opt-13b"], ["--rate", "3"]):
+        assert octavo(["simulate", "--replay", str(busy), *options]) == 2
         assert "has no part in a replay" in capsys.readouterr().err

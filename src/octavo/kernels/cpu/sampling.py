@@ -35,7 +35,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
         if len(rows) == len(logits):
             return sampler(logits, params)
         if len(rows):
-            tokens[rows] = sampler(logits[rows], params.rows(rows))
+            tokens[rows] = sampler(logits[rows], params.select(rows))
     return tokens
 
 
@@ -93,7 +93,7 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
     complete |= last == -math.inf  # masks left fewer tokens than candidates
     if not bool(complete.all()):
         rows = (~complete).nonzero().squeeze(1)
-        tokens[rows] = reference.sample(logits[rows], params.rows(rows))
+        tokens[rows] = reference.sample(logits[rows], params.select(rows))
     return tokens
 
 

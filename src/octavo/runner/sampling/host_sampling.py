@@ -160,7 +160,7 @@ class HostSamplingRunner(ModelRunner):
             logits = PassLogits(logits.logits[:n], logits.rows[:n], logits.sampling.first(n))
         else:
             ids = index_tensor(active, device)
-            logits = PassLogits(logits.logits[ids], logits.rows[ids], logits.sampling.rows(ids))
+            logits = PassLogits(logits.logits[ids], logits.rows[ids], logits.sampling.select(ids))
         if not samples:
             return column, logits.rows, logits.rows, logits.rows
         self._sample(logits.logits, samples, bitmask, tokens, column, logits.sampling)

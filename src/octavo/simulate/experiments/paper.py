@@ -192,7 +192,7 @@ class Paper:
         return {**setup, "seed": self.seed, **more}
 
 
-def setup_for(
+def config_for(
     system: str,
     server: Server,
     cost: CostModel,
@@ -220,24 +220,18 @@ def setup_for(
     )
     make: MakeCache = paged
     if system in ORCAS:
-        make = partial(_contiguous_cache, estimate=ORCAS[system], max_len=server.model.max_len)
+        make = partial(_baseline_cache, ContiguousCache, estimate=ORCAS[system], max_len=server.model.max_len)
     elif system == FT:
-        make = partial(_batch_cache, batch_size=server.batch_sizes[alpaca], max_len=server.model.max_len)
+        make = partial(_baseline_cache, BatchCache, batch_size=server.batch_sizes[alpaca], max_len=server.model.max_len)
         assert isinstance(cost, LinearCost)
         cost = PaddedCost(cost)
     return SimConfig(server.model, server.device, args, server.num_devices, cost=cost, make_cache=make)
 
 
-def _contiguous_cache(
-    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **options: Any
+def _baseline_cache(
+    kind: type[ContiguousCache], num_blocks: int, block_size: int, _: int, num_rows: int, prefixes: bool, **options: Any
 ) -> KVCacheManager:
-    return ContiguousCache(num_blocks, block_size, num_rows=num_rows, **options)
-
-
-def _batch_cache(
-    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **options: Any
-) -> KVCacheManager:
-    return BatchCache(num_blocks, block_size, num_rows=num_rows, **options)
+    return kind(num_blocks, block_size, num_rows=num_rows, **options)
 
 
 def poisson_trace(
@@ -247,9 +241,9 @@ def poisson_trace(
     return traces.first_seconds(arrivals, duration_s)
 
 
-def latency_at(setup: SimConfig, arrivals: Iterable[Arrival]) -> float:
+def latency_at(config: SimConfig, arrivals: Iterable[Arrival]) -> float:
     """Normalised latency over all requests of a trace, including those finished after its end."""
-    return normalized_latency(simulate(setup, arrivals, interval_s=1e9))
+    return normalized_latency(simulate(config, arrivals, interval_s=1e9))
 
 
 def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:

@@ -203,8 +203,8 @@ class Playground:
         return Explanation(
             f"{name} shares block {tail} with {refs - 1} other{'s' * (refs > 2)}, so it writes into a copy, "
             f"block {now}: block {tail} goes from {refs} references to {refs - 1}.",
-            "Copy-on-write: allocate a block, copy the shared block into it, decrement the shared block's reference "
-            "count, and point the table entry at the copy. One block is copied, whatever the sequence's length.",
+            "Copy-on-write: allocate a block, copy the shared one to it, decrement its reference count, and point the "
+            "table entry at the copy. One block is copied, however long the sequence is.",
         )
 
     def fork(self, name: str, count: str = "1") -> Explanation:

@@ -139,7 +139,7 @@ def test_samples_follow_the_filtered_distribution() -> None:
         device=DEVICE,
     )
     tokens = cuda.sample(logits.to(DEVICE), params).cpu()
-    probs = reference.filtered_logits(logits[:1], on_cpu(params).rows(torch.tensor([0]))).softmax(-1)[0]
+    probs = reference.filtered_logits(logits[:1], on_cpu(params).select(torch.tensor([0]))).softmax(-1)[0]
     counts = torch.bincount(tokens, minlength=40)
     assert not counts[probs == 0].any()
     kept = probs > 0

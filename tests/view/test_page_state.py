@@ -1,4 +1,4 @@
-"""The page's own picture of the pool: what its JavaScript makes of frames is what the scheduler has."""
+"""The page's state of the pool, which its JavaScript makes from frames, equals the scheduler's."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ for (const run of JSON.parse(readFileSync(0, "utf8"))) {
 
 
 def run_pool(runs: list[list[Any]]) -> list[dict[str, Any]]:
-    """What the page has after each frame of each run."""
+    """The page's state after each frame of each run."""
     node = shutil.which("node")
     if node is None:
-        pytest.skip("there is no node here to run the page's modules with")
+        pytest.skip("node is not installed")
     command = [node, "--input-type=module", "-e", SCRIPT, (STATIC / "pool.mjs").as_uri()]
     done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def run_pool(runs: list[list[Any]]) -> list[dict[str, Any]]:
 
 
 class FilmedWorld(World):
-    """Keeps frames as the browser gets them, and what is so at that moment."""
+    """A workload that keeps its frames as JSON, and the scheduler's state at each."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, Counter(), listen=True)
@@ -68,17 +68,17 @@ class FilmedWorld(World):
 
     def _plan(self) -> StepPlan:
         plan = super()._plan()
-        self.look()
+        self.film()
         return plan
 
     def _land(self) -> None:
         super()._land()
-        self.look()
+        self.film()
 
-    def look(self) -> None:
+    def film(self) -> None:
         if self.coin.random() > 0.4:
             return
-        # Now and then everything once more, as after a lost connection.
+        # Now and then a snapshot, as after a lost connection.
         frame = self.publisher.frame(self.publisher.last if self.frames and self.coin.random() < 0.95 else "")
         if frame is None:
             return
@@ -88,12 +88,12 @@ class FilmedWorld(World):
 
 
 def truth(world: World) -> dict[str, Any]:
-    """The same as `Pool.summary`, from the scheduler."""
+    """The scheduler's state in the form of `Pool.summary`."""
     scheduler = world.scheduler
     cache = scheduler.cache
     pool, size = cache.pool, cache.block_size
-    lines = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
-    live = [request for line in lines.values() for request in line]
+    queues = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
+    live = [request for queue in queues.values() for request in queue]
     owners: Counter[int] = Counter()
     filled: dict[int, int] = {}
     for request in live:
@@ -109,7 +109,7 @@ def truth(world: World) -> dict[str, Any]:
             filled[block] = min(max(sequence.num_computed - i * size, 0), size)
     blocks = range(1, pool.num_blocks + 1)
     pinned = [(name, sequence) for name, sequence in cache.pins.items()]
-    told = [(r.request_id, s) for r in live for s in r.sequences] + pinned
+    sequences = [(r.request_id, s) for r in live for s in r.sequences] + pinned
     states = ["used" if pool.refs[b] else "cached" if pool.seal_id[b] else "free" for b in blocks]
     return {
         "refs": [pool.refs[b] for b in blocks],
@@ -119,10 +119,10 @@ def truth(world: World) -> dict[str, Any]:
         "owned": [owners[b] > 0 for b in blocks],
         "filled": [size if pool.seal_id[b] else filled.get(b, 0) for b in blocks],
         "tables": sorted(
-            ([i, len(s.token_ids), s.num_computed, list(s.block_ids)] for i, s in told), key=itemgetter(0)
+            ([i, len(s.token_ids), s.num_computed, list(s.block_ids)] for i, s in sequences), key=itemgetter(0)
         ),
-        "numTables": len(told),
-        "queues": {name: [r.request_id for r in line] for name, line in lines.items()},
+        "numTables": len(sequences),
+        "queues": {name: [r.request_id for r in queue] for name, queue in queues.items()},
         "stats": cache.stats().as_dict(),
     }
 
@@ -134,9 +134,9 @@ def check_runs(seeds: range) -> Counter[str]:
     worlds = [world for world in worlds if world.frames]
     totals: Counter[str] = Counter()
     for world, shown in zip(worlds, run_pool([world.frames for world in worlds]), strict=True):
-        assert shown["lost"] == 1, "a delta that does not follow was taken"
+        assert shown["lost"] == 1, "a delta out of order was applied"
         for frame, summary, expected in zip(world.frames, shown["summaries"], world.truths, strict=True):
-            summary["tables"].sort(key=itemgetter(0))  # of one request, they stay in its order
+            summary["tables"].sort(key=itemgetter(0))  # the tables of one request keep their order
             summary["queues"].pop("pinned")
             for name, value in expected.items():
                 assert summary[name] == value, (frame["kind"], frame["frame"], name)
@@ -146,13 +146,13 @@ def check_runs(seeds: range) -> Counter[str]:
     return totals
 
 
-def test_the_page_has_what_the_scheduler_has() -> None:
+def test_page_state_equals_the_scheduler() -> None:
     totals = check_runs(range(44, 52))
     assert totals["snapshot"] > 8 and totals["delta"] > 80 and totals["swapped"] > 10 and totals["shared"] > 20, totals
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 1300, 100))
-def test_the_page_has_what_the_scheduler_has_for_long(first: int) -> None:
+def test_page_state_equals_the_scheduler_for_many_seeds(first: int) -> None:
     totals = check_runs(range(first, first + 100))
     assert totals["delta"] > 1000

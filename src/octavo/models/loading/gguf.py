@@ -1,0 +1,103 @@
+"""Reads the tensors of GGUF files, under Transformers' names and in its order of rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.resolve import Checkpoint
+from octavo.models.config import DecoderSpec, ModelSpec
+from octavo.models.loading.stored_tensor import StoredTensor, duplicate, raise_problems
+
+# llama.cpp's names -> Transformers' names, of tensors and of the parts of layer N ("blk.N.", "model.layers.N.").
+GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GGUF_POST_NORM_NAMES = GGUF_LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def _transformers_name(name: str, layer_names: dict[str, str]) -> str:
+    """Transformers' name of a GGUF tensor; unknown names are unchanged."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = match.groups()
+        return f"model.layers.{layer}.{layer_names.get(part, part)}.{kind}"
+    stem, _, kind = name.rpartition(".")
+    return f"{GGUF_NAMES[stem]}.{kind}" if stem in GGUF_NAMES else name
+
+
+def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Tensors of the file, by Transformers' names."""
+    reader = checkpoint.gguf
+    layer_names = GGUF_POST_NORM_NAMES if isinstance(spec, DecoderSpec) and spec.post_norms else GGUF_LAYER_NAMES
+    permuted = {}  # tensors with permuted rows, and their number of heads
+    if reader.value("general.architecture") == "llama":
+        permuted = {".attn_q.": spec.num_heads, ".attn_k.": spec.num_kv_heads}
+    stored: dict[str, StoredTensor] = {}
+    problems = []
+    for tensor in reader.tensors:
+        shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
+        heads = next((count for part, count in permuted.items() if part in tensor.name), None)
+        order = None if heads is None else _half_rotation_rows(shape[0], heads)
+        read = _dequantised_row_reader(tensor, shape, order)
+        kind = tensor.tensor_type
+        name = _transformers_name(tensor.name, layer_names)
+        if name in stored:
+            problems.append(duplicate(name))
+        stored[name] = StoredTensor(shape, kind.name, _is_supported(kind), read, checkpoint.path.name)
+    raise_problems(checkpoint, problems)
+    return stored
+
+
+@cache
+def _is_supported(kind: gguf.GGMLQuantizationType) -> bool:
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.quants.dequantize(np.zeros((1, block_bytes), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _half_rotation_rows(num_rows: int, num_heads: int) -> np.ndarray | None:
+    """Index in a GGUF file of architecture "llama" of each row of a Q or K projection; None for a wrong shape.
+
+    llama.cpp's rotary embedding pairs neighbouring rows of a head, Transformers' rows half a head apart. The rows in
+    the file are interleaved for llama.cpp:      in the file   0 3 1 4 2 5      result   0 1 2 3 4 5     (head_dim 6)
+    """
+    if num_rows % (2 * num_heads):
+        return None  # the comparison with the model reports the shape
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _dequantised_row_reader(
+    tensor: gguf.ReaderTensor, shape: tuple[int, ...], order: np.ndarray | None
+) -> Callable[[int, int], Tensor]:
+    def read(first: int, last: int) -> Tensor:
+        # Rows are whole quantisation blocks, so they can be reordered before decoding.
+        rows = np.asarray(tensor.data[first:last] if order is None else tensor.data[order[first:last]])
+        # Decoded as one long row: gguf decodes sixteen rows at a time, and its Python costs more than its arithmetic.
+        values = gguf.quants.dequantize(rows.reshape(1, -1), tensor.tensor_type)
+        return torch.from_numpy(np.require(values, requirements="W").reshape(last - first, *shape[1:]))
+
+    return read

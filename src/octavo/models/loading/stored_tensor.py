@@ -1,0 +1,43 @@
+"""A tensor of a checkpoint's files, as both file formats provide it to the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from octavo.checkpoint.resolve import Checkpoint, join_problems
+from octavo.errors import CheckpointError, cut
+
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+"""Supported dtypes of safetensors files."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    dtype         the file format's name of it
+    is_supported  `read` supports the dtype
+    read          (first, last) -> rows [first, last) in any float dtype; may be a view of the mapped file
+    file          name of the file
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_supported: bool
+    read: Callable[[int, int], Tensor]
+    file: str
+
+
+def duplicate(name: str) -> str:
+    """The problem of two tensors with one name."""
+    return f"two tensors are named {cut(name)}"
+
+
+def raise_problems(checkpoint: Checkpoint, problems: Iterable[str]) -> None:
+    """Raise one `CheckpointError` for all problems, if any."""
+    problems = list(problems)
+    if problems:
+        raise CheckpointError(f"{checkpoint.path}: {join_problems(problems)}; fetch the model again")
