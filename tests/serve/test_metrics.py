@@ -20,10 +20,10 @@ from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutpu
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.log_setup import JsonFormatter
 from octavo.serve.metrics import (
-    BETWEEN_TOKENS_S,
-    FIRST_TOKEN_S,
-    LATENCY_S,
-    STEP_TOKENS,
+    ITL_BUCKETS,
+    LATENCY_BUCKETS,
+    STEP_TOKEN_BUCKETS,
+    TTFT_BUCKETS,
     Metrics,
     StatsLogger,
     token_buckets,
@@ -108,13 +108,13 @@ def test_a_gap_before_every_token_but_the_first_of_a_sample(
     clock = [10.0]
     monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
     metrics = Metrics("tiny", 64)
-    watch = metrics.watch(SamplingParams(n=2), 3, arrival=9.0)
+    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
     for so_far, samples, at in tokens:
         told = RequestMetrics(9.0, 9.0, None if at is None else 10.0, None if at is None else 10.0 + at)
         told.num_generation_tokens = so_far * samples
         clock[0] = 10.0 + (at or 0.0)
         outputs = [CompletionOutput(i, "", []) for i in range(samples)]
-        watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
+        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
     got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == gaps
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
@@ -125,14 +125,14 @@ def test_the_gaps_of_a_sample_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch
     clock = [10.0]
     monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
     metrics = Metrics("tiny", 64)
-    watch = metrics.watch(SamplingParams(n=2), 3, arrival=9.0)
-    ended = CompletionOutput(0, "", [], finish_reason="stop")
+    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
+    finished = CompletionOutput(0, "", [], finish_reason="stop")
     for at, num_tokens, outputs in [
-        (10.0, 2, [ended, CompletionOutput(1, "", [])]),
-        (16.0, 5, [c for c in (ended, CompletionOutput(1, "", [])) if c.index in shown]),
+        (10.0, 2, [finished, CompletionOutput(1, "", [])]),
+        (16.0, 5, [c for c in (finished, CompletionOutput(1, "", [])) if c.index in shown]),
     ]:
         clock[0], told = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
-        watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
+        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
     got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == 3
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
@@ -249,11 +249,13 @@ def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Pa
 
 
 def test_buckets_are_vllms() -> None:
-    assert STEP_TOKENS[0] == 1 and {8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384} < set(STEP_TOKENS)
-    assert (len(LATENCY_S), LATENCY_S[0], LATENCY_S[-1]) == (21, 0.3, 7680)
-    assert (len(FIRST_TOKEN_S), FIRST_TOKEN_S[0], FIRST_TOKEN_S[-1]) == (22, 0.001, 2560)
-    assert (len(BETWEEN_TOKENS_S), BETWEEN_TOKENS_S[0], BETWEEN_TOKENS_S[-1]) == (19, 0.01, 80)
-    for buckets in (LATENCY_S, FIRST_TOKEN_S, BETWEEN_TOKENS_S):
+    assert STEP_TOKEN_BUCKETS[0] == 1 and {8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384} < set(
+        STEP_TOKEN_BUCKETS
+    )
+    assert (len(LATENCY_BUCKETS), LATENCY_BUCKETS[0], LATENCY_BUCKETS[-1]) == (21, 0.3, 7680)
+    assert (len(TTFT_BUCKETS), TTFT_BUCKETS[0], TTFT_BUCKETS[-1]) == (22, 0.001, 2560)
+    assert (len(ITL_BUCKETS), ITL_BUCKETS[0], ITL_BUCKETS[-1]) == (19, 0.01, 80)
+    for buckets in (LATENCY_BUCKETS, TTFT_BUCKETS, ITL_BUCKETS):
         assert list(buckets) == sorted(set(buckets))
     assert token_buckets(128) == [1, 2, 5, 10, 20, 50, 100] and token_buckets(1) == [1]
 
@@ -263,19 +265,19 @@ def test_the_line_of_numbers_reads_as_vllms() -> None:
     line = StatsLogger(metrics, "CPU")
     kv = KVCacheManager(100, 4).stats()
     engine: dict[str, Any] = {"num_preemptions": 3}
-    assert line.tell(StatsSnapshot(EngineStats(), kv)) is None
-    metrics.note_prompt(100, 60)
-    metrics.note_tokens(10)
-    text = line.tell(StatsSnapshot(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
+    assert line.line(StatsSnapshot(EngineStats(), kv)) is None
+    metrics.record_prompt(100, 60)
+    metrics.record_tokens(10)
+    text = line.line(StatsSnapshot(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
     assert text is not None
     pattern = (
         r"Engine 000: Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: [\d.]+ tokens/s, "
         r"Running: 8 reqs, Waiting: 2 reqs, Preemptions: 3, CPU KV cache usage: 0.0%, Prefix cache hit rate: 60.0%"
     )
     assert re.fullmatch(pattern, text)
-    last = line.tell(StatsSnapshot(EngineStats(**engine), kv))
+    last = line.line(StatsSnapshot(EngineStats(**engine), kv))
     assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
-    assert line.tell(StatsSnapshot(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
+    assert line.line(StatsSnapshot(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
 
 
 def test_paths_that_are_not_logged_are_the_routes_behind_a_proxy_too(

@@ -41,7 +41,7 @@ def test_sequences_are_prompts_by_samples() -> None:
     limits = RequestLimits(6, None, None, max_model_len=100)
     limits.fit(SamplingParams(n=3), [5, 5])
     assert "9 sequences (3 prompts x 3)" in str(refusal(limits, SamplingParams(n=3), 5, 5, 5))
-    assert "at most 6 are allowed (--max-request-sequences); lower n" in str(refusal(limits, SamplingParams(n=7), 5))
+    assert "the limit is 6 (--max-request-sequences); lower n" in str(refusal(limits, SamplingParams(n=7), 5))
     assert refusal(limits, SamplingParams(n=1, best_of=7), 5).param == "n"
     assert "lower beam_width" in str(refusal(limits, BeamSearchParams(beam_width=7, max_tokens=1), 5))
 
@@ -49,9 +49,9 @@ def test_sequences_are_prompts_by_samples() -> None:
 def test_tokens_are_the_prompts_and_the_outputs_of_all() -> None:
     limits = RequestLimits(None, 100, None, max_model_len=100)
     limits.fit(SamplingParams(n=3, max_tokens=30), [10])
-    problem = refusal(limits, SamplingParams(n=3, max_tokens=31), 10)
-    assert "103 tokens, at most 100 are allowed (--max-request-tokens); lower max_tokens" in str(problem)
-    assert problem.param == "max_tokens"
+    api_error = refusal(limits, SamplingParams(n=3, max_tokens=31), 10)
+    assert "103 tokens; the limit is 100 (--max-request-tokens); lower max_tokens" in str(api_error)
+    assert api_error.param == "max_tokens"
     refusal(limits, SamplingParams(max_tokens=1), 60, 60)
     refusal(limits, BeamSearchParams(beam_width=4, max_tokens=30), 10)
 
@@ -90,8 +90,8 @@ def test_a_default_length_that_the_cache_cuts_is_left_to_the_engine() -> None:
 
 def test_what_the_queue_could_never_take_is_refused_for_good() -> None:
     limits = ServeArgs(max_num_queued_tokens=50).request_limits(4, 100, 1000)
-    problem = refusal(limits, SamplingParams(max_tokens=1), 51)
-    assert "51 tokens never fit the queue: it takes 50 (--max-num-queued-tokens)" in str(problem)
+    api_error = refusal(limits, SamplingParams(max_tokens=1), 51)
+    assert "the prompts have 51 tokens; the queue holds 50 (--max-num-queued-tokens)" in str(api_error)
     assert ServeArgs(max_num_queued_reqs=0, max_request_sequences=99).request_limits(4, 100, 1000).max_sequences == 4
 
 
@@ -114,7 +114,7 @@ def test_limits_follow_the_size_of_the_server() -> None:
 
 def door(several: bool, **limits: int | None) -> Admission:
     admission = Admission(**{"max_num_seqs": 4, "max_num_queued_reqs": 8, "max_num_queued_tokens": None} | limits)  # type: ignore[arg-type]
-    admission.several = several
+    admission.multi_tenant = several
     return admission
 
 
@@ -122,8 +122,8 @@ def enter(admission: Admission, width: int, tokens: int, tenant: int) -> bool:
     """Whether it is let in; then it stays."""
     try:
         STAYING.enter_context(admission.admit(width, tokens, tenant))
-    except ApiError as problem:
-        return (problem.status, problem.code) != (429, "queue_full")
+    except ApiError as api_error:
+        return (api_error.status, api_error.code) != (429, "queue_full")
     return True
 
 
@@ -180,7 +180,7 @@ def test_a_request_beyond_a_limit_is_refused_while_the_server_is_idle(model: str
             error = response.json()["error"]
             assert response.status_code == 400, error
             assert (error["code"], error["param"]) == ("request_too_large", param)
-            assert "at most" in error["message"] and "(--max-request-" in error["message"]
+            assert "the limit is" in error["message"] and "(--max-request-" in error["message"]
             await server.at_rest()
             await server.complete()
 

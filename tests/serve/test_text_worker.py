@@ -46,16 +46,16 @@ def test_a_worker_does_what_the_tokenizer_does(tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(text, parse_special=False)
         assert await workers.encode([text, "x"], True) == [ids, tokenizer.encode("x")]
         assert await workers.decode([2, *ids], False) == "</s>" + text
-        assert await workers.pieces(ids[:3]) == ["H", "e", "l"]
+        assert await workers.token_strings(ids[:3]) == ["H", "e", "l"]
         assert await workers.word_ids([" a", "bc"]) == InputProcessor(tokenizer).encode_bad_words([" a", "bc"])
         prompt = InputProcessor(tokenizer).chat(HELLO)
         assert await workers.chat(HELLO, {}) == (prompt["prompt"], prompt["prompt_token_ids"])
         with pytest.raises(TemplateError, match="no king") as caught:
             await workers.chat(HELLO, {"chat_template": "{{ raise_exception('no king') }}"})
         assert (caught.value.code, caught.value.param) == ("template_error", "messages")
-        with pytest.raises(ApiError) as problem:
+        with pytest.raises(ApiError) as api_error:
             await workers.chat([{"role": "user", "content": "", "n": 1 << 99}], {})
-        assert problem.value.code == "integer_out_of_range"
+        assert api_error.value.code == "integer_out_of_range"
         await workers.close()
 
     with nothing_left():

@@ -85,7 +85,7 @@ def test_a_failure_and_a_name_from_the_environment(spans: Any, monkeypatch: pyte
 
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     tracing = Tracing(otel.SimpleSpanProcessor(spans), NAME)
-    tracing.tell("a", SamplingParams(), FinishedPrompt("error", 3, 0, 0.5), {"traceparent": "nonsense"})
+    tracing.export("a", SamplingParams(), FinishedPrompt("error", 3, 0, 0.5), {"traceparent": "nonsense"})
     tracing.close()
     (span,) = spans.get_finished_spans()
     assert span.status.status_code.name == "ERROR" and span.parent is None
@@ -122,7 +122,7 @@ def test_what_is_left_is_sent_at_the_end(collector: tuple[str, list[bytes]], mon
     monkeypatch.setattr(module, "EXPORT_S", 60)
     url, got = collector
     tracing = Tracing.to(url, NAME)
-    tracing.tell("a", SamplingParams(), FinishedPrompt("stop", 3, 1, 0.5), {})
+    tracing.export("a", SamplingParams(), FinishedPrompt("stop", 3, 1, 0.5), {})
     tracing.close()
     assert len(got) == 1 and b"gen_ai.request.id" in got[0] and b"llm_request" in got[0]
 

@@ -119,7 +119,7 @@ def test_a_server_is_seen_while_it_works(model: str) -> None:
             await late.leave()
             while server.built.engine.scheduler.events.blocks:
                 await asyncio.sleep(0.01)
-            assert not server.app.running
+            assert not server.app.active_requests
 
     run(main())
 

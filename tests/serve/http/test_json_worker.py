@@ -24,8 +24,8 @@ PADDING = "x" * LARGE_BYTES
 async def answer_of(worker: JsonWorker, body: bytes) -> Any:
     try:
         return await worker.parse(body)
-    except ApiError as problem:
-        return problem.code, problem.param
+    except ApiError as api_error:
+        return api_error.code, api_error.param
 
 
 def test_the_same_answers_wherever_a_body_is_read() -> None:
@@ -119,8 +119,8 @@ def test_keys_and_parts_of_a_body_are_counted(monkeypatch: pytest.MonkeyPatch) -
     def code_of(value: Any) -> str | None:
         try:
             json_parser.parse(json.dumps(value).encode())
-        except ApiError as problem:
-            return problem.code
+        except ApiError as api_error:
+            return api_error.code
         return None
 
     assert code_of({str(i): i for i in range(100)}) is None
@@ -148,7 +148,7 @@ def test_arguments_of_calls_are_read_in_slices_and_bounded(monkeypatch: pytest.M
         with pytest.raises(ApiError, match=r"messages\[0\].tool_calls\[0\].function.arguments"):
             request.parse_messages(given["messages"])
     monkeypatch.setattr(request, "MAX_ARGUMENT_CHARS", 7)
-    with pytest.raises(ApiError, match="has 8 characters, at most 7"):
+    with pytest.raises(ApiError, match="has 8 characters; the limit is 7"):
         request.parse_messages(body(1)["messages"])
     monkeypatch.setattr(request, "MAX_CALLS", 2)
     with pytest.raises(ApiError) as caught:

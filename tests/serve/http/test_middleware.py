@@ -107,9 +107,9 @@ def test_keys_and_where_to_listen(tmp_path: Any, caplog: pytest.LogCaptureFixtur
     path.write_text("one\n\n two \n")
     path.chmod(0o644)
     assert load_keys(ServeArgs(api_key=["zero"], api_key_file=str(path)), ["env"]) == ["zero", "env", "one", "two"]
-    assert "can be read by other users" in caplog.text
+    assert "is readable by other users" in caplog.text
     path.write_text("\n")
-    with pytest.raises(ParameterError, match="no key"):
+    with pytest.raises(ParameterError, match="no keys"):
         load_keys(ServeArgs(api_key_file=str(path)))
     for host, key, insecure, fine in (
         ("127.0.0.1", (), False, True),
@@ -281,7 +281,7 @@ def test_a_client_that_goes_takes_its_request_along(model: str, stream: bool) ->
 
 
 def test_a_reader_that_does_not_read_is_given_up(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "SLOW_READER_S", 0.05)
+    monkeypatch.setattr(endpoint_module, "SEND_TIMEOUT_S", 0.05)
 
     async def main() -> None:
         async with serving(model) as server:
@@ -298,7 +298,7 @@ def test_a_reader_that_does_not_read_is_given_up(model: str, monkeypatch: pytest
 
 def test_a_reader_that_does_not_even_take_a_ping(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engine is silent, so that its next output is waited for all the while."""
-    monkeypatch.setattr(endpoint_module, "SLOW_READER_S", 0.05)
+    monkeypatch.setattr(endpoint_module, "SEND_TIMEOUT_S", 0.05)
 
     async def main() -> None:
         async with serving(model, sse_keep_alive_interval=0.01) as server:
@@ -341,8 +341,8 @@ def test_what_a_shutdown_cuts_short_says_so(model: str) -> None:
             late = await server.client.post(C, json=LONG)
             assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
             assert late.headers["connection"] == "close" and "retry-after" in late.headers
-            for running in list(server.app.running):
-                running.end(shutting_down())
+            for request in list(server.app.active_requests):
+                request.end(shutting_down())
             await asyncio.gather(*tasks)
             assert events_of(stream.text)[-1]["error"]["code"] == "shutting_down"
             assert whole.sent[0]["status"] == 503 and "shutting_down" in whole.text
@@ -352,7 +352,7 @@ def test_what_a_shutdown_cuts_short_says_so(model: str) -> None:
 
 
 def test_a_body_that_trickles_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "BODY_WINDOW_S", 0.05)
+    monkeypatch.setattr(endpoint_module, "BODY_RATE_WINDOW_S", 0.05)
     monkeypatch.setattr(endpoint_module, "LINGER_S", 0.05)
 
     async def main() -> None:

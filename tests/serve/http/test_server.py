@@ -208,7 +208,7 @@ def test_a_server_answers_to_its_own_names_alone(model: str) -> None:
 def test_who_may_be_called_by_any_name() -> None:
     def takes(called: str, **options: Any) -> bool:
         told = {"host": "127.0.0.1", "uds": None, "has_keys": False, "names": ()} | options
-        return AllowedHosts.of(**told).refusal({"headers": [(b"host", called.encode())]}) is None
+        return AllowedHosts.for_server(**told).check({"headers": [(b"host", called.encode())]}) is None
 
     assert not takes("llm.example.com")
     assert takes("llm.example.com", has_keys=True) and takes("a", uds="/run/octavo.sock")  # no page reaches them
@@ -224,7 +224,7 @@ def test_who_may_be_called_by_any_name() -> None:
 
 
 def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "PROBE_S", 0.2)
+    monkeypatch.setattr(http_server, "PROBE_TIMEOUT_S", 0.2)
     get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     health = b"GET /health?a HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -391,7 +391,7 @@ def test_nothing_is_written_into_the_midst_of_an_answer(model: str) -> None:
 
 @pytest.mark.parametrize("closes", [b"", b"Connection: close\r\n"])
 def test_a_whole_answer_that_nobody_takes(model: str, closes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SLOW_READER_S", 0.3)
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.3)
 
     async def main() -> None:
         async with listening(model) as (_, http, port):
@@ -633,7 +633,7 @@ def test_of_two_servers_that_start_on_one_port_one_ends(model: str) -> None:
             time.sleep(0.02)
         (second,) = ended
         assert second.wait() == 1
-        error = f"error: address in use: 127.0.0.1:{port}; choose another port, 0 takes a free one"
+        error = f"error: address in use: 127.0.0.1:{port}; choose another port, or 0 for a free one"
         assert second.log.strip().splitlines() == [error]
         (first,) = (s for s in servers if s is not second)
         assert first.wait_ready() == f"http://127.0.0.1:{port}"
@@ -670,7 +670,7 @@ def test_a_server_that_loads_its_model_says_so(model: str) -> None:
 def test_too_few_open_files_are_said_at_once(model: str, max_files: int) -> None:
     server = Process(model, max_files=max_files)
     assert server.wait() == 1
-    needed = f"error: this process may have {max_files} open files, a server needs 64; raise the limit: ulimit -n 4096"
+    needed = f"error: the limit of open files is {max_files}; a server needs 64; raise the limit: ulimit -n 4096"
     assert server.log.strip().splitlines() == [needed]
 
 
@@ -723,7 +723,7 @@ def test_an_address_in_use_is_found_before_a_model_is_loaded(model: str, capsys:
         port = taken.getsockname()[1]
         assert command(["serve", model, "--port", str(port)]) == 1
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error == f"error: address in use: 127.0.0.1:{port}; choose another port, 0 takes a free one"
+        assert error == f"error: address in use: 127.0.0.1:{port}; choose another port, or 0 for a free one"
     assert command(["serve", "/nonexistent/model", "--port", "0"]) == 1
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from octavo.serve.openai.errors import MAX_BODY_BYTES
+from octavo.serve.openai.errors import MAX_ERROR_BYTES
 from tests.clients.tiny_server import serving
 
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -21,7 +21,7 @@ AUTH = ("Authorization", "Bearer key")
 JSON = ("Content-Type", "application/json")
 SAY = [{"role": "user", "content": "Hi"}]
 DROP = object()
-TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 VOCAB = 97
 
 
@@ -35,10 +35,10 @@ class Response:
     @property
     def error(self) -> tuple[int, str, str | None]:
         """Checked for what holds for every error."""
-        assert self.headers["x-request-id"] and len(self.body) <= MAX_BODY_BYTES
+        assert self.headers["x-request-id"] and len(self.body) <= MAX_ERROR_BYTES
         error = json.loads(self.body)["error"]
         assert json.loads(self.body).keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
-        assert error["type"] == TYPES.get(self.status, "invalid_request_error")
+        assert error["type"] == ERROR_TYPES.get(self.status, "invalid_request_error")
         assert error["message"] and "\n" not in error["message"]
         if self.status == 429:
             assert "retry-after" in self.headers

@@ -11,23 +11,23 @@ import pytest
 
 from octavo.serve.args import ServeArgs
 from octavo.serve.http import endpoint
-from octavo.serve.openai.errors import MAX_BODY_BYTES, ApiError, to_api_error
+from octavo.serve.openai.errors import MAX_ERROR_BYTES, ApiError, to_api_error
 from tests.serve.in_process_server import LONGEST, Server, good, run, serving
 
 C, H = "/v1/completions", "/v1/chat/completions"
 SAY = [{"role": "user", "content": "Hi"}]
-TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
+ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
     """Checked for what holds for every error."""
-    assert len(response.content) <= MAX_BODY_BYTES
+    assert len(response.content) <= MAX_ERROR_BYTES
     assert response.headers["x-request-id"]
     body = response.json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     error = body["error"]
     assert error["message"] and "\n" not in error["message"]
-    assert error["type"] == TYPES.get(response.status_code, "invalid_request_error")
+    assert error["type"] == ERROR_TYPES.get(response.status_code, "invalid_request_error")
     return response.status_code, error["code"], error["param"]
 
 
@@ -499,12 +499,12 @@ def test_options_that_are_stricter_or_laxer(model: str) -> None:
 
 
 def test_what_a_bug_says_reaches_no_client() -> None:
-    problem = to_api_error(RuntimeError("the secret is 42"), "abc")
-    assert (problem.status, problem.code) == (500, "internal_error") and b"secret" not in problem.body()
-    assert problem.headers()["x-should-retry"] == "false"
+    api_error = to_api_error(RuntimeError("the secret is 42"), "abc")
+    assert (api_error.status, api_error.code) == (500, "internal_error") and b"secret" not in api_error.body()
+    assert api_error.headers()["x-should-retry"] == "false"
 
 
-@pytest.mark.parametrize("part", ["bodies.parse", "service.encode", "service.run"])
+@pytest.mark.parametrize("part", ["json_worker.parse", "service.encode", "service.generate"])
 def test_a_bug_has_an_answer_too(model: str, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """Wherever it is: while the body is read, before the engine is asked, or in it."""
 
@@ -526,4 +526,4 @@ def test_a_bug_has_an_answer_too(model: str, monkeypatch: pytest.MonkeyPatch, pa
 def test_a_body_is_never_longer_than_4_kib() -> None:
     for text in ("x" * 100_000, "\u20ac" * 4000, '"' * 4000, "\ud800" * 2000, "\x00\n" * 3000):
         body = ApiError(400, "c", text, text).body()
-        assert len(body) <= MAX_BODY_BYTES and json.loads(body)["error"]["code"] == "c"
+        assert len(body) <= MAX_ERROR_BYTES and json.loads(body)["error"]["code"] == "c"

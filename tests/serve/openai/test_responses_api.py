@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from octavo.serve.openai.errors import bad_request
-from octavo.serve.openai.responses_api import blamed
+from octavo.serve.openai.responses_api import to_responses_error
 from tests.serve.in_process_server import Server, good, run, serving
 from tests.serve.openai.test_tools import CALL, HERMES, answers
 
@@ -127,13 +127,13 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
                 ({"input": [say, call, call | {"arguments": "["}]}, "input[2].arguments", "input[2].arguments must be"),
                 ({"input": [say, call | {"arguments": deep}]}, "input[1].arguments", "input[1].arguments must be"),
                 ({"input": [say, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
-                ({"input": [skipped]}, "input", "input is reasoning alone"),
+                ({"input": [skipped]}, "input", "input has only reasoning items"),
                 ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
-                ({"input": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not supported here: give max_output"),
+                ({"input": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not supported here; use max_output"),
                 (
                     {"input": "a", "structured_outputs": {"regex": "a"}},
                     "structured_outputs",
-                    "structured_outputs is not supported here: give text.format",
+                    "structured_outputs is not supported here; use text.format",
                 ),
                 ({"input": "a", "messages": [say]}, "messages", "messages is not supported"),
                 ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format", "text.format.type is 'yaml'"),
@@ -155,5 +155,5 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
 
 def test_a_remedy_has_its_own_words_too() -> None:
     text = "the request needs 9 blocks; max_tokens of at most 5 fits"
-    told = blamed(bad_request("exceeds_kv_capacity", text, "prompt"))
+    told = to_responses_error(bad_request("exceeds_kv_capacity", text, "prompt"))
     assert (told.param, told.message) == ("input", text.replace("max_tokens", "max_output_tokens"))
