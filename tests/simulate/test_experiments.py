@@ -20,11 +20,11 @@ from octavo.simulate.experiments.paper import (
     PaddedCost,
     Paper,
     Row,
+    config_for,
     era_cost,
     knee,
     latency_at,
     poisson_trace,
-    setup_for,
 )
 from octavo.simulate.simulation import simulate
 from octavo.simulate.traces import sharegpt_like
@@ -77,8 +77,8 @@ def test_rate_sustained_by_octavo_overloads_the_baselines() -> None:
     """Figure 12 at 1.5 requests/s: Octavo sustains it, and the others are in the order of the paper."""
     latencies = []
     for system in (OURS, ORACLE, POW2, MAX, FT):
-        setup = setup_for(system, OPT_13B, era_cost(OPT_13B))
-        latencies.append(latency_at(setup, poisson_trace(sharegpt_like(1000), 1.5, 150.0)))
+        config = config_for(system, OPT_13B, era_cost(OPT_13B))
+        latencies.append(latency_at(config, poisson_trace(sharegpt_like(1000), 1.5, 150.0)))
     assert latencies == sorted(latencies)
     assert latencies[0] < 0.12 and latencies[1] > 3 * latencies[0]
 
@@ -136,8 +136,8 @@ def test_padding_has_a_cost() -> None:
 
 
 def test_request_level_batches_wait_for_each_other() -> None:
-    setup = setup_for(FT, OPT_13B, era_cost(OPT_13B))
-    records = simulate(setup, poisson_trace(sharegpt_like(100), 0.5, 100.0), interval_s=0.5)
+    config = config_for(FT, OPT_13B, era_cost(OPT_13B))
+    records = simulate(config, poisson_trace(sharegpt_like(100), 0.5, 100.0), interval_s=0.5)
     assert max(s.num_running for s in records.samples) == OPT_13B.batch_sizes[0]
     assert any(1 <= s.num_running < 5 and s.num_waiting for s in records.samples), "rows stand empty while others wait"
 

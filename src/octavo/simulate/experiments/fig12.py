@@ -18,11 +18,11 @@ from octavo.simulate.experiments.paper import (
     Paper,
     Row,
     Server,
+    config_for,
     era_cost,
     knee,
     latency_at,
     poisson_trace,
-    setup_for,
 )
 from octavo.simulate.plot import Chart, Line
 from octavo.simulate.traces import Lengths
@@ -89,8 +89,8 @@ def _latency(
     alpaca: bool,
     rate: float,
 ) -> float:
-    setup = setup_for(system, server, era_cost(server, share=share), alpaca=alpaca)
-    return latency_at(setup, poisson_trace(lengths, rate, duration_s * paper.time, seed=paper.seed))
+    config = config_for(system, server, era_cost(server, share=share), alpaca=alpaca)
+    return latency_at(config, poisson_trace(lengths, rate, duration_s * paper.time, seed=paper.seed))
 
 
 def _compare(

@@ -14,10 +14,10 @@ from octavo.simulate.experiments.paper import (
     Figure,
     Paper,
     Row,
+    config_for,
     era_cost,
     knee,
     poisson_trace,
-    setup_for,
 )
 from octavo.simulate.plot import Bars, Chart
 from octavo.simulate.report import normalized_latency
@@ -75,6 +75,6 @@ def _latency(paper: Paper, system: str, lengths: Lengths, width: int, beams: boo
     seconds = SECONDS[beams] * paper.time
     arrivals = poisson_trace(lengths, rate, seconds, seed=paper.seed, n=width, beams=beams)
     tokens = MadeUpBeams(seed=paper.seed) if beams else None
-    setup = setup_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1)
-    records = simulate(setup, arrivals, token_source=tokens, interval_s=1e9)
+    config = config_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1)
+    records = simulate(config, arrivals, token_source=tokens, interval_s=1e9)
     return normalized_latency(records) * width

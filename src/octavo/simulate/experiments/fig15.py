@@ -10,9 +10,9 @@ from octavo.simulate.experiments.paper import (
     Figure,
     Paper,
     Row,
+    config_for,
     era_cost,
     poisson_trace,
-    setup_for,
     within,
 )
 from octavo.simulate.plot import Bars, Chart
@@ -69,7 +69,7 @@ def saving(paper: Paper, name: str, width: int, beams: bool) -> float:
     lengths: Lengths = paper.sharegpt(num) if name == "ShareGPT" else traces.alpaca_like(num, paper.seed)
     arrivals = poisson_trace(lengths, rate, end_s, seed=paper.seed, n=width, beams=beams)
     tokens = MadeUpBeams(seed=paper.seed) if beams else None
-    setup = setup_for(OURS, OPT_13B, era_cost(OPT_13B), swap=True)
-    records = simulate(setup, arrivals, until_s=end_s, token_source=tokens)
+    config = config_for(OURS, OPT_13B, era_cost(OPT_13B), swap=True)
+    records = simulate(config, arrivals, until_s=end_s, token_source=tokens)
     ratios = [(s.num_used + s.num_saved) / s.num_used for s in within(records, begin_s, end_s) if s.num_used]
     return 1 - len(ratios) / sum(ratios)

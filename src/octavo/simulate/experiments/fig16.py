@@ -13,11 +13,11 @@ from octavo.simulate.experiments.paper import (
     Figure,
     Paper,
     Row,
+    config_for,
     era_cost,
     knee,
     latency_at,
     poisson_trace,
-    setup_for,
 )
 from octavo.simulate.plot import Chart, Line
 from octavo.simulate.traces import Lengths
@@ -55,4 +55,4 @@ def run(paper: Paper) -> Figure:
 
 def _latency(paper: Paper, system: str, lengths: Lengths, prefix: int, rate: float) -> float:
     arrivals = poisson_trace(lengths, rate, SECONDS * paper.time, seed=paper.seed, prefix=prefix)
-    return latency_at(setup_for(system, LLAMA_13B, era_cost(LLAMA_13B), prefixes=True), arrivals)
+    return latency_at(config_for(system, LLAMA_13B, era_cost(LLAMA_13B), prefixes=True), arrivals)

@@ -15,10 +15,10 @@ from octavo.simulate.experiments.paper import (
     Figure,
     Paper,
     Row,
+    config_for,
     era_cost,
     knee,
     latency_at,
-    setup_for,
 )
 from octavo.simulate.plot import Chart, Line
 from octavo.simulate.traces import Lengths
@@ -70,5 +70,5 @@ def run(paper: Paper) -> Figure:
 def _latency(paper: Paper, system: str, lengths: Lengths, chance: float, rate: float) -> float:
     times = traces.poisson(rate, paper.seed)
     rounds = traces.chat(lengths, times, new_chance=chance, seed=paper.seed)
-    setup = setup_for(OURS if system == CACHED else system, OPT_13B, era_cost(OPT_13B), prefixes=system == CACHED)
-    return latency_at(setup, traces.first_seconds(rounds, SECONDS * paper.time))
+    config = config_for(OURS if system == CACHED else system, OPT_13B, era_cost(OPT_13B), prefixes=system == CACHED)
+    return latency_at(config, traces.first_seconds(rounds, SECONDS * paper.time))

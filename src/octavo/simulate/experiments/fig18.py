@@ -9,9 +9,9 @@ from octavo.simulate.experiments.paper import (
     Figure,
     Paper,
     Row,
+    config_for,
     era_cost,
     poisson_trace,
-    setup_for,
 )
 from octavo.simulate.plot import Chart, Line
 from octavo.simulate.report import normalized_latency
@@ -42,8 +42,8 @@ def run(paper: Paper) -> Figure:
         latencies = []
         for size in SIZES:
             paper.progress(f"{name}, blocks of {size}")
-            setup = setup_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
-            records = simulate(setup, poisson_trace(lengths, rate, end_s, seed=paper.seed), interval_s=end_s / 500)
+            config = config_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
+            records = simulate(config, poisson_trace(lengths, rate, end_s, seed=paper.seed), interval_s=end_s / 500)
             latencies.append(normalized_latency(records))
             figure.rows.append(Row(OURS, f"{name}, blocks of {size}: s/token", None, latencies[-1]))
             figure.rows.append(Row(OURS, f"{name}, blocks of {size}: unfilled %", None, 100 * unfilled(records)))

@@ -11,9 +11,9 @@ from octavo.simulate.experiments.paper import (
     Figure,
     Paper,
     Row,
+    config_for,
     era_cost,
     poisson_trace,
-    setup_for,
     within,
 )
 from octavo.simulate.plot import Bars, Chart
@@ -45,7 +45,7 @@ def run(paper: Paper) -> Figure:
     for system, theirs in PAPER.items():
         paper.progress(system)
         arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
-        records = simulate(setup_for(system, OPT_13B, cost), arrivals, until_s=end_s)
+        records = simulate(config_for(system, OPT_13B, cost), arrivals, until_s=end_s)
         split = memory_shares(within(records, begin_s, end_s))
         internal = 0.0 if system == OURS else split["internal"]
         rest = 1 - split["tokens"] - split["reserved"] - internal

@@ -192,7 +192,7 @@ class Paper:
         return {**setup, "seed": self.seed, **more}
 
 
-def setup_for(
+def config_for(
     system: str,
     server: Server,
     cost: CostModel,
@@ -241,9 +241,9 @@ def poisson_trace(
     return traces.first_seconds(arrivals, duration_s)
 
 
-def latency_at(setup: SimConfig, arrivals: Iterable[Arrival]) -> float:
+def latency_at(config: SimConfig, arrivals: Iterable[Arrival]) -> float:
     """Normalised latency over all requests of a trace, including those finished after its end."""
-    return normalized_latency(simulate(setup, arrivals, interval_s=1e9))
+    return normalized_latency(simulate(config, arrivals, interval_s=1e9))
 
 
 def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:
