@@ -165,12 +165,7 @@ class App:
         return await self._generate(context, request, name, [prompt], builder)
 
     async def _generate(
-        self,
-        context: RequestContext,
-        request: ParsedRequest,
-        name: str,
-        prompts: Prompts,
-        builder: ResponseBuilder,
+        self, context: RequestContext, request: ParsedRequest, name: str, prompts: Prompts, builder: ResponseBuilder
     ) -> HttpResponse | EventStream:
         service = self.service
         if service.settings.enable_log_requests:
@@ -186,12 +181,7 @@ class App:
         return json_response(response)
 
     async def _chunks(
-        self,
-        context: RequestContext,
-        request: ParsedRequest,
-        name: str,
-        prompts: Prompts,
-        builder: ResponseBuilder,
+        self, context: RequestContext, request: ParsedRequest, name: str, prompts: Prompts, builder: ResponseBuilder
     ) -> AsyncGenerator[Any, None]:
         generation = self.service.generate(request, prompts, name, context.tenant, context.trace_headers)
         async with contextlib.aclosing(generation) as outputs:
