@@ -257,7 +257,7 @@ def test_others_are_not_named_in_ones_own_timeline() -> None:
     one, two = Tenant(b"1" * 16, sees_all=False), Tenant(b"2" * 16, sees_all=False)
     own, other = one.new_request_id(), two.new_request_id()
     entries = [{"event": "preempted", "for_request": name} for name in (own, other)]
-    shown = one.request({"timeline": entries})["timeline"]
+    shown = one.redact_request({"timeline": entries})["timeline"]
     assert [entry["for_request"] for entry in shown] == [own, OTHER_TENANT]
     held = {"num_blocks": 3, "num_host_blocks": 1, "status": "running"}
     kv = one.redact_kv({"num_used": 6, "requests": {own: held, other: held}})

@@ -651,8 +651,7 @@ def check_priority(priority: int) -> None:
     """Raises `ParameterError` for a priority that is no integer or exceeds `MAX_PRIORITY` in magnitude."""
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
         raise ParameterError(
-            f"priority is {priority!r}, it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
-            param="priority",
+            f"priority is {priority!r}, it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
         )
 
 
