@@ -37,7 +37,7 @@ NAMES_V5 = {
     "arrivals": "requests", "decides": "beam_search", "given": "host_tokens", "known": "scheduled", "legs": "segments",
     "num_choices": "num_beam_choices", "said": "beam_digests", "skips": "skip_prefix_cache", "why": "reason",
 }  # fmt: skip
-"""Fields that were renamed since version 5 of the file, by their names there."""
+"""Names of version 5 of the file -> names of today."""
 
 
 class ReplayedCall(NamedTuple):
