@@ -35,7 +35,8 @@ from typing import Any
 
 from octavo import LLM, SamplingParams
 from octavo.bench.args import BenchArgs
-from octavo.bench.serve import Bench, Run, run_until_done
+from octavo.bench.records import Run
+from octavo.bench.serve import Bench, run_until_done
 
 QUIET = 0.1
 """Share of the machine that others may use in a round that counts."""

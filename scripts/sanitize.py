@@ -113,8 +113,7 @@ def main() -> int:
     missing = len(tests) - passed - skipped - failed
     print(
         f"{args.tool}: {len(tests)} tests, {passed} passed, {skipped} skipped, {failed} failed, {missing} not reached; "
-        f"{found} findings"
-        + (f", and {num_ignored} of how Gluon starts and ends a kernel's parts" if num_ignored else "")
+        f"{found} findings" + (f", and {num_ignored} ignored races of Gluon's" if num_ignored else "")
     )
     for line in sorted({line for text in texts for line in re.findall(r"^FAILED tests/.*", text, re.MULTILINE)}):
         print(line)

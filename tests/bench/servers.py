@@ -1,4 +1,4 @@
-"""Servers that say what a test has them say, over real sockets."""
+"""Scripted servers over real sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def scripted(script: Script) -> AsyncIterator[str]:
-    """Its address. The script is run for each connection, which is closed behind it."""
+    """Yield the address. Each connection runs the script and is then closed."""
 
     tasks: set[asyncio.Task[None]] = set()
     writers: list[asyncio.StreamWriter] = []

@@ -60,7 +60,7 @@ def test_parallel_with_every_tile(query_tile: int) -> None:
 
 
 def test_the_padded_baseline_is_attention() -> None:
-    """Three prompts padded to 9 slots each; what padding rows give is nobody's business."""
+    """Three prompts padded to 9 slots each; results of padding rows do not matter."""
     lengths, capacity = [9, 4, 1], 12
     q = torch.randn(3 * 9, 6, 8)
     kv = torch.randn(4, 1, 2, 2, capacity, 8)

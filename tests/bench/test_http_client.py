@@ -76,13 +76,13 @@ def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"", "without an answer"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "ended before the answer"),
-        (chunked(b"half", end=False), "ended before the answer"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "no HTTP"),
+        (b"", "without a response"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "ended before the response"),
+        (chunked(b"half", end=False), "ended before the response"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "not HTTP"),
     ],
 )
-def test_what_is_no_answer(answer: bytes, message: str) -> None:
+def test_invalid_responses(answer: bytes, message: str) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(answer)
@@ -114,7 +114,7 @@ def test_an_answer_that_ends_with_its_connection() -> None:
     run(main())
 
 
-def test_nobody_listens() -> None:
+def test_connection_refused() -> None:
     async def main() -> None:
         async with scripted(read_request) as url:  # type: ignore[arg-type]
             pass

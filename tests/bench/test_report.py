@@ -1,4 +1,4 @@
-"""What is told of records that are known."""
+"""What is result of records that are known."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from octavo.bench import report
 from octavo.bench.args import BenchArgs
+from octavo.bench.records import Record, Run
 from octavo.bench.samples import Sample
-from octavo.bench.serve import Record, Run
 from octavo.errors import ParameterError, UnknownOptionError
 
 ASKED = Sample("x", 10, 3)
@@ -36,19 +36,19 @@ THREE = (
 
 
 def test_figures() -> None:
-    told = report.summary(run_of(*THREE), BenchArgs(metric_percentiles="50,99,99.9"))
-    assert (told["completed"], told["failed"], told["duration"]) == (3, 0, 2.0)
-    assert (told["total_input_tokens"], told["total_output_tokens"]) == (30, 9)
-    assert (told["request_throughput"], told["output_throughput"]) == (1.5, 4.5)
-    assert told["total_token_throughput"] == 19.5 and told["request_goodput"] is None
-    assert told["mean_ttft_ms"] == pytest.approx(200) and told["median_ttft_ms"] == pytest.approx(200)
-    assert told["p99_ttft_ms"] == pytest.approx(298) and told["p99.9_ttft_ms"] == pytest.approx(299.8)
-    assert told["std_ttft_ms"] == pytest.approx(81.6497, abs=1e-3)
+    result = report.summary(run_of(*THREE), BenchArgs(metric_percentiles="50,99,99.9"))
+    assert (result["completed"], result["failed"], result["duration"]) == (3, 0, 2.0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 9)
+    assert (result["request_throughput"], result["output_throughput"]) == (1.5, 4.5)
+    assert result["total_token_throughput"] == 19.5 and result["request_goodput"] is None
+    assert result["mean_ttft_ms"] == pytest.approx(200) and result["median_ttft_ms"] == pytest.approx(200)
+    assert result["p99_ttft_ms"] == pytest.approx(298) and result["p99.9_ttft_ms"] == pytest.approx(299.8)
+    assert result["std_ttft_ms"] == pytest.approx(81.6497, abs=1e-3)
     # Of (40 ms over two tokens) and (20 ms over four); the third has none after its first.
-    assert told["mean_tpot_ms"] == pytest.approx((20 + 5) / 2)
-    assert told["mean_itl_ms"] == pytest.approx(20) and told["median_itl_ms"] == pytest.approx(20)
-    assert told["mean_e2el_ms"] == pytest.approx((140 + 320 + 200) / 3)
-    assert told["max_concurrent_requests"] == 2
+    assert result["mean_tpot_ms"] == pytest.approx((20 + 5) / 2)
+    assert result["mean_itl_ms"] == pytest.approx(20) and result["median_itl_ms"] == pytest.approx(20)
+    assert result["mean_e2el_ms"] == pytest.approx((140 + 320 + 200) / 3)
+    assert result["max_concurrent_requests"] == 2
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_figures() -> None:
 )
 def test_goodput_counts_who_keeps_every_objective(goodput: tuple[str, ...], good: int) -> None:
     args = BenchArgs(goodput=goodput)
-    told = report.summary(run_of(*THREE), args)
-    assert told["request_goodput"] == good / 2
-    assert f"{'Request goodput (req/s):':<40} {good / 2:<10.2f}" in report.lines(told, run_of(*THREE), args)
+    result = report.summary(run_of(*THREE), args)
+    assert result["request_goodput"] == good / 2
+    assert f"{'Request goodput (req/s):':<40} {good / 2:<10.2f}" in report.lines(result, run_of(*THREE), args)
 
 
 def test_failures_are_counted_by_reason_and_in_nothing_else() -> None:
@@ -73,11 +73,11 @@ def test_failures_are_counted_by_reason_and_in_nothing_else() -> None:
     run = run_of(*refused, Record(ASKED, 100.0, 100.1, 100.2, [0.1], 10, 2, error="cut"), THREE[0], num_samples=6)
     run.interrupted = True
     args = BenchArgs()
-    told = report.summary(run, args)
-    assert (told["completed"], told["failed"], told["unfinished"]) == (1, 3, 2)
-    assert told["failures"] == {"429 queue_full": 2, "cut": 1}
-    assert told["total_output_tokens"] == 3 and told["mean_ttft_ms"] == pytest.approx(100)
-    lines = report.lines(told, run, args)
+    result = report.summary(run, args)
+    assert (result["completed"], result["failed"], result["unfinished"]) == (1, 3, 2)
+    assert result["failures"] == {"429 queue_full": 2, "cut": 1}
+    assert result["total_output_tokens"] == 3 and result["mean_ttft_ms"] == pytest.approx(100)
+    lines = report.lines(result, run, args)
     assert lines[-2:] == ["2 failed: 429 queue_full", "1 failed: cut"]
     assert f"{'Unfinished requests:':<40} {2:<10}" in lines
 
@@ -106,9 +106,9 @@ def test_labels_that_scripts_look_for() -> None:
 
 def test_of_nothing_everything_is_nothing() -> None:
     args = BenchArgs()
-    told = report.summary(run_of(Record(ASKED, 100.0, error="x")), args)
-    assert told["mean_ttft_ms"] == told["p99_itl_ms"] == told["std_tpot_ms"] == told["output_throughput"] == 0
-    assert report.lines(told, run_of(), args)
+    result = report.summary(run_of(Record(ASKED, 100.0, error="x")), args)
+    assert result["mean_ttft_ms"] == result["p99_itl_ms"] == result["std_tpot_ms"] == result["output_throughput"] == 0
+    assert report.lines(result, run_of(), args)
 
 
 def test_the_file(tmp_path: Path) -> None:
@@ -117,9 +117,11 @@ def test_the_file(tmp_path: Path) -> None:
     args = BenchArgs(**given, max_concurrency=9, label="mine")
     path = report.save(report.summary(run, args), args)
     assert re.fullmatch(r"mine-infqps-concurrency9-name-\d{8}-\d{6}\.json", path.name)
-    told = json.loads(path.read_text())
-    assert told["version"] == "0.3" and told["request_rate"] == "inf" and told["p99_ttft_ms"] == pytest.approx(298)
-    assert not set(report.DETAILS) & set(told)
+    result = json.loads(path.read_text())
+    assert (
+        result["version"] == "0.3" and result["request_rate"] == "inf" and result["p99_ttft_ms"] == pytest.approx(298)
+    )
+    assert not set(report.DETAILS) & set(result)
     args = BenchArgs(**given, save_detailed=True, append_result=True, result_filename="a.json")
     for _ in range(2):
         path = report.save(report.summary(run, args), args)
@@ -135,7 +137,7 @@ def test_the_file(tmp_path: Path) -> None:
         ({"request_rate": 0.0}, "request_rate", "above 0, or inf"),
         ({"request_rate": float("nan")}, "request_rate", "above 0, or inf"),
         ({"dataset_name": "sharegpt"}, "dataset_path", "needs a file"),
-        ({"dataset_path": "x"}, "dataset_path", "is drawn"),
+        ({"dataset_path": "x"}, "dataset_path", "is generated"),
         ({"goodput": ["ttft"]}, "goodput", "ttft:500"),
         ({"goodput": ["itl:5"]}, "goodput", "'itl:5'"),
         ({"goodput": ["ttft:-5"]}, "goodput", "'ttft:-5'"),

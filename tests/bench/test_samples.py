@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.bench.args import BenchArgs
-from octavo.bench.samples import Count, Sample, Vocabulary, make_samples
+from octavo.bench.samples import Count, Sample, SingleTokenWords, make_samples
 from octavo.errors import OctavoError, ParameterError
 from tests.serve.in_process_server import run
 
@@ -37,19 +37,19 @@ def made(count: Count = words, **options: Any) -> list[Sample]:
 
 
 def test_words_of_one_token_are_found() -> None:
-    vocabulary = run(Vocabulary.find(words))
-    assert vocabulary.around == 1 and " the" in vocabulary.pieces
-    assert " people" not in vocabulary.pieces and all(len(p) <= 6 for p in vocabulary.pieces)
+    found = run(SingleTokenWords.find(words))
+    assert found.num_special == 1 and " the" in found.words
+    assert " people" not in found.words and all(len(p) <= 6 for p in found.words)
 
 
 def test_letters_are_where_there_are_no_words() -> None:
-    vocabulary = run(Vocabulary.find(letters))
-    assert vocabulary.around == 0 and set(vocabulary.pieces) == set("abcdefghijklmnopqrstuvwxyz")
+    found = run(SingleTokenWords.find(letters))
+    assert found.num_special == 0 and set(found.words) == set("abcdefghijklmnopqrstuvwxyz")
 
 
 def test_a_tokenizer_that_merges_anything_is_refused() -> None:
     with pytest.raises(ParameterError, match="no single tokens"):
-        run(Vocabulary.find(counter(lambda text: 1)))
+        run(SingleTokenWords.find(counter(lambda text: 1)))
 
 
 def test_random_lengths_are_exact() -> None:
@@ -139,7 +139,7 @@ def test_sharegpt_takes_first_rounds_of_some_length(tmp_path: Path) -> None:
     [
         ("sharegpt", "[{", "s: Expecting"),
         ("sharegpt", "{}", "no conversation of 4 to 2048 tokens"),
-        ("sharegpt", "[3]", "no conversations in it"),
+        ("sharegpt", "[3]", "no conversations"),
         ("timed_trace", '{"timestamp": 0}', ":1: no 'input_length'"),
         ("timed_trace", "", "has no requests"),
     ],

@@ -16,8 +16,9 @@ import pytest
 
 from octavo.bench import serve
 from octavo.bench.args import BenchArgs
+from octavo.bench.records import Record, Run
 from octavo.bench.samples import Sample
-from octavo.bench.serve import Bench, Record, Run, StreamReader
+from octavo.bench.serve import Bench, StreamReader
 from octavo.errors import OctavoError, ParameterError
 from tests.bench.servers import Canned, chunked, completion, event, scripted, whole
 from tests.engine.models import make_talking_checkpoint
@@ -92,7 +93,7 @@ def test_without_usage_a_chunk_is_a_token(clock: list[float]) -> None:
     assert (record.num_prompt, record.num_output) == (5, 2)
 
 
-def test_usage_beside_no_list_of_choices(clock: list[float]) -> None:
+def test_usage_without_choices(clock: list[float]) -> None:
     usage = event({"choices": None, "usage": {"prompt_tokens": 7, "completion_tokens": 4}})
     record = read(clock, choice(text="a"), usage, DONE)
     assert record.error is None and (record.num_prompt, record.num_output) == (7, 4)
@@ -104,10 +105,13 @@ def test_usage_beside_no_list_of_choices(clock: list[float]) -> None:
         ((choice(text="a"), USAGE), "the stream ended without [DONE]"),
         ((USAGE, DONE), "the stream held no token"),
         ((choice(text="a"), event({"error": {"code": "cut", "message": "off"}}), DONE), "cut: off"),
-        ((event(b"{not json}"), DONE), "an event of the stream is no chunk"),
-        ((event({"choices": 3}), DONE), "an event of the stream is no chunk"),
-        ((event(b'{"error": "\xff"}'), DONE), "an event of the stream is no chunk"),
-        ((event(b'{"error": ' + b"[" * 99_999 + b"]" * 99_999 + b"}"), DONE), "an event of the stream is no chunk"),
+        ((event(b"{not json}"), DONE), "an event of the stream is not a valid chunk"),
+        ((event({"choices": 3}), DONE), "an event of the stream is not a valid chunk"),
+        ((event(b'{"error": "\xff"}'), DONE), "an event of the stream is not a valid chunk"),
+        (
+            (event(b'{"error": ' + b"[" * 99_999 + b"]" * 99_999 + b"}"), DONE),
+            "an event of the stream is not a valid chunk",
+        ),
     ],
 )
 def test_streams_that_failed(clock: list[float], pieces: tuple[bytes, ...], error: str) -> None:
@@ -118,7 +122,7 @@ def test_a_stream_whose_last_line_has_no_end(clock: list[float]) -> None:
     assert read(clock, choice(text="a"), USAGE, DONE.rstrip()).error is None
 
 
-def test_content_in_parts_is_told_as_it_came(clock: list[float]) -> None:
+def test_content_in_parts_is_kept(clock: list[float]) -> None:
     """Some models' answers are lists of parts; a report joins texts."""
     record = read(
         clock, choice(delta={"content": [{"type": "text", "text": "a"}]}), choice(delta={"content": "b"}), DONE
@@ -188,7 +192,7 @@ def test_failures_have_their_reasons() -> None:
     refused = "429 queue_full: too many"
     errors = [record.error for record in run(main()).records]
     assert errors[:3] == [refused, "502 <html>gateway", "the stream held no token"] and errors[4:] == [None, refused]
-    assert "no HTTP" in str(errors[3])
+    assert "not HTTP" in str(errors[3])
 
 
 def test_servers_that_cannot_be_measured() -> None:
@@ -207,14 +211,14 @@ def test_servers_that_cannot_be_measured() -> None:
     replies = {"GET /v1/models": whole({"data": []})}
     assert "lists no model; name it" in run(why())
     replies = {"GET /v1/models": whole({"error": {"message": "no key"}}, "401 Unauthorized")}
-    assert "does not answer a first request: /v1/models says 401 no key" in run(why())
+    assert "does not answer a first request: /v1/models answers 401 no key" in run(why())
     replies = {"POST /v1/completions": whole({"error": {"code": "model_not_found"}}, "404 Not Found")}
     assert "does not answer a first request: 404 model_not_found" in run(why(model="other"))
     replies = {"POST /tokenize": whole(b"", "404 Not Found")}
-    assert "does not count tokens (/tokenize says 404); name a tokenizer" in run(why())
+    assert "does not count tokens (/tokenize answers 404); name a tokenizer" in run(why())
     for body in ({"tokens": [1, 2]}, {"count": None}, [3], b'{"count": "\xff"}', b"<html>"):
         replies = {"POST /tokenize": whole(body)}
-        assert re.search(r"does not count tokens \(/tokenize says 200.*\); name a tokenizer", run(why()))
+        assert re.search(r"does not count tokens \(/tokenize answers 200.*\); name a tokenizer", run(why()))
 
 
 def test_a_server_gets_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +259,7 @@ def test_departures() -> None:
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_tells_what_came(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ctrl_c_reports_the_finished_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The server, in a thread of its own, answers two requests and then sends the signal."""
     address: list[str] = []
     listens, ends = threading.Event(), threading.Event()
@@ -363,8 +367,8 @@ def test_octavo_refuses_what_does_not_fit_and_knows_keys(model: str, monkeypatch
 def test_a_tokenizer_that_is_not_here(model: str) -> None:
     async def main() -> None:
         async with scripted(Canned()) as url:
-            with pytest.raises(OctavoError, match="no model 'nobody"):
-                await load(url, tokenizer="nobody")
+            with pytest.raises(OctavoError, match="no model 'missing"):
+                await load(url, tokenizer="missing")
             with pytest.raises(ParameterError, match="no file"):
                 await load(url, dataset_name="sharegpt", dataset_path="/nowhere.json")
 

@@ -1,4 +1,4 @@
-"""The named workloads: the same tokens for every engine, for ever; and what is told of a run."""
+"""The named workloads have fixed tokens; the report of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_prompts_share_a_prefix_and_no_more() -> None:
     assert prompts[0][:20] == prompts[1][:20] == prompts[2][:20] and len({tuple(p) for p in prompts}) == 3
 
 
-def test_what_a_run_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 14.0])
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(clock))
     fake = Fake()
@@ -94,14 +94,14 @@ def test_time_per_token_is_without_the_first(monkeypatch: pytest.MonkeyPatch) ->
     assert rows[-1]["ms"] == pytest.approx(2.0)
 
 
-def test_throughput_warms_up_and_says_nothing_of_it() -> None:
+def test_throughput_does_not_report_the_warmup() -> None:
     fake = Fake()
     rows = list(measure_throughput(fake, ["parallel_n4_64x512"]))
     assert [row["case"] for row in rows] == ["parallel_n4_64x512"] and rows[0]["out_tokens"] == 64 * 128 * 4
     assert fake.asked[0] == (8, 128, 0.6, 1)
 
 
-def test_of_several_rounds_the_median_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_median_of_several_rounds_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     now, seconds = 0.0, iter([1.0, 9.0, 4.0, 5.0, 3.0])  # the first one warms up
 
     class Slow(Fake):

@@ -1,4 +1,4 @@
-"""A small world driven by hand: one scheduler over the oracle, plan by plan, everything checked after every call."""
+"""`Lab`: one scheduler over the oracle, driven plan by plan by a test, with all checks after every call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANY = SamplingParams(max_tokens=None)
 
 
 class Lab:
-    """`plan` makes and submits a step, `land` takes in the oldest in flight, `run` goes on to the end of everything."""
+    """`plan` makes and submits a step, `land` commits the oldest one in flight, `run` finishes all."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Lab:
         return plan
 
     def part(self) -> list[str]:
-        """Take in the next column of the oldest window in flight."""
+        """Commit the next column of the oldest decode window in flight."""
         plan, running = self.flight[0]
         columns = running.poll()
         assert columns is not None
@@ -89,13 +89,13 @@ class Lab:
         return self._record_finished(self.scheduler.update(plan, running.result()))
 
     def err(self, request: Request) -> list[str]:
-        """The oldest in flight lands, with numbers of this request that are not finite."""
+        """Commit the oldest step in flight with non-finite logits of this request."""
         plan, running = self.flight.popleft()
         i = next(i for i, s in enumerate(plan.sequences) if s.request is request)
         return self._record_finished(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
 
     def fail(self, limit: int = 0) -> list[str]:
-        """The oldest in flight fails, and all after it."""
+        """Fail the oldest step in flight and all after it."""
         void = [plan for plan, _ in self.flight]
         self.flight.clear()
         redone = self.scheduler.fail(void[0], limit)
@@ -113,7 +113,7 @@ class Lab:
         o.check(self.scheduler)
 
     def run(self, depth: int = 1, limit: int = 500) -> None:
-        """To the end: every output is the reference's (what was ended early is a prefix of it), and nothing leaks."""
+        """Run until all has finished. Checks that outputs equal the reference's, or a prefix if ended early."""
         for _ in range(limit):
             if not self.scheduler.has_work:
                 break
@@ -144,7 +144,7 @@ class Lab:
         return [e for e in self.events if isinstance(e, kinds)]
 
     def reasons(self, name: str) -> list[str]:
-        """Why a request waited, in order."""
+        """Return the wait reasons of a request in order."""
         return [e.reason for e in self.events if isinstance(e, ev.Waiting) and e.request_id == name]
 
     def _record_finished(self, finished: list[Request]) -> list[str]:
@@ -163,7 +163,7 @@ def make(name: str, prompt: list[int], max_tokens: int | None, **options: Any) -
 
 
 def answer(prompt: list[int], num: int, index: int = 0) -> list[int]:
-    """What the oracle's model says to a prompt: the output of sample `index`, with no stop token."""
+    """Return the output of sample `index` by the oracle's model, without stop tokens."""
     request = make("", prompt, num, width=index + 1)
     return dict(o.reference(request))[index][len(prompt) :]
 
@@ -177,14 +177,14 @@ def slice_of(plan: StepPlan, request: Request, index: int = 0) -> Slice | None:
 
 
 def sequence(tokens: list[int], limit: int = 1 << 20, **options: Any) -> Sequence:
-    """A sequence over a cache with no scheduler: for tests of the facade."""
+    """Make a sequence without a scheduler, for tests of `KVCacheManager`."""
     request = Request("s", tokens, ANY, **options)
     request.begin(0, (0, 0), limit)
     return request.sequences[0]
 
 
 def arrange(pool: BlockPool, *block_ids: int) -> None:
-    """Take and release until these blocks are what `take` gives next, in this order. The pool must be unused."""
+    """Allocate and release blocks of an unused pool so that `allocate` returns these next, in this order."""
     taken = [pool.allocate() for _ in range(max(block_ids))]
     for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
         pool.release(block)

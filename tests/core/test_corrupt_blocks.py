@@ -1,4 +1,4 @@
-"""Swapped blocks that come back corrupt: their request is recomputed, and so is every request that began with them."""
+"""Corrupt swapped blocks: their request is recomputed, and so is every request that began with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: 
 
 
 def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
-    """Flip bits in its host block of that index."""
+    """Flip bits in the host block at this index of its table."""
     block = request.sequences[0].block_ids[index]
     assert block > 0
     lab.oracle.corrupt_block(block, 0)
@@ -47,7 +47,7 @@ def test_an_intact_swapped_block_is_not_recomputed() -> None:
 
 
 def returning(lab: Lab, request: Request) -> StepPlan:
-    """The plan that brings it back; those before it have landed."""
+    """Complete the plans in flight and return the plan that swaps the request in."""
     while True:
         plan = lab.plan()
         if plan.swap_ins:

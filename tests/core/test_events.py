@@ -1,4 +1,4 @@
-"""The event stream: who is called, when, and that nothing is built for nobody."""
+"""The event stream: order of calls, and that events are built only for listeners."""
 
 from __future__ import annotations
 

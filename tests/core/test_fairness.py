@@ -1,4 +1,4 @@
-"""Tenants share steps, long prompts let short ones pass, and the prompts of one call let others pass."""
+"""Fairness: tenants share steps, long prefills let short ones pass, and prompts of one call let other requests pass."""
 
 from __future__ import annotations
 

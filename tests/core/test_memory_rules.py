@@ -1,4 +1,4 @@
-"""The rules of memory, as the design numbers them: what `BlockPool`, `SwapSpace` and `KVCacheManager` promise."""
+"""The memory rules in the design's numbering: guarantees of `BlockPool`, `SwapSpace` and `KVCacheManager`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.core.lab import RECOMPUTE, Lab, arrange, sequence
 
 
 def snapshot(cache: KVCacheManager, *sequences: Sequence) -> Any:
-    """Every byte of state, to be compared."""
+    """Return the whole state for comparison."""
     pool, host = cache.pool, cache.swap_space
     return (
         [bytes(a) for a in (pool.refs, pool.seal_id, pool._prev, pool._next, host.refs)],

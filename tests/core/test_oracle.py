@@ -55,7 +55,7 @@ def test_random_workloads_with_corrupt_blocks(first: int) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 120):
         run(seed, totals, kind="swap")
-    assert totals["corrupt blocks"] > 10 and totals["went on beside a corrupt block"] > 5
+    assert totals["corrupt blocks"] > 10 and totals["unaffected by a corrupt block"] > 5
 
 
 # -- memory: a tenth of what all would need ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The figures of the paper (SOSP'23), and the walk-throughs of those who explained it, with their block ids."""
+"""The figures of the paper (SOSP'23) and published walk-throughs of it, with their block ids."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
 
 
 def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
-    """Four beams: all share block 0; 0 to 2 share three blocks, 3 parts at the second. Then 0 and 3 fall: 2, 4, 5 and 8
-    come free, and the heirs of 1 and 2 take 9 to 12."""
+    """Four beams share block 0, and beams 0 to 2 share three blocks. Then beams 0 and 3 end: blocks 2, 4, 5 and 8
+    are freed, and the continuations of beams 1 and 2 allocate 9 to 12."""
     cache = KVCacheManager(13, 2, num_rows=0, enable_prefix_caching=False)
     arrange(cache.pool, 13, 1, 3, 4, 2, 5, 6, 7, 8)
     zero, one, three, four, two, five, six, seven, eight = 13, 1, 3, 4, 2, 5, 6, 7, 8

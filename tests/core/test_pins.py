@@ -1,4 +1,4 @@
-"""Prompts pinned by hand: parked sequences that others begin with, the partial tail by copy-on-write included."""
+"""Pinned prompts: requests begin with their blocks, the partial tail included by copy-on-write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.lab import RECOMPUTE, SWAP, Lab
 
 
 def pinned(lab: Lab, name: str, prompt: list[int], **options: Any) -> Request:
-    """A pin that is computed, while nothing else is there to step."""
+    """Compute a pin while there is no other request."""
     request = lab.add(name, prompt, 1, pin=True, **options)
     while request.status is not Status.FINISHED:
         lab.step()

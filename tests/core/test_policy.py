@@ -1,4 +1,4 @@
-"""Who gives way, how, and when it comes back: the choices of `octavo.core.policy`, alone and in the scheduler."""
+"""Preemption: choice of victim and mode, and resumption, in `octavo.core.policy` and in the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller asks: `SamplingParams` with its ranges, `Request`, `Sequence`, and the order in which they stand."""
+"""`SamplingParams` with its ranges, `Request`, `Sequence`, and the order of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request goes on where another engine had come: as after a preemption, with the same tokens to come."""
+"""Resumed requests: they continue another engine's outputs as after a preemption, with the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = [1, 2, 3, 0, 4]
 
 
 def cut_at(known: int, width: int, max_tokens: int) -> Iterator[tuple[dict[int, list[int]], int]]:
-    """What lives of each sample after so many tokens, and the end that all of them have."""
+    """Yield the first `known` output tokens of each sample, by index, with `max_tokens`."""
     whole = o.reference(make("", PROMPT, max_tokens, width=width))
     yield {i: tokens[len(PROMPT) :][:known] for i, tokens in whole}, max_tokens
 

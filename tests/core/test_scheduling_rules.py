@@ -1,4 +1,4 @@
-"""The rules of scheduling, as the design numbers them: what a plan holds, who goes first, who waits for what."""
+"""The scheduling rules in the design's numbering: content of plans, order of requests, and wait reasons."""
 
 from __future__ import annotations
 

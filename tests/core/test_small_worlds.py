@@ -1,17 +1,17 @@
 """Small worlds, exhaustively: blocks of 2, pools of 1 to 8, up to three requests with prompts and outputs of 1 to 5.
 
-Whatever the door lets in ends with the right output, nothing leaks and nothing stalls: left alone, and with one request
-aborted or thrown out, by either means, before any one step. `make test` plays some of them, `make prove` all.
+Every accepted request finishes with the right output, and nothing leaks or stalls. That holds undisturbed, and with one
+request aborted, swapped or recomputed before any step. `make test` runs some worlds, `make prove` all.
 
-What is left out, because another world stands for it:
+Worlds that are equivalent to others are omitted:
 
-* No stop tokens: lengths alone decide what happens, so two kinds of prompts will do: all alike (each the beginning of
-  the next) and all different.
-* A pool that holds all requests at their longest is as good as any larger one: only the smallest such is played.
-* Without a preemption, how a victim would give way does not matter: swapping is played where recomputing preempted.
-* Steps overlap or not, windows are 1 or 3: one and two requests are played in all four ways, three in two of them, with
-  neither and with both.
-* Three requests with an interference: prompts and outputs of 1, 2 and 5 stand for the rest.
+* Without stop tokens only lengths matter, so two kinds of prompts suffice: all alike (each a prefix of the next) and
+  all different.
+* Only the smallest pool that holds all requests at their maximum length is run, not larger ones.
+* The preemption mode matters only with a preemption: swapping is run where recomputation preempted.
+* Steps overlap or not, and decode windows are 1 or 3. One and two requests run in all four combinations, three requests
+  with neither and with both.
+* Three requests with a disturbance have prompts and outputs of 1, 2 and 5.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
 from octavo.core.scheduler import Scheduler
+from octavo.integers import cdiv
 from tests.core.lab import make
 from tests.proof import oracle as o
 
@@ -44,10 +45,10 @@ ABORT, RECOMPUTE, SWAP = "abort", PreemptionMode.RECOMPUTE.value, PreemptionMode
 
 
 class Event(NamedTuple):
-    """Before turn `turn`, request `who` is aborted, or thrown out."""
+    """Request `index` is aborted or preempted before turn `turn`."""
 
     turn: int
-    who: int
+    index: int
     how: str
 
 
@@ -58,19 +59,19 @@ class World(NamedTuple):
     depth: int
     window: int
     mode: str
-    """How victims give way."""
+    """The preemption mode."""
     event: Event | None = None
 
 
 class Story(NamedTuple):
-    """What happened: preemptions, and the state of each request before each turn."""
+    """A run: the number of preemptions, and the state of each request before each turn."""
 
     num_preemptions: int
     turns: list[list[Status]]
 
 
 def longest(shape: Shape) -> int:
-    return -(-(shape[0] + shape[1] - 1) // SIZE)
+    return cdiv(shape[0] + shape[1] - 1, SIZE)
 
 
 @functools.cache
@@ -84,7 +85,7 @@ def prompt_of(world: World, i: int) -> list[int]:
 
 
 def play(world: World) -> Story:
-    """One world to its end. Raises what the oracle finds."""
+    """Run one world to its end. Raises the oracle's findings."""
     cache = KVCacheManager(world.num_blocks, SIZE, world.num_blocks, num_rows=3)
     policy = Policy(mode=PreemptionMode(world.mode))
     scheduler = Scheduler(cache, max_num_batched_tokens=16, decode_window=world.window, policy=policy)
@@ -99,7 +100,7 @@ def play(world: World) -> Story:
         o.need(len(turns) < 200, o.Stall, "livelock")
         turns.append([r.status for r in requests])
         if world.event is not None and world.event.turn == len(turns) - 1:
-            request = requests[world.event.who]
+            request = requests[world.event.index]
             if world.event.how == ABORT:
                 aborted = request
                 scheduler.abort(request.request_id)
@@ -135,7 +136,7 @@ def play(world: World) -> Story:
 
 
 def plain(shapes: tuple[Shape, ...]) -> Iterator[World]:
-    """The worlds of these requests in which nobody interferes; those that differ by `mode` follow each other."""
+    """Yield the undisturbed worlds of these requests. Worlds that differ only in `mode` are adjacent."""
     needs = [longest(shape) for shape in shapes]
     for num_blocks in range(max(needs), min(8, sum(needs)) + 1):
         for alike in (False, True) if len(shapes) > 1 else (False,):
@@ -145,18 +146,18 @@ def plain(shapes: tuple[Shape, ...]) -> Iterator[World]:
 
 
 def events_in(story: Story) -> Iterator[Event]:
-    """Whatever can be done to anybody before any turn."""
+    """Yield every possible disturbance of a run."""
     for turn, states in enumerate(story.turns):
-        for who, status in enumerate(states):
+        for index, status in enumerate(states):
             if status is not Status.FINISHED:
-                yield Event(turn, who, ABORT)
+                yield Event(turn, index, ABORT)
             if status is Status.RUNNING:
-                yield Event(turn, who, RECOMPUTE)
-                yield Event(turn, who, SWAP)
+                yield Event(turn, index, RECOMPUTE)
+                yield Event(turn, index, SWAP)
 
 
 def play_all(shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, every: int = 1) -> None:
-    """All worlds of these requests; with `every`, only each so-many-th event. Says which world went wrong."""
+    """Run all worlds of these requests, with every `every`-th disturbance. An error carries the failing world."""
     world, preempted = None, False
     try:
         for world in plain(shapes):
@@ -177,7 +178,7 @@ def play_all(shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, 
 
 
 def everything() -> Iterator[tuple[tuple[Shape, ...], bool]]:
-    """All that `make prove` plays: requests, and whether somebody interferes."""
+    """Yield the runs of `make prove`: requests, and whether to disturb them."""
     for num in (1, 2):
         yield from ((shapes, True) for shapes in product(SHAPES, repeat=num))
     few = set(FEW)

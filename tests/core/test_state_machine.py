@@ -1,8 +1,8 @@
-"""The memory alone, driven by hypothesis: everything that can be done to a `KVCacheManager`, in any order.
+"""`KVCacheManager` alone, driven by hypothesis: all of its operations in random order.
 
-Two models stand beside it. One of content: what every slot of both tiers holds, as the whole prefix that was written
-there, moved about by copies and swaps as a device would. One of the prefix cache, by brute force: which blocks are
-sealed and with what content. A hit is right exactly when the content is equal; and nothing that is there is missed.
+Two models check it. One holds the content of every slot in both tiers as the whole prefix that was written there, and
+moves it with copies and swaps like a device. The other is a brute-force prefix cache of sealed blocks and their
+content. A hit is right exactly if the content is equal, and no cached block may be missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.core.test_memory_rules import snapshot
 from tests.proof import oracle as o
 
 Content = tuple[bytes, tuple[int, ...]]
-"""What a slot holds: the salt, and all tokens up to this one."""
+"""Content of a slot: the salt and all tokens up to this one."""
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 WHICH = st.integers(0, 1 << 16)
@@ -87,7 +87,7 @@ class Memory(RuleBasedStateMachine):
                         other[dst, offset] = kv[src, offset]
 
     def everything(self, seq: Sequence) -> list[int]:
-        """Its tokens, those on their way included."""
+        """Return the sequence's tokens, those in flight included."""
         return [*seq.token_ids, *self.arriving.get(seq, [])]
 
     def content(self, seq: Sequence, position: int) -> Content:
@@ -104,7 +104,7 @@ class Memory(RuleBasedStateMachine):
         seq.num_computed += count
 
     def note_seals(self) -> None:
-        """What was sealed by the call before, with what it holds."""
+        """Record the blocks that the previous call sealed, with their content."""
         for block in range(1, self.pool.num_blocks + 1):
             seal = self.pool.seal_id[block]
             if not seal:
@@ -154,7 +154,7 @@ class Memory(RuleBasedStateMachine):
             self.apply(plan)
 
     def is_right(self, seq: Sequence, prefix: Any) -> None:
-        """Each hit holds just this content; where the run ends, no block that hangs from it holds the next."""
+        """Check that each hit has this content, and that no child of the last hit has the next block's content."""
         size, tokens = self.size, seq.token_ids
         assert prefix.num_positions < len(tokens)
         assert len(prefix.block_ids) == self.cache.blocks_for(prefix.num_positions)
@@ -167,7 +167,7 @@ class Memory(RuleBasedStateMachine):
             assert not prefix.num_positions % size or not self.pool.seal_id[tail], "a full block to be copied"
             return
         if not all(self.pool.seal_id[b] for b in prefix.block_ids):
-            # A pin's, which came to have what was sealed elsewhere, and may be there no more
+            # From a pin whose content was sealed in another block, which may be evicted by now.
             assert prefix.num_positions == self.best_pin(seq)
             assert any(p.block_ids[: len(prefix.block_ids)] == prefix.block_ids for p in self.cache.pins.values())
             return
@@ -182,7 +182,7 @@ class Memory(RuleBasedStateMachine):
                 assert not missed, "a first block is found as long as it is there"
 
     def best_pin(self, seq: Sequence) -> int:
-        """How much a pin has of a sequence, less what is to be computed again."""
+        """Return the number of a sequence's positions that a pin provides."""
         best = 0
         for pin in self.cache.pins.values():
             tokens, own = list(pin.request.prompt_token_ids), list(seq.token_ids)
@@ -209,7 +209,7 @@ class Memory(RuleBasedStateMachine):
         self.compute(seq, len(tokens) - seq.num_computed, StepPlan())
         self.cache.seal(seq)
         self.note_seals()
-        self.marks = [self.pool.last_seal_id]  # who is parked is not taken back: all that it waited for has landed
+        self.marks = [self.pool.last_seal_id]  # pins keep their seals: all their results have arrived
         request.status = Status.FINISHED
         self.cache.num_pinned += len(seq.block_ids)
         self.cache.pin(seq)
@@ -223,7 +223,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(which=WHICH, count=st.integers(1, 4), token=st.integers(0, 1), know=st.booleans())
     def go_on(self, which: int, count: int, token: int, know: bool) -> None:
-        """Compute positions: what is left of the known tokens, then sampled ones, which may be known only later."""
+        """Compute the remaining known tokens, then sampled ones, which may become known only later."""
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
         new = max(0, seq.num_computed + count - len(self.everything(seq)))
@@ -239,7 +239,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(which=WHICH, count=st.integers(1, 4))
     def land(self, which: int, count: int) -> None:
-        """Results come in, whatever the state of their request."""
+        """Deliver results, in any state of their request."""
         if (seq := self.one(which, Status.RUNNING, Status.SWAPPED)) is None:
             return
         coming = self.arriving.get(seq, [])
@@ -258,7 +258,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def drop_out_of_window(self, which: int) -> None:
-        """What the next query does not see goes, once it is sealed; all the rest stays."""
+        """Check that sealed blocks out of the attention window are dropped, and no others."""
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
         held, refs, plan = list(seq.block_ids), list(self.pool.refs), StepPlan()
@@ -285,7 +285,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def step_together(self, which: int) -> None:
-        """All sequences of a request write one position: the need is counted for all before the first copy."""
+        """Let all sequences of a request write one position: blocks are counted for all before the first copy."""
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
         group = seq.request.sequences
@@ -361,7 +361,7 @@ class Memory(RuleBasedStateMachine):
         assert snapshot(self.cache, *request.sequences) == before
         there = all(self.sealed.get(b, (0,))[0] == seal for b, seal in request.shared_on_device.items())
         assert (found is not None) == there
-        if found is None:  # recomputed: here it just goes
+        if found is None:  # it would be recomputed: here it is freed
             for s in request.sequences:
                 self.cache.free(s)
             self.requests.remove(request)
@@ -392,10 +392,10 @@ class Memory(RuleBasedStateMachine):
         assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids)
         self.note_seals()
         for s in young:
-            if s.num_dropped:  # what it gave up is not sealed again: it is computed anew, which here is to go
+            if s.num_dropped:  # dropped blocks cannot be sealed again: it would be recomputed, here it is freed
                 self.free(self.live(Status.RUNNING, Status.SWAPPED).index(s))
 
-    # -- what holds after every rule -----------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def counts_hold(self) -> None:
@@ -438,7 +438,7 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def sealed_blocks_hold_what_they_held(self) -> None:
-        """Equal to what was noted when they were sealed; and evicted ones are gone from the index."""
+        """Check that sealed blocks have their recorded content, and that evicted ones left the index."""
         if not hasattr(self, "cache"):
             return
         self.note_seals()

@@ -1,15 +1,15 @@
-"""`octavo view --attach` beside a running vLLM: what it shows is what vLLM tells, and what was asked of it.
+"""Checks `octavo view --attach` against a running vLLM: the view must match vLLM's KV events and the sent prompts.
 
     python tests/gpu/attach_vllm.py CONFIG_DIR [--vllm-python PYTHON]
     python tests/gpu/attach_vllm.py --octavo
 
-CONFIG_DIR holds a config.json; weights are random and prompts are token ids. A server is started with a pool so small
-that it evicts, and four look at its KV events: a plain subscriber, which is the judge; a view that was there from the
-beginning; one that comes late, and has to ask the replay socket for everything; and one that loses every third message.
-The server's /metrics and the prompts themselves are the other witnesses. With --octavo the server is ours, which speaks
-the same format: so the script can be tried where there is no vLLM.
+CONFIG_DIR holds a config.json; weights are random and prompts are token ids. The script starts a server with a KV pool
+so small that it evicts blocks. Four clients read its KV events: a plain subscriber, the reference; a view attached from
+the start; a view attached later, which reads all events from the replay socket; and a view that loses every third
+message. The server's /metrics and the prompts are checked, too. With --octavo the server is Octavo's, which sends the
+same format: so the script also runs without vLLM.
 
-It is no pytest: it takes a server of somebody else's and a minute for that to start. Exit status 1 if anything differs.
+It is not a pytest: it needs vLLM and a minute to start it. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ NUM_REQUESTS, NUM_GROUPS, NUM_SHARED = 60, 4, 160
 """Requests of each phase, in groups that share their first tokens."""
 NUM_BLOCKS, SIZE = 640, 16
 OUTPUT, LARGEST = 4, 96
-SETTLE_S = 20.0
+MAX_WAIT_S = 20.0
 
 Shape = Counter[tuple[int, int]]
-"""Of a forest of blocks: how many have so many known blocks before them, and so many children."""
+"""Shape of a forest of blocks: (depth, number of children) -> number of blocks."""
 
 
 def shape_of(parents: dict[Any, Any]) -> Shape:
-    """`parents`: block -> the one before it; one that is not there, or None, begins a tree."""
+    """parents: block -> its parent block. A root has None, or a parent that is not in `parents`."""
     children = Counter(p for p in parents.values() if p in parents)
     found: Shape = Counter()
     for block in parents:
@@ -65,11 +65,11 @@ def shape_of(parents: dict[Any, Any]) -> Shape:
     return found
 
 
-# -- who looks ---------------------------------------------------------------------------------------------------------
+# -- clients -----------------------------------------------------------------------------------------------------------
 
 
-class Judge:
-    """A subscriber that knows nothing of ours: events as vLLM's own documentation reads them."""
+class Subscriber:
+    """The reference: a subscriber without Octavo's code, which decodes events as vLLM's documentation does."""
 
     def __init__(self, endpoint: str) -> None:
         self.parents: dict[Any, Any] = {}
@@ -88,7 +88,7 @@ class Judge:
             while True:
                 _topic, sequence, payload = self._socket.recv_multipart(zmq.NOBLOCK)
                 number = int.from_bytes(sequence, "big")
-                if self.num_messages and number != self.last + 1:  # the first may be from before it was there
+                if self.num_messages and number != self.last + 1:  # the first one may have any number
                     self.gaps.append((self.last, number))
                 self.last = number
                 self.num_messages += 1
@@ -116,21 +116,21 @@ class Judge:
                 self.parents.clear()
 
 
-class Seen:
-    """What a view shows, from its frames."""
+class ViewClient:
+    """The state that a view shows, built from its frames."""
 
     def __init__(self) -> None:
         self.state: PoolState | None = None
 
-    def take(self, frame: Frame) -> None:
+    def apply(self, frame: Frame) -> None:
         if self.state is None:
             assert isinstance(frame, Snapshot)
             self.state = PoolState(frame)
         else:
             self.state.apply(frame)
 
-    def look(self) -> None:
-        """Take in what there is; nothing where frames come by themselves."""
+    def update(self) -> None:
+        """Fetch new frames. Does nothing if frames arrive by themselves."""
 
     @property
     def parents(self) -> dict[int, int]:
@@ -144,8 +144,8 @@ class Seen:
         return None if self.state is None else self.state.stats[name]
 
 
-class OctavoView(Seen):
-    """`octavo view --attach`, a process of its own; and a browser's part, which is to read its events."""
+class OctavoView(ViewClient):
+    """`octavo view --attach` in a separate process, and a reader of its event stream as in a browser."""
 
     def __init__(self, *options: str) -> None:
         super().__init__()
@@ -159,12 +159,12 @@ class OctavoView(Seen):
         threading.Thread(target=self._read, args=(url + "events",), daemon=True).start()
 
     def _read(self, url: str) -> None:
-        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url) as answer:
-            for line in answer:
+        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url) as response:
+            for line in response:
                 if line.startswith(b"data: {") and b'"kind"' in line:
                     frame = msgspec.json.decode(line[6:], type=Frame)
                     with self._lock:
-                        self.take(frame)
+                        self.apply(frame)
 
     @property
     def parents(self) -> dict[int, int]:
@@ -176,28 +176,28 @@ class OctavoView(Seen):
         self.process.wait()
 
 
-class Lossy(Seen):
-    """The same part of the program in this process, on a socket that loses every third message while it `loses`."""
+class LossyView(ViewClient):
+    """The view's `ExternalPool` in this process, on a socket that drops every third message while `is_lossy`."""
 
     def __init__(self, endpoint: str, replay: str) -> None:
         super().__init__()
         self.attached = ExternalPool(endpoint, replay=replay)
         self._socket, self.attached._socket = self.attached._socket, self  # type: ignore[assignment]
-        self.loses, self.num_heard, self.num_dropped = True, 0, 0
+        self.is_lossy, self.num_received, self.num_dropped = True, 0, 0
 
     def recv_multipart(self, flags: int) -> list[bytes]:
         while True:
             parts = self._socket.recv_multipart(flags)
-            self.num_heard += 1
-            if self.num_heard % 3 or not self.loses:
+            self.num_received += 1
+            if self.num_received % 3 or not self.is_lossy:
                 return parts
             self.num_dropped += 1
 
-    def look(self) -> None:
+    def update(self) -> None:
         after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
         frame = asyncio.run(self.attached.view_rpc("view", after))
         if frame is not None:
-            self.take(frame)
+            self.apply(frame)
 
     def close(self) -> None:
         self.attached._socket = self._socket
@@ -215,13 +215,13 @@ def environment() -> dict[str, str]:
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def tiny_model(folder: Path) -> str:
-    """For our own server, which serves none without a tokenizer."""
+    """A model for Octavo's server, which needs a tokenizer."""
     sys.path.insert(0, str(ROOT))
     from tests.engine.models import make_talking_checkpoint
 
@@ -229,8 +229,10 @@ def tiny_model(folder: Path) -> str:
 
 
 class Server:
-    """`ports`: of HTTP, of the events and of the replay socket. vLLM takes an address for its own only if it has a
-    star; to any other it connects."""
+    """The server process.
+
+    ports   of HTTP, the event socket and the replay socket. vLLM binds only addresses with a star
+    """
 
     def __init__(self, options: argparse.Namespace, ports: list[int], log: Path) -> None:
         self.base = f"http://127.0.0.1:{ports[0]}"
@@ -259,8 +261,8 @@ class Server:
         self.process = subprocess.Popen(command, env=env, stdout=self._log, stderr=subprocess.STDOUT)
 
     def wait(self, timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until and self.process.poll() is None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(self.base + "/health", timeout=1):
                 return
             time.sleep(0.5)
@@ -271,17 +273,17 @@ class Server:
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.base + "/v1/completions", json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                usage = json.load(answer)["usage"]
+            with urllib.request.urlopen(request, timeout=120) as response:
+                usage = json.load(response)["usage"]
         except urllib.error.HTTPError as error:
             text = error.read()[:2000].decode("utf-8", "replace")
             raise SystemExit(f"{error}: {text}\n{self.log.read_text()[-4000:]}") from None
         assert usage["prompt_tokens"] == len(prompt), usage
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum of a metric's lines; with `label`, the number in that label."""
-        with urllib.request.urlopen(self.base + "/metrics", timeout=5) as answer:
-            text = answer.read().decode()
+        """The sum of a metric's samples; with `label`, the number in that label."""
+        with urllib.request.urlopen(self.base + "/metrics", timeout=5) as response:
+            text = response.read().decode()
         if label:
             found = re.search(rf'^{name}\{{.*?{label}="([0-9]+)"', text, re.MULTILINE)
             return float(found[1]) if found else -1.0
@@ -296,21 +298,22 @@ class Server:
         self._log.close()
 
 
-# -- what is asked -----------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def make_prompts(rnd: random.Random, least: int, most: int) -> list[list[int]]:
-    """Of each group one first, so that what is shared is there for the others. Tails that the answer does not fill."""
+def make_prompts(rnd: random.Random, min_blocks: int, max_blocks: int) -> list[list[int]]:
+    """Prompts of shared prefixes and random tails. The first of each group comes first, to fill the prefix cache. The
+    output does not fill a tail's last block."""
     heads = [[rnd.randrange(LARGEST) for _ in range(NUM_SHARED)] for _ in range(NUM_GROUPS)]
     prompts = []
     for i in range(NUM_REQUESTS):
-        num_own = SIZE * rnd.randint(least, most) + rnd.randint(1, SIZE - OUTPUT)
-        prompts.append(heads[i % NUM_GROUPS] + [rnd.randrange(LARGEST) for _ in range(num_own)])
+        num_tail = SIZE * rnd.randint(min_blocks, max_blocks) + rnd.randint(1, SIZE - OUTPUT)
+        prompts.append(heads[i % NUM_GROUPS] + [rnd.randrange(LARGEST) for _ in range(num_tail)])
     return prompts
 
 
 def blocks_of(prompts: list[list[int]]) -> dict[tuple[int, ...], tuple[int, ...] | None]:
-    """The prefix tree that these make in an empty pool: each full block, by all tokens up to its end -> its parent."""
+    """The prefix tree of these prompts in an empty KV pool: tokens to the end of a full block -> its parent's."""
     found: dict[tuple[int, ...], tuple[int, ...] | None] = {}
     for prompt in prompts:
         for end in range(SIZE, len(prompt) + 1, SIZE):
@@ -326,7 +329,7 @@ def send(server: Server, prompts: list[list[int]]) -> None:
 
 
 class Report:
-    """A table of what was looked at, what was found and what should have been."""
+    """Prints a table of checks, with found and expected values."""
 
     def __init__(self) -> None:
         self.num_wrong = 0
@@ -334,66 +337,66 @@ class Report:
     def title(self, text: str) -> None:
         print(f"\n{text}\n{'':<58}{'found':>14}{'expected':>14}", flush=True)
 
-    def check(self, what: str, found: Any, expected: Any) -> None:
-        good = found == expected
-        self.num_wrong += not good
-        print(f"{what:<58}{_short(found):>14}{_short(expected):>14}{'' if good else '   WRONG'}", flush=True)
+    def check(self, name: str, found: Any, expected: Any) -> None:
+        is_equal = found == expected
+        self.num_wrong += not is_equal
+        print(f"{name:<58}{_short(found):>14}{_short(expected):>14}{'' if is_equal else '   WRONG'}", flush=True)
 
 
 def _short(value: Any) -> str:
     return f"{sum(value.values())} nodes" if isinstance(value, Counter) else f"{value:g}" if value is not None else "-"
 
 
-def settle(judge: Judge, viewers: list[Seen], done: Callable[[], bool] = lambda: True) -> None:
-    """Until all have what the judge has, and nothing comes any more; or for so long that it is wrong."""
-    until, quiet_at, before = time.monotonic() + SETTLE_S, time.monotonic(), -1
-    while time.monotonic() < until:
-        judge.read()
+def wait_until_equal(reference: Subscriber, viewers: list[ViewClient], done: Callable[[], bool] = lambda: True) -> None:
+    """Wait until all views have the reference's blocks and no more events arrive, at most MAX_WAIT_S."""
+    deadline, quiet_at, before = time.monotonic() + MAX_WAIT_S, time.monotonic(), -1
+    while time.monotonic() < deadline:
+        reference.read()
         for viewer in viewers:
-            viewer.look()
-        if judge.num_messages != before:
-            before, quiet_at = judge.num_messages, time.monotonic()
-        same = all(len(viewer.parents) == len(judge.parents) for viewer in viewers)
+            viewer.update()
+        if reference.num_messages != before:
+            before, quiet_at = reference.num_messages, time.monotonic()
+        same = all(len(viewer.parents) == len(reference.parents) for viewer in viewers)
         if same and done() and time.monotonic() - quiet_at > 1.5:
             return
         time.sleep(0.05)
 
 
-def compare(report: Report, judge: Judge, named: dict[str, Seen]) -> None:
+def compare(report: Report, reference: Subscriber, named: dict[str, ViewClient]) -> None:
     for name, viewer in named.items():
         parents = viewer.parents
-        report.check(f"{name}: blocks shown", len(parents), len(judge.parents))
-        report.check(f"{name}: the tree's shape", shape_of(parents), shape_of(judge.parents))
+        report.check(f"{name}: blocks shown", len(parents), len(reference.parents))
+        report.check(f"{name}: the tree's shape", shape_of(parents), shape_of(reference.parents))
         report.check(f"{name}: messages lost", viewer.stat("num_lost"), 0)
         report.check(f"{name}: messages malformed", viewer.stat("num_malformed"), 0)
 
 
-def check_all(report: Report, server: Server, judge: Judge, stack: contextlib.ExitStack) -> None:
+def check_all(report: Report, server: Server, reference: Subscriber, stack: contextlib.ExitStack) -> None:
     rnd = random.Random(5)
     addresses = ["--attach", server.endpoint, "--metrics", server.base + "/metrics"]
     early = stack.enter_context(contextlib.closing(OctavoView(*addresses, "--replay-endpoint", server.replay)))
-    lossy = stack.enter_context(contextlib.closing(Lossy(server.endpoint, server.replay)))
-    settle(judge, [early, lossy])
+    lossy = stack.enter_context(contextlib.closing(LossyView(server.endpoint, server.replay)))
+    wait_until_equal(reference, [early, lossy])
 
-    # Everything fits: the prompts say what must be there.
+    # Everything fits: the prompts determine the blocks.
     prompts = make_prompts(rnd, 1, 8)
     expected = blocks_of(prompts)
-    assert len(expected) + 2 * NUM_REQUESTS < NUM_BLOCKS, len(expected)  # each has an unfilled block besides
+    assert len(expected) + 2 * NUM_REQUESTS < NUM_BLOCKS, len(expected)  # each request has an unfilled block, too
     send(server, prompts)
     num_hits = NUM_SHARED * (NUM_REQUESTS - NUM_GROUPS)
-    settle(judge, [early, lossy], lambda: server.metric("vllm:prefix_cache_hits_total") >= num_hits)
+    wait_until_equal(reference, [early, lossy], lambda: server.metric("vllm:prefix_cache_hits_total") >= num_hits)
     late = stack.enter_context(contextlib.closing(OctavoView(*addresses, "--replay-endpoint", server.replay)))
-    settle(judge, [early, lossy, late])
+    wait_until_equal(reference, [early, lossy, late])
     report.title(f"{NUM_REQUESTS} requests that fit")
-    report.check("events told: blocks stored", judge.num_stored, len(expected))
-    report.check("events told: blocks removed", judge.num_removed, 0)
-    report.check("gaps in the judge's numbers", len(judge.gaps), 0)
-    report.check("tokens a block", max(judge.block_sizes, default=None), SIZE)
+    report.check("events: blocks stored", reference.num_stored, len(expected))
+    report.check("events: blocks removed", reference.num_removed, 0)
+    report.check("gaps in the sequence numbers", len(reference.gaps), 0)
+    report.check("tokens a block", max(reference.block_sizes, default=None), SIZE)
     report.check("metrics: prompt tokens found in the cache", server.metric("vllm:prefix_cache_hits_total"), num_hits)
     num_prompt = sum(map(len, prompts))
     report.check("metrics: prompt tokens looked up", server.metric("vllm:prefix_cache_queries_total"), num_prompt)
-    report.check("the judge's tree is the prompts'", shape_of(judge.parents), shape_of(expected))
-    compare(report, judge, {"view": early, "view that came late": late, "view that loses messages": lossy})
+    report.check("events: the prefix tree is that of the prompts", shape_of(reference.parents), shape_of(expected))
+    compare(report, reference, {"view": early, "view attached late": late, "lossy view": lossy})
     roots = sum(count for (depth, _), count in shape_of(early.parents).items() if depth == 0)
     report.check("view: prompts' first blocks, each once", roots, NUM_GROUPS)
     forks = {depth: count for (depth, children), count in shape_of(early.parents).items() if children > 1}
@@ -401,34 +404,36 @@ def check_all(report: Report, server: Server, judge: Judge, stack: contextlib.Ex
     pool = server.metric("vllm:cache_config_info", "num_gpu_blocks")
     report.check("view: blocks of the pool, as /metrics has it", early.stat("num_blocks"), pool)
 
-    # More than fits: blocks are evicted, and the judge says what is left.
+    # More than fits: blocks are evicted, and the reference knows the rest.
     for _ in range(2):
         send(server, make_prompts(rnd, 4, 16))
-    lossy.loses = False
-    server.complete([rnd.randrange(LARGEST) for _ in range(3 * SIZE + 1)])  # who lost the last message hears of it now
-    settle(judge, [early, late, lossy])
+    lossy.is_lossy = False
+    # One more message: a view that lost the last one notices now.
+    server.complete([rnd.randrange(LARGEST) for _ in range(3 * SIZE + 1)])
+    wait_until_equal(reference, [early, late, lossy])
     latest = stack.enter_context(contextlib.closing(OctavoView(*addresses, "--replay-endpoint", server.replay)))
-    settle(judge, [early, late, lossy, latest])
+    wait_until_equal(reference, [early, late, lossy, latest])
     report.title(f"{2 * NUM_REQUESTS + 1} more, with evictions")
-    report.check("gaps in the judge's numbers", len(judge.gaps), 0)
-    report.check("some were removed", judge.num_removed > 0, True)
-    report.check("messages that one view lost on the way", lossy.num_dropped > 0, True)
+    report.check("gaps in the sequence numbers", len(reference.gaps), 0)
+    report.check("blocks were removed", reference.num_removed > 0, True)
+    report.check("lossy view: dropped messages", lossy.num_dropped > 0, True)
     compare(
         report,
-        judge,
-        {"view": early, "view that came late": late, "one that came now": latest, "view that lost messages": lossy},
+        reference,
+        {"view": early, "view attached late": late, "view attached now": latest, "lossy view": lossy},
     )
     report.check("view: removed", early.stat("num_evicted"), late.stat("num_evicted"))
-    print(f"\n{judge.num_messages} messages, {judge.num_stored} stored, {judge.num_removed} removed; {judge.encodings}")
+    counts = f"{reference.num_messages} messages, {reference.num_stored} stored, {reference.num_removed} removed"
+    print(f"\n{counts}; {reference.encodings}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="CONFIG_DIR", nargs="?", default="")
-    parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON", help="a command that has vLLM")
-    parser.add_argument("--octavo", action="store_true", help="try it on our own server, and a tiny model")
-    parser.add_argument("--more", nargs="*", default=[], help="for the server")
-    parser.add_argument("--timeout-s", type=float, default=400.0, help="for the server to start")
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON", help="Python command with vLLM")
+    parser.add_argument("--octavo", action="store_true", help="use Octavo's server and a tiny model")
+    parser.add_argument("--more", nargs="*", default=[], help="further options of the server")
+    parser.add_argument("--timeout-s", type=float, default=400.0, help="longest start of the server")
     options = parser.parse_args()
     if not options.model and not options.octavo:
         parser.error("CONFIG_DIR is missing")
@@ -437,10 +442,10 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         server = Server(options, free_ports(3), Path(folder) / "server.log")
         stack.callback(server.close)
-        judge = Judge(server.endpoint)  # before the first event
+        reference = Subscriber(server.endpoint)  # before the first event
         server.wait(options.timeout_s)
-        check_all(report, server, judge, stack)
-    print(f"{report.num_wrong} differences" if report.num_wrong else "all as it should be")
+        check_all(report, server, reference, stack)
+    print(f"{report.num_wrong} differences" if report.num_wrong else "no differences")
     sys.exit(report.num_wrong > 0)
 
 

@@ -54,7 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_tokens_of_a_large_model_equal_the_reference(tmp_path: Path, launches: Counter[str]) -> None:
     """Uses Hopper's kernels for small-batch linear layers, QKV projection and long queries. Their calls are counted in
-    eager mode, without captures and rehearsals."""
+    eager mode, without captures and precompilation."""
     judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
     for way, options in m.LARGE_WAYS.items():
         with LLM(str(tmp_path / "large"), device="cuda", **(m.LARGE | options)) as llm:

@@ -1,4 +1,4 @@
-"""What a caller may say of the form of an output, before anybody tries to compile it."""
+"""Validation of `StructuredOutputsParams`, before a grammar is compiled."""
 
 from __future__ import annotations
 

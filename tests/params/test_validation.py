@@ -1,4 +1,4 @@
-"""What the options of any kind are checked for."""
+"""Checks of `ValidatedParams`, the base of all options."""
 
 from __future__ import annotations
 

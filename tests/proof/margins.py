@@ -1,11 +1,13 @@
-"""Are an engine's greedy tokens in bfloat16 those of the same weights in float32, but for near-ties?
+"""Checks that an engine's greedy tokens in bfloat16 equal those of the same weights in float32, except for near-ties.
 
-A prompt and its output go through the reference in one piece (teacher forcing), and each token's logit is compared with
-the best one there: it may be 0.05 below. That means something only beside the spread of logits, of which random weights
-have any. What rounding to bfloat16 in every layer moves a logit by is a share of that, and so is what a bug does, a
-larger one. So the spread is made 0.5 here, and the margin is a tenth of it. Rounding was seen to choose a token that is
-up to 0.039 below the best, in 120,000 positions of these models; one taken at random is 1 below; and at two positions
-of three or more, the second best token is beyond the margin, too (tests/runner/test_bfloat16.py counts).
+A prompt and its output go through the reference in one pass (teacher forcing). Each token's logit may be at most 0.05
+below the best one at its position.
+
+Such a margin has a meaning only relative to the spread of logits, which random weights leave open. Rounding to bfloat16
+in every layer moves a logit by a fraction of the spread, and a bug by a larger fraction. The spread is therefore set to
+0.5, and the margin is a tenth of it. In 120,000 positions of these models, rounding picked a token up to 0.039 below
+the best. A random token is 1 below. At two of three positions or more, the second best token is beyond the margin too
+(tests/runner/test_bfloat16.py counts).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ TIED = ("gemma3", "gpt2", "opt")
 LAST_NORMS = ("model.norm.", "transformer.ln_f.", "model.decoder.final_layer_norm.")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 
-# As few tokens a step as still do, so that few graphs are captured.
+# A small token budget, so that few graphs are captured.
 SMALL = {**OPTIONS, "dtype": "bfloat16", "max_num_batched_tokens": 64}
 SMALL_PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(12)]
 
@@ -49,7 +51,7 @@ LARGE_SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 512,
 }
-"""Heads and rows that Hopper's kernels of few tokens take; not large for anything else."""
+"""Sizes that Hopper's small-batch kernels support; small otherwise."""
 LARGE = {**OPTIONS, "dtype": "bfloat16", "max_model_len": 384, "num_gpu_blocks_override": 400}
 LARGE["max_num_batched_tokens"] = 512
 LARGE_WAYS = WAYS | {
@@ -61,11 +63,10 @@ LARGE_PROMPTS = random_prompts(300, 40, 7, 131, 1, 64, 200, 18, vocab_size=512)
 
 
 def make_rounded_checkpoint(kind: str, directory: Path, **sizes: Any) -> Path:
-    """A tiny model whose weights bfloat16 holds as they are, and whose logits spread by SPREAD.
+    """Make a tiny model with weights exact in bfloat16 and a logit spread of SPREAD.
 
-    Matrices neither amplify nor damp: those of the other tests, half as large again, make much of little, and so of
-    rounding. Embeddings that are the head, too, are small, or a token would most often be followed by itself, whatever
-    the layers say.
+    Its matrices neither amplify nor damp: those of the other tests are 1.5 times as large and would amplify rounding.
+    Tied embeddings are small, otherwise most tokens would be followed by themselves regardless of the layers.
     """
     file = make_tiny_checkpoint(kind, directory, **sizes) / "model.safetensors"
     tensors = {name: tensor / 1.5 if tensor.ndim > 1 else tensor for name, tensor in load_file(file).items()}
@@ -91,14 +92,14 @@ def make_rounded_checkpoint(kind: str, directory: Path, **sizes: Any) -> Path:
 
 
 class Gaps(NamedTuple):
-    """Of an output's tokens, [num_tokens] each: how far below the best logit are its own, and the second best one."""
+    """Distance of an output's tokens, and of the second best ones, from the best logit: [num_tokens] each."""
 
     below: Tensor
     second: Tensor
 
 
 class Judge:
-    """A checkpoint's model in float32, by the reference's operations, on the CPU."""
+    """A checkpoint's model in float32 with the reference operations, on the CPU."""
 
     def __init__(self, directory: Path) -> None:
         self.decoder: Any = load_tiny(directory)
@@ -113,7 +114,7 @@ class Judge:
 
     def gaps(self, outputs: Iterable[RequestOutput]) -> list[Gaps]:
         keys = [(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in outputs]
-        new = [key for key in dict.fromkeys(keys) if key not in self._known]  # ways agree, most often
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]  # most configurations agree
         all_logits = self.logits([prompt + output for prompt, output in new]) if new else []
         for (prompt, output), logits in zip(new, all_logits, strict=True):
             rows = logits[len(prompt) - 1 : -1]
@@ -123,7 +124,7 @@ class Judge:
         return [self._known[key] for key in keys]
 
     def check(self, outputs: Sequence[RequestOutput], where: str = "") -> None:
-        """All of them came to their end, no token is further below the best one than MARGIN, and nine in ten are it."""
+        """Check that all outputs are complete, no token is MARGIN below the best one, and 90 % are the best one."""
         for output in outputs:
             assert output.outputs[0].finish_reason == "length", (where, output)
             assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
@@ -135,14 +136,14 @@ class Judge:
         assert torch.cat([gaps.below for gaps in all_gaps]).gt(0).float().mean() < 0.1, where
 
 
-# -- what must be noticed ----------------------------------------------------------------------------------------------
+# -- planted bugs that must be noticed ---------------------------------------------------------------------------------
 
 Plant: TypeAlias = Callable[[pytest.MonkeyPatch, ModuleType, ModuleType], None]
-"""Given the operations of the model and of the runner."""
+"""Plants a bug, given the operations of the model and of the runner."""
 
 
 def shift_a_row(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: ModuleType) -> None:
-    """The first row that decodes is turned, or embedded, as if it were a position further on."""
+    """Rotate, or embed, the first decoding row as if it were one position later."""
     begin = row_ops.prepare_decode_inputs
 
     def wrong(state: RowState, step: DecodeInputs, block_size: int) -> None:

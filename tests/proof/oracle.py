@@ -1,15 +1,15 @@
-"""The oracle: an executor with no tensors that knows at every step whether memory is right.
+"""The oracle: an executor without tensors that checks KV memory at every step.
 
-A slot of its "keys and values" holds a hash of (the value read back through the block table one position before, the
-position, the token). The value at a position thus depends on every block before it, and every step reads every slot of
-every scheduled sequence again: an aliased block, a stale prefix hit, a lost copy, swaps in a wrong order show at once.
-The token sampled is a hash of the value, so that `reference` knows every output without memory and without a scheduler.
+A slot of its KV cache holds a hash of the value one position before (read through the block table), the position and
+the token. A value thus depends on every block before it. Every step reads every slot of every scheduled sequence again,
+so an aliased block, a stale prefix hit, a lost copy or swaps in a wrong order are noticed at once. The sampled token is
+a hash of the value, so `reference` computes every output without memory and without a scheduler.
 
-Blocks of the host tier may be corrupted while they lie there. The device keeps a checksum of each, reports those that
-come back changed, and goes on: what it computes from them is poison, and no result of poison may be taken in.
+Host blocks may be corrupted while they are swapped out. The device keeps a checksum of each, reports changed blocks at
+swap-in, and continues. Values computed from them are poison, and no result of poison may be committed.
 
-The device side goes by the plan alone, as a real one does: rows, setups, table writes. What the checks need to know
-besides (who owns a slice) they take from `plan.sequences`, which an executor must not.
+The device uses the plan alone, like a real one: rows, setups and table writes. The checks also read `plan.sequences`
+for the owner of a slice, which an executor must not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ VOCAB = 5
 GARBAGE = "garbage"
 
 
-class ReadBack(AssertionError):  # noqa: N818 (it names what was found)
-    """A slot holds another value than its sequence's history gives."""
+class ReadBack(AssertionError):  # noqa: N818 (named for the finding)
+    """A slot holds another value than its sequence's history implies."""
 
 
 class WrongOutput(AssertionError):  # noqa: N818
@@ -44,7 +44,7 @@ class Invariant(AssertionError):  # noqa: N818
 
 
 class Stall(AssertionError):  # noqa: N818
-    """Nothing moves though something could."""
+    """There is no progress although there could be."""
 
 
 def need(ok: Any, kind: type[AssertionError], *what: object) -> None:
@@ -72,23 +72,23 @@ def sampled(h: int, sample_index: int) -> int:
 
 
 def candidates(h: int, num: int) -> list[tuple[int, int]]:
-    """(score, token) pairs, for requests that decide on the host."""
+    """(score, token) pairs, for beam searches."""
     return [(hash((h, 6, j)) % 997, hash((h, 7, j)) % VOCAB) for j in range(num)]
 
 
 def keep_best(width: int) -> Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]:
-    """A beam search as small as can be: the best `width` continuations."""
+    """A minimal beam search: keeps the best `width` continuations."""
 
-    def decide(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
+    def select_beams(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
         ranked = [(score, -seq.index, token, seq) for seq, found in parents for score, token in found]
         ranked.sort(key=lambda c: c[:3], reverse=True)
         return [(seq, token) for _, _, token, seq in ranked[:width]]
 
-    return decide
+    return select_beams
 
 
 def reference(request: Request) -> list[tuple[int, list[int]]]:
-    """What the request must give: (index, prompt and output) of each of its sequences, with no memory at all."""
+    """Return the expected outputs, computed without memory: (index, prompt and output) of each sequence."""
     prompt, salt = list(request.prompt_token_ids), request.salt
     assert request.max_tokens is not None
     limit = len(prompt) + request.max_tokens
@@ -130,13 +130,13 @@ def outputs(request: Request) -> list[tuple[int, list[int]]]:
 
 @dataclass
 class Habits:
-    """What a device may do one way or the other; right plans give the same either way."""
+    """Freedoms of a device. Correct plans give the same results either way."""
 
-    eager: bool = True  # runs a plan when it is submitted, or when its result is asked for
-    stops: bool = True  # its stop test ends a window early, and skips slices of rows that are done
+    eager: bool = True  # runs a plan when it is submitted, else when its result is requested
+    stops: bool = True  # its stop test ends a decode window early, and skips slices of done rows
     shuffles: bool = False  # runs a plan's slices in another order
-    forgets: bool = False  # drops what a table held beyond a new owner's blocks
-    splits: bool = False  # hands out a window's columns bit by bit
+    forgets: bool = False  # clears a table beyond a new owner's blocks
+    splits: bool = False  # returns a decode window column by column
     corrupts: float = 0.0  # the chance that a host block loses a slot before a step
 
 
@@ -148,10 +148,12 @@ class _Running:
 
     @property
     def done(self) -> bool:
-        """Not while `poll` has a column to give: then it plays a device that is still at work on the rest. One that
-        draws behind masks has no choice."""
-        most = max(self.plan.num_sampled, default=0)
-        return not (self.oracle.habits.splits or self.plan.bitmask_slices) or self._given + 1 >= most
+        """False while `poll` has a column to return, as on a device that still computes the rest.
+
+        Plans with bitmasks always return column by column.
+        """
+        num_columns = max(self.plan.num_sampled, default=0)
+        return not (self.oracle.habits.splits or self.plan.bitmask_slices) or self._given + 1 >= num_columns
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         if self.done:
@@ -162,7 +164,7 @@ class _Running:
         return StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), []))
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
-        """What it gives comes of the slots alone."""
+        """Ignore bitmasks: tokens depend on the slots alone."""
 
     def result(self) -> StepResult:
         tokens = self._tokens()
@@ -170,7 +172,7 @@ class _Running:
         return StepResult([self._from(i, tokens) for i in range(len(tokens))], corrupt=corrupt)
 
     def _from(self, i: int, tokens: list[list[Any]]) -> list[Any]:
-        """What is left of a slice's. All of several draws come in the first column."""
+        """Return a slice's remaining tokens. Slices with `num_samples` return all of them in the first column."""
         if not self.plan.num_sampled[i] or (i in self.plan.num_samples and self._given):
             return []
         return tokens[i][self._given :]
@@ -191,7 +193,7 @@ class _Running:
 
 
 class Oracle:
-    """`submit` as any executor; the checks run with each step."""
+    """The executor. Its checks run with each step."""
 
     def __init__(self, cache: KVCacheManager, habits: Habits | None = None, seed: int = 0) -> None:
         self.habits = habits or Habits()
@@ -206,16 +208,16 @@ class Oracle:
         self.setup: list[Any] = [None] * num_rows
         self.counts: Counter[str] = Counter()
         self.has_poison = False
-        self.checksums: dict[int, int] = {}  # host block -> of what was swapped out into it
-        self.corrupt: dict[int, list[int]] = {}  # plan -> host blocks that came back corrupt, until that is reported
+        self.checksums: dict[int, int] = {}  # host block -> checksum of the content swapped out into it
+        self.corrupt: dict[int, list[int]] = {}  # plan -> corrupt host blocks that it swapped in and did not report yet
         self.poisoned: dict[int, set[int]] = {}  # plan -> slices that read poison
         self._queue: deque[StepPlan] = deque()
         self._results: dict[int, list[list[Any]]] = {}
         self._random = random.Random(seed)
         self._flips = random.Random(seed + 0.5)
-        self._expected: dict[Sequence, list[int]] = {}  # values that its slots must hold, by position
-        self._fed: dict[Sequence, dict[int, int]] = {}  # position -> token, as the device saw it
-        self._end: dict[Sequence, int] = {}  # after its stop token a sequence's slots mean nothing
+        self._expected: dict[Sequence, list[int]] = {}  # expected values of its slots, by position
+        self._fed: dict[Sequence, dict[int, int]] = {}  # position -> input token on the device
+        self._end: dict[Sequence, int] = {}  # slots after the stop token are arbitrary
         self._written: dict[int, list[tuple[int, int]]] = {}  # plan -> (block, offset) that it wrote
 
     def submit(self, plan: StepPlan) -> _Running:
@@ -238,7 +240,7 @@ class Oracle:
             self._results[id(plan)] = self._run(plan)
 
     def fail(self, plans: Iterable[StepPlan]) -> None:
-        """These plans went wrong: whatever they touched holds garbage, whether they had begun or not."""
+        """Fail these plans: every slot that they touch holds garbage, whether they had started or not."""
         reached = True
         for plan in plans:
             if plan in self._queue:
@@ -364,7 +366,7 @@ class Oracle:
         return out
 
     def _compare(self, plan: StepPlan) -> None:
-        """Keep the checksums of what left, and note what came back with another one."""
+        """Store the checksums of swapped-out blocks and compare those of swapped-in ones."""
         for _, dst in plan.swap_outs:
             self.checksums[dst] = hash(tuple(self.host[dst]))
         for src, _ in plan.swap_ins:
@@ -373,25 +375,25 @@ class Oracle:
                 self.counts["blocks corrupt"] += 1
 
     def _flip_bits(self, plan: StepPlan) -> None:
-        """Now and then, of any block on the host; more often of one that this step brings back."""
+        """Corrupt a random host block now and then, more often one that this step swaps in."""
         if self.checksums and self._flips.random() < self.habits.corrupts:
             block = self._flips.choice([*self.checksums, *[src for src, _ in plan.swap_ins] * 8])
             self.corrupt_block(block, self._flips.randrange(self.block_size))
 
     def corrupt_block(self, block: int, offset: int) -> None:
-        """Flip bits of a slot on the host."""
+        """Replace a slot on the host."""
         self.has_poison = True
         self.host[block][offset] = Poison(self._flips.getrandbits(60))
 
     def _reads_poison(self, row: int, start: int) -> bool:
-        """Whether a query at `start` sees a slot that is poison."""
+        """True if a query at `start` attends to a poisoned slot."""
         if not self.has_poison:
             return False
         begin = max(0, start - self.attention_window + 1) if self.attention_window else 0
         return any(isinstance(self._get(row, p), Poison) for p in range(begin, start))
 
     def _read_again(self, plan: StepPlan, i: int) -> None:
-        """Every position that a query of this slice sees, through the table that the device has."""
+        """Compare every position that a query of this slice attends to, through the device's block table."""
         row, seq = plan.rows[i], plan.sequences[i]
         if seq.finish_reason or i in self.poisoned.get(id(plan), ()):
             return
@@ -435,13 +437,13 @@ def check(scheduler: Scheduler) -> None:
                     need(seq.seal_at == (len(seq.seal_ids) + 1) * size, Invariant, "seal_at", seq)
                 for i in range(len(seq.seal_ids), len(seq.block_ids)):
                     full = (i + 1) * size <= min(len(seq.token_ids), seq.num_computed)
-                    # A sealed block past the chain: a sibling sealed it, or it was left behind by a swap.
+                    # A sealed block past the chain: a sibling sealed it, or it stayed on the device during a swap.
                     need(full or not pool.seal_id[seq.block_ids[i]], Invariant, "unknown tokens sealed", seq)
             else:
                 need(seq.row < 0, Invariant, "a row without running", seq)
             if request.status is Status.SWAPPED:
                 host_owners.update(b for b in seq.block_ids if b > 0)
-                need(all(-b in request.shared_on_device for b in seq.block_ids if b < 0), Invariant, "left behind")
+                need(all(-b in request.shared_on_device for b in seq.block_ids if b < 0), Invariant, "shared on device")
             elif request.status is Status.WAITING:
                 need(not seq.block_ids and not seq.num_computed, Invariant, "waiting with blocks", seq)
     for name, seq in cache.pins.items():
@@ -483,7 +485,7 @@ def check(scheduler: Scheduler) -> None:
 
 
 def _check_dropped(seq: Sequence, cache: KVCacheManager) -> None:
-    """Only what lies behind the window is given up; and what lies there is, by the time it takes another block."""
+    """Check that only blocks out of the attention window are dropped."""
     dropped = seq.num_dropped * cache.block_size
     need(not dropped or dropped <= seq.num_computed - cache.attention_window + 1, Invariant, "dropped too much", seq)
     need(not dropped or cache.attention_window, Invariant, "dropped without a window", seq)
@@ -520,7 +522,7 @@ def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
 
 
 def _check_sealed(seq: Sequence, pool: BlockPool, size: int) -> None:
-    """What is sealed is sealed under its own tokens."""
+    """Check that sealed blocks are sealed under their own tokens."""
     for i, block in enumerate(seq.block_ids):
         key = pool.key_of(block)
         if key is not None:
@@ -528,7 +530,7 @@ def _check_sealed(seq: Sequence, pool: BlockPool, size: int) -> None:
 
 
 def watch_eviction(cache: KVCacheManager) -> None:
-    """A second opinion on the order of eviction: the oldest released first, and of a table the tail before the head."""
+    """Check the order of eviction: the oldest released block first, and a table's tail before its head."""
     pool, line = cache.pool, []
 
     class Pool(BlockPool):

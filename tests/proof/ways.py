@@ -1,4 +1,4 @@
-"""Ways in which an engine comes to its tokens, none of which may matter."""
+"""Engine configurations that must all give the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 64,
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "graphs": {"decode_window": 1},  # first: what has graphs has its kernels compiled side by side
+    "graphs": {"decode_window": 1},  # first: CUDA graphs compile all kernels in parallel
     "eager": {"enforce_eager": True, "decode_window": 1},
     "windows": {"decode_window": 4},
     "chunks": {"max_num_batched_tokens": 12},
@@ -31,8 +31,10 @@ WAYS: dict[str, dict[str, Any]] = {
 def runs(
     llm: LLM, way: str, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[list[RequestOutput]]:
-    """The prompts' outputs in a way; of "cached" twice, the second time from blocks that the first one left. That it is
-    this way indeed is asserted."""
+    """Return the prompts' outputs under a configuration, and assert that it took effect.
+
+    "cached" returns two lists: the second run reuses the blocks of the first.
+    """
     found = [llm.generate(prompts, params, use_tqdm=False)]
     if way == "cached":
         found.append(llm.generate(prompts, params, use_tqdm=False))

@@ -1,8 +1,9 @@
-"""Random workloads for the oracle: arrivals, chats, forks, beams, aborts, stops, preemption, swaps, failed steps and
-requests.
+"""Random workloads for the oracle.
 
-`run(seed)` makes a small world from a seed and drives the real scheduler through it until everything has ended,
-checking after every call. `python -m tests.proof.workloads 0 1000` runs seeds 0 to 999 and prints what they reached.
+They have arrivals, chats, forks, beam searches, aborts, stops, preemption, swaps, and failing steps and requests.
+
+`run(seed)` makes a small workload from a seed, drives the real scheduler until every request has finished, and checks
+after every call. `python -m tests.proof.workloads 0 1000` runs seeds 0 to 999 and prints totals of what they reached.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from tests.proof.oracle import Invariant, Stall, WrongOutput, need
 
 MAX_STEPS = 8000
 KINDS = ("", "swap", "chat", "prefix")
-"""Anything; swap-heavy; the next turn of a chat, with its stop tokens; one prefix common to all."""
+"""Mixed; swap-heavy; the next turn of a chat, with its stop tokens; one common prefix."""
 
 
 class RandomPolicy(Policy):
-    """Chooses by lot how each victim gives way."""
+    """Preempts each victim in a random mode."""
 
     def __init__(self, rnd: random.Random, by_priority: bool) -> None:
         super().__init__(by_priority)
@@ -44,7 +45,7 @@ class RandomPolicy(Policy):
 
 
 class Fairness:
-    """What a step owes to tenants and to short prompts: made before it is planned, checked after."""
+    """Checks a step's fairness to tenants and short prompts: made before the step is planned, checked after."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -84,7 +85,7 @@ class Fairness:
     def _are_level(
         self, plan: StepPlan, prompts: Counter[int], whole: Counter[int], unmet: set[int], totals: Counter[str]
     ) -> None:
-        """Nobody computes more of its prompts while one that has been served less could do with more."""
+        """Check that no tenant prefills more while a less served one wants more."""
         scheduler, present = self.scheduler, self.scheduler.tenants.present
         after = {number: tenant.served for number, tenant in present.items()}
         need(after == {n: served + whole[n] for n, served in self.served.items()}, Invariant, "served", after)
@@ -93,7 +94,7 @@ class Fairness:
         if any(r.wait_reason in STOPPED for r in scheduler.waiting):
             return
         if any(start and seq not in self.due for seq, start in zip(plan.sequences, plan.starts, strict=True)):
-            return  # the cache had what was taken to be due: others had what that left
+            return  # cache hits reduced what was due, and other tenants got the rest
         planned = {seq.request for seq in plan.sequences}
         for request in scheduler.running:
             due = 0 if request.only_sequence is None else self.due.get(request.only_sequence, 0)
@@ -103,8 +104,8 @@ class Fairness:
         for poor in unmet:
             for rich, count in prompts.items():
                 totals["shared steps"] += rich != poor
-                own = 1 + sum(r.tenant == rich for r in scheduler.running)
-                is_level = count <= own or after[rich] <= after[poor] + len(after)
+                minimum = 1 + sum(r.tenant == rich for r in scheduler.running)
+                is_level = count <= minimum or after[rich] <= after[poor] + len(after)
                 need(is_level, Invariant, "unfair", rich, poor, after, prompts)
 
     def _is_long(self, due: int) -> bool:
@@ -112,11 +113,11 @@ class Fairness:
 
 
 STOPPED = ("blocks", "rows", "behind a swapped request", "in flight", "prefix in flight", "long prefill")
-"""Why others get what is left: a slice that is cut short cannot be made longer any more."""
+"""Wait reasons with which shares may stay unequal: a slice that was shortened is not extended again."""
 
 
 class World:
-    """One scheduler, one oracle, and the requests that are to come."""
+    """A workload: one scheduler, one oracle, and the requests to add."""
 
     def __init__(self, seed: int, totals: Counter[str], *, kind: str | None = None, listen: bool | None = None) -> None:
         self.seed = seed
@@ -140,7 +141,7 @@ class World:
         if seed % 4 == 0:
             self.cache.pool._shards = [{} for _ in range(4)]  # as in a pool of many thousands of blocks
         self.seen: Counter[str] = Counter()
-        self.told_out = self.was_out = 0  # blocks that go to the host, as preemptions tell them, and as plans have them
+        self.num_out_events = self.num_out_plans = 0  # swapped-out blocks according to events and to plans
         listens, to_blocks = rnd.random() < 0.5, rnd.random() < 0.5
         if listens if listen is None else listen:
             self.cache.events.subscribe(self._listen, blocks=to_blocks)
@@ -191,7 +192,7 @@ class World:
         name = type(event).__name__
         if isinstance(event, ev.Preempted):
             name += " " + event.how
-            self.told_out += event.num_blocks if event.how == "swap" else 0
+            self.num_out_events += event.num_blocks if event.how == "swap" else 0
         elif isinstance(event, ev.Waiting):
             name += " for " + event.reason
         self.seen[name] += 1
@@ -201,7 +202,7 @@ class World:
             need(event.used + event.cached + event.free == self.cache.pool.num_blocks, Invariant, "Step event", event)
 
     def _leaves_room(self, request: Request) -> None:
-        """Who was preempted comes back when all who run, itself included, can grow; the more the more often it was."""
+        """Check that a preempted request resumes only with headroom for all running requests to grow."""
         scheduler, cache = self.scheduler, self.cache
         if request.num_preemptions and len(scheduler.running) > 1:
             left = max(s.max_length - len(s.token_ids) for s in request.sequences)
@@ -220,7 +221,7 @@ class World:
             if self.kind in ("swap", "prefix"):
                 prompt = prefixes[0] + [token() for _ in range(rnd.randint(1, 4))]
             salt = rnd.choice([b"", b"", b"tenant"]) if self.kind == "" else b""
-            if todo and rnd.random() < 0.25:  # the next turn of a chat: an earlier output, its stop token included
+            if todo and rnd.random() < 0.25:  # next turn of a chat: an earlier output, its stop token included
                 before = rnd.choice(todo)
                 more = o.reference(before)[0][1]
                 if len(more) < 50:
@@ -250,7 +251,7 @@ class World:
         return todo
 
     def _add_pins(self, todo: list[Request], prefixes: list[list[int]]) -> None:
-        """In some worlds prompts are pinned, before or among those that begin with them."""
+        """Pin prompts in some workloads, before or among requests that begin with them."""
         rnd = random.Random(self.seed + 0.25)
         if rnd.random() < 0.7:
             return
@@ -306,8 +307,8 @@ class World:
         if scheduler.cache.pins and rnd.random() < 0.3:
             self.totals["unpinned while others run"] += bool(scheduler.running)
             scheduler.unpin(rnd.choice(list(scheduler.cache.pins)))
-        need(scheduler.unpin("nobody") is None, Invariant, "unpinned nothing")
-        scheduler.abort("nobody")
+        need(scheduler.unpin("unknown") is None, Invariant, "unpinned nothing")
+        scheduler.abort("unknown")
         if rnd.random() < 0.1:
             self.cache.reset_prefix_cache()
         o.check(scheduler)
@@ -321,19 +322,17 @@ class World:
         o.check(scheduler)
         left = [r for r in running if r not in scheduler.running]
         came = [r for r in waiting if r in scheduler.running]
-        need(not (left and (came or plan.swap_ins)), Invariant, "somebody came in in a step that preempted")
+        need(not (left and (came or plan.swap_ins)), Invariant, "admitted in a step that preempted")
         need(not (came and scheduler.swapped), Invariant, "admitted while others are swapped")
         planned = {seq.request for seq in plan.sequences}
-        need(
-            not scheduler.confined_to or planned <= scheduler.confined_to, Invariant, "planned beside those confined to"
-        )
-        need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "came for nothing")
-        most, alone = scheduler.max_num_scheduled_tokens, len({seq.request for seq in plan.sequences}) == 1
-        need(plan.num_tokens <= most or (alone and set(plan.counts) == {1}), Invariant, "token budget", most)
-        need(most <= scheduler.max_num_batched_tokens, Invariant, "limit", most)
+        need(not scheduler.confined_to or planned <= scheduler.confined_to, Invariant, "planned though not confined")
+        need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "no slice")
+        limit, alone = scheduler.max_num_scheduled_tokens, len({seq.request for seq in plan.sequences}) == 1
+        need(plan.num_tokens <= limit or (alone and set(plan.counts) == {1}), Invariant, "token budget", limit)
+        need(limit <= scheduler.max_num_batched_tokens, Invariant, "limit", limit)
         need(all(n <= scheduler.decode_window for n in plan.num_sampled), Invariant, "window")
-        self.was_out += len(plan.swap_outs)
-        need(not self.cache.events.active or self.told_out == self.was_out, Invariant, "told of other blocks")
+        self.num_out_plans += len(plan.swap_outs)
+        need(not self.cache.events.active or self.num_out_events == self.num_out_plans, Invariant, "swap-out events")
         self._computed_once(plan, came)
         self._note_authors(plan)
         if plan:
@@ -341,7 +340,7 @@ class World:
         return plan
 
     def _computed_once(self, plan: StepPlan, came: list[Request]) -> None:
-        """No two that come in together compute the same first block: the second waits for the first's."""
+        """Check that of two requests admitted together only one computes a common first block."""
         if not self.cache.enable_prefix_caching:
             return
         first = {}
@@ -366,16 +365,19 @@ class World:
             self.authors |= dict.fromkeys(seq.block_ids[start // size : -(-(start + count) // size)], seq)
 
     def _break(self, plan: StepPlan, result: StepResult) -> set[int]:
-        """The numbers of a slice are not finite, now and then. The blocks that nobody is to find then: those that the
-        request's sequences wrote; but what others have begun with by now is for those to fail by."""
+        """Report non-finite logits for a random slice now and then.
+
+        Returns the blocks that must leave the index: those that the request's sequences wrote, except blocks that other
+        requests share by now.
+        """
         if result.corrupt:
-            return set()  # an error may come of that
+            return set()  # a corrupt block may itself cause an error
         live = [
             i
             for i, seq in enumerate(plan.sequences)
             if seq.request.status is not Status.FINISHED and i not in plan.void_slices
         ]
-        away = [i for i in live if plan.sequences[i].request.status is not Status.RUNNING]  # seldom, and so more often
+        away = [i for i in live if plan.sequences[i].request.status is not Status.RUNNING]  # rare, so chosen more often
         if not live or self.broken.random() >= self.breaking * (10 if away else 1):
             return set()
         i = self.broken.choice(away or live)
@@ -387,19 +389,19 @@ class World:
         shared = {b for seq in [*others, *self.cache.pins.values()] for b in seq.block_ids}
         return {b for b, author in self.authors.items() if author in request.sequences} - shared
 
-    def _nobody_finds(self, blocks: set[int]) -> None:
+    def _are_not_indexed(self, blocks: set[int]) -> None:
         pool = self.cache.pool
         sealed = {pool.seal_id[b]: b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]}
         for block in blocks:
             key = pool.key_of(block)
             while key is not None and not isinstance(key[0], bytes):
                 key = pool.key_of(sealed[key[0]]) if key[0] in sealed else None
-            need(key is None, Invariant, "what a failed request wrote is found", block)
+            need(key is None, Invariant, "a failed request's block is in the index", block)
 
     def _land(self) -> None:
         plan, running = self.flight[0]
         scheduler, totals = self.scheduler, self.totals
-        if plan.swap_ins and self.halving.random() < 0.1:  # what comes back may be corrupt
+        if plan.swap_ins and self.halving.random() < 0.1:  # swapped-in blocks may be corrupt
             self._confine(list(scheduler.running))
         if self.random.random() < self.failing:
             totals["failed steps"] += 1
@@ -426,7 +428,7 @@ class World:
         result = running.result()
         void = self._break(plan, result)
         self._take_in(self._update(plan, result))
-        self._nobody_finds(void)
+        self._are_not_indexed(void)
         if scheduler.confined_to and self.halving.random() < 0.3:
             self._confine([*scheduler.running, *scheduler.waiting])
         if scheduler.max_num_scheduled_tokens < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
@@ -437,7 +439,7 @@ class World:
         o.check(scheduler)
 
     def _confine(self, requests: list[Request]) -> None:
-        """As an engine does that looks for the request which fails its steps; no requests: it has found it."""
+        """Confine steps to random requests, like an engine that searches for the request which fails its steps."""
         scheduler = self.scheduler
         chosen = [r for r in requests if self.halving.random() < 0.5]
         if chosen and self.halving.random() < 0.7:
@@ -450,7 +452,7 @@ class World:
         o.check(scheduler)
 
     def _update(self, plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
-        """Take a result in, but nothing that was computed from a corrupt block; and nobody finds such a block."""
+        """Commit a result and check that nothing computed from corrupt blocks is committed or indexed."""
         scheduler, num_before = self.scheduler, self.cache.num_corrupt
         corrupt, running = len(result.corrupt), [r for r in scheduler.running if r.num_pending]
         poisoned = {i for i in self.oracle.poisoned.get(id(plan), ()) if not plan.sequences[i].finish_reason}
@@ -464,7 +466,7 @@ class World:
             self.totals["corrupt blocks while confined"] += bool(scheduler.confined_to)
             redone = [r for r in running if r.status is Status.WAITING]
             self.totals["others recomputed"] += len(redone) - len({plan.swap_in_requests[b] for b in result.corrupt})
-            self.totals["went on beside a corrupt block"] += len(running) - len(redone)
+            self.totals["unaffected by a corrupt block"] += len(running) - len(redone)
         return finished
 
     def _take_in(self, finished: list[Request]) -> None:
@@ -494,7 +496,7 @@ class World:
 
 
 def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = None) -> Counter[str]:
-    """Drive the world of this seed to its end. Raises what the oracle found."""
+    """Run the workload of this seed to its end. Raises the oracle's findings."""
     totals = Counter() if totals is None else totals
     world = World(seed, totals, kind=kind)
     world.run()
@@ -507,7 +509,7 @@ def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = Non
 
 
 def hunt(seconds: float, first: int = 0) -> str:
-    """The first seed from `first` on that goes wrong within this time, and how; "" when none does."""
+    """Return the first seed from `first` on that fails within this time, and its error; "" if none does."""
     seed, end = first, time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -520,7 +522,7 @@ def hunt(seconds: float, first: int = 0) -> str:
 
 @contextmanager
 def covering(totals: Counter[str]) -> Iterator[None]:
-    """Count what workloads reach inside the core, by wrapping it meanwhile."""
+    """Count events inside the core meanwhile, by wrapping its methods."""
     whole: list[tuple[type, str, Any]] = []
 
     def wrap(cls: type, name: str, note: Callable[..., None]) -> None:
@@ -533,11 +535,11 @@ def covering(totals: Counter[str]) -> Iterator[None]:
         whole.append((cls, name, inner))
         setattr(cls, name, outer)
 
-    def preempt(scheduler: Scheduler, victim: Request, asker: Request, *_: Any) -> None:
+    def preempt(scheduler: Scheduler, victim: Request, for_request: Request, *_: Any) -> None:
         totals["preempt a group" if len(victim.sequences) > 1 else "preempt one"] += 1
         totals["preempt in flight"] += victim.num_pending > 0
         totals["preempt a window in flight"] += any(s.num_pending > 1 for s in victim.sequences)
-        totals["preempt itself"] += victim is asker
+        totals["preempt itself"] += victim is for_request
 
     wrap(Scheduler, "_preempt", preempt)
     wrap(KVCacheManager, "pin", lambda *_: totals.update(["pin"]))

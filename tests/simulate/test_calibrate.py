@@ -93,8 +93,8 @@ def test_measured_times_match_the_cost_model() -> None:
     """A simulated engine is measured in place of a real one."""
     args = EngineArgs(model="x", num_gpu_blocks_override=400, async_scheduling=False, decode_window=1,
                       enable_prefix_caching=False)  # fmt: skip
-    setup = SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
-    replica = Replica(setup, Records(), interval_s=1e9)
+    config = SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
+    replica = Replica(config, Records(), interval_s=1e9)
     replica.engine.vocab_size = 1000
     executor, clock = replica.engine.executor, replica.clock
     progress_lines: list[str] = []

@@ -16,15 +16,15 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     PaddedCost,
     Paper,
-    Row,
+    config_for,
     era_cost,
     knee,
     latency_at,
     poisson_trace,
-    setup_for,
 )
 from octavo.simulate.simulation import simulate
 from octavo.simulate.traces import sharegpt_like
@@ -59,9 +59,9 @@ def test_figure_is_written_and_printed(waste: Figure, tmp_path: Path) -> None:
 
 
 def test_differences_are_points_or_per_cent() -> None:
-    assert Row("a", "b %", 40.0, 38.5).difference() == "-1.5"
-    assert Row("a", "b", 40.0, 50.0).difference() == "+25%"
-    assert Row("a", "b", None, 50.0).difference() == ""
+    assert Entry("a", "b %", 40.0, 38.5).difference() == "-1.5"
+    assert Entry("a", "b", 40.0, 50.0).difference() == "+25%"
+    assert Entry("a", "b", None, 50.0).difference() == ""
 
 
 def test_batch_sizes_are_in_the_order_of_the_paper() -> None:
@@ -77,8 +77,8 @@ def test_rate_sustained_by_octavo_overloads_the_baselines() -> None:
     """Figure 12 at 1.5 requests/s: Octavo sustains it, and the others are in the order of the paper."""
     latencies = []
     for system in (OURS, ORACLE, POW2, MAX, FT):
-        setup = setup_for(system, OPT_13B, era_cost(OPT_13B))
-        latencies.append(latency_at(setup, poisson_trace(sharegpt_like(1000), 1.5, 150.0)))
+        config = config_for(system, OPT_13B, era_cost(OPT_13B))
+        latencies.append(latency_at(config, poisson_trace(sharegpt_like(1000), 1.5, 150.0)))
     assert latencies == sorted(latencies)
     assert latencies[0] < 0.12 and latencies[1] > 3 * latencies[0]
 
@@ -136,8 +136,8 @@ def test_padding_has_a_cost() -> None:
 
 
 def test_request_level_batches_wait_for_each_other() -> None:
-    setup = setup_for(FT, OPT_13B, era_cost(OPT_13B))
-    records = simulate(setup, poisson_trace(sharegpt_like(100), 0.5, 100.0), interval_s=0.5)
+    config = config_for(FT, OPT_13B, era_cost(OPT_13B))
+    records = simulate(config, poisson_trace(sharegpt_like(100), 0.5, 100.0), interval_s=0.5)
     assert max(s.num_running for s in records.samples) == OPT_13B.batch_sizes[0]
     assert any(1 <= s.num_running < 5 and s.num_waiting for s in records.samples), "rows stand empty while others wait"
 

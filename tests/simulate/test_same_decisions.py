@@ -89,9 +89,9 @@ def replayed(calls: list[ScheduledCall], run: LiveRun, **options: Any) -> LiveRu
     """The same calls in a simulation with the run's clock readings and output tokens."""
     shape = ModelShape("tiny", 10_000, 1, 64, 4, 2, 16, 96, 4)
     args = EngineArgs(model="tiny", **OPTIONS, **options)
-    setup = SimConfig(shape, DEVICES["h100"], args.resolved("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
+    config = SimConfig(shape, DEVICES["h100"], args.resolved("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
     script = ScriptedTokens({int(name): [c.token_ids for c in output.outputs] for name, output in run.outputs.items()})
-    replica = Replica(setup, Records(), token_source=script, interval_s=1e9)
+    replica = Replica(config, Records(), token_source=script, interval_s=1e9)
     clock, events = ReplayClock(run.readings_s), list[ev.Event]()
     replica.engine._clock = clock
     replica.scheduler.events.subscribe(events.append, blocks=True)

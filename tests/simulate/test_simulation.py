@@ -25,7 +25,7 @@ from octavo.simulate.traces import FIRST_TOKEN, Arrival
 STEP_S = 0.5
 
 
-def setup(**options: Any) -> SimConfig:
+def config(**options: Any) -> SimConfig:
     """A machine on which every step takes half a second."""
     cost = options.pop("cost", LinearCost(STEP_S, 0.0, 0.0))
     replicas = options.pop("replicas", 1)
@@ -41,7 +41,7 @@ def arrivals(*requests: tuple[float, int, int]) -> Iterator[Arrival]:
 
 def test_request_times_are_step_times() -> None:
     """One prompt, three tokens: steps end at 10.5, 11 and 11.5. A second request arrives during a step."""
-    records = simulate(setup(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
+    records = simulate(config(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
     by_index = np.argsort(records.column("index"))
     assert records.column("arrived_s")[by_index].tolist() == [10.0, 10.7]
     assert records.column("first_s")[by_index].tolist() == [10.5, 11.5]
@@ -61,30 +61,30 @@ def test_request_times_are_step_times() -> None:
 def test_async_scheduling_hides_host_time() -> None:
     cost = LinearCost(STEP_S, 0.0, 0.0, host_s=0.1)
     ends = [
-        simulate(setup(cost=cost, async_scheduling=overlap), arrivals((0.0, 5, 20))).end_s for overlap in (True, False)
+        simulate(config(cost=cost, async_scheduling=overlap), arrivals((0.0, 5, 20))).end_s for overlap in (True, False)
     ]
     assert ends[0] == pytest.approx(20 * STEP_S + 0.1)
     assert ends[1] == pytest.approx(20 * (STEP_S + 0.1))
 
 
 def test_decode_windows_take_fewer_steps_and_equal_device_time() -> None:
-    single, window = (simulate(setup(decode_window=n), arrivals((0.0, 5, 33))) for n in (1, 8))
+    single, window = (simulate(config(decode_window=n), arrivals((0.0, 5, 33))) for n in (1, 8))
     assert (single.num_steps, window.num_steps) == (33, 5)
     assert single.busy_s == window.busy_s == 33 * STEP_S
 
 
 def test_shared_prefix_hits_the_cache() -> None:
     requests = [Arrival(float(i), ((FIRST_TOKEN, 40), (FIRST_TOKEN + 1 + i, 3)), 2) for i in range(3)]
-    records = simulate(setup(), requests)
+    records = simulate(config(), requests)
     assert records.column("num_cached").tolist() == [0, 40, 40]
     assert report.summary(records)["hit_rate"] == pytest.approx(80 / 129)
-    off = simulate(setup(enable_prefix_caching=False), requests)
+    off = simulate(config(enable_prefix_caching=False), requests)
     assert off.column("num_cached").tolist() == [0, 0, 0]
 
 
 def test_next_chat_round_hits_the_cached_output() -> None:
     chat = traces.chat(traces.Lengths("c", np.full(4, 6), np.full(4, 6)), [0.0, 50.0, 100.0, 150.0], new_chance=0.0)
-    records = simulate(setup(), chat)
+    records = simulate(config(), chat)
     assert records.column("num_prompt").tolist() == [6, 18, 30, 42]
     assert records.column("num_cached").tolist() == [
         0,
@@ -95,7 +95,7 @@ def test_next_chat_round_hits_the_cached_output() -> None:
 
 
 def test_small_pool_preempts_and_reports_why() -> None:
-    records = simulate(setup(num_gpu_blocks_override=10, preemption_mode="recompute"), arrivals(*[(0.0, 8, 20)] * 3))
+    records = simulate(config(num_gpu_blocks_override=10, preemption_mode="recompute"), arrivals(*[(0.0, 8, 20)] * 3))
     stats = report.summary(records)
     assert stats["num_preempted"]["recompute"] > 0 and stats["num_waits"]["blocks"] > 0
     assert stats["num_requests"] == 3 and stats["num_unfinished"] == 0
@@ -103,7 +103,7 @@ def test_small_pool_preempts_and_reports_why() -> None:
 
 
 def test_impossible_requests_are_refused_and_counted() -> None:
-    records = simulate(setup(), arrivals((0.0, 5, 3), (1.0, 3000, 3), (2.0, 5, 1000)))
+    records = simulate(config(), arrivals((0.0, 5, 3), (1.0, 3000, 3), (2.0, 5, 1000)))
     assert len(records) == 1
     stats = report.summary(records)
     assert {kind: r["count"] for kind, r in stats["refused"].items()} == {"ContextLengthError": 1, "CapacityError": 1}
@@ -111,22 +111,22 @@ def test_impossible_requests_are_refused_and_counted() -> None:
 
 
 def test_simulation_ends_at_until_s() -> None:
-    records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), until_s=10.0)
+    records = simulate(config(), arrivals(*[(float(i), 5, 8) for i in range(20)]), until_s=10.0)
     assert 10.0 <= records.end_s <= 10.0 + STEP_S and 0 < len(records) < 20 and records.num_unfinished > 0
 
 
 def test_router_picks_the_replica_with_the_fewest_requests() -> None:
     """Four requests at once, one row per replica: four replicas run them concurrently, one runs them in turn."""
-    one, four = (simulate(setup(max_num_seqs=1, replicas=n), arrivals(*[(1.0, 5, 4)] * 4)) for n in (1, 4))
+    one, four = (simulate(config(max_num_seqs=1, replicas=n), arrivals(*[(1.0, 5, 4)] * 4)) for n in (1, 4))
     assert four.column("finished_s").tolist() == [3.0] * 4
     assert one.column("finished_s").tolist() == [3.0, 5.0, 7.0, 9.0]
 
 
 def test_pool_samples_are_thinned_out() -> None:
-    records = simulate(setup(), arrivals(*[(0.0, 4, 120)] * 40), interval_s=0.001)
+    records = simulate(config(), arrivals(*[(0.0, 4, 120)] * 40), interval_s=0.001)
     assert 100 < len(records.samples) <= MAX_POOL_SAMPLES
     long = simulate(
-        setup(cost=LinearCost(1.0, 0, 0)), arrivals(*[(i * 100.0, 4, 100) for i in range(30)]), interval_s=0.001
+        config(cost=LinearCost(1.0, 0, 0)), arrivals(*[(i * 100.0, 4, 100) for i in range(30)]), interval_s=0.001
     )
     assert MAX_POOL_SAMPLES / 3 < len(long.samples) <= MAX_POOL_SAMPLES
     gaps = np.diff([s.time_s for s in long.samples])
@@ -138,9 +138,9 @@ def test_pool_samples_are_thinned_out() -> None:
 
 def test_num_blocks_follows_the_memory_budget() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
-    setup = SimConfig(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
-    assert setup.num_blocks() == int((141e9 * 0.5 - 16.06e9) // (131_072 * 16))
-    assert setup.num_host_blocks() == (4 << 30) // (131_072 * 16)
+    config = SimConfig(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
+    assert config.num_blocks() == int((141e9 * 0.5 - 16.06e9) // (131_072 * 16))
+    assert config.num_host_blocks() == (4 << 30) // (131_072 * 16)
     with pytest.raises(MemoryBudgetError, match=r"llama-3\.1-70b takes 141\.2 GB and 1 x h200 has 141 GB"):
         SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x")).num_blocks()
     assert SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
@@ -149,14 +149,14 @@ def test_num_blocks_follows_the_memory_budget() -> None:
 def test_simulation_is_deterministic() -> None:
     def run() -> Records:
         lengths = traces.sharegpt_like(60)
-        return simulate(setup(num_gpu_blocks_override=600), traces.from_lengths(lengths, traces.poisson(0.4)))
+        return simulate(config(num_gpu_blocks_override=600), traces.from_lengths(lengths, traces.poisson(0.4)))
 
     one, two = run(), run()
     assert one.finished_s == two.finished_s and one.num_steps == two.num_steps and len(one) == 60
 
 
 def test_samples_fork_and_share_blocks() -> None:
-    records = simulate(setup(), [Arrival(0.0, ((FIRST_TOKEN, 10),), 5, n=3)], interval_s=0.1)
+    records = simulate(config(), [Arrival(0.0, ((FIRST_TOKEN, 10),), 5, n=3)], interval_s=0.1)
     assert records.column("num_output").tolist() == [15] and records.column("longest").tolist() == [5]
     assert report.tpot(records).tolist() == pytest.approx([STEP_S]), "a step gives each of them a token"
     # Each sibling saves the prompt's two full blocks, and its last block until it writes there.
@@ -182,7 +182,7 @@ def test_steps_run_one_after_another() -> None:
 
 
 def test_goodput_counts_requests_within_the_slo() -> None:
-    records = simulate(setup(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
+    records = simulate(config(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
     assert SLO(0.6, 0.6).kept(records).sum() == 1 and SLO(None, 0.6).kept(records).all()
     assert SLO(None, 0.4).kept(records).sum() == 1  # the request with a single token
     assert not SLO(0.4).kept(records).any()
@@ -214,12 +214,12 @@ def test_invalid_slo_is_rejected(text: str) -> None:
 
 
 def test_summary_without_finished_requests() -> None:
-    stats = report.summary(simulate(setup(), arrivals((0.0, 3000, 3))))
+    stats = report.summary(simulate(config(), arrivals((0.0, 3000, 3))))
     assert stats["num_requests"] == 0 and report.format_summary(stats)[0] == "no request finished"
 
 
 def test_charts_are_svg() -> None:
-    records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), interval_s=1.0)
+    records = simulate(config(), arrivals(*[(float(i), 5, 8) for i in range(20)]), interval_s=1.0)
     charts = report.summary_charts(records)
     root = ElementTree.fromstring(svg(charts))
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]

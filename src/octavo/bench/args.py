@@ -1,4 +1,4 @@
-"""What `octavo bench serve` can be told, and its defaults: `BenchArgs`. Names and meanings are `vllm bench serve`'s."""
+"""`BenchArgs`: arguments of `octavo bench serve`, with the names and meanings of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -20,36 +20,35 @@ METRICS = {
 PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 Backend = Literal["openai", "vllm", "openai-chat"]
 DatasetName = Literal["random", "sharegpt", "prefix_repetition", "timed_trace"]
-MOST = 1 << 30
+MAX_COUNT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchArgs(ValidatedParams):
-    """The load, where it goes, and what is told of it.
+    """The load, the server, and the report.
 
     backend                 openai, also called vllm: completions; openai-chat
-    base_url, host, port    where the server is; base_url goes before the others
+    base_url, host, port    the server's address; base_url takes precedence
     endpoint                path of the requests; None: the backend's
-    model                   what requests name; None: the first that the server lists
-    tokenizer               whose tokens lengths are counted in: a model on this machine; None: the server's /tokenize
+    model                   the requests' model; None: the server's first
+    tokenizer               a local model whose tokenizer counts lengths; None: the server's /tokenize
     header                  further headers, NAME=VALUE; a key is also read from OPENAI_API_KEY or OCTAVO_API_KEY
-    dataset_name            what is sent: see `samples`
+    dataset_name            the workload: see `samples`
     dataset_path            the file of sharegpt (JSON) or timed_trace (Mooncake JSONL, Azure or Vidur CSV)
     num_prompts             requests; a file may have fewer
-    request_rate            a second; inf: all at once, or when the trace says
-    burstiness              shape of the gamma distribution that gaps are drawn from; 1 is a Poisson process, less is
-                            burstier
-    max_concurrency         requests that are under way together at most; None: any number
-    seed                    of lengths, words and gaps
-    ignore_eos              every answer has its length
-    temperature, top_p, top_k, min_p   of each request; None: as the server has it
+    request_rate            requests per second; inf: all at once, or at the trace's times
+    burstiness              shape of the gaps' gamma distribution; 1 is a Poisson process, less is burstier
+    max_concurrency         maximum number of concurrent requests; None: unlimited
+    seed                    seed of lengths, words and gaps
+    ignore_eos              generate the full output length
+    temperature, top_p, top_k, min_p   sampling parameters; None: the server's default
     extra_body              further fields of each request
-    percentile_metrics, metric_percentiles   which tables are printed, and which percentiles beside mean and median
-    goodput                 objectives in ms, such as ttft:500; goodput counts the requests that keep all of them
-    num_warmups             requests that are sent before, one after another, and not counted
-    ready_check_timeout_sec  seconds that the server gets to answer a first request
+    percentile_metrics, metric_percentiles   printed tables, and percentiles in addition to mean and median
+    goodput                 objectives in ms, such as ttft:500; goodput counts the requests that meet all of them
+    num_warmups             uncounted requests before the load, one after another
+    ready_check_timeout_sec  time limit in seconds for the server's first response
     save_result, save_detailed, append_result, result_dir, result_filename, metadata, label   the JSON file; each of
-                            the first three asks for it
+                            the first three writes it
     """
 
     TITLE: ClassVar[str] = "bench serve"
@@ -105,13 +104,13 @@ class BenchArgs(ValidatedParams):
         self._check_choice("dataset_name", ("random", "sharegpt", "prefix_repetition", "timed_trace"))
         self._check_integer("port", 1, 65535)
         for name in ("num_prompts", "random_output_len", "prefix_repetition_num_prefixes"):
-            self._check_integer(name, 1, MOST)
+            self._check_integer(name, 1, MAX_COUNT)
         for name in ("random_input_len", "prefix_repetition_suffix_len", "prefix_repetition_output_len"):
-            self._check_integer(name, 1, MOST)
+            self._check_integer(name, 1, MAX_COUNT)
         for name in ("random_prefix_len", "prefix_repetition_prefix_len", "num_warmups"):
-            self._check_integer(name, 0, MOST)
+            self._check_integer(name, 0, MAX_COUNT)
         for name in ("max_concurrency", "sharegpt_output_len"):
-            self._check_integer(name, 1, MOST, optional=True)
+            self._check_integer(name, 1, MAX_COUNT, optional=True)
         self._check_integer("seed", 0, (1 << 63) - 1)
         self._check_number("temperature", 0.0, 2.0)
         self._check_number("burstiness", 1e-3, 1e6)
@@ -121,7 +120,7 @@ class BenchArgs(ValidatedParams):
         if not self.request_rate > 0:
             raise invalid("request_rate", f"is {self.request_rate}, it must be above 0, or inf")
         if (self.dataset_name in ("sharegpt", "timed_trace")) != (self.dataset_path is not None):
-            needs = "needs a file; name it" if self.dataset_path is None else "is drawn, not read; leave the file out"
+            needs = "needs a file; name it" if self.dataset_path is None else "is generated; remove the file"
             raise ParameterError(f"dataset {self.dataset_name} {needs}", param="dataset_path")
         for name, parts in (("header", self.header), ("metadata", self.metadata)):
             for part in parts:
@@ -172,11 +171,11 @@ class BenchArgs(ValidatedParams):
 
 
 def is_address(url: str) -> bool:
-    """Whether a server may be there: its scheme, host and port are such, and all of it fits into a request."""
+    """Whether the URL has a valid scheme, host and port, and can be part of a request."""
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna")
         is_plain = url.isascii() and url.isprintable() and " " not in url
         return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and is_plain
-    except ValueError:  # a port that is no number, a bracket left open, a name too long
+    except ValueError:  # an invalid port, an open bracket, a name that is too long
         return False

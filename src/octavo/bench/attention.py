@@ -1,4 +1,4 @@
-"""`octavo bench attention`: the same prompts through every rung of attention, with what each one costs.
+"""`octavo bench attention`: the cost of each attention variant on the same prompts.
 
 One decoder with random weights generates greedily, first over padded contiguous K and V, then over blocks on every rung
 of `kernels.ladder`, and last on the CPU's fast path. All must give the same tokens; the table shows what differs.
@@ -31,15 +31,14 @@ LENGTHS = (128, 64, 32, 8)
 VOCAB_SIZE = 512
 VARIANTS = ("baseline", *ladder.RUNGS, "cpu")
 TOKEN_BUDGET = 64
-"""Tokens a step of the ragged variants: fewer than the prompts have, so that chunks and decode tokens share steps."""
+"""Tokens per step of the ragged variants: fewer than the prompts have, so chunks and decode tokens share steps."""
 
 
 @dataclass(slots=True)
 class Work:
     """Query-key pairs, and rows of the prefill's linear layers, that were computed, and how many were padding.
 
-    A pair is a query with a key at or before its position: what a causal mask hides is not counted, for nobody has to
-    compute it. It is padding when either is no token.
+    A pair is a query with a key at or before its position; masked pairs do not count. It is padding if either part is.
     """
 
     prefill_pairs: int = 0
@@ -224,7 +223,7 @@ def _measurement(
 
 
 def _baseline(prompts: list[list[int]], max_tokens: int, seed: int) -> Measurement:
-    """All sequences in step: prompts padded to the longest, and every output behind the padding.
+    """Static batching: prompts padded to the longest, and every output after the padding.
 
     slots    | p p p p p p p p | o o o ..      a sequence's run; what is generated begins at the same slot in all
              | p p p . . . . . | o o o ..
@@ -308,7 +307,7 @@ def _one_by_one(live: list[_Sequence]) -> list[Slice]:
 
 
 def _prompts_first(live: list[_Sequence]) -> list[Slice]:
-    """Prompts one by one, then all sequences together, a token each."""
+    """Prompts one by one, then one token of each sequence per step."""
     for seq in live:
         if seq.remaining > 1 or seq.num_computed == 0:
             return [(seq, seq.remaining)]
@@ -316,7 +315,7 @@ def _prompts_first(live: list[_Sequence]) -> list[Slice]:
 
 
 def _mixed(live: list[_Sequence]) -> list[Slice]:
-    """Up to TOKEN_BUDGET tokens: of those that decode first, the rest in chunks of prompts."""
+    """Up to TOKEN_BUDGET tokens: decode tokens first, then chunks of prompts."""
     plan: list[Slice] = []
     budget = max(TOKEN_BUDGET, len(live))
     for seq in sorted(live, key=lambda seq: seq.num_computed < seq.num_prompt):
@@ -366,7 +365,7 @@ def _paged(name: str, prompts: list[list[int]], block_size: int, max_tokens: int
 
 
 def _forward(model: Decoder, kv: Tensor, plan: list[Slice], block_size: int) -> None:
-    """One step: every slice's tokens flattened into one call; who reaches its end gets a token."""
+    """One step: all slices flattened into one call; a completed sequence gets a token."""
     batch = RaggedBatch.from_lists(
         [count for _, count in plan],
         [seq.num_computed + count for seq, count in plan],
@@ -383,7 +382,7 @@ def _forward(model: Decoder, kv: Tensor, plan: list[Slice], block_size: int) -> 
 
 
 def _count_paged(work: Work, plan: list[Slice], block_size: int, *, pads: bool) -> None:
-    """No variant has padding rows; the one that `pads` lets short block tables wait for the longest."""
+    """Padded work of a step. No variant pads rows; a variant that `pads` processes all tables to the longest."""
     most_blocks = max(len(seq.block_ids) for seq, _ in plan)
     for seq, count in plan:
         padding = count * (most_blocks - len(seq.block_ids)) * block_size if pads else 0

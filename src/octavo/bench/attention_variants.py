@@ -1,6 +1,6 @@
-"""Attention over a paged pool as a ladder: each rung keeps the result and changes one idea.
+"""Variants of paged attention as a ladder: each rung keeps the result and changes one idea.
 
-    contiguous   no blocks: every sequence padded to the longest, the baseline that the ladder leaves behind
+    contiguous   no blocks: every sequence padded to the longest, the baseline of the ladder
     concat       gather a sequence's blocks, join them, attend as if they had always been one tensor
     online       one pass over the blocks, keeping a running maximum, sum and output; query heads that share a K/V
                  head share the read
@@ -33,7 +33,7 @@ Rung = Callable[..., Tensor]
 
 
 class _Query(NamedTuple):
-    """One query token: its row of q, and where the keys that it sees are: [first_key, end) of block_ids' slots."""
+    """One query token: its row of q, and its visible keys, [first_key, end) of block_ids' slots."""
 
     row: int
     block_ids: list[int]
@@ -195,7 +195,7 @@ def parallel(
 def contiguous(q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, is_token: Tensor) -> Tensor:
     """The baseline: every sequence owns one run of slots as long as the longest could get, and all are padded alike.
 
-    A "block" is here a whole sequence's run. is_token [num_seqs, slots] bool tells tokens from padding, in rows of
+    A "block" is here a whole sequence's run. is_token [num_seqs, slots] bool marks tokens, not padding, in rows of
     queries (the last of `batch.max_seq_len` slots) as well as keys. Slots, not positions, are in causal order.
     """
     num_seqs, num_keys, num_queries = batch.num_seqs, batch.max_seq_len, batch.max_query_len
@@ -250,7 +250,7 @@ class _Online(NamedTuple):
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """A maximum to subtract: where nothing has been seen yet, 0, for -inf - -inf is NaN."""
+    """The maximum to subtract; 0 before the first key, because -inf - -inf is NaN."""
     return highest.where(highest != -math.inf, 0.0)
 
 
@@ -261,8 +261,8 @@ def _grouped(q: Tensor, kv_layer: Tensor) -> Tensor:
 
 
 def _zero_unseen(blocks: Tensor, seen: Tensor) -> Tensor:
-    """Blocks [n, 2, num_kv_heads, block_size, head_dim] with 0 in slots that nobody sees (seen [n, block_size]): unused
-    slots may hold NaN, which not even a weight of 0 makes harmless."""
+    """Blocks [n, 2, num_kv_heads, block_size, head_dim] with 0 in unseen slots (seen [n, block_size]):
+    unused slots may contain NaN, which a weight of 0 does not remove."""
     return blocks.masked_fill(~seen[:, None, None, :, None], 0.0)
 
 

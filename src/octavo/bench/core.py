@@ -1,10 +1,9 @@
-"""What the core costs on the host: `schedule` + `update`, with nothing behind them.
+"""`octavo bench core`: the host cost of the core, `schedule` + `update` without a device.
 
-All requests decode, with prefix caching, the statistics and a recorder of events on, and the garbage collector as the
-engine sets it. Prompts differ, and their lengths are spread over a block, so that every step has its share of requests
-that take a block and of requests that seal one. A round is as many steps as a block has tokens; figures are the median
-of the rounds' means, and the longest step is the one that took most processor time: what the collector or a growing
-table costs shows there, another process does not. No tensors: this module and what it imports load no torch.
+All requests decode, with prefix cache, statistics and event log, and with the engine's garbage collection. Prompts
+differ, and their lengths are spread over a block, so each step allocates and seals its share of blocks. A round has as
+many steps as a block has tokens. Figures are medians of the rounds' means. The longest step is measured in processor
+time, which includes garbage collection and growing tables but no other process. Loads no torch.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ CASES = (  # requests, context, window
 )
 NUM_ROUNDS = 9
 LARGE_POOL = 1_000_000
-"""Blocks of the pool whose start is timed."""
+"""Blocks of the pool whose creation is timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of `requests` that decode at `context` tokens each, `window` tokens a step. Times in microseconds."""
+    """Cost for `requests` that decode `window` tokens per step at `context` tokens each. Times in microseconds."""
 
     requests: int
     context: int
@@ -57,7 +56,7 @@ class Cost:
 
 
 def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUNDS) -> Cost:
-    """One case. The first round, in which the prompts are computed, does not count."""
+    """Measure one case. The first round, which includes prefill, does not count."""
     output = (num_rounds + 2) * BLOCK_SIZE * window
     num_blocks = requests * ((context + output) // BLOCK_SIZE + 2)
     cache = KVCacheManager(num_blocks, BLOCK_SIZE, num_rows=requests)
@@ -72,7 +71,7 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     rounds: list[float] = []
     longest = 0.0
     with GCPause() as garbage:
-        _round(scheduler, column, garbage)  # the prompts, and the first of everything
+        _round(scheduler, column, garbage)  # prefill and first use
         gc.collect()
         for _ in range(num_rounds):
             took = _round(scheduler, column, garbage)
@@ -83,7 +82,7 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
 
 
 def _round(scheduler: Scheduler, column: array[int], garbage: GCPause) -> list[tuple[float, float]]:
-    """(wall clock, processor time) of each step of a round, in seconds, the making of the result left out."""
+    """(wall time, processor time) of each step of a round in seconds, without creating the result."""
     took = []
     for _ in range(BLOCK_SIZE):
         begin, begin_cpu = time.perf_counter(), time.thread_time()
@@ -99,7 +98,7 @@ def _round(scheduler: Scheduler, column: array[int], garbage: GCPause) -> list[t
 
 
 def time_start() -> float:
-    """Seconds until a large pool is ready; the best of three."""
+    """Seconds to create a large pool; the best of three."""
     times = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -110,7 +109,7 @@ def time_start() -> float:
 
 
 def main(cases: Sequence[tuple[int, int, int]] = CASES, *, as_json: bool = False) -> list[Cost]:
-    """Measure and print: a table, or one JSON object a line."""
+    """Measure all cases and print a table, or one JSON object per line."""
     costs = []
     for case in cases:
         costs.append(measure(*case))
@@ -129,7 +128,7 @@ def _print_table(costs: Sequence[Cost], start_s: float) -> None:
     from rich.table import Table
 
     table = Table(title="schedule + update, microseconds", title_justify="left")
-    for name in ("requests", "context", "window", "a step", "a request a step", "a token", "longest step"):
+    for name in ("requests", "context", "window", "per step", "per request and step", "per token", "longest step"):
         table.add_column(name, justify="right")
     for c in costs:
         table.add_row(

@@ -1,7 +1,7 @@
-"""`octavo bench serve`: load for a server that speaks OpenAI's API, this one or another.
+"""`octavo bench serve`: a load test for a server with OpenAI's API, Octavo's or another.
 
-Requests leave when their time has come and a place is free; answers are streamed, and every piece is timed as it comes
-in. What is told of them is `report`'s.
+Each request starts at its time, as soon as `max_concurrency` allows. Responses are streamed, and each chunk is timed on
+arrival. `report` summarizes the records.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.bench import report
 from octavo.bench.args import PATHS, BenchArgs
-from octavo.bench.http_client import Answer, HTTPClient, LostConnectionError
+from octavo.bench.http_client import HTTPClient, LostConnectionError, Response
+from octavo.bench.records import Record, Run
 from octavo.bench.samples import Count, Sample, make_samples
 from octavo.errors import OctavoError, ParameterError
 
@@ -26,14 +27,14 @@ T = TypeVar("T")
 KEY_VARIABLES = ("OCTAVO_API_KEY", "OPENAI_API_KEY", "VLLM_API_KEY")
 REQUEST_S = 6 * 3600.0
 RETRY_S = 1.0
-GREETING = Sample("Hello", 1, 1)
+READY_CHECK = Sample("Hello", 1, 1)
 TEXTS = ("content", "reasoning", "reasoning_content", "tool_calls")
-"""What a delta of a chat holds when a token has come; the role alone comes before any."""
-NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are none, that nest too deeply, or are another than was expected."""
+"""Fields of a chat delta that contain tokens. A delta with only the role precedes the first token."""
+JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""msgspec's errors for bytes that are not JSON, nest too deeply, or have another type than expected."""
 
 Progress = Callable[[int, int], None]
-"""Called with how many requests have ended, and of how many."""
+"""Called with the number of finished requests and the total."""
 
 
 class _Choice(msgspec.Struct):
@@ -57,51 +58,18 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-@dataclass(slots=True)
-class Record:
-    """A request that was sent. Times are of one clock, in seconds.
-
-    start_s     it left           first_s     its first token came         last_s    its last one did
-    gaps        seconds between chunks with tokens; a chunk may carry several
-    error       why it failed; None: it did not
-    """
-
-    sample: Sample
-    start_s: float
-    first_s: float = 0.0
-    last_s: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    num_prompt: int = 0
-    num_output: int = 0
-    texts: list[str] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_s - self.start_s
-
-    @property
-    def e2el_s(self) -> float:
-        return self.last_s - self.start_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """None where there is no token after the first."""
-        return (self.last_s - self.first_s) / (self.num_output - 1) if self.num_output > 1 else None
-
-
 class StreamReader:
-    """Reads the events of one answer into its record; called with each piece as it comes."""
+    """Reads the events of one response into its record. Called with each piece of data on arrival."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.is_whole = False
+        self.is_complete = False
         self._rest = b""
         self._usage: _Usage | None = None
 
-    def __call__(self, piece: bytes) -> None:
+    def __call__(self, data: bytes) -> None:
         now = time.perf_counter()
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._take(line[5:].strip(), now)
@@ -109,12 +77,12 @@ class StreamReader:
     def _take(self, data: bytes, now: float) -> None:
         record = self.record
         if data == b"[DONE]":
-            self.is_whole = True
+            self.is_complete = True
             return
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
-        except NO_JSON:
-            record.error = record.error or "an event of the stream is no chunk"
+        except JSON_ERRORS:
+            record.error = record.error or "an event of the stream is not a valid chunk"
             return
         if chunk.error is not None:
             record.error = record.error or _reason_of(chunk.error)
@@ -129,15 +97,15 @@ class StreamReader:
         record.last_s = now
         for choice in chunk.choices:
             text = choice.text or (choice.delta or {}).get("content") or ""
-            record.texts.append(text if isinstance(text, str) else msgspec.json.encode(text).decode())  # in parts
+            record.texts.append(text if isinstance(text, str) else msgspec.json.encode(text).decode())  # content parts
 
     def finish(self) -> None:
-        """The answer has ended. Where it says nothing of its usage, a chunk counts as a token."""
-        self(b"\n")  # the last line may lack its end
+        """Complete the record after the response. Without usage in the response, each chunk counts as a token."""
+        self(b"\n")  # the last line may have no newline
         record, usage = self.record, self._usage
         record.num_prompt = usage.prompt_tokens if usage else record.sample.num_prompt
         record.num_output = usage.completion_tokens if usage else len(record.gaps) + 1
-        if record.error is None and not self.is_whole:
+        if record.error is None and not self.is_complete:
             record.error = "the stream ended without [DONE]"
         if record.error is None and not record.first_s:
             record.error = "the stream held no token"
@@ -149,20 +117,8 @@ def _has_token(choice: _Choice, *, first: bool) -> bool:
     return any(choice.delta.get(name) for name in TEXTS) or (first and choice.finish_reason is not None)
 
 
-@dataclass(slots=True)
-class Run:
-    """What came of a load. `num_samples` were to be sent; `interrupted`: by Ctrl-C, so that some have no record."""
-
-    model: str
-    num_samples: int
-    records: list[Record] = field(default_factory=list)
-    begin_s: float = 0.0
-    end_s: float = 0.0
-    interrupted: bool = False
-
-
 class Bench:
-    """One server under load."""
+    """Load test of one server."""
 
     def __init__(self, args: BenchArgs) -> None:
         self.args = args
@@ -175,7 +131,7 @@ class Bench:
         self._path = args.endpoint or PATHS[args.backend]
 
     async def run(self, progress: Progress = lambda done, of: None) -> Run:
-        """Find out what is served, make the prompts, send them. Raises `OctavoError` before the first is sent."""
+        """Wait for the server, make the prompts, send the requests. Raises `OctavoError` before the first is sent."""
         args = self.args
         try:
             await self._until_ready()
@@ -184,30 +140,30 @@ class Bench:
                 await self._ask(samples[0])
             return await self._load(samples, progress)
         except LostConnectionError as error:
-            raise OctavoError(f"the server at {args.url} cannot be asked: {error}") from None
+            raise OctavoError(f"the server at {args.url} cannot be reached: {error}") from None
         finally:
             self._client.close()
 
     async def _until_ready(self) -> None:
-        """One short request must succeed; meanwhile the first of the server's models is ours, if none was named."""
+        """Wait until one short request succeeds. Without `model`, select the server's first model."""
         deadline = time.monotonic() + self.args.ready_check_timeout_sec
-        while (reason := await self._why_not_ready()) is not None:
+        while (reason := await self._not_ready_reason()) is not None:
             if time.monotonic() >= deadline:
                 text = f"the server at {self.args.url} does not answer a first request: {reason}; start it"
                 raise OctavoError(text + ", or give it time with ready_check_timeout_sec")
             await asyncio.sleep(RETRY_S)
 
-    async def _why_not_ready(self) -> str | None:
+    async def _not_ready_reason(self) -> str | None:
         try:
             if not self.model:
-                answer = await self._client.get("/v1/models")
-                if answer.status != 200:
-                    return f"/v1/models says {_failure_of(answer)}"
-                self.model = msgspec.json.decode(answer.body)["data"][0]["id"]
-            return (await self._ask(GREETING)).error
+                response = await self._client.get("/v1/models")
+                if response.status != 200:
+                    return f"/v1/models answers {_failure_of(response)}"
+                self.model = msgspec.json.decode(response.body)["data"][0]["id"]
+            return (await self._ask(READY_CHECK)).error
         except LostConnectionError as error:
             return str(error)
-        except (*NO_JSON, LookupError, TypeError):
+        except (*JSON_ERRORS, LookupError, TypeError):
             return "/v1/models lists no model; name it"
 
     def _counter(self) -> Count:
@@ -224,12 +180,12 @@ class Bench:
         return count
 
     async def _count(self, text: str) -> int:
-        answer = await self._client.post("/tokenize", msgspec.json.encode({"model": self.model, "prompt": text}))
-        if answer.status == 200:
-            with contextlib.suppress(*NO_JSON):
-                return msgspec.json.decode(answer.body, type=_Counted).count
+        response = await self._client.post("/tokenize", msgspec.json.encode({"model": self.model, "prompt": text}))
+        if response.status == 200:
+            with contextlib.suppress(*JSON_ERRORS):
+                return msgspec.json.decode(response.body, type=_Counted).count
         raise ParameterError(
-            f"the server does not count tokens (/tokenize says {_failure_of(answer)}); name a tokenizer",
+            f"the server does not count tokens (/tokenize answers {_failure_of(response)}); name a tokenizer",
             param="tokenizer",
         )
 
@@ -247,7 +203,7 @@ class Bench:
         tasks = [asyncio.ensure_future(send(*pair)) for pair in zip(samples, departures(args, samples), strict=True)]
         try:
             await asyncio.gather(*tasks)
-        except asyncio.CancelledError:  # Ctrl-C: what has come is told
+        except asyncio.CancelledError:  # Ctrl-C: the records so far are reported
             run.interrupted = True
         finally:
             run.end_s = time.perf_counter()
@@ -262,16 +218,16 @@ class Bench:
         reader = StreamReader(record)
         try:
             async with asyncio.timeout(REQUEST_S):
-                answer = await self._client.post(self._path, body, reader)
+                response = await self._client.post(self._path, body, reader)
         except TimeoutError:
             record.error = f"no end in {REQUEST_S:g} s"
         except LostConnectionError as error:
             record.error = record.error or str(error)
         else:
-            if answer.status == 200:
+            if response.status == 200:
                 reader.finish()
             else:
-                record.error = _failure_of(answer)
+                record.error = _failure_of(response)
         return record
 
     def _body(self, sample: Sample) -> dict[str, Any]:
@@ -290,7 +246,7 @@ class Bench:
 
 
 def departures(args: BenchArgs, samples: Sequence[Sample]) -> list[float]:
-    """Seconds from the begin at which each leaves."""
+    """Start time of each request, in seconds after the start of the run."""
     if samples[0].time_s is not None:
         return [sample.time_s or 0.0 for sample in samples]
     if args.request_rate == float("inf"):
@@ -300,17 +256,17 @@ def departures(args: BenchArgs, samples: Sequence[Sample]) -> list[float]:
     return list(islice(bursty(args.request_rate, args.burstiness, args.seed), len(samples)))
 
 
-def _failure_of(answer: Answer) -> str:
+def _failure_of(response: Response) -> str:
     try:
-        body = msgspec.json.decode(answer.body)
+        body = msgspec.json.decode(response.body)
         reason = _reason_of(body.get("error") or body.get("detail") or "") if isinstance(body, dict) else ""
-    except NO_JSON:
-        reason = answer.body[:100].decode("utf-8", "replace")
-    return f"{answer.status} {reason}".strip()
+    except JSON_ERRORS:
+        reason = response.body[:100].decode("utf-8", "replace")
+    return f"{response.status} {reason}".strip()
 
 
 def _reason_of(error: Any) -> str:
-    """An error object in a few words, the same ones for the same mistake wherever it can be helped."""
+    """An error object's code and message, cut to 200 characters, so that equal errors count together."""
     if not isinstance(error, dict):
         return str(error)[:200]
     words = [str(error[name]) for name in ("code", "message") if error.get(name)]
@@ -318,7 +274,7 @@ def _reason_of(error: Any) -> str:
 
 
 def run_until_done(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """On a loop of its own; the first Ctrl-C cancels it, and what it then returns counts."""
+    """Run a coroutine on a new event loop and return its result. The first Ctrl-C cancels it."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -326,17 +282,17 @@ def run_until_done(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def main(args: BenchArgs, progress: Progress = lambda done, of: None) -> dict[str, Any]:
-    """Run it, print the tables, write the file that was asked for; what it tells. Raises `KeyboardInterrupt` after
-    that if there was one, and `OctavoError` if no request succeeded."""
-    from octavo.bench import report
+    """Run the load, print the tables, write the JSON file if requested, and return the summary.
 
+    Raises `KeyboardInterrupt` afterwards if Ctrl-C interrupted the run, `OctavoError` if no request succeeded.
+    """
     run = run_until_done(lambda: Bench(args).run(progress))
-    told = report.summary(run, args)
-    print("\n".join(report.lines(told, run, args)), flush=True)
+    summary = report.summary(run, args)
+    print("\n".join(report.lines(summary, run, args)), flush=True)
     if args.save_result or args.save_detailed or args.append_result:
-        print(f"written to {report.save(told, args)}")
+        print(f"written to {report.save(summary, args)}")
     if run.interrupted:
         raise KeyboardInterrupt
-    if not told["completed"]:
+    if not summary["completed"]:
         raise OctavoError(f"none of {len(run.records)} requests succeeded")
-    return told
+    return summary

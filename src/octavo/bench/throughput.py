@@ -1,8 +1,7 @@
-"""What an engine does with whole workloads: token ids in, lengths forced, so that every engine has the same work.
+"""`octavo bench throughput` and `latency`: workloads of token ids with forced lengths, so all engines do equal work.
 
-A workload is made from its name, a seed and the size of the vocabulary, and by nothing else. "mixed256" is nano-vllm's
-benchmark. Times are of one `generate` call, first prompt in to last token out; a workload's first run also pays for
-what is made on first use, so a warm-up goes before all. Making the engine is told apart.
+A workload depends only on its name, a seed and the vocabulary size. "mixed256" is nano-vllm's benchmark. Times cover
+one `generate` call. A warm-up precedes the first workload, because first use is slower. Start-up is reported apart.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ if TYPE_CHECKING:
     from octavo.frontend.llm import LLM
 
 LARGEST_TOKEN = 10_000
-"""Prompts are random ids from 0 to this one, as far as the vocabulary goes."""
+"""Prompts are random ids from 0 to this one, or to the end of a smaller vocabulary."""
 LATENCY_BATCHES = (1, 32, 256)
 LATENCY_INPUT, LATENCY_OUTPUT = 1024, 129
 SEED_STEP = 1000
-"""From a workload's seed to that of its next round."""
+"""Difference of a workload's seeds from round to round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests of random tokens.
 
-    lengths      (shortest, longest) of the prompts, drawn evenly; equal ones are not drawn at all
-    outputs      likewise, of the tokens to generate
-    prefix       tokens that all prompts begin with, beside their own
+    lengths      (min, max) of the prompts, uniform; equal bounds use no random number
+    outputs      the same for output lengths
+    prefix       length of a shared prefix, in addition
     n            samples of each prompt
     """
 
@@ -48,8 +47,8 @@ class Workload:
     n: int = 1
 
     def make(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
-        """(prompts, tokens to generate for each). The order of draws is part of the workload: a prompt's length, then
-        its tokens, prompt by prompt; all output lengths last."""
+        """(prompts, output lengths). The order of random numbers is part of the workload: each prompt's length and its
+        tokens, prompt by prompt, then all output lengths."""
         random = Random(self.seed)
         largest = min(vocab_size - 1, LARGEST_TOKEN)
 
@@ -79,18 +78,18 @@ WORKLOADS = {
 
 
 class Subject(Protocol):
-    """An engine with a model in it, whosever it is."""
+    """An engine with a model, Octavo's or another."""
 
     engine: str
     model: str
     vocab_size: int
 
     def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
-        """Complete all prompts together, each to its length whatever tokens come; returns how many came."""
+        """Complete all prompts together, each to its forced length; returns the number of generated tokens."""
 
 
 class Octavo:
-    """This engine; `logprobs` are asked for of every token."""
+    """This engine, with `logprobs` for every token."""
 
     engine = "octavo"
 
@@ -107,7 +106,7 @@ class Octavo:
 
 
 def measure_throughput(subject: Subject, names: Sequence[str], rounds: int = 1) -> Iterator[dict[str, Any]]:
-    """One object a workload: engine, model, case, s, out_tokens, in_tokens, out_tok_s."""
+    """One object per workload: engine, model, case, s, out_tokens, in_tokens, out_tok_s."""
     run(subject, WARMUP, "warmup")
     for name in names:
         yield median_run(subject, WORKLOADS[name], name, rounds)
@@ -116,9 +115,9 @@ def measure_throughput(subject: Subject, names: Sequence[str], rounds: int = 1) 
 def measure_latency(
     subject: Subject, batches: Sequence[int] = LATENCY_BATCHES, rounds: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """For batches of equal prompts: the time to all first tokens, and from there on, per token and step.
+    """For batches of equal prompts: the time to all first tokens, and the time per output token.
 
-    One token of 1,024-token prompts, then 129: the difference over 128 is the time per output token, without prefill.
+    Measures 1 and 129 output tokens after prompts of 1,024. The difference divided by 128 is the time per output token.
     """
     run(subject, WARMUP, "warmup")
     run(subject, uniform(1, 128, 1, seed=11, temperature=0.0), "warmup")
@@ -136,13 +135,13 @@ def measure_latency(
 
 
 def median_run(subject: Subject, workload: Workload, name: str, rounds: int) -> dict[str, Any]:
-    """Of so many runs the one in the middle. Each but the first has prompts of its own: none finds another's blocks."""
+    """The median of several runs. Each has other prompts, so none hits another's blocks."""
     runs = [run(subject, replace(workload, seed=workload.seed + SEED_STEP * i), name) for i in range(rounds)]
     return sorted(runs, key=lambda row: row["out_tok_s"])[rounds // 2]
 
 
 def run(subject: Subject, workload: Workload, name: str) -> dict[str, Any]:
-    """Generate it once."""
+    """Run a workload once."""
     prompts, lengths = workload.make(subject.vocab_size)
     start = time.perf_counter()
     num_out = subject.generate(prompts, lengths, workload.temperature, workload.n)
@@ -166,7 +165,7 @@ def main(
     as_json: bool = False,
     **engine: Any,
 ) -> None:
-    """Make an engine, run workloads by name ("all" for all of them) or the latency table, and print what it took."""
+    """Create an engine, run the named workloads ("all": all of them) or the latency table, and print the times."""
     names = check_names(names)
     from octavo import __version__
     from octavo.frontend.llm import LLM
@@ -182,7 +181,7 @@ def main(
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """Raises `ParameterError` for a workload that there is not; "all" stands for all of them."""
+    """Expand "all". Raises `ParameterError` for an unknown workload."""
     for name in names:
         if name not in WORKLOADS and name != "all":
             raise ParameterError(f"no workload {name!r}; there are {', '.join(WORKLOADS)} and all", param="workload")
@@ -195,6 +194,6 @@ def _show(row: dict[str, Any], as_json: bool) -> None:
     elif "startup_s" in row:
         print(f"{row['model']}: {row['startup_s']:.1f} s to start", flush=True)
     elif "ms" in row:
-        print(f"{row['case']:<30}{row['ms']:>10.3f} ms a token", flush=True)
+        print(f"{row['case']:<30}{row['ms']:>10.3f} ms per token", flush=True)
     else:
         print(f"{row['case']:<30}{row['s']:>10.3f} s{row['out_tok_s']:>12,.0f} output tokens/s", flush=True)

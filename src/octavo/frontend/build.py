@@ -38,7 +38,7 @@ from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
 from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors, unusable_gpu_reason
-from octavo.runner.memory.profile import GPUMemoryProfile, Rehearse, measure, smaller_passes
+from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, measure, smaller_passes
 from octavo.runner.model_runner import ModelRunner
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     _check_quantization(args, dtype, device)
     ops = _ops(device)
     model_len = spec.max_model_len(args.max_model_len)
-    rehearse = _rehearse(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
+    precompile = _precompiler(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
     # Plan before anything large is loaded: the system kills a process that takes too much memory.
     weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
     kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
@@ -113,7 +113,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
             decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
         timer.lap("weights")
         with startup_errors(device, "computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
-            gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, rehearse=rehearse)
+            gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, precompile=precompile)
         gpu.check(args, math.prod(kv_shape) * dtype.itemsize)
         timer.lap("kernels and memory")
     budget = plan_memory(
@@ -136,7 +136,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     if gpu is None:
         executor = _executor(decoder, config, budget, (kv_shape, dtype), ops)
     else:
-        executor = _gpu_executor(decoder, config, budget, (kv_shape, dtype), ops, gpu, rehearse)
+        executor = _gpu_executor(decoder, config, budget, (kv_shape, dtype), ops, gpu, precompile)
     timer.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
@@ -258,9 +258,9 @@ def _ops(device: torch.device) -> ModuleType:
     return cuda_ops
 
 
-def _rehearse(
+def _precompiler(
     args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, model_len: int, starting: ExitStack
-) -> Rehearse:
+) -> Precompile:
     """The function that precompiles kernels; GPU only. Its processes start now, while files are read."""
     from octavo.kernels.triton.precompile import Precompiler  # as in `_ops`
 
@@ -330,7 +330,7 @@ def _gpu_executor(
     block: tuple[tuple[int, ...], torch.dtype],
     ops: ModuleType,
     gpu: GPUMemoryProfile,
-    rehearse: Rehearse | None,
+    precompile: Precompile | None,
 ) -> CudaExecutor:
     """The executor on a GPU; arguments as in `_executor`."""
     (shape, dtype), args, device = block, config.args, torch.device("cuda")
@@ -350,7 +350,7 @@ def _gpu_executor(
             ops=ops,
             graphs=not args.enforce_eager,
         )
-        runner.capture(rehearse)
+        runner.capture(precompile)
     return CudaExecutor(runner)
 
 

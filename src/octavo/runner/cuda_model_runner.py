@@ -44,7 +44,7 @@ from octavo.runner.cuda_graphs import CudaGraphs, cascade_sizes, decode_sizes
 from octavo.runner.input_buffers import InputBuffers
 from octavo.runner.kv_swap import KVSwapper
 from octavo.runner.memory.budget import time_swaps
-from octavo.runner.memory.profile import Rehearse
+from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
 from octavo.runner.prefill_batch import PrefillBatch, PrefillInputs, PrefillSize, PrefillSizes, unpack
 from octavo.runner.recorded_graphs import Model
@@ -99,13 +99,13 @@ class CudaModelRunner:
     ) -> None:
         self.model = model
         self.kv = kv
-        self.block_size = kv.shape[4]
+        block_size = self.block_size = kv.shape[4]
         self.ops = ops
         self.device = kv.device
-        max_blocks = cdiv(max_model_len, self.block_size)
+        max_blocks = cdiv(max_model_len, block_size)
         self.state = RowState.empty(num_rows, max_blocks, self.device)
-        self.shared_prefixes = SharedPrefixes(num_rows, max_blocks, self.block_size, kv[0, 0].nbytes // self.block_size)
-        self.input_buffers = InputBuffers(num_rows, self.device)
+        self.shared_prefixes = SharedPrefixes(num_rows, max_blocks, block_size, kv[0, 0].nbytes // block_size)
+        inputs = self.input_buffers = InputBuffers(num_rows, self.device)
         self._max_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits of a pass, with the padding of graphs
         self.output_buffers = OutputBuffers(max_decode_steps, self._max_lines, self.device)
         self.swapper = KVSwapper(kv, host_kv, ops)
@@ -113,14 +113,9 @@ class CudaModelRunner:
         self.host_sampling = HostSamplingRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
         self.logits_processors = DeviceLogitsProcessors(self.state, self.host_sampling.sampler, vocab_size, ops)
         self._decode_inputs = DecodeInputs.allocate(
-            self.input_buffers.step_counter,
-            self.input_buffers.rows,
-            self.input_buffers.starts,
-            self.input_buffers.ends,
-            max_blocks=max_blocks,
-            block_size=self.block_size,
+            inputs.step_counter, inputs.rows, inputs.starts, inputs.ends, max_blocks=max_blocks, block_size=block_size
         )
-        self.graphs = CudaGraphs(self.input_buffers.step_counter) if graphs else None
+        self.graphs = CudaGraphs(inputs.step_counter) if graphs else None
         self._decode_sizes, self._cascade_sizes = decode_sizes(num_rows), cascade_sizes(num_rows)
         self._prefill_sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
         self._prefill_buffers: dict[PrefillSize, Tensor] = {}  # inputs of prefill graphs
@@ -129,11 +124,11 @@ class CudaModelRunner:
         self._logits = torch.empty(0, 0)  # [max_lines, vocab_size] float32: see `_store_logits`
 
     @torch.inference_mode()
-    def capture(self, rehearse: Rehearse | None = None) -> None:
+    def capture(self, precompile: Precompile | None = None) -> None:
         """Compile kernels and capture graphs before the first request."""
         if self.graphs is not None:
-            if rehearse is not None:
-                rehearse(self._run_all_variants)
+            if precompile is not None:
+                precompile(self._run_all_variants)
             for size in sorted(self._prefill_sizes.sizes, reverse=True):
                 self._capture_prefill(self.graphs, size)
             for num_slices in reversed(self._decode_sizes):
@@ -591,7 +586,7 @@ def _pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tupl
 
 
 def table_writes(writes: Seq[TableWrite], max_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(indices into the flat block tables, block ids). Of two writes to one index, only the later one."""
+    """(indices into the flat block tables, block ids). A later write to the same index replaces an earlier one."""
     if not writes:
         return EMPTY_PAIR
     firsts = [row * max_blocks + start for row, start, _ in writes]

@@ -135,7 +135,7 @@ class PrefillInputs(NamedTuple):
     sample_positions: Tensor
 
     def batch(self, size: PrefillSize, block_size: int) -> RaggedBatch:
-        """The ragged batch, for `prepare_prefill_inputs` to fill. Zeroed where a rehearsal reads it before that."""
+        """The ragged batch, for `prepare_prefill_inputs` to fill. Zeroed where precompilation reads it unfilled."""
         device, width = self.host_tokens.device, cdiv(size.max_seq_len, block_size)
         return RaggedBatch(
             positions=torch.zeros_like(self.host_tokens),

@@ -109,10 +109,8 @@ def to_lists(tensors: Seq[Tensor]) -> list[list[Any]]:
     """All tensors as lists. Waits for a GPU only once."""
     if not any(tensor.is_cuda for tensor in tensors):
         return [tensor.tolist() for tensor in tensors]
-    packed = torch.cat(
-        [(t.double().view(torch.int64) if t.is_floating_point() else t.long()).flatten() for t in tensors]
-    )
-    parts = torch.split(packed.cpu(), [t.numel() for t in tensors])
+    flat = torch.cat([(t.double().view(torch.int64) if t.is_floating_point() else t.long()).flatten() for t in tensors])
+    parts = torch.split(flat.cpu(), [t.numel() for t in tensors])
     return [
         (part.view(torch.float64) if t.is_floating_point() else part).view(t.shape).tolist()
         for t, part in zip(tensors, parts, strict=True)

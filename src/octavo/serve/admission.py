@@ -1,4 +1,4 @@
-"""Who is let in: limits on what waits, and none at all while the server shuts down."""
+"""Admission control: limits on queued requests and prompt tokens, and no new requests during shutdown."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from octavo.serve.openai.errors import ApiError, shutting_down
 
 MAX_RETRY_AFTER_S = 120
 RATE_WINDOW = 64
-"""Ends of requests from which the pace of the queue is read."""
+"""Finished requests over which the completion rate is measured."""
 
 
 class Ticket:
-    """A request that was let in. `started` once the engine has given its first output."""
+    """An admitted request. `started`: the engine has produced its first output."""
 
     __slots__ = ("num_tokens", "started", "tenant", "width")
 
@@ -29,14 +29,14 @@ class Ticket:
 
 
 class Admission:
-    """Counts requests, and refuses those beyond the limits at once.
+    """Counts requests and refuses those beyond the limits at once.
 
-    Up to `max_num_seqs` sequences are taken to run, and `max_num_queued_reqs` requests may be here beyond that;
-    `max_num_queued_tokens` bounds the prompts of those that have had no output yet. None: no limit. `on_refusal` is
-    called with the code of each refusal.
-
-    several: an attribute, whether there are several tenants (keys). Then one that has a request here gets more only as
-    long as as much stays free for others as it has itself.
+    max_num_seqs           sequences that run together
+    max_num_queued_reqs    sequences admitted beyond those
+    max_num_queued_tokens  prompt tokens of requests without an output yet. None: no limit
+    on_refusal             called with the error code of each refusal
+    multi_tenant           attribute: there are several keys. A tenant with requests here gets more only while as much
+                           stays free for others as it uses itself.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_num_queued_tokens = max_num_queued_tokens
-        self.several = False
+        self.multi_tenant = False
         self.num_requests = 0
         self.num_rejected = 0
         self._sequences: Counter[int] = Counter()  # by tenant
@@ -59,7 +59,7 @@ class Admission:
         self.draining = False
         self._empty = asyncio.Event()
         self._empty.set()
-        self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._end_times: deque[float] = deque(maxlen=RATE_WINDOW)
 
     @property
     def num_sequences(self) -> int:
@@ -71,16 +71,16 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether a request of one sequence would be refused now, whoever sent it."""
-        return self._over(1, 1, None) is not None
+        """Whether a request of one sequence would be refused now, from any tenant."""
+        return self._exceeded_limit(1, 1, None) is not None
 
     @contextmanager
     def admit(self, width: int, num_tokens: int, tenant: int = 0) -> Iterator[Ticket]:
-        """Let a request in for as long as the context lasts. Raises `ApiError`: 429 when full, 503 while draining."""
+        """Context manager of an admitted request. Raises `ApiError`: 429 if the queue is full, 503 while draining."""
         if self.draining:
             self._on_refusal("shutting_down")
             raise shutting_down()
-        if (limit := self._over(width, num_tokens, tenant)) is not None:
+        if (limit := self._exceeded_limit(width, num_tokens, tenant)) is not None:
             self.num_rejected += 1
             self._on_refusal("queue_full")
             raise ApiError(429, "queue_full", f"{limit}; try again later", retry_after_s=self.retry_after_s())
@@ -95,40 +95,41 @@ class Admission:
             self.start(ticket)
             self.num_requests -= 1
             self._sequences[tenant] -= width
-            self._ends.append(time.monotonic())
+            self._end_times.append(time.monotonic())
             if not self.num_requests:
                 self._empty.set()
 
     def start(self, ticket: Ticket) -> None:
-        """It no longer waits."""
+        """Marks the request as running: its prompt no longer counts as queued."""
         if not ticket.started:
             ticket.started = True
             self._queued_tokens[ticket.tenant] -= ticket.num_tokens
 
-    def _over(self, width: int, num_tokens: int, tenant: int | None) -> str | None:
-        """Which limit one more request would be over."""
-        most, running = self._max_num_queued_reqs, self._max_num_seqs
-        if most is not None and running is not None:
-            name = f"{running} sequences run and {most} may wait"
-            if (text := self._beyond(self._sequences, width, tenant, running + most, name)) is not None:
+    def _exceeded_limit(self, width: int, num_tokens: int, tenant: int | None) -> str | None:
+        """The limit that one more request would exceed, if any."""
+        max_queued, max_running = self._max_num_queued_reqs, self._max_num_seqs
+        if max_queued is not None and max_running is not None:
+            name = f"{max_running} sequences run and {max_queued} may wait"
+            if (text := self._exceeded(self._sequences, width, tenant, max_running + max_queued, name)) is not None:
                 return text
-        if (most := self._max_num_queued_tokens) is not None:
-            return self._beyond(self._queued_tokens, num_tokens, tenant, most, f"prompts of {most} tokens may wait")
+        if (limit := self._max_num_queued_tokens) is not None:
+            return self._exceeded(self._queued_tokens, num_tokens, tenant, limit, f"{limit} prompt tokens may wait")
         return None
 
-    def _beyond(self, counts: Counter[int], more: int, tenant: int | None, limit: int, name: str) -> str | None:
+    def _exceeded(self, counts: Counter[int], more: int, tenant: int | None, limit: int, name: str) -> str | None:
         free = limit - counts.total() - more
         if free < 0:
             return f"the queue is full: {name}"
-        if self.several and tenant is not None and counts[tenant] > 0 and counts[tenant] + more > free:
-            return f"the queue is full for this key: {name}, and as much as it has itself stays free for others"
+        if self.multi_tenant and tenant is not None and counts[tenant] > 0 and counts[tenant] + more > free:
+            return f"the queue is full for this key: {name}, and other keys keep as much room as this key uses"
         return None
 
     def retry_after_s(self) -> int:
-        """When about a tenth of those who are here will have left, at the pace of late."""
-        pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else 1.0
-        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(pace_s * self.num_requests / 10)))
+        """Seconds until about a tenth of the admitted requests will have finished, at the recent rate."""
+        times = self._end_times
+        interval_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(interval_s * self.num_requests / 10)))
 
     async def drained(self) -> None:
-        """Returns when nobody is here."""
+        """Waits until no request is left."""
         await self._empty.wait()

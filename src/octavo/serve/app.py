@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server's routes."""
+"""The routes of the OpenAI-compatible server, and its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ from octavo.serve.http.endpoint import (
 )
 from octavo.serve.http.json_worker import JsonWorker
 from octavo.serve.http.middleware import OPEN_PATHS, ApiKeys, AuthMiddleware
-from octavo.serve.openai import request as protocol
-from octavo.serve.openai import schema as parameters
+from octavo.serve.openai import schema
 from octavo.serve.openai.errors import ApiError, bad_request, not_found, redact_paths, to_api_error
-from octavo.serve.openai.request import ParsedRequest
+from octavo.serve.openai.request import (
+    ParsedRequest,
+    decode_tool_arguments,
+    parse_messages,
+    parse_token_ids,
+    validate_tools,
+)
 from octavo.serve.openai.response import ResponseBuilder
 from octavo.serve.openai.responses_api import FIELDS as RESPONSE_FIELDS
-from octavo.serve.openai.responses_api import ResponseEventBuilder, blamed, to_chat
+from octavo.serve.openai.responses_api import ResponseEventBuilder, to_chat, to_responses_error
 from octavo.serve.service import Service, TokenizedPrompt
 from octavo.serve.view_routes import EVENTS, View
 from octavo.view.live.hub import Hub
@@ -43,9 +48,9 @@ from octavo.view.live.hub import Hub
 logger = logging.getLogger("octavo.serve")
 
 RESTART_GRACE_S = 60.0
-"""An engine that has been restarting for longer counts as gone."""
+"""/health fails when a restart of the engine takes longer."""
 STALL_S = 10.0
-"""Seconds without a step, while there is work, after which a request sent now is not promised any progress."""
+"""/ready fails when the engine has work and has finished no step for so long."""
 UNSUPPORTED_ROUTES = (
     "/v1/embeddings",
     "/v1/rerank",
@@ -59,18 +64,18 @@ UNSUPPORTED_ROUTES = (
     "/v1/audio/translations",
     "/v1/images/generations",
 )
-"""OpenAI's and vLLM's routes for models that do not generate text."""
+"""OpenAI's and vLLM's routes for models that do not generate text; answered with 404 unsupported_endpoint."""
 
 
 class App:
-    """The routes over one `Service`. `running` are the exchanges that generate now; a shutdown may have to end them."""
+    """The routes over one `Service`. `active_requests`: requests in progress, which a shutdown may have to end."""
 
     def __init__(self, service: Service, keys: ApiKeys | None = None) -> None:
         self.service = service
-        self.running: set[ActiveRequest] = set()
-        self.bodies = JsonWorker()
-        service.admission.several = keys is not None and len(keys) > 1
-        self._turns, self._kv = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
+        self.active_requests: set[ActiveRequest] = set()
+        self.json_worker = JsonWorker()
+        service.admission.multi_tenant = keys is not None and len(keys) > 1
+        self._rate_limiter, self._kv_query = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
         settings = service.settings
         app = FastAPI(
             title="Octavo",
@@ -99,7 +104,7 @@ class App:
             self._add(app, method, path, handler, streams=path == EVENTS)
         self._add(app, "POST", "/view/play", self.no_playground)
         for path in UNSUPPORTED_ROUTES:
-            self._add(app, "POST", path, self.elsewhere)
+            self._add(app, "POST", path, self.unsupported_route)
         app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
         self.fastapi = app
         self.asgi = AuthMiddleware(
@@ -107,9 +112,11 @@ class App:
             keys=keys or ApiKeys(()),
             metrics=service.metrics,
             open_paths=OPEN_PATHS | ({b"/metrics"} if settings.metrics_public else set()),
-            quiet_paths=settings.disable_access_log_for_endpoints,
+            unlogged_paths=settings.disable_access_log_for_endpoints,
             origins=settings.allowed_origins,
-            hosts=AllowedHosts.of(settings.allowed_hosts, host=settings.host, uds=settings.uds, has_keys=bool(keys)),
+            hosts=AllowedHosts.for_server(
+                settings.allowed_hosts, host=settings.host, uds=settings.uds, has_keys=bool(keys)
+            ),
         )
 
     def _view(self, service: Service) -> View:
@@ -117,37 +124,37 @@ class App:
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
         hub = Hub(service.backend.view_rpc)
-        return View(service.names[0], hub=hub, text_of=text_of, turns=self._turns, playground=False)
+        return View(service.model_names[0], hub=hub, text_of=text_of, rate_limiter=self._rate_limiter, playground=False)
 
     def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
         def body_limit() -> int:
             return self.service.settings.body_limit(self.service.backend.max_model_len)
 
-        reads = method == "POST" and handler not in (self.elsewhere, self.no_playground)
+        has_body = method == "POST" and handler not in (self.unsupported_route, self.no_playground)
         endpoint = Endpoint(
             path,
             handler,
-            body_limit=body_limit if reads else None,
-            bodies=self.bodies,
-            running=self.running,
+            body_limit=body_limit if has_body else None,
+            json_worker=self.json_worker,
+            active=self.active_requests,
             streams=streams,
         )
         app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an ASGI application
 
     async def start(self) -> None:
-        """Before the first request: what would keep it waiting."""
-        await self.service.texts.start()
+        """Starts a text worker, so that the first request need not wait for it."""
+        await self.service.text_workers.start()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered, streams for looking aside."""
-        return all(running.endless for running in self.running)
+        """Whether no request is in progress. Streams of viewers do not count."""
+        return all(request.open_ended for request in self.active_requests)
 
     async def close(self) -> None:
-        await self.bodies.close()
-        await self.service.texts.close()
+        await self.json_worker.close()
+        await self.service.text_workers.close()
 
-    # -- generating ----------------------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------------------
 
     async def completions(self, context: RequestContext) -> HttpResponse | EventStream:
         request = self.service.request_parser.parse_completion(context.body)
@@ -156,12 +163,12 @@ class App:
         return await self._generate(context, request, name, prompts, self.service.completion_response(request, name))
 
     async def chat_completions(self, context: RequestContext) -> HttpResponse | EventStream:
-        await run_cooperatively(protocol.decode_tool_arguments(context.body))
+        await run_cooperatively(decode_tool_arguments(context.body))
         request = self.service.request_parser.parse_chat(context.body)
         name = f"chatcmpl-{context.request_id}"
         prompt = await self.service.encode_chat(request.messages, request.template, request.truncate)
-        answer = self.service.chat_response(request, name, prompt)
-        return await self._generate(context, request, name, [prompt], answer)
+        builder = self.service.chat_response(request, name, prompt)
+        return await self._generate(context, request, name, [prompt], builder)
 
     async def _generate(
         self,
@@ -169,20 +176,20 @@ class App:
         request: ParsedRequest,
         name: str,
         prompts: Sequence[TokenizedPrompt],
-        answer: ResponseBuilder,
+        builder: ResponseBuilder,
     ) -> HttpResponse | EventStream:
         service = self.service
         if service.settings.enable_log_requests:
             logger.info("request %s: %s", name, request.params)
-        events = self._chunks(context, request, name, prompts, answer)
+        events = self._chunks(context, request, name, prompts, builder)
         if request.stream:
             return EventStream(events, keep_alive_s=service.settings.sse_keep_alive_interval)
         async with contextlib.aclosing(events):
             async for chunk in events:
                 for choice in chunk["choices"]:
-                    answer.fold(choice)
-        (whole,) = await run_cooperatively(answer.whole())
-        return json_response(whole)
+                    builder.merge(choice)
+        (response,) = await run_cooperatively(builder.build())
+        return json_response(response)
 
     async def _chunks(
         self,
@@ -190,109 +197,108 @@ class App:
         request: ParsedRequest,
         name: str,
         prompts: Sequence[TokenizedPrompt],
-        answer: ResponseBuilder,
+        builder: ResponseBuilder,
     ) -> AsyncGenerator[Any, None]:
-        run = self.service.run(request, prompts, name, context.salt, context.trace, context.tenant.number)
-        async with contextlib.aclosing(run) as outputs:
+        generation = self.service.generate(request, prompts, name, context.tenant, context.trace_headers)
+        async with contextlib.aclosing(generation) as outputs:
             async for i, output in outputs:
-                async for choice in iter_cooperatively(answer.take(i, output)):
-                    yield answer.chunk([choice])
+                async for choice in iter_cooperatively(builder.choices(i, output)):
+                    yield builder.chunk([choice])
         if request.include_usage:
-            yield answer.usage_chunk()
+            yield builder.usage_chunk()
 
     async def responses(self, context: RequestContext) -> HttpResponse | EventStream:
         service, name = self.service, f"resp_{context.request_id}"
-        await run_cooperatively(protocol.decode_tool_arguments(context.body))
+        await run_cooperatively(decode_tool_arguments(context.body))
         chat = to_chat(context.body, warn=service.request_parser.warn_unknown)
         try:
             request = service.request_parser.parse_chat(chat)
             prompt = await service.encode_chat(request.messages, request.template)
         except (ApiError, UsageError) as error:
-            raise blamed(to_api_error(error, context.request_id)) from None
-        making = ResponseEventBuilder(name, request.model, chat, context.body.get("instructions"))
-        events = self._response_events(context, request, prompt, making)
+            raise to_responses_error(to_api_error(error, context.request_id)) from None
+        response = ResponseEventBuilder(name, request.model, chat, context.body.get("instructions"))
+        events = self._response_events(context, request, prompt, response)
         if request.stream:
             keep_alive_s = service.settings.sse_keep_alive_interval
-            return EventStream(events, closing=b"", keep_alive_s=keep_alive_s, last_words=making.last_words)
+            return EventStream(events, end_marker=b"", keep_alive_s=keep_alive_s, error_event=response.error_event)
         async with contextlib.aclosing(events):
             async for _ in events:
                 pass
-        return json_response(making.response)
+        return json_response(response.response)
 
     async def _response_events(
-        self, context: RequestContext, request: ParsedRequest, prompt: TokenizedPrompt, making: ResponseEventBuilder
+        self, context: RequestContext, request: ParsedRequest, prompt: TokenizedPrompt, response: ResponseEventBuilder
     ) -> AsyncGenerator[Any, None]:
-        answer, reason, has_begun = self.service.chat_response(request, "", prompt), None, False
+        name, finish_reason, has_started = response.response["id"], None, False
+        chat = self.service.chat_response(request, "", prompt)
         try:
-            run = self.service.run(
-                request, [prompt], making.response["id"], context.salt, context.trace, context.tenant.number
-            )
-            async with contextlib.aclosing(run) as outputs:
+            generation = self.service.generate(request, [prompt], name, context.tenant, context.trace_headers)
+            async with contextlib.aclosing(generation) as outputs:
                 async for i, output in outputs:
-                    if not has_begun:
-                        has_begun = True
-                        for event in making.begin():
+                    if not has_started:
+                        has_started = True
+                        for event in response.begin():
                             yield event
-                    async for choice in iter_cooperatively(answer.take(i, output)):
-                        reason = choice["finish_reason"] or reason
-                        for event in making.take(choice["delta"]):
+                    async for choice in iter_cooperatively(chat.choices(i, output)):
+                        finish_reason = choice["finish_reason"] or finish_reason
+                        for event in response.add(choice["delta"]):
                             yield event
-        except ApiError as problem:
-            raise blamed(problem) from None
-        for event in making.finish(reason, answer.usage.as_dict(reasons=answer.reasons)):
+        except ApiError as api_error:
+            raise to_responses_error(api_error) from None
+        for event in response.finish(finish_reason, chat.usage.as_dict(has_reasoning=chat.has_reasoning)):
             yield event
 
-    # -- text ----------------------------------------------------------------------------------------------------------
+    # -- tokenizer -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        given = parameters.read(context.body, parameters.TOKENIZE, warn=service.request_parser.warn_unknown)
+        given = schema.parse_fields(context.body, schema.TOKENIZE, warn=service.request_parser.warn_unknown)
         service.request_parser.resolve_model(context.body)
         if "messages" in given:
-            await run_cooperatively(protocol.decode_tool_arguments(given))
-            messages = protocol.parse_messages(given["messages"])
+            await run_cooperatively(decode_tool_arguments(given))
+            messages = parse_messages(given["messages"])
             template = service.request_parser.chat_template_options(given)
             if given.get("tools"):
-                protocol.validate_tools(given["tools"])
+                validate_tools(given["tools"])
                 template["tools"] = given["tools"]
             token_ids = (await service.encode_chat(messages, template)).token_ids
         elif "prompt" in given:
             service.prompts.check_length(given["prompt"])
             (token_ids,) = await service.encode_texts([given["prompt"]], given.get("add_special_tokens", True))
         else:
-            raise bad_request("missing_required_parameter", "prompt is missing; or give messages", "prompt")
-        pieces = None
+            raise bad_request("missing_required_parameter", "prompt is missing; send prompt or messages", "prompt")
+        token_strings = None
         if given.get("return_token_strs"):
-            pieces = await service.texts.pieces(token_ids)
+            token_strings = await service.text_workers.token_strings(token_ids)
         return json_response(
             {
                 "count": len(token_ids),
                 "max_model_len": service.backend.max_model_len,
                 "tokens": token_ids,
-                "token_strs": pieces,
+                "token_strs": token_strings,
             }
         )
 
     async def detokenize(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        given = parameters.read(context.body, parameters.DETOKENIZE, warn=service.request_parser.warn_unknown)
+        given = schema.parse_fields(context.body, schema.DETOKENIZE, warn=service.request_parser.warn_unknown)
         service.request_parser.resolve_model(context.body)
         if "tokens" not in given:
             raise bad_request("missing_required_parameter", "tokens is missing", "tokens")
-        tokens = protocol.parse_token_ids(given["tokens"], "tokens")
+        tokens = parse_token_ids(given["tokens"], "tokens")
         service.check_ids(tokens, "tokens")
         return json_response({"prompt": await service.decode(tokens, False)})
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- models and state ----------------------------------------------------------------------------------------------
 
     async def models(self, context: RequestContext) -> HttpResponse:
-        return json_response({"object": "list", "data": [self._card(name) for name in self.service.names]})
+        return json_response({"object": "list", "data": [self._card(name) for name in self.service.model_names]})
 
     async def model(self, context: RequestContext) -> HttpResponse:
         name = context.path_params["model"]
-        if not name:  # some clients end the path of the list with a slash
+        if not name:  # some clients request the list with a trailing slash
             return await self.models(context)
-        if name not in self.service.names:
+        if name not in self.service.model_names:
             raise ApiError(404, "model_not_found", f"The model `{name}` does not exist.", "model")
         return json_response(self._card(name))
 
@@ -302,28 +308,28 @@ class App:
             "object": "model",
             "created": self.service.started,
             "owned_by": "octavo",
-            "root": self.service.names[0],
+            "root": self.service.model_names[0],
             "parent": None,
             "max_model_len": self.service.backend.max_model_len,
             "permission": [],
         }
 
     async def health(self, context: RequestContext) -> HttpResponse:
-        """200 while the engine runs, or is being restarted and may come back."""
+        """200 while the engine runs, or restarts within `RESTART_GRACE_S`."""
         health = self.service.backend.health()
-        gone = health.state == "failed" or (health.state == "restarting" and health.since_s > RESTART_GRACE_S)
-        return HttpResponse(b"", 503 if gone else 200, "text/plain; charset=utf-8")
+        failed = health.state == "failed" or (health.state == "restarting" and health.since_s > RESTART_GRACE_S)
+        return HttpResponse(b"", 503 if failed else 200, "text/plain; charset=utf-8")
 
     async def ready(self, context: RequestContext) -> HttpResponse:
-        """503 whenever a request that is sent now would not get on, with the reason."""
-        reason = self._why_not_ready()
+        """200 if a new request would be processed now; else 503 with the reason."""
+        reason = self._not_ready_reason()
         if reason is None:
             return json_response({"status": "ready"})
-        reply = json_response({"status": "not ready", "reason": reason}, 503)
-        reply.headers["retry-after"] = "1"
-        return reply
+        response = json_response({"status": "not ready", "reason": reason}, 503)
+        response.headers["retry-after"] = "1"
+        return response
 
-    def _why_not_ready(self) -> str | None:
+    def _not_ready_reason(self) -> str | None:
         admission, health = self.service.admission, self.service.backend.health()
         if admission.draining:
             return "shutting down"
@@ -342,82 +348,82 @@ class App:
 
     async def metrics(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        text = service.metrics.text(await service.backend.stats(), service.backend.health())
+        text = service.metrics.render(await service.backend.stats(), service.backend.health())
         return HttpResponse(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def debug_request(self, context: RequestContext) -> HttpResponse:
         name, tenant = context.path_params["id"], context.tenant
-        for known in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"resp_{name}"):
-            if not tenant.sees(known):  # as if there were none
+        for candidate in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"resp_{name}"):
+            if not tenant.sees(candidate):  # the same 404 as for an unknown id
                 continue
-            async with self._turns.of(tenant):
-                found = await self.service.backend.debug_request(known)
+            async with self._rate_limiter.acquire(tenant):
+                found = await self.service.backend.debug_request(candidate)
             if found is not None:
-                return json_response(tenant.request(found))
-        raise not_found("request of this id that still runs or ran of late", "id")
+                return json_response(tenant.redact_request(found))
+        raise not_found("no running or recent request has this id", "id")
 
     async def debug_kv(self, context: RequestContext) -> HttpResponse:
-        return json_response(context.tenant.kv(await self._kv.get()))
+        return json_response(context.tenant.redact_kv(await self._kv_query.get()))
 
     async def no_playground(self, context: RequestContext) -> HttpResponse:
-        """A history is work and memory that a caller sizes, and no part of serving."""
-        text = "a server has no playground; run `octavo view` on a machine of your own"
-        raise ApiError(404, "unsupported_endpoint", text)
+        """404: a playground's history costs work and memory that the caller determines."""
+        raise ApiError(404, "unsupported_endpoint", "the server has no playground; run `octavo view` locally")
 
-    async def elsewhere(self, context: RequestContext) -> HttpResponse:
-        raise ApiError(404, "unsupported_endpoint", "the model generates text; there is /v1/completions and chat")
+    async def unsupported_route(self, context: RequestContext) -> HttpResponse:
+        raise ApiError(404, "unsupported_endpoint", "the model generates text; use /v1/completions or chat")
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router says: no such path, or not this method."""
+    """The router's errors as API errors: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = dict(error.headers or {})
-        problem = ApiError(405, "method_not_allowed", f"this path does not take {request.method[:16]}", headers=allowed)
+        api_error = ApiError(405, "method_not_allowed", f"the path has no {request.method[:16]}", headers=allowed)
     else:
-        problem = not_found("such path; see /openapi.json")
-    request.scope["state"]["context"].status = problem.status
-    return Response(problem.body(), problem.status, problem.headers())
+        api_error = not_found("no such path; see /openapi.json")
+    request.scope["state"]["context"].status = api_error.status
+    return Response(api_error.body(), api_error.status, api_error.headers())
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The document at /openapi.json, from the same table that bodies are read by."""
+    """The document at /openapi.json, from the table that also parses bodies."""
 
-    def route(summary: str, body: str | None = None, *, of: str | None = None) -> dict[str, Any]:
-        answers: dict[str, Any] = {"200": {"description": "OK"}}
+    def json_content(name: str) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+    def route(summary: str, body: str | None = None, *, path_param: str | None = None) -> dict[str, Any]:
+        responses: dict[str, Any] = {"200": {"description": "OK"}}
         for status in ("400", "401", "404", "413", "415", "429", "503"):
-            schema = {"$ref": "#/components/schemas/Error"}
-            content = {"application/json": {"schema": schema}}
-            answers[status] = {"description": "an error object", "content": content}
-        operation: dict[str, Any] = {"summary": summary, "responses": answers}
-        if of is not None:
-            operation["parameters"] = [{"name": of, "in": "path", "required": True, "schema": {"type": "string"}}]
+            responses[status] = {"description": "Error", "content": json_content("Error")}
+        operation: dict[str, Any] = {"summary": summary, "responses": responses}
+        if path_param is not None:
+            parameter = {"name": path_param, "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [parameter]
         if body is not None:
-            schema = {"$ref": f"#/components/schemas/{body}"}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation["requestBody"] = {"required": True, "content": json_content(body)}
         return operation
 
     return {
         "openapi": "3.1.0",
         "info": {"title": app.title, "version": app.version},
         "paths": {
-            "/v1/completions": {"post": route("Complete prompts", "CompletionRequest")},
-            "/v1/chat/completions": {"post": route("Answer a conversation", "ChatRequest")},
-            "/v1/responses": {"post": route("Answer a conversation, in newer words", "ResponseRequest")},
-            "/v1/models": {"get": route("The models served")},
-            "/v1/models/{model}": {"get": route("One of them", of="model")},
-            "/tokenize": {"post": route("Text to token ids", "TokenizeRequest")},
-            "/detokenize": {"post": route("Token ids to text", "DetokenizeRequest")},
-            "/health": {"get": route("Whether the engine lives")},
-            "/ping": {"get": route("The same")},
-            "/ready": {"get": route("Whether a request would get on")},
-            "/version": {"get": route("The server's version")},
-            "/load": {"get": route("Requests in flight")},
-            "/metrics": {"get": route("Numbers for Prometheus")},
-            "/debug/kv": {"get": route("The block pool")},
-            "/debug/requests/{id}": {"get": route("What became of a request", of="id")},
+            "/v1/completions": {"post": route("Create a completion", "CompletionRequest")},
+            "/v1/chat/completions": {"post": route("Create a chat completion", "ChatRequest")},
+            "/v1/responses": {"post": route("Create a response", "ResponseRequest")},
+            "/v1/models": {"get": route("List models")},
+            "/v1/models/{model}": {"get": route("Retrieve a model", path_param="model")},
+            "/tokenize": {"post": route("Tokenize text or messages", "TokenizeRequest")},
+            "/detokenize": {"post": route("Detokenize token ids", "DetokenizeRequest")},
+            "/health": {"get": route("Liveness")},
+            "/ping": {"get": route("Liveness (same as /health)")},
+            "/ready": {"get": route("Readiness")},
+            "/version": {"get": route("Server version")},
+            "/load": {"get": route("Number of requests in progress")},
+            "/metrics": {"get": route("Prometheus metrics")},
+            "/debug/kv": {"get": route("State of the KV cache's block pool")},
+            "/debug/requests/{id}": {"get": route("State and timeline of a request", path_param="id")},
         },
         "components": {
-            "schemas": parameters.schemas() | {"ResponseRequest": parameters.body(RESPONSE_FIELDS, "input")}
+            "schemas": schema.component_schemas() | {"ResponseRequest": schema.body_schema(RESPONSE_FIELDS, "input")}
         },
     }

@@ -1,4 +1,4 @@
-"""What a server can be told, and its defaults: `ServeArgs`. The engine's own options are `octavo.config.EngineArgs`."""
+"""`ServeArgs`, the server's options and defaults. The engine's options are `octavo.config.EngineArgs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from octavo.errors import ParameterError
 from octavo.params.validation import ValidatedParams
 from octavo.serve.http.allowed_hosts import is_host, is_loopback
-from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_TO_RUN, TOKENS_TO_CACHE, RequestLimits
+from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_PER_ROW, TOKENS_PER_CACHE, RequestLimits
 
 MIB = 1 << 20
 UnknownParams = Literal["refuse", "warn"]
@@ -22,50 +22,51 @@ ReasoningFormat = Literal["auto", "think", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeArgs(ValidatedParams):
-    """The server's options; names and meanings are vLLM's where it has the option.
+    """Options of the server, with vLLM's names and meanings where vLLM has the option.
 
-    host, port, uds              where it listens: an address and a port (0: any free one), or a Unix socket's path
-    served_model_name            names that requests may use; responses have the first. Default: the model as given
-    api_key                      keys, one of which every request but /health and /ready must bring
-    api_key_file                 more of them, one a line; a file is not seen in the list of processes
-    admin_key                    keys whose holders see all requests in /debug and /view; others see their own. The
-                                 holder of the only key sees all without
-    admin_key_file               more of them, one a line
-    insecure                     listen beyond loopback without a key
-    ssl_keyfile, ssl_certfile    TLS: the server's key and certificate
-    ssl_ca_certs                 authorities of which clients must bring a certificate
-    allowed_origins              origins whose scripts may read responses (CORS); none unless told, "*" for all
-    allowed_hosts                names by which requests may call it, beside loopback's and the bound address; "*" for
-                                 all. None: with keys all, without keys no others
-    root_path                    prefix of the paths, behind a proxy
-    max_num_queued_reqs          requests beyond those that run; more get 429
-    max_num_queued_tokens        their prompts' tokens in all; None: no limit
-    max_request_sequences        prompts x samples (n, best_of, beams) of one request. None: eight times those that run
-                                 together, and at most half of those that may be here
-    max_request_tokens           its prompts, and max_tokens for each of its sequences. None: four times what the KV
-                                 cache holds, and at least the longest sequence
-    max_request_logprobs         its log-probabilities, those of its prompts included. None: 131,072
-    queue_timeout                seconds that a request may wait before it runs, then 503
-    max_body_bytes               None: 64 KiB and 32 bytes for each token of max_model_len, at most 8 MiB
-    unknown_params               refuse a request with a parameter that does not exist, or warn and go on without it
-    strict_openai                OpenAI's own limits where they are narrower: model required, 4 stops, 5 logprobs
-    trust_request_chat_template  let requests bring chat templates
-    default_chat_template_kwargs variables of the chat template, unless a request sets them
-    tool_call_parser             how the model writes calls of tools; auto: read off its chat template
-    reasoning_parser             how it sets its reasoning apart; auto likewise
-    pin_prefix                   files of what many prompts begin with, computed at the start and kept: messages in a
-                                 .json file, text in any other
-    max_json_whitespace          characters of white space between two parts of JSON that a request constrains, unless
-                                 it says so itself; 0: none, -1: any number
+    host, port, uds              address to listen on: host and port (0: any free one), or the path of a Unix socket
+    served_model_name            model names that requests may use; responses have the first. Default: the model
+    api_key                      API keys; every request needs one, except /health and /ready
+    api_key_file                 file with further keys, one per line; unlike options, not visible in the process list
+    admin_key                    keys that see all requests in /debug and /view; other keys see their own requests. A
+                                 single key always sees all
+    admin_key_file               file with further admin keys, one per line
+    insecure                     allow a non-loopback address without a key
+    ssl_keyfile, ssl_certfile    TLS key and certificate of the server
+    ssl_ca_certs                 certificate authorities; clients must present a certificate signed by one
+    allowed_origins              CORS: origins whose scripts may read responses, "*" for all. Default: none
+    allowed_hosts                accepted Host names, besides loopback and the bound address; "*" for all. Default: all
+                                 if there are keys, else no further ones
+    root_path                    path prefix behind a reverse proxy
+    max_num_queued_reqs          sequences that may wait beyond max_num_seqs; further requests get 429
+    max_num_queued_tokens        prompt tokens of waiting requests; None: no limit
+    max_request_sequences        prompts x samples (n, best_of, beams) of one request. None: 8 x max_num_seqs, and at
+                                 most half of the sequences that may run and wait
+    max_request_tokens           prompt tokens, and max_tokens for each sequence, of one request. None: four times the
+                                 KV cache's tokens, and at least the longest sequence
+    max_request_logprobs         log-probabilities of one request, prompts included. None: 131,072
+    queue_timeout                seconds that a request may wait before it runs; then it gets 503. 0: no limit
+    max_body_bytes               size of a request body. None: 64 KiB and 32 bytes per token of max_model_len, at most
+                                 8 MiB
+    unknown_params               refuse a request with an unknown parameter, or warn and ignore the parameter
+    strict_openai                apply OpenAI's narrower limits: model required, 4 stop strings, 5 logprobs
+    trust_request_chat_template  allow chat templates in requests
+    default_chat_template_kwargs chat template variables, unless a request sets them
+    tool_call_parser             format of the model's tool calls; auto: detected from its chat template
+    reasoning_parser             format of the model's reasoning; auto: detected from its chat template
+    pin_prefix                   files with prompt prefixes to compute at the start and keep: messages in a .json file,
+                                 else text
+    max_json_whitespace          characters of white space between two JSON tokens of constrained output, unless the
+                                 request sets its own limit; 0: none, -1: unlimited
     shutdown_timeout             seconds that running requests get after the first SIGTERM or SIGINT
     sse_keep_alive_interval      seconds of silence after which a stream gets a comment; 0: never
-    metrics_public               /metrics takes no key
-    view_text                    /view shows the tokens in a block, and their text
-    otlp_traces_endpoint         an OpenTelemetry collector, over HTTP, that gets a span for each request
-    enable_log_requests          a line for each request, without its text
-    disable_log_stats            no line of numbers every ten seconds
-    disable_access_log_for_endpoints  paths whose requests are not logged
-    uvicorn_log_level            how much is logged
+    metrics_public               /metrics needs no key
+    view_text                    /view shows the token ids and the text of blocks
+    otlp_traces_endpoint         URL of an OpenTelemetry collector (OTLP over HTTP) for one span per request
+    enable_log_requests          log one line per request, without its text
+    disable_log_stats            do not log throughput every ten seconds
+    disable_access_log_for_endpoints  paths without access log lines
+    uvicorn_log_level            log level
     """
 
     TITLE: ClassVar[str] = "the server"
@@ -131,7 +132,7 @@ class ServeArgs(ValidatedParams):
         self._set("allowed_hosts", self._check_strings("allowed_hosts", 256))
         for host in self.allowed_hosts:
             if not is_host(host):
-                text = f"allowed_hosts has {host!r}; write names or addresses without a port, *.example.com, or *"
+                text = f"allowed_hosts has {host!r}; use names or addresses without a port, *.example.com, or *"
                 raise ParameterError(text, param="allowed_hosts")
         self._set("pin_prefix", self._check_strings("pin_prefix", 4096))
         for name in ("api_key", "admin_key"):
@@ -141,12 +142,12 @@ class ServeArgs(ValidatedParams):
             text = f"otlp_traces_endpoint is {url!r}, it must be a URL such as http://localhost:4318/v1/traces"
             raise ParameterError(text, param="otlp_traces_endpoint")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ParameterError("ssl_keyfile and ssl_certfile go together; give both or none", param="ssl_certfile")
+            raise ParameterError("ssl_keyfile and ssl_certfile need each other; set both or none", param="ssl_certfile")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ParameterError("ssl_ca_certs needs TLS; give ssl_keyfile and ssl_certfile too", param="ssl_ca_certs")
+            raise ParameterError("ssl_ca_certs needs TLS; set ssl_keyfile and ssl_certfile", param="ssl_ca_certs")
 
     def check_tls(self) -> None:
-        """Raises `ParameterError` where the files of TLS cannot be used."""
+        """Raises `ParameterError` if the TLS files cannot be used."""
         if self.ssl_certfile is None:
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -161,45 +162,42 @@ class ServeArgs(ValidatedParams):
             if self.ssl_ca_certs is not None:
                 context.load_verify_locations(self.ssl_ca_certs)
         except ssl.SSLError as error:
-            what = "a certificate and its own key" if name == "ssl_certfile" else "certificates"
-            text = f"{name} {getattr(self, name)}: {error.reason or error}; it must be {what}, PEM and not encrypted"
+            content = "a certificate and its key" if name == "ssl_certfile" else "certificates"
+            text = f"{name} {getattr(self, name)}: {error.reason or error}; it must be {content}, PEM and not encrypted"
             raise ParameterError(text, param=name) from None
         except OSError as error:
-            text = f"{name} {getattr(self, name)}: {error.strerror}; name a file that can be read"
+            text = f"{name} {getattr(self, name)}: {error.strerror}; use a readable file"
             raise ParameterError(text, param=name) from None
 
     def check_exposure(self, keys: Sequence[str]) -> None:
-        """Raises `ParameterError` where anybody on the network could use the server without a key."""
+        """Raises `ParameterError` if other machines could use the server without a key."""
         if keys or self.insecure or self.uds is not None or is_loopback(self.host):
             return
         raise ParameterError(
-            f"host {self.host} can be reached from other machines, and there is no key; set api_key, or say --insecure",
+            f"host {self.host} is reachable from other machines without a key; set api_key, or insecure to allow this",
             param="host",
         )
 
     def request_limits(self, max_num_seqs: int | None, max_model_len: int, num_kv_tokens: int | None) -> RequestLimits:
-        """What one request may come to on an engine of this size. A request that the queue could never take is beyond
-        them, too."""
+        """The limits of one request on an engine of this size. They exclude requests that could never be queued."""
         sequences, tokens = self.max_request_sequences, self.max_request_tokens
         if max_num_seqs is not None:
-            room = max_num_seqs + self.max_num_queued_reqs
-            unasked = min(SEQUENCES_TO_RUN * max_num_seqs, max(max_num_seqs, room // 2))
-            sequences = min(room, unasked if sequences is None else sequences)
+            capacity = max_num_seqs + self.max_num_queued_reqs
+            default = min(SEQUENCES_PER_ROW * max_num_seqs, max(max_num_seqs, capacity // 2))
+            sequences = min(capacity, default if sequences is None else sequences)
         if tokens is None and num_kv_tokens is not None:
-            tokens = max(TOKENS_TO_CACHE * num_kv_tokens, max_model_len)
+            tokens = max(TOKENS_PER_CACHE * num_kv_tokens, max_model_len)
         logprobs = MAX_LOGPROBS if self.max_request_logprobs is None else self.max_request_logprobs
         return RequestLimits(sequences, tokens, logprobs, self.max_num_queued_tokens, max_model_len, num_kv_tokens)
 
     def body_limit(self, max_model_len: int) -> int:
-        """Bytes that a request's body may have."""
+        """The maximal size of a request body in bytes."""
         if self.max_body_bytes is not None:
             return self.max_body_bytes
         return min(64 * 1024 + 32 * max_model_len, 8 * MIB)
 
 
 def check_key(key: str, name: str = "api_key") -> None:
-    """Raises `ParameterError` for a key that no header can carry. The key itself is not repeated."""
+    """Raises `ParameterError` for a key that cannot be sent in a header. The message does not contain the key."""
     if not key or not all("!" <= c <= "~" for c in key):
-        raise ParameterError(
-            f"an {name} must be printable ASCII without spaces, and not empty; write another one", param=name
-        )
+        raise ParameterError(f"{name} must be non-empty printable ASCII without spaces; use another key", param=name)

@@ -1,4 +1,4 @@
-"""A server's life, from the command line to the exit code."""
+"""Starts `octavo serve`: reads keys and files, binds the address, starts the engine, serves, and cleans up."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ logger = logging.getLogger("octavo.serve")
 
 
 class StartupTimer:
-    """How long each part of the start took, for the table that ends it."""
+    """Durations of the phases of the start, for one log line."""
 
     def __init__(self) -> None:
         self._begin = self._last = time.monotonic()
         self._rows: list[tuple[str, float]] = []
 
-    def done(self, name: str) -> None:
+    def record(self, name: str) -> None:
         now = time.monotonic()
         self._rows.append((name, now - self._last))
         self._last = now
 
-    def table(self) -> str:
+    def summary(self) -> str:
         rows = [*self._rows, ("all", self._last - self._begin)]
         return "start-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in rows)
 
@@ -54,8 +54,7 @@ class StartupTimer:
 def load_keys(
     settings: ServeArgs, environment: Sequence[str] = (), *, name: Literal["api_key", "admin_key"] = "api_key"
 ) -> list[str]:
-    """Every key of this option, of its file, and of the environment. Raises `ParameterError` for one that cannot be
-    one."""
+    """All keys: of the option, its file and the environment. Raises `ParameterError` for a malformed key."""
     keys, file = [*getattr(settings, name), *environment], f"{name}_file"
     if (given := getattr(settings, file)) is not None:
         path = Path(given)
@@ -63,20 +62,20 @@ def load_keys(
             lines = path.read_text(encoding="utf-8").splitlines()
             mode = path.stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise ParameterError(f"cannot read {file} {path}: {reason}", param=file) from None
         if mode & 0o077:
-            logger.warning("%s can be read by other users; chmod 600 keeps its keys", path)
+            logger.warning("%s is readable by other users; run chmod 600 on it", path)
         keys += [line.strip() for line in lines if line.strip()]
         if not any(line.strip() for line in lines):
-            raise ParameterError(f"{path} has no key in it; write one a line", param=file)
+            raise ParameterError(f"{path} has no keys; write one per line", param=file)
     for key in keys:
         check_key(key, name)
     return keys
 
 
 def load_pin_prefixes(settings: ServeArgs) -> dict[str, Prompt | Messages]:
-    """What `pin_prefix` names, by file. Raises `ParameterError` for one that cannot be read, or holds no messages."""
+    """The prefixes of `pin_prefix`, by file name. Raises `ParameterError` for an unreadable or malformed file."""
     prefixes: dict[str, Prompt | Messages] = {}
     for name in settings.pin_prefix:
         is_json = name.endswith(".json")
@@ -91,7 +90,7 @@ def load_pin_prefixes(settings: ServeArgs) -> dict[str, Prompt | Messages]:
             and prefix
             and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prefix)
         ):
-            text = f'pin_prefix {name} holds no messages; write [{{"role": "system", "content": "..."}}, ...]'
+            text = f'pin_prefix {name} has no messages; write [{{"role": "system", "content": "..."}}, ...]'
             raise ParameterError(text, param="pin_prefix")
         prefixes[name] = prefix
     return prefixes
@@ -103,49 +102,49 @@ async def serve(
     *,
     keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
-    phases: StartupTimer | None = None,
+    timer: StartupTimer | None = None,
 ) -> None:
-    """Serve until told to leave. The address is taken before anything is loaded; nothing is left when this returns."""
-    phases = phases or StartupTimer()
+    """Serves until a signal stops it. The address is bound before the model is loaded. All resources are released."""
+    timer = timer or StartupTimer()
     settings.check_exposure([*keys, *admin_keys])
     settings.check_tls()
     connection_limits(raise_file_limit())
-    known, prefixes = ApiKeys(keys, admin_keys), load_pin_prefixes(settings)
-    if not known.has_operator:
-        logger.warning("several API keys and no admin key: /debug and /view show each key its own requests alone")
+    api_keys, prefixes = ApiKeys(keys, admin_keys), load_pin_prefixes(settings)
+    if not api_keys.has_operator:
+        logger.warning("several API keys and no admin key: /debug and /view show each key only its own requests")
     tracing = None
     if settings.otlp_traces_endpoint is not None:
         tracing = Tracing.to(settings.otlp_traces_endpoint, (*settings.served_model_name, args.model)[0])
-    sock = _bound(settings)
-    place = None if settings.uds is None else os.stat(settings.uds)
-    starting = contextlib.AsyncExitStack()
+    sock = _bind(settings)
+    uds_stat = None if settings.uds is None else os.stat(settings.uds)
+    startup_server = contextlib.AsyncExitStack()
     try:
-        await starting.enter_async_context(StartupServer(settings).on(sock))
+        await startup_server.enter_async_context(StartupServer(settings).on(sock))
         backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
-        phases.done("tokenizer")
+        timer.record("tokenizer")
         try:
             await backend.start()
-            phases.done("engine")
+            timer.record("engine")
             kv = await backend.kv_stats()
             limits = engine_limits(args, backend.summary, kv.num_blocks * kv.block_size)
             service = Service(backend, settings, args.model, limits, tracing)
-            _tell_capacity(kv, backend.max_model_len, service.limits.device)
+            _log_capacity(kv, backend.max_model_len, service.limits.device)
             backend.on_step = service.metrics.iteration_tokens.observe
-            service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
-            app = App(service, known)
+            service.metrics.set_cache_config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
+            app = App(service, api_keys)
             for name, prefix in prefixes.items():
-                for tenant in known.users:
+                for tenant in api_keys.users:
                     await backend.pin_prefix(prefix, tenant.pin_name(name), salt=combine_salts(tenant.salt))
             if prefixes:
-                phases.done("prefixes")
+                timer.record("prefixes")
             if args.flight_recorder is not None:
-                _dump_on_signal(backend)
-            phases.done("routes")
-            await starting.aclose()
+                _dump_recorder_on_signal(backend)
+            timer.record("routes")
+            await startup_server.aclose()
             try:
                 await app.start()
                 async with defer_full_gc(lambda: app.is_idle):
-                    await HTTPServer(app, _announcing(phases)).run_on(sock)
+                    await HTTPServer(app, _log_ready(timer)).run_on(sock)
             finally:
                 await app.close()
                 if tracing is not None:
@@ -153,39 +152,39 @@ async def serve(
         finally:
             backend.shutdown()
     finally:
-        await starting.aclose()
+        await startup_server.aclose()
         sock.close()
-        if settings.uds is not None and place is not None:
+        if settings.uds is not None and uds_stat is not None:
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(place, os.stat(settings.uds)):  # it may have become another server's
+                if os.path.samestat(uds_stat, os.stat(settings.uds)):  # another server may own the path by now
                     Path(settings.uds).unlink()
     logger.info("the server has stopped")
 
 
-def _dump_on_signal(backend: EngineClient) -> None:
-    """SIGUSR1 has the engine's last minutes written down; requests go on."""
+def _dump_recorder_on_signal(backend: EngineClient) -> None:
+    """SIGUSR1 writes the flight recorder to a file; requests continue."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def dump() -> None:
         try:
-            told = await backend.view_rpc("dump_recording", "asked")
+            result = await backend.view_rpc("dump_recording", "asked")
         except OctavoError as error:
-            told = {"error": str(error)}
-        if "path" in told:
-            logger.info("the engine's last minutes are in %s", told["path"])
+            result = {"error": str(error)}
+        if "path" in result:
+            logger.info("the flight recorder was written to %s", result["path"])
         else:
-            logger.error("%s", told["error"])
+            logger.error("%s", result["error"])
 
-    def begin() -> None:
+    def start_dump() -> None:
         task = asyncio.create_task(dump())
-        tasks.add(task)  # else nobody holds it
+        tasks.add(task)  # the loop keeps only weak references
         task.add_done_callback(tasks.discard)
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, begin)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, start_dump)
 
 
 def engine_limits(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: int) -> EngineLimits:
-    """What the engine's options come to on its device."""
+    """The engine's limits, with its options resolved for its device."""
     device = str(summary.get("device", "cpu"))
     return EngineLimits(
         max_num_seqs=args.resolved(device).max_num_seqs,
@@ -200,46 +199,46 @@ def run(
     args: EngineArgs,
     settings: ServeArgs,
     keys: Sequence[str] = (),
-    phases: StartupTimer | None = None,
+    timer: StartupTimer | None = None,
     *,
     admin_keys: Sequence[str] = (),
 ) -> None:
-    """`serve` on a loop of its own. Raises `OctavoError` for what keeps it from starting."""
+    """Runs `serve` on a new event loop. Raises `OctavoError` if the server cannot start."""
 
-    async def until_told() -> None:
+    async def serve_cancellable() -> None:
         task = asyncio.current_task()
         assert task is not None
-        # While it starts; once it serves, `HTTPServer` has its own way. Ctrl-C does the same without our help.
+        # For SIGTERM during the start; `HTTPServer` replaces the handler. asyncio handles Ctrl-C itself.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await serve(args, settings, keys=keys, admin_keys=admin_keys, phases=phases)
+        await serve(args, settings, keys=keys, admin_keys=admin_keys, timer=timer)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(until_told())
+            runner.run(serve_cancellable())
         except asyncio.CancelledError:
-            raise OctavoError("told to stop while it was starting") from None
+            raise OctavoError("stopped by a signal during the start") from None
 
 
-def _announcing(phases: StartupTimer) -> Callable[[str], None]:
-    def announce(url: str) -> None:
-        phases.done("listening")
-        logger.info("%s", phases.table())
+def _log_ready(timer: StartupTimer) -> Callable[[str], None]:
+    def log_ready(url: str) -> None:
+        timer.record("listening")
+        logger.info("%s", timer.summary())
         logger.info("serving on %s", url)
 
-    return announce
+    return log_ready
 
 
-def _bound(settings: ServeArgs) -> socket.socket:
+def _bind(settings: ServeArgs) -> socket.socket:
     try:
         return bind(settings.host, settings.port, settings.uds)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            other = "another port, 0 takes a free one" if settings.uds is None else "another path"
-            raise OctavoError(f"address in use: {error.filename}; choose {other}") from None
+            remedy = "another port, or 0 for a free one" if settings.uds is None else "another path"
+            raise OctavoError(f"address in use: {error.filename}; choose {remedy}") from None
         raise OctavoError(f"cannot listen on {error.filename or settings.host}: {error.strerror}") from None
 
 
-def _tell_capacity(kv: KVStats, max_model_len: int, device: str) -> None:
+def _log_capacity(kv: KVStats, max_model_len: int, device: str) -> None:
     num_tokens = kv.num_blocks * kv.block_size
     logger.info("%s KV cache size: %s tokens", device, f"{num_tokens:,}")
     logger.info(

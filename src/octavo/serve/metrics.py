@@ -1,6 +1,6 @@
-"""What /metrics says, under vLLM's names and in its buckets; ours beside them, under `octavo:`.
+"""Prometheus metrics, with vLLM's names and buckets, and Octavo's own under `octavo:`.
 
-Requests are measured here, where they come in and go out. What the engine counts is read from it at each scrape.
+Requests are measured in the server process. The engine's counters are read at each scrape.
 """
 
 from __future__ import annotations
@@ -26,77 +26,80 @@ from octavo.serve.openai.response import api_finish_reason
 logger = logging.getLogger("octavo.serve")
 
 # fmt: off
-LATENCY_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-FIRST_TOKEN_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-BETWEEN_TOKENS_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+ITL_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 # fmt: on
-SAMPLES = (1, 2, 5, 10, 20)
-STEP_TOKENS = tuple(2**power for power in range(15))
+N_BUCKETS = (1, 2, 5, 10, 20)
+STEP_TOKEN_BUCKETS = tuple(2**power for power in range(15))
 LABELS = ("model_name", "engine")
-ENDS = ("stop", "length", "abort", "error")
-REFUSALS = ("invalid", "queue_full", "shutting_down")
-SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-WAITS = ("blocks", "rows", "budget", "in flight", "prefix in flight", "long prefill", "behind a swapped request")
-"""What these counters count is there from the start, at 0: of a series that begins later, the first is not seen."""
+FINISH_REASONS = ("stop", "length", "abort", "error")
+REJECTION_REASONS = ("invalid", "queue_full", "shutting_down")
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+WAIT_REASONS = ("blocks", "rows", "budget", "in flight", "prefix in flight", "long prefill", "behind a swapped request")
+"""Label values that exist from the start, at 0. Prometheus does not see the first increment of a new series."""
 RECENT_REQUESTS = 1000
-"""Over which the hit rate of the log line is taken."""
+"""Requests over which the log line's hit rate is measured."""
 
 
-def token_buckets(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+def token_buckets(max_tokens: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_tokens`."""
     buckets = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
-    return [b for b in buckets if b <= most] or [1]
+    return [b for b in buckets if b <= max_tokens] or [1]
 
 
 class Metrics:
-    """One server's. `engine` is "0", as a single engine of vLLM's is."""
+    """The metrics of one server. The label `engine` is "0", as for a single engine of vLLM."""
 
     def __init__(self, model: str, max_model_len: int) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nothing reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         self._engine = _EngineCollector(self._labels)
         self.registry.register(self._engine)
         tokens = token_buckets(max_model_len)
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that began to run.")
-        self.prompt_tokens_cached = self._counter("vllm:prompt_tokens_cached", "Of these, found in the prefix cache.")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that started.")
+        self.prompt_tokens_cached = self._counter("vllm:prompt_tokens_cached", "Of these, prefix cache hits.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Generated tokens.")
         self.success = Counter(
-            "vllm:request_success", "Requests that ended.", (*LABELS, "finished_reason"), registry=self.registry
+            "vllm:request_success", "Finished requests.", (*LABELS, "finished_reason"), registry=self.registry
         )
         self.rejections = Counter(
-            "vllm:admission_rejections", "Requests refused at the door.", (*LABELS, "reason"), registry=self.registry
+            "vllm:admission_rejections",
+            "Requests refused on arrival.",
+            (*LABELS, "reason"),
+            registry=self.registry,
         )
         self.prompt_sources = Counter(
             "vllm:prompt_tokens_by_source",
-            "Prompt tokens of requests that began to run, by where their keys and values come from.",
+            "Prompt tokens of requests that started, by the source of their KV cache.",
             (*LABELS, "source"),
             registry=self.registry,
         )
-        for source in SOURCES:
+        for source in PROMPT_SOURCES:
             self.prompt_sources.labels(**self._labels, source=source)
-        for reason in ENDS:
+        for reason in FINISH_REASONS:
             self.success.labels(**self._labels, finished_reason=reason)
-        for reason in REFUSALS:
+        for reason in REJECTION_REASONS:
             self.rejections.labels(**self._labels, reason=reason)
         self.http_requests = Counter(
-            "http_requests", "Answers.", ("method", "status", "handler"), registry=self.registry
+            "http_requests", "HTTP responses.", ("method", "status", "handler"), registry=self.registry
         )
         self.http_seconds = Histogram(
-            "http_request_duration_seconds", "From request to end.", ("method", "handler"), registry=self.registry
+            "http_request_duration_seconds", "Duration of HTTP requests.", ("method", "handler"), registry=self.registry
         )
-        self.first_token = self._histogram("vllm:time_to_first_token_seconds", FIRST_TOKEN_S)
-        self.between_tokens = self._histogram("vllm:inter_token_latency_seconds", BETWEEN_TOKENS_S)
-        self.per_output_token = self._histogram("vllm:request_time_per_output_token_seconds", BETWEEN_TOKENS_S)
-        self.latency = self._histogram("vllm:e2e_request_latency_seconds", LATENCY_S)
-        self.queue_time = self._histogram("vllm:request_queue_time_seconds", LATENCY_S)
-        self.inference_time = self._histogram("vllm:request_inference_time_seconds", LATENCY_S)
-        self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", LATENCY_S)
-        self.decode_time = self._histogram("vllm:request_decode_time_seconds", LATENCY_S)
-        self.iteration_tokens = self._histogram("vllm:iteration_tokens_total", STEP_TOKENS)
+        self.time_to_first_token = self._histogram("vllm:time_to_first_token_seconds", TTFT_BUCKETS)
+        self.inter_token_latency = self._histogram("vllm:inter_token_latency_seconds", ITL_BUCKETS)
+        self.per_output_token = self._histogram("vllm:request_time_per_output_token_seconds", ITL_BUCKETS)
+        self.latency = self._histogram("vllm:e2e_request_latency_seconds", LATENCY_BUCKETS)
+        self.queue_time = self._histogram("vllm:request_queue_time_seconds", LATENCY_BUCKETS)
+        self.inference_time = self._histogram("vllm:request_inference_time_seconds", LATENCY_BUCKETS)
+        self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", LATENCY_BUCKETS)
+        self.decode_time = self._histogram("vllm:request_decode_time_seconds", LATENCY_BUCKETS)
+        self.iteration_tokens = self._histogram("vllm:iteration_tokens_total", STEP_TOKEN_BUCKETS)
         self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", tokens)
         self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", tokens)
-        self.request_n = self._histogram("vllm:request_params_n", SAMPLES)
+        self.request_n = self._histogram("vllm:request_params_n", N_BUCKETS)
         self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", tokens)
         self.request_preemptions = self._histogram("vllm:request_num_preemptions", (0, 1, 2, 5, 10, 20, 50))
         self.request_computed = self._histogram("vllm:request_prefill_kv_computed_tokens", tokens)
@@ -110,66 +113,66 @@ class Metrics:
         text = name.partition(":")[2].replace("_", " ").capitalize() + "."
         return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(**self._labels)
 
-    def watch(self, params: SamplingParams | BeamSearchParams, num_prompt: int, arrival: float) -> PromptTracker:
+    def track(self, params: SamplingParams | BeamSearchParams, num_prompt: int, arrival: float) -> PromptTracker:
         return PromptTracker(self, params, num_prompt, arrival)
 
-    def rejected(self, reason: str) -> None:
+    def count_rejection(self, reason: str) -> None:
         self.rejections.labels(**self._labels, reason=reason).inc()
 
-    def ended(self, reason: str) -> None:
+    def count_finish(self, reason: str) -> None:
         self.success.labels(**self._labels, finished_reason=reason).inc()
 
-    def config(self, values: Mapping[str, Any]) -> None:
-        """What the cache is like, as labels of a gauge that is 1."""
+    def set_cache_config(self, values: Mapping[str, Any]) -> None:
+        """Exports the KV cache's configuration as labels of a gauge with value 1."""
         texts = {name: str(value) for name, value in values.items()}
-        info = Gauge("vllm:cache_config_info", "The KV cache.", ("engine", *texts), registry=self.registry)
+        info = Gauge("vllm:cache_config_info", "KV cache configuration.", ("engine", *texts), registry=self.registry)
         info.labels(engine="0", **texts).set(1)
 
-    def text(self, stats: StatsSnapshot, health: Health) -> bytes:
+    def render(self, stats: StatsSnapshot, health: Health) -> bytes:
         self._engine.stats, self._engine.health = stats, health
         return generate_latest(self.registry)
 
-    def note_prompt(self, num_tokens: int, num_cached: int) -> None:
+    def record_prompt(self, num_tokens: int, num_cached: int) -> None:
         self.prompt_tokens.inc(num_tokens)
         self.prompt_tokens_cached.inc(num_cached)
-        for source, num in zip(SOURCES, (num_tokens - num_cached, num_cached), strict=False):
+        for source, num in zip(PROMPT_SOURCES, (num_tokens - num_cached, num_cached), strict=False):
             self.prompt_sources.labels(**self._labels, source=source).inc(num)
         self.num_prompt_tokens += num_tokens
         self._recent.append((num_tokens, num_cached))
 
-    def note_tokens(self, count: int) -> None:
+    def record_tokens(self, count: int) -> None:
         self.generation_tokens.inc(count)
         self.num_generation_tokens += count
 
-    def note_end(self, ended: FinishedPrompt, params: SamplingParams | BeamSearchParams) -> None:
-        self.ended(ended.reason)
+    def record_finish(self, finished: FinishedPrompt, params: SamplingParams | BeamSearchParams) -> None:
+        self.count_finish(finished.reason)
         self.request_n.observe(params.n or 1)
-        self.request_prompt_tokens.observe(ended.num_prompt)
-        self.request_generation_tokens.observe(ended.num_generated)
+        self.request_prompt_tokens.observe(finished.num_prompt)
+        self.request_generation_tokens.observe(finished.num_generated)
         if params.max_tokens is not None:
             self.request_max_tokens.observe(params.max_tokens)
-        self.latency.observe(ended.latency_s)
-        if ended.decode_s is None:
+        self.latency.observe(finished.latency_s)
+        if finished.decode_s is None:
             return
-        self.request_preemptions.observe(ended.num_preemptions)
-        self.request_computed.observe(ended.num_prompt - ended.num_cached)
-        self.decode_time.observe(ended.decode_s)
-        if ended.num_generated > 1:
-            self.per_output_token.observe(ended.decode_s / (ended.num_generated - 1))
-        if ended.queue_s is not None and ended.inference_s is not None and ended.prefill_s is not None:
-            self.queue_time.observe(ended.queue_s)
-            self.inference_time.observe(ended.inference_s)
-            self.prefill_time.observe(ended.prefill_s)
+        self.request_preemptions.observe(finished.num_preemptions)
+        self.request_computed.observe(finished.num_prompt - finished.num_cached)
+        self.decode_time.observe(finished.decode_s)
+        if finished.num_generated > 1:
+            self.per_output_token.observe(finished.decode_s / (finished.num_generated - 1))
+        if finished.queue_s is not None and finished.inference_s is not None and finished.prefill_s is not None:
+            self.queue_time.observe(finished.queue_s)
+            self.inference_time.observe(finished.inference_s)
+            self.prefill_time.observe(finished.prefill_s)
 
     @property
     def recent_hit_rate(self) -> float:
-        queried = sum(num for num, _ in self._recent)
-        return sum(hits for _, hits in self._recent) / queried if queried else 0.0
+        num_queried = sum(num for num, _ in self._recent)
+        return sum(num_hits for _, num_hits in self._recent) / num_queried if num_queried else 0.0
 
 
 @dataclass(slots=True)
 class FinishedPrompt:
-    """A prompt's way through the server, looked back upon. None: it did not come to that."""
+    """Statistics of a finished prompt. None: the phase was not reached."""
 
     reason: str
     num_prompt: int
@@ -185,7 +188,7 @@ class FinishedPrompt:
 
 
 class PromptTracker:
-    """One prompt on its way through the server."""
+    """Measures one prompt from arrival to end."""
 
     def __init__(
         self, metrics: Metrics, params: SamplingParams | BeamSearchParams, num_prompt: int, arrival: float
@@ -194,62 +197,62 @@ class PromptTracker:
         self._params = params
         self._num_prompt = num_prompt
         self._arrival = arrival
-        self._first: float | None = None
-        self._last = arrival
+        self._first_token_at: float | None = None
+        self._last_token_at = arrival
         self._num_generated = self._num_samples = 0
-        self._over: set[int] = set()  # samples that have ended
+        self._finished_samples: set[int] = set()
         self._output: RequestOutput | None = None
         self._reason = ""
 
-    def take(self, output: RequestOutput) -> None:
-        now, metrics, told = time.monotonic(), self._metrics, output.metrics
-        new = told.num_generation_tokens - self._num_generated
-        self._num_generated = told.num_generation_tokens
-        took, num_gaps = now - self._last, new
-        if self._first is None:
-            self._first, self._num_samples = now, len(output.outputs)
-            metrics.first_token.observe(now - self._arrival)
-            metrics.note_prompt(self._num_prompt, output.num_cached_tokens)
-            took, num_gaps = told.decode_time_s or 0.0, new - self._num_samples  # told too late to be told alone
-        steps = cdiv(num_gaps, max(1, self._num_samples - len(self._over)))
-        for _ in range(num_gaps):  # of several that came at once, each took its share
-            metrics.between_tokens.observe(took / steps)
-        self._over.update(c.index for c in output.outputs if c.finish_reason)
-        self._last = now
-        if new > 0:
-            metrics.note_tokens(new)
+    def record(self, output: RequestOutput) -> None:
+        now, metrics, stats = time.monotonic(), self._metrics, output.metrics
+        num_new = stats.num_generation_tokens - self._num_generated
+        self._num_generated = stats.num_generation_tokens
+        elapsed_s, num_gaps = now - self._last_token_at, num_new
+        if self._first_token_at is None:
+            self._first_token_at, self._num_samples = now, len(output.outputs)
+            metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.record_prompt(self._num_prompt, output.num_cached_tokens)
+            elapsed_s, num_gaps = stats.decode_time_s or 0.0, num_new - self._num_samples  # several tokens came at once
+        steps = cdiv(num_gaps, max(1, self._num_samples - len(self._finished_samples)))
+        for _ in range(num_gaps):  # tokens that arrive together share the time evenly
+            metrics.inter_token_latency.observe(elapsed_s / steps)
+        self._finished_samples.update(c.index for c in output.outputs if c.finish_reason)
+        self._last_token_at = now
+        if num_new > 0:
+            metrics.record_tokens(num_new)
         self._output = output
         for c in output.outputs:
             self._reason = api_finish_reason(c.finish_reason) or self._reason
 
     def close(self, reason: str) -> FinishedPrompt | None:
-        """The request is over; `reason` is why, if the output does not say. None for one that was refused."""
+        """Records the end of the request. `reason` is used if the output has none. Returns None if it was refused."""
         if reason == "refused":
-            self._metrics.rejected("invalid")
+            self._metrics.count_rejection("invalid")
             return None
-        ended = self._ended(reason)
-        self._metrics.note_end(ended, self._params)
-        return ended
+        finished = self._statistics(reason)
+        self._metrics.record_finish(finished, self._params)
+        return finished
 
-    def _ended(self, reason: str) -> FinishedPrompt:
+    def _statistics(self, reason: str) -> FinishedPrompt:
         now = time.monotonic()
-        finished = self._output is not None and self._output.finished
-        reason = self._reason if finished and self._reason else "abort" if reason == "stop" else reason
-        ended = FinishedPrompt(reason, self._num_prompt, self._num_generated, now - self._arrival)
-        if self._output is None or self._first is None:
-            return ended
-        told, first_token_s = self._output.metrics, self._first - self._arrival
-        ended.num_cached, ended.num_preemptions = self._output.num_cached_tokens, told.num_preemptions
-        ended.first_token_s, ended.decode_s = first_token_s, now - self._first
-        if (queued := told.time_in_queue_s) is not None:
-            ended.queue_s = queued
-            ended.inference_s = max(0.0, ended.latency_s - queued)
-            ended.prefill_s = max(0.0, first_token_s - queued)
-        return ended
+        is_finished = self._output is not None and self._output.finished
+        reason = self._reason if is_finished and self._reason else "abort" if reason == "stop" else reason
+        finished = FinishedPrompt(reason, self._num_prompt, self._num_generated, now - self._arrival)
+        if self._output is None or self._first_token_at is None:
+            return finished
+        stats, first_token_s = self._output.metrics, self._first_token_at - self._arrival
+        finished.num_cached, finished.num_preemptions = self._output.num_cached_tokens, stats.num_preemptions
+        finished.first_token_s, finished.decode_s = first_token_s, now - self._first_token_at
+        if (queue_s := stats.time_in_queue_s) is not None:
+            finished.queue_s = queue_s
+            finished.inference_s = max(0.0, finished.latency_s - queue_s)
+            finished.prefill_s = max(0.0, first_token_s - queue_s)
+        return finished
 
 
 class _EngineCollector:
-    """The engine's own counts, as of the last look."""
+    """Exports the engine's counters, as of the last scrape."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self.stats: StatsSnapshot | None = None
@@ -269,67 +272,67 @@ class _EngineCollector:
             family.add_metric(values, value)
             return family
 
-        yield gauge("octavo:up", "Whether the engine runs.", float(self.health.state == "running"))
-        yield counter("octavo:engine_restarts", "Engines that took a lost one's place.", self.health.num_restarts)
+        yield gauge("octavo:up", "1 if the engine runs, else 0.", float(self.health.state == "running"))
+        yield counter("octavo:engine_restarts", "Restarts of the engine.", self.health.num_restarts)
         if (stats := self.stats) is None:
             return
         engine, kv = stats.engine, stats.kv
-        yield gauge("vllm:num_requests_running", "Requests that run.", stats.num_running)
+        yield gauge("vllm:num_requests_running", "Running requests.", stats.num_running)
         num_waiting = stats.num_waiting + stats.num_swapped
-        yield gauge("vllm:num_requests_waiting", "Requests that wait.", num_waiting)
+        yield gauge("vllm:num_requests_waiting", "Waiting requests.", num_waiting)
         num_deferred = stats.num_deferred if isinstance(stats, ClientStats) else 0
         reasons = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "For room, or for an engine.", labels=[*names, "reason"]
+            "vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", labels=[*names, "reason"]
         )
         reasons.add_metric([*values, "capacity"], num_waiting - num_deferred)
         reasons.add_metric([*values, "deferred"], num_deferred)
         yield reasons
-        yield gauge("vllm:num_requests_swapped", "Of these, swapped out.", stats.num_swapped)
+        yield gauge("vllm:num_requests_swapped", "Requests swapped out to host memory.", stats.num_swapped)
         yield counter("vllm:num_preemptions", "Preemptions.", engine.num_preemptions)
-        yield counter("octavo:steps", "Steps of the engine.", engine.num_steps)
-        yield counter("octavo:failed_steps", "Steps that failed.", engine.num_failed_steps)
-        yield counter("octavo:bad_messages", "Messages from or to the engine dropped.", engine.num_bad_messages)
-        yield counter("octavo:swap_preemptions", "Preemptions by swapping out.", engine.num_swap_preemptions)
-        text = "Swapped blocks that came back with a wrong checksum, and were computed again."
+        yield counter("octavo:steps", "Engine steps.", engine.num_steps)
+        yield counter("octavo:failed_steps", "Failed engine steps.", engine.num_failed_steps)
+        yield counter("octavo:bad_messages", "Dropped invalid messages from or to the engine.", engine.num_bad_messages)
+        yield counter("octavo:swap_preemptions", "Preemptions by swapping.", engine.num_swap_preemptions)
+        text = "Swapped blocks that were recomputed after a wrong checksum."
         yield counter("octavo:corrupt_blocks", text, engine.num_corrupt_blocks)
-        yield counter("octavo:computed_tokens", "Positions computed.", engine.num_tokens_computed)
-        waits = CounterMetricFamily("octavo:waits", "How often a request came to wait.", labels=[*names, "reason"])
-        for reason, count in sorted((dict.fromkeys(WAITS, 0) | stats.wait_counts).items()):
+        yield counter("octavo:computed_tokens", "Computed tokens.", engine.num_tokens_computed)
+        waits = CounterMetricFamily("octavo:waits", "Waits of requests, by reason.", labels=[*names, "reason"])
+        for reason, count in sorted((dict.fromkeys(WAIT_REASONS, 0) | stats.wait_counts).items()):
             waits.add_metric([*values, reason.replace(" ", "_")], count)
         yield waits
         if kv is None:
             return
-        yield gauge("vllm:kv_cache_usage_perc", "Share of the blocks in use.", kv.num_used / max(1, kv.num_blocks))
-        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", kv.num_queried_tokens)
-        yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", kv.num_hit_tokens)
+        yield gauge("vllm:kv_cache_usage_perc", "Fraction of blocks in use.", kv.num_used / max(1, kv.num_blocks))
+        yield counter("vllm:prefix_cache_queries", "Prefix cache lookups, in tokens.", kv.num_queried_tokens)
+        yield counter("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", kv.num_hit_tokens)
         blocks = GaugeMetricFamily("octavo:blocks", "Blocks by state.", labels=[*names, "state"])
         for state, count in (("used", kv.num_used), ("cached", kv.num_cached), ("free", kv.num_free)):
             blocks.add_metric([*values, state], count)
         yield blocks
-        yield gauge("octavo:blocks_saved_by_sharing", "Blocks that copies would take.", kv.num_saved_by_sharing)
-        yield gauge("octavo:unfilled_slots", "Slots of used blocks without a token.", kv.num_unfilled_slots)
-        yield gauge("octavo:host_blocks_used", "Blocks swapped out.", kv.num_host_used)
-        yield counter("octavo:blocks_copied", "Copies on write.", kv.num_copied)
-        yield counter("octavo:blocks_evicted", "Cached blocks taken for new content.", kv.num_evicted)
-        yield counter("octavo:blocks_swapped_out", "Blocks moved to the host.", kv.num_swapped_out)
-        yield counter("octavo:blocks_swapped_in", "Blocks moved back.", kv.num_swapped_in)
+        yield gauge("octavo:blocks_saved_by_sharing", "Blocks saved by sharing.", kv.num_saved_by_sharing)
+        yield gauge("octavo:unfilled_slots", "Empty slots of used blocks.", kv.num_unfilled_slots)
+        yield gauge("octavo:host_blocks_used", "Blocks held in host memory.", kv.num_host_used)
+        yield counter("octavo:blocks_copied", "Blocks copied on write.", kv.num_copied)
+        yield counter("octavo:blocks_evicted", "Cached blocks evicted for new content.", kv.num_evicted)
+        yield counter("octavo:blocks_swapped_out", "Blocks copied to host memory.", kv.num_swapped_out)
+        yield counter("octavo:blocks_swapped_in", "Blocks copied back to the device.", kv.num_swapped_in)
 
 
 class StatsLogger:
-    """vLLM's line of numbers, every ten seconds in which something happened."""
+    """Formats vLLM's periodic line of throughput and cache usage."""
 
     def __init__(self, metrics: Metrics, device: str) -> None:
         self._metrics = metrics
         self._device = device
-        self._before = (0, 0, time.monotonic())
+        self._previous = (0, 0, time.monotonic())
         self._num_preemptions = 0
         self._was_idle = True
 
-    def tell(self, stats: StatsSnapshot) -> str | None:
-        """The line; None while nothing happens."""
-        metrics, (prompt, generated, then) = self._metrics, self._before
+    def line(self, stats: StatsSnapshot) -> str | None:
+        """The log line since the last call; None while the server stays idle."""
+        metrics, (prompt, generated, then) = self._metrics, self._previous
         now = time.monotonic()
-        self._before = (metrics.num_prompt_tokens, metrics.num_generation_tokens, now)
+        self._previous = (metrics.num_prompt_tokens, metrics.num_generation_tokens, now)
         elapsed_s = max(now - then, 1e-9)
         prompt_rate = (metrics.num_prompt_tokens - prompt) / elapsed_s
         rate = (metrics.num_generation_tokens - generated) / elapsed_s

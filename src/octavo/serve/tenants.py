@@ -1,4 +1,4 @@
-"""Tenants: the holders of keys, whose request is whose, and what a tenant may see."""
+"""Tenants (API key holders): which requests belong to a tenant, and what it may see of others."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from octavo.engine.engine import pin_id
 
 OTHER_TENANT = "another tenant"
-"""Stands where the id of a request of another tenant would."""
+"""Replaces request ids of other tenants."""
 NONCE_BYTES, TAG_BYTES = 10, 6
-NAME = re.compile(r"(?:cmpl-|chatcmpl-|resp_)?([0-9a-f]{32})(?:-[0-9]{1,9})?")
-"""An id in the engine: an object's prefix, our own id, and the number of a prompt where there are several."""
+REQUEST_NAME = re.compile(r"(?:cmpl-|chatcmpl-|resp_)?([0-9a-f]{32})(?:-[0-9]{1,9})?")
+"""An engine request id: the API object's prefix, our own id, and the prompt's index if there are several."""
 _SECRET = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The holder of a key; without keys, every caller.
+    """The holder of an API key; without keys, every caller.
 
-    A request's id contains a MAC under the tenant's salt, so an id alone says whose it is, also after its end and after
-    a restart of the engine. Nothing has to be remembered.
+    A request id contains a MAC under the tenant's salt. The id alone identifies its tenant, also after the request has
+    ended and after an engine restart. No state is kept.
 
-    salt      16 bytes that part its cached blocks from those of others; empty where there is one tenant
-    sees_all  it sees the requests of all tenants, and not only its own
-    number    by which the scheduler shares, and the queue counts
+    salt      16 bytes that separate its cached blocks from other tenants'; empty if there is only one tenant
+    sees_all  may see the requests of all tenants
+    number    its number in the scheduler's fair sharing and in the queue's counts
     """
 
     salt: bytes = b""
@@ -36,11 +36,11 @@ class Tenant:
     number: int = 0
 
     def pin_name(self, name: str) -> str:
-        """Of a pinned prefix of its own. Where there are several tenants, it ends with whose it is."""
-        return name + self._pin_end
+        """The engine's name of one of its pinned prefixes: with several tenants it ends with the tenant's tag."""
+        return name + self._pin_suffix
 
     @property
-    def _pin_end(self) -> str:
+    def _pin_suffix(self) -> str:
         return f" {self.salt.hex()[:8]}" if self.salt else ""
 
     def new_request_id(self) -> str:
@@ -48,12 +48,12 @@ class Tenant:
         return (nonce + self._tag(nonce)).hex()
 
     def sees(self, name: str) -> bool:
-        """Whether it may see the request of this id. The time that this takes does not depend on what runs."""
+        """Whether it may see the request with this id. The time taken does not depend on running requests."""
         if self.sees_all:
             return True
         if name.startswith(pin_id("")):
-            return name.endswith(self._pin_end)
-        if (found := NAME.fullmatch(name)) is None:
+            return name.endswith(self._pin_suffix)
+        if (found := REQUEST_NAME.fullmatch(name)) is None:
             return False
         data = bytes.fromhex(found[1])
         return secrets.compare_digest(data[NONCE_BYTES:], self._tag(data[:NONCE_BYTES]))
@@ -61,19 +61,19 @@ class Tenant:
     def _tag(self, nonce: bytes) -> bytes:
         return blake2b(nonce, digest_size=TAG_BYTES, key=_SECRET, person=self.salt).digest()
 
-    # -- what it sees of the engine's answers --------------------------------------------------------------------------
+    # -- redaction of debug data ---------------------------------------------------------------------------------------
 
-    def request(self, found: dict[str, Any]) -> dict[str, Any]:
-        """A request of its own (`engine.timeline.describe_request`) without the ids of others in its timeline."""
+    def redact_request(self, found: dict[str, Any]) -> dict[str, Any]:
+        """One of its requests (`engine.timeline.describe_request`), without other tenants' ids in the timeline."""
         return found | {"timeline": [self.redact(entry) for entry in found["timeline"]]}
 
     def redact(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """What happened to a request of its own. Another's request may have been the cause."""
+        """An event of one of its requests; the id is hidden if another tenant's request was the cause."""
         cause = event.get("for_request")
         return {**event, "for_request": OTHER_TENANT} if cause is not None and not self.sees(cause) else dict(event)
 
-    def kv(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The pool (`engine.timeline.describe_kv`), with its own requests one by one and the others as a sum."""
+    def redact_kv(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The block pool (`engine.timeline.describe_kv`): its own requests, and the sum of other tenants'."""
         if self.sees_all:
             return found
         own = {name: held for name, held in found["requests"].items() if self.sees(name)}

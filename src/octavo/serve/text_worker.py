@@ -1,14 +1,14 @@
-"""Text work that a caller can size is done in processes of its own: rendering templates, tokenising, detokenising.
+"""Renders chat templates, tokenises and detokenises in worker processes.
 
-A template is pure Python, and a search for special tokens in a long text is one call of C. Either holds the interpreter
-of its process for as long as it takes, on whatever thread it runs; no connection would be read meanwhile.
+The caller determines the size of this work. Templates are pure Python, and the search for special tokens in a long text
+is one C call. Both hold the GIL on any thread, and the server could read no connection meanwhile.
 
     this process                              a worker (`python -m octavo.serve.text_worker FD`)
-    length, [what, ...] ------- socket -----> Tokenizer
+    length, [job, ...] -------- socket -----> Tokenizer
     msgpack <------------------ socket ------ length, [value] or [error, message, param, code]
 
-There are a few workers, started as they are needed. One that dies or hangs fails the request that it works on, and the
-next request has a new one. A worker ends when its socket does.
+There are a few workers, started on demand. A worker that dies or hangs fails its current request and is replaced. A
+worker exits when its socket closes.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ NUM_WORKERS = max(2, min(4, (os.cpu_count() or 1) // 2))
 START_S = 60.0
 BASE_S = 10.0
 CHARS_PER_S = 100_000
-"""A worker that has not answered after `BASE_S`, and a second for so many characters or tokens, is taken to hang."""
+"""Timeout of a job: `BASE_S`, and a second for this many characters or tokens. Then the worker is considered hung."""
 MAX_JOBS = 1024
 MAX_JOB_BYTES = 64 << 20
-"""Of jobs that wait or run, in all; the next one gets 429. One job alone is always taken."""
+"""Limits of waiting and running jobs; further jobs get 429. A single job is always accepted."""
 LENGTH = struct.Struct(">I")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 class TextWorkerPool:
-    """The workers of one tokenizer. Use them on one event loop, and close them."""
+    """The workers of one tokenizer. Use it on one event loop, and close it."""
 
     def __init__(self, tokenizer: Tokenizer, num_workers: int = NUM_WORKERS) -> None:
         self._tokenizer = tokenizer
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._turns = asyncio.Semaphore(num_workers)
-        self._slow_turns = asyncio.Semaphore(num_workers - 1)  # one is left for what is known to be quick
-        self._num_bytes = 0  # of the jobs
+        self._slots = asyncio.Semaphore(num_workers)
+        self._slow_slots = asyncio.Semaphore(num_workers - 1)  # one worker is reserved for short jobs
+        self._num_job_bytes = 0
         self._closed = False
-        self._paper = b""  # what a worker makes its tokenizer of
+        self._tokenizer_state = b""  # serialised, for new workers
 
     async def start(self) -> None:
-        """Start the first, so that the first request need not wait for it."""
-        async with self._turns:
-            self._idle.append(await self._started())
+        """Starts a worker, so that the first request need not wait for it."""
+        async with self._slots:
+            self._idle.append(await self._start_worker())
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """The ids of each. Special tokens that are spelled in them are text."""
+        """Token ids of each text. The spelling of a special token is encoded as text."""
         size = sum(map(len, texts))
-        packed: list[bytes] = await self._ask("encode", list(texts), add_special_tokens, size=size)
+        packed: list[bytes] = await self._submit("encode", list(texts), add_special_tokens, size=size)
         return list(map(_unpack, packed))
 
     async def chat(self, messages: Sequence[dict[str, Any]], template: dict[str, Any]) -> tuple[str, list[int]]:
@@ -77,25 +77,25 @@ class TextWorkerPool:
         size = sum(len(m["content"]) for m in messages)
         slow = "chat_template" in template
         try:
-            text, packed = await self._ask("chat", messages, template, size=size, slow=slow)
+            text, packed = await self._submit("chat", messages, template, size=size, slow=slow)
         except OverflowError:
-            text = "messages, tools or chat_template_kwargs have an integer of more than 64 bits; write a smaller one"
+            text = "messages, tools or chat_template_kwargs have an integer of more than 64 bits; use a smaller one"
             raise bad_request("integer_out_of_range", text, "messages") from None
         return text, _unpack(packed)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        found: str = await self._ask("decode", _pack(ids), skip_special_tokens, size=len(ids))
-        return found
+        text: str = await self._submit("decode", _pack(ids), skip_special_tokens, size=len(ids))
+        return text
 
-    async def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token's text."""
-        found: list[str] = await self._ask("pieces", _pack(ids), size=len(ids))
-        return found
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        texts: list[str] = await self._submit("token_strings", _pack(ids), size=len(ids))
+        return texts
 
     async def word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """As `InputProcessor.encode_bad_words`."""
-        found: list[list[int]] = await self._ask("word_ids", list(words), size=2 * sum(map(len, words)))
-        return found
+        """See `InputProcessor.encode_bad_words`."""
+        ids: list[list[int]] = await self._submit("word_ids", list(words), size=2 * sum(map(len, words)))
+        return ids
 
     async def close(self) -> None:
         self._closed = True
@@ -107,65 +107,67 @@ class TextWorkerPool:
         self._all.clear()
         self._idle.clear()
 
-    async def _ask(self, *question: Any, size: int, slow: bool = False) -> Any:
-        """Who leaves early leaves the worker to finish: ending it would cost more than what it does. `slow`, as what is
-        large is: it must not take the last worker."""
-        body = _encode(question)
-        if self._tasks and (len(self._tasks) >= MAX_JOBS or self._num_bytes + len(body) > MAX_JOB_BYTES):
-            text = f"{len(self._tasks)} requests wait for a process to tokenise in; try again later"
+    async def _submit(self, *job: Any, size: int, slow: bool = False) -> Any:
+        """Runs a job and returns its result. `slow` and large jobs leave the last worker to others.
+
+        A cancelled caller does not stop the worker: restarting it would cost more than finishing the job.
+        """
+        body = _encode(job)
+        if self._tasks and (len(self._tasks) >= MAX_JOBS or self._num_job_bytes + len(body) > MAX_JOB_BYTES):
+            text = f"{len(self._tasks)} requests wait to be tokenised; try again later"
             raise ApiError(429, "queue_full", text, retry_after_s=1)
-        task = asyncio.ensure_future(self._answer(body, BASE_S + size / CHARS_PER_S, slow or size > CHARS_PER_S))
+        task = asyncio.ensure_future(self._run_job(body, BASE_S + size / CHARS_PER_S, slow or size > CHARS_PER_S))
         self._tasks.add(task)
-        self._num_bytes += len(body)
-        task.add_done_callback(functools.partial(self._forget, len(body)))
+        self._num_job_bytes += len(body)
+        task.add_done_callback(functools.partial(self._on_job_done, len(body)))
         return await asyncio.shield(task)
 
-    def _forget(self, num_bytes: int, task: asyncio.Task[Any]) -> None:
+    def _on_job_done(self, num_bytes: int, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        self._num_bytes -= num_bytes
+        self._num_job_bytes -= num_bytes
         if not task.cancelled():
-            task.exception()  # its request may have gone
+            task.exception()  # retrieved, as the caller may have been cancelled
 
-    async def _answer(self, body: bytes, limit_s: float, slow: bool) -> Any:
-        async with contextlib.AsyncExitStack() as turns:
+    async def _run_job(self, body: bytes, timeout_s: float, slow: bool) -> Any:
+        async with contextlib.AsyncExitStack() as slots:
             if slow:
-                await turns.enter_async_context(self._slow_turns)
-            await turns.enter_async_context(self._turns)
+                await slots.enter_async_context(self._slow_slots)
+            await slots.enter_async_context(self._slots)
             worker = self._idle.pop() if self._idle else None
             if worker is not None and not worker.is_alive:
                 self._end(worker)
                 worker = None
             if worker is None:
-                worker = await self._started()
+                worker = await self._start_worker()
             try:
-                async with asyncio.timeout(limit_s):
-                    answer = _decode(await worker.ask(body))
+                async with asyncio.timeout(timeout_s):
+                    reply = _decode(await worker.request(body))
             except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
                 self._end(worker)
-                logger.error("a text worker is ended: %s", "it hangs" if isinstance(error, TimeoutError) else "it died")
-                text = f"a text worker died, or took longer than {limit_s:.0f} s; send less text"
+                logger.error("text worker killed: %s", "it hangs" if isinstance(error, TimeoutError) else "it died")
+                text = f"a text worker died, or took longer than {timeout_s:.0f} s; send less text"
                 raise ApiError(500, "text_timeout", text) from None
-            except BaseException:  # half an answer may be on its way
+            except BaseException:  # half a reply may be in the socket
                 self._end(worker)
                 raise
             self._idle.append(worker)
-        if len(answer) == 1:
-            return answer[0]
-        raise _error(*answer)
+        if len(reply) == 1:
+            return reply[0]
+        raise _error(*reply)
 
-    async def _started(self) -> _Worker:
+    async def _start_worker(self) -> _Worker:
         if self._closed:
             raise ApiError(503, "shutting_down", "the server is shutting down", retry_after_s=5)
-        if not self._paper:
-            self._paper = await asyncio.to_thread(lambda: _encode(self._tokenizer.to_wire()))
+        if not self._tokenizer_state:
+            self._tokenizer_state = await asyncio.to_thread(lambda: _encode(self._tokenizer.to_wire()))
         worker = await _Worker.start()
         self._all.add(worker)
         try:
             async with asyncio.timeout(START_S):
-                await worker.ask(self._paper)
+                await worker.request(self._tokenizer_state)
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             self._end(worker)
-            raise ApiError(503, "text_unavailable", "no process starts to tokenise in", retry_after_s=5) from None
+            raise ApiError(503, "text_unavailable", "cannot start a process to tokenise in", retry_after_s=5) from None
         except BaseException:
             self._end(worker)
             raise
@@ -184,25 +186,25 @@ class _Worker:
 
     @classmethod
     async def start(cls) -> _Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setblocking(False)
+        server_end, worker_end = socket.socketpair()
+        with worker_end:
+            server_end.setblocking(False)
             options = ["-O"] if sys.flags.optimize else []
             process = subprocess.Popen(
-                [sys.executable, *options, "-P", "-m", __spec__.name, str(theirs.fileno())],
+                [sys.executable, *options, "-P", "-m", __spec__.name, str(worker_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 process_group=0,  # Ctrl-C is for the server
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=server_end)
         return cls(process, reader, writer)
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    async def ask(self, body: bytes) -> bytes:
+    async def request(self, body: bytes) -> bytes:
         self._writer.write(LENGTH.pack(len(body)))
         self._writer.write(body)
         await self._writer.drain()
@@ -233,51 +235,51 @@ def _unpack(packed: bytes) -> list[int]:
     return ids.tolist()
 
 
-# -- the worker's side -------------------------------------------------------------------------------------------------
+# -- in the worker process ---------------------------------------------------------------------------------------------
 
 
-def answer_to(tokenizer: Tokenizer, what: str, given: list[Any]) -> Any:
-    if what == "chat":
-        messages, template = given
+def run_job(tokenizer: Tokenizer, job: str, args: list[Any]) -> Any:
+    if job == "chat":
+        messages, template = args
         prompt = InputProcessor(tokenizer).chat(messages, **template)
         return prompt["prompt"], _pack(prompt["prompt_token_ids"])
-    if what == "encode":
-        texts, add_special_tokens = given
+    if job == "encode":
+        texts, add_special_tokens = args
         return list(map(_pack, tokenizer.encode_batch(texts, add_special_tokens, parse_special=False)))
-    if what == "decode":
-        packed, skip_special_tokens = given
+    if job == "decode":
+        packed, skip_special_tokens = args
         return tokenizer.decode(_unpack(packed), skip_special_tokens)
-    if what == "pieces":
-        return [tokenizer.decode([token], False) for token in _unpack(*given)]
-    if what == "word_ids":
-        return InputProcessor(tokenizer).encode_bad_words(*given)
-    raise ValueError(what)
+    if job == "token_strings":
+        return [tokenizer.decode([token], False) for token in _unpack(*args)]
+    if job == "word_ids":
+        return InputProcessor(tokenizer).encode_bad_words(*args)
+    raise ValueError(job)
 
 
 def serve(connection: socket.socket) -> None:
     stream = connection.makefile("rwb")
 
-    def told() -> Any:
+    def receive() -> Any:
         head = stream.read(LENGTH.size)
         return _decode(stream.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
 
-    def tell(value: Any) -> None:
+    def send(value: Any) -> None:
         body = _encode(value)
         stream.write(LENGTH.pack(len(body)) + body)
         stream.flush()
 
-    if (paper := told()) is None:
+    if (tokenizer_state := receive()) is None:
         return
-    tokenizer = Tokenizer.from_wire(paper)
-    tell([None])
-    while (question := told()) is not None:
+    tokenizer = Tokenizer.from_wire(tokenizer_state)
+    send([None])
+    while (job := receive()) is not None:
         try:
-            answer: list[Any] = [answer_to(tokenizer, question[0], question[1:])]
+            reply: list[Any] = [run_job(tokenizer, job[0], job[1:])]
         except UsageError as error:
-            answer = [type(error).__name__, str(error), error.param, error.code]
+            reply = [type(error).__name__, str(error), error.param, error.code]
         except Exception as error:
-            answer = ["bug", f"{type(error).__name__}: {error}"[:1000], None, ""]
-        tell(answer)
+            reply = ["bug", f"{type(error).__name__}: {error}"[:1000], None, ""]
+        send(reply)
 
 
 if __name__ == "__main__":

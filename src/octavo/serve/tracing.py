@@ -1,8 +1,8 @@
-"""A span for each prompt, sent to an OpenTelemetry collector, with vLLM's names; the extra `octavo[otel]`.
+"""OpenTelemetry tracing: one span per prompt, with vLLM's attribute names. Needs the extra `octavo[otel]`.
 
-A request that brings a `traceparent` header has its span in the caller's trace. Spans are sent in batches by a thread
-of the SDK's; when no collector takes them, they are dropped, and no request is held up. What the SDK reads from the
-environment (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...) holds here too.
+A `traceparent` header puts the span into the caller's trace. A thread of the SDK sends spans in batches. Spans that no
+collector accepts are dropped and delay no request. The SDK's environment variables apply (OTEL_SERVICE_NAME,
+OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
 EXPORT_S = 2.0
-"""How long the collector may take to accept a batch, and the last one when the server stops."""
+"""Timeout for a batch, and for the last one when the server stops."""
 
 
 class Tracing:
-    """Makes spans, and gives them to `processor`."""
+    """Creates spans and passes them to `processor`."""
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -34,7 +34,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         resource = Resource.create()
-        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # the environment gives no name
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # not set in the environment
             resource = resource.merge(Resource({SERVICE_NAME: "octavo"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
@@ -44,7 +44,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Tracing:
-        """To a collector that listens to OTLP over HTTP. Raises `ParameterError` where the packages are missing."""
+        """Exports to a collector by OTLP over HTTP. Raises `ParameterError` if the packages are missing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -53,10 +53,10 @@ class Tracing:
             raise ParameterError(text, param="otlp_traces_endpoint") from None
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_S)), model)
 
-    def tell(
-        self, name: str, params: SamplingParams | BeamSearchParams, ended: FinishedPrompt, headers: Mapping[str, str]
+    def export(
+        self, name: str, params: SamplingParams | BeamSearchParams, finished: FinishedPrompt, headers: Mapping[str, str]
     ) -> None:
-        """Of a prompt that is over, now."""
+        """Exports the span of a prompt that has just finished. `headers`: the caller's trace context."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         end_ns = time.time_ns()
@@ -64,40 +64,40 @@ class Tracing:
             "llm_request",
             context=self._propagator.extract(headers) if headers else None,
             kind=SpanKind.SERVER,
-            start_time=end_ns - round(1e9 * ended.latency_s),
-            attributes=attributes_of(name, self._model, params, ended),
+            start_time=end_ns - round(1e9 * finished.latency_s),
+            attributes=attributes_of(name, self._model, params, finished),
         )
-        if ended.reason == "error":
+        if finished.reason == "error":
             span.set_status(Status(StatusCode.ERROR))
         span.end(end_ns)
 
     def close(self) -> None:
-        """Send what is left, if it is taken at once."""
-        sending = threading.Thread(target=self._provider.shutdown, name="octavo-tracing", daemon=True)
-        sending.start()
-        sending.join(EXPORT_S)
+        """Sends the remaining spans, for at most `EXPORT_S`."""
+        thread = threading.Thread(target=self._provider.shutdown, name="octavo-tracing", daemon=True)
+        thread.start()
+        thread.join(EXPORT_S)
 
 
 def attributes_of(
-    name: str, model: str, params: SamplingParams | BeamSearchParams, ended: FinishedPrompt
+    name: str, model: str, params: SamplingParams | BeamSearchParams, finished: FinishedPrompt
 ) -> dict[str, str | int | float]:
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.response.model": model,
-        "gen_ai.response.finish_reason": ended.reason,
+        "gen_ai.response.finish_reason": finished.reason,
         "gen_ai.request.id": name,
         "gen_ai.request.n": params.n or 1,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": getattr(params, "top_p", None),
-        "gen_ai.usage.prompt_tokens": ended.num_prompt,
-        "gen_ai.usage.completion_tokens": ended.num_generated,
-        "gen_ai.latency.time_in_queue": ended.queue_s,
-        "gen_ai.latency.time_to_first_token": ended.first_token_s,
-        "gen_ai.latency.e2e": ended.latency_s,
-        "gen_ai.latency.time_in_model_prefill": ended.prefill_s,
-        "gen_ai.latency.time_in_model_decode": ended.decode_s,
-        "gen_ai.latency.time_in_model_inference": ended.inference_s,
-        "octavo.num_cached_tokens": ended.num_cached,
-        "octavo.num_preemptions": ended.num_preemptions,
+        "gen_ai.usage.prompt_tokens": finished.num_prompt,
+        "gen_ai.usage.completion_tokens": finished.num_generated,
+        "gen_ai.latency.time_in_queue": finished.queue_s,
+        "gen_ai.latency.time_to_first_token": finished.first_token_s,
+        "gen_ai.latency.e2e": finished.latency_s,
+        "gen_ai.latency.time_in_model_prefill": finished.prefill_s,
+        "gen_ai.latency.time_in_model_decode": finished.decode_s,
+        "gen_ai.latency.time_in_model_inference": finished.inference_s,
+        "octavo.num_cached_tokens": finished.num_cached,
+        "octavo.num_preemptions": finished.num_preemptions,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in attributes.items() if value is not None}

@@ -1,6 +1,6 @@
-"""The view's routes, all under /view (view/PROTOCOL.md): on a server beside its own, or alone for `octavo view`.
+"""The view's routes under /view (view/PROTOCOL.md): part of `octavo serve`, or alone for `octavo view`.
 
-Nothing that a browser loads here comes from elsewhere, and nothing elsewhere may load it or read it.
+The page loads nothing from other sites, and other sites may neither load nor read it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from octavo.view.playground.session import MAX_CHARS, Playgrounds
 from octavo.view.recording.frames import Replay
 
 STATIC = Path(octavo.view.__file__).parent / "static"
-TYPES = {
+MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".mjs": "text/javascript; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -50,16 +50,22 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 EVENTS = "/view/events"
-"""The route that streams."""
+"""The route of the event stream."""
 KEEP_ALIVE_S = 15.0
 PLAY_BODY_BYTES = 4 * MAX_CHARS
 MAX_VIEWERS = 32
-"""Streams of one tenant at a time: each may have `hub.MAX_BYTES` in its queue."""
+"""Concurrent event streams of one tenant. Each may queue `hub.MAX_BYTES`."""
 
 
 class View:
-    """`hub`: an engine to look at; `replay`: a recording; `text_of`: makes text of a block's tokens, where it may be
-    shown; `playground`: whether there is one; `turns`: bounds the questions to the engine."""
+    """The view's handlers.
+
+    hub           a live engine
+    replay        a recording
+    text_of       decodes a block's tokens; None: text is not shown
+    playground    whether there is a playground
+    rate_limiter  bounds queries to the engine
+    """
 
     def __init__(
         self,
@@ -69,15 +75,15 @@ class View:
         replay: Replay | None = None,
         text_of: Callable[[list[int]], str] | None = None,
         playground: bool = True,
-        turns: TenantRateLimiter | None = None,
+        rate_limiter: TenantRateLimiter | None = None,
     ) -> None:
         self.title = title
         self.hub, self.replay = hub, replay
         self._text_of = text_of
-        self._turns = turns or TenantRateLimiter()
+        self._rate_limiter = rate_limiter or TenantRateLimiter()
         self._num_viewers: Counter[Tenant] = Counter()
         self._playgrounds = Playgrounds() if playground else None
-        self._play_thread = ThreadPoolExecutor(1, "octavo-playground")  # the loop's own pool is for other work
+        self._play_thread = ThreadPoolExecutor(1, "octavo-playground")  # the loop's default pool has other work
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         routes: list[tuple[str, str, Handler]] = [
@@ -95,17 +101,17 @@ class View:
         if self.replay is not None:
             routes += [
                 ("GET", "/view/replay", self._summary),
-                ("GET", "/view/replay/at", self._at),
+                ("GET", "/view/replay/at", self._state_at),
                 ("GET", "/view/replay/frames", self._frames),
                 ("GET", "/view/replay/export", self._export),
                 ("GET", "/view/replay/trace", self._trace),
             ]
-        return [(method, path, _same_site(handler)) for method, path, handler in routes]
+        return [(method, path, _same_site_only(handler)) for method, path, handler in routes]
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
     async def redirect(self, context: RequestContext) -> HttpResponse:
-        """Relative, for whatever stands before it on the way from the browser."""
+        """Redirects to view/, with a relative location for proxies that add a path prefix."""
         return HttpResponse(b"", 307, headers={"location": "view/"})
 
     async def _index(self, context: RequestContext) -> HttpResponse:
@@ -138,23 +144,23 @@ class View:
             )
         assert self._playgrounds is not None
         loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._play_thread, self._playgrounds.answer, history, action or None)
-        return _json(answer)
+        result = await loop.run_in_executor(self._play_thread, self._playgrounds.answer, history, action or None)
+        return _json(result)
 
     # -- live ----------------------------------------------------------------------------------------------------------
 
     async def _events(self, context: RequestContext) -> EventStream:
 
-        def last_words(problem: ApiError) -> tuple[str, dict[str, str]]:
-            return "bye", {"reason": problem.message}
+        def error_event(api_error: ApiError) -> tuple[str, dict[str, str]]:
+            return "bye", {"reason": api_error.message}
 
         events = self._watch(context.tenant)
-        return EventStream(events, closing=b"", keep_alive_s=KEEP_ALIVE_S, last_words=last_words)
+        return EventStream(events, end_marker=b"", keep_alive_s=KEEP_ALIVE_S, error_event=error_event)
 
     async def _watch(self, tenant: Tenant) -> AsyncGenerator[Message, None]:
         assert self.hub is not None
         if self._num_viewers[tenant] >= MAX_VIEWERS:
-            text = f"{MAX_VIEWERS} viewers of this key look already, the limit; close one"
+            text = f"{MAX_VIEWERS} viewers are open with this key, the limit; close one"
             raise ApiError(429, "too_many_viewers", text, retry_after_s=5)
         self._num_viewers[tenant] += 1
         try:
@@ -168,13 +174,13 @@ class View:
         name = context.path_params["id"]
         block = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else 0
         if self.hub is not None:
-            async with self._turns.of(context.tenant):
+            async with self._rate_limiter.acquire(context.tenant):
                 found = await self.hub.block(block, context.tenant)
         else:
             assert self.replay is not None
             found = await asyncio.to_thread(self.replay.block, block, _seconds(context, "time_s"))
         if found is None:
-            raise not_found("such block, or nobody watches", "id")
+            raise not_found("no such block, or no viewer is connected", "id")
         if self._text_of is None:
             found["token_ids"] = None
         elif found["token_ids"] is not None:
@@ -187,7 +193,7 @@ class View:
         assert self.replay is not None
         return _json({"title": self.title, **self.replay.summary()})
 
-    async def _at(self, context: RequestContext) -> HttpResponse:
+    async def _state_at(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
         return _json(await asyncio.to_thread(self.replay.at, _seconds(context, "time_s")))
 
@@ -206,49 +212,49 @@ class View:
     async def _trace(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
         name = _query(context).get("request_id")
-        reply = _json(await asyncio.to_thread(self.replay.trace, name))
-        reply.headers["content-disposition"] = 'attachment; filename="trace.json"'
-        return reply
+        response = _json(await asyncio.to_thread(self.replay.trace, name))
+        response.headers["content-disposition"] = 'attachment; filename="trace.json"'
+        return response
 
 
 def _file(name: str) -> HttpResponse:
-    """A file by its name. No path is made of what a request says: the name has to be one of those that are there."""
+    """A static file. The name is looked up among the existing files; no path is built from a request."""
     path = _files(STATIC).get(name)
     if path is None:
-        raise not_found("such file", "name")
-    return HttpResponse(path.read_bytes(), content_type=TYPES[path.suffix], headers=dict(HEADERS))
+        raise not_found("no such file", "name")
+    return HttpResponse(path.read_bytes(), content_type=MEDIA_TYPES[path.suffix], headers=dict(HEADERS))
 
 
 @functools.cache
 def _files(folder: Path) -> dict[str, Path]:
-    paths = (path for path in folder.rglob("*") if path.suffix in TYPES and path.is_file())
+    paths = (path for path in folder.rglob("*") if path.suffix in MEDIA_TYPES and path.is_file())
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def _json(value: Any) -> HttpResponse:
-    reply = json_response(value)
-    reply.headers = dict(HEADERS)
-    return reply
+    response = json_response(value)
+    response.headers = dict(HEADERS)
+    return response
 
 
-def _same_site(handler: Handler) -> Handler:
-    """Browsers send keys that they remember along with other sites' requests, too, and say whose they are."""
+def _same_site_only(handler: Handler) -> Handler:
+    """Refuses requests from other sites, by the Sec-Fetch headers: browsers attach remembered keys to these as well."""
 
-    async def guarded(context: RequestContext) -> HttpResponse | EventStream:
+    async def checked(context: RequestContext) -> HttpResponse | EventStream:
         site = context.header(b"sec-fetch-site") or "none"
         mode = context.header(b"sec-fetch-mode")
         if site not in ("same-origin", "none") and mode != "navigate":
-            raise ApiError(403, "cross_site", "this is not for other sites' scripts")
+            raise ApiError(403, "cross_site", "requests from other sites are not allowed")
         return await handler(context)
 
-    return guarded
+    return checked
 
 
 def _query(context: RequestContext) -> Mapping[str, str]:
     try:
         given = parse_qs(context.scope["query_string"].decode("latin-1"), max_num_fields=16)
     except ValueError:
-        raise bad_request("invalid_value", "a query has 16 fields at most; leave some out", None) from None
+        raise bad_request("invalid_value", "the query string has more than 16 fields, the limit", None) from None
     return {name: values[-1] for name, values in given.items()}
 
 
@@ -259,5 +265,5 @@ def _seconds(context: RequestContext, name: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e12:
-        raise ParameterError(f"{name} is {text[:40]!r}; it is seconds from the beginning, 0 or more", param=name)
+        raise ParameterError(f"{name} is {text[:40]!r}; it must be seconds from the start, 0 or more", param=name)
     return seconds

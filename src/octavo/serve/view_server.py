@@ -1,4 +1,4 @@
-"""`octavo view`: the view without an engine, on this machine alone."""
+"""The server of `octavo view`: the view without an engine, for this machine only."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from octavo.serve.view_routes import EVENTS, PLAY_BODY_BYTES, View
 
 
 class ViewApp:
-    """An ASGI application. It answers only who calls it by an address of this machine: a name of somebody else's that
-    leads here is another site's way in."""
+    """The ASGI application. It accepts loopback host names only (DNS rebinding, see `allowed_hosts`)."""
 
     def __init__(self, view: View) -> None:
-        self._bodies = JsonWorker()
+        self._json_worker = JsonWorker()
         self._hosts = AllowedHosts()
         self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self._app.add_exception_handler(HTTPException, on_http_exception)
-        for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:  # nothing else is here
+        for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:
             limit = (lambda: PLAY_BODY_BYTES) if method == "POST" else None
-            endpoint = Endpoint(path, handler, body_limit=limit, bodies=self._bodies, streams=path == EVENTS)
+            endpoint = Endpoint(path, handler, body_limit=limit, json_worker=self._json_worker, streams=path == EVENTS)
             self._app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an application
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,13 +38,13 @@ class ViewApp:
             return
         context = RequestContext(scope, new_request_id())
         scope.setdefault("state", {})["context"] = context
-        if (problem := self._hosts.refusal(scope)) is not None:
-            await send_error(context, send, problem)
+        if (api_error := self._hosts.check(scope)) is not None:
+            await send_error(context, send, api_error)
             return
         await self._app(scope, receive, send)
 
     async def close(self) -> None:
-        await self._bodies.close()
+        await self._json_worker.close()
 
 
 class _Server(uvicorn.Server):
@@ -70,7 +69,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve_view(view: View, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Until Ctrl-C, on a bound socket. `on_ready` is called with the address once it can be opened."""
+    """Serves on a bound socket until Ctrl-C. `on_ready` is called with the address once it can be opened."""
     app = ViewApp(view)
     try:
         await _Server(app, lambda: on_ready(f"{socket_url(sock)}/view/")).serve(sockets=[sock])

@@ -155,28 +155,28 @@ class Planner:
     def _try(self, device: Device, num_devices: int, num_replicas: int, settings: dict[str, Any]) -> Deployment | None:
         """Simulate a deployment; None if the model does not fit."""
         price = self.prices.get(device.name, 0.0) * num_devices * num_replicas
-        setup = SimConfig(self.model, device, EngineArgs(model=self.model.name, **settings), num_devices, num_replicas)
+        config = SimConfig(self.model, device, EngineArgs(model=self.model.name, **settings), num_devices, num_replicas)
         self.progress(f"{num_replicas} x {num_devices} {device.name}")
         try:
-            report = self._run(setup, 1.0)
+            report = self._run(config, 1.0)
         except MemoryBudgetError:
             return None
         self.tried.append(Deployment(device, num_devices, num_replicas, settings, report["kept"], report, price))
         return self.tried[-1]
 
-    def _run(self, setup: SimConfig, load: float) -> dict[str, Any]:
+    def _run(self, config: SimConfig, load: float) -> dict[str, Any]:
         arrivals = (a._replace(time_s=a.time_s / load) for a in self.arrivals) if load != 1 else self.arrivals
-        records = simulate(setup, arrivals, interval_s=1e9)
+        records = simulate(config, arrivals, interval_s=1e9)
         report = summary(records, self.slo)
         return report | {"kept": report.get("slo_kept", 0.0) * len(records) / len(self.arrivals)}
 
     def _margin(self, best: Deployment) -> float:
         args = EngineArgs(model=self.model.name, **best.settings)
-        setup = SimConfig(self.model, best.device, args, best.num_devices, best.num_replicas)
+        config = SimConfig(self.model, best.device, args, best.num_devices, best.num_replicas)
         low, high = 1.0, MAX_MARGIN
         for _ in range(6):
             middle = (low * high) ** 0.5
             self.progress(f"the margin: {middle:.2f} times the load")
-            kept = self._run(replace(setup), middle)["kept"]
+            kept = self._run(replace(config), middle)["kept"]
             low, high = (middle, high) if kept >= self.share else (low, middle)
         return low

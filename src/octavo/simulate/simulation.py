@@ -154,16 +154,16 @@ class Replica:
     """One engine with its clock and simulated device."""
 
     def __init__(
-        self, setup: SimConfig, records: Records, *, token_source: TokenSource | None = None, interval_s: float
+        self, config: SimConfig, records: Records, *, token_source: TokenSource | None = None, interval_s: float
     ) -> None:
-        args = setup.resolved()
+        args = config.resolved()
         assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-        num_blocks = setup.num_blocks()
-        self.cache = setup.make_cache(
-            num_blocks, args.block_size, setup.num_host_blocks(), args.max_num_seqs, args.enable_prefix_caching
+        num_blocks = config.num_blocks()
+        self.cache = config.make_cache(
+            num_blocks, args.block_size, config.num_host_blocks(), args.max_num_seqs, args.enable_prefix_caching
         )
         policy = args.policy()
-        policy.costs.move_s = setup.cost_model().move_s
+        policy.costs.move_s = config.cost_model().move_s
         self.scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -171,10 +171,10 @@ class Replica:
             num_watermark_blocks=int(args.watermark * num_blocks),
             policy=policy,
         )
-        longest = setup.model.max_len if args.max_model_len in (None, -1) else args.max_model_len
+        longest = config.model.max_len if args.max_model_len in (None, -1) else args.max_model_len
         assert longest is not None
         self.clock = VirtualClock()
-        self.executor = SimulatedExecutor(setup.cost_model(), self.clock, token_source)
+        self.executor = SimulatedExecutor(config.cost_model(), self.clock, token_source)
         self.engine = Engine(
             self.scheduler,
             self.executor,
@@ -265,7 +265,7 @@ def _params(arrival: Arrival, seed: int | None) -> SamplingParams | BeamSearchPa
 
 
 def simulate(
-    setup: SimConfig,
+    config: SimConfig,
     arrivals: Iterable[Arrival],
     *,
     until_s: float = float("inf"),
@@ -279,8 +279,8 @@ def simulate(
     progress     called every 256 arrivals with their number and the time of the last
     """
     records = Records()
-    numbers = range(setup.num_replicas)
-    replicas = [Replica(setup, records, token_source=token_source, interval_s=interval_s) for _ in numbers]
+    numbers = range(config.num_replicas)
+    replicas = [Replica(config, records, token_source=token_source, interval_s=interval_s) for _ in numbers]
     with ExitStack() as stack:
         for replica in replicas:
             stack.enter_context(replica.engine.gc_pause)

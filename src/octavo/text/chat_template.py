@@ -111,7 +111,7 @@ def load(source: str) -> str:
         check(template)
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise CheckpointError(f"cannot read the chat template {source}: {reason}; give a file of Jinja source") from e
+        raise CheckpointError(f"cannot read the chat template {source}: {reason}; pass a file of Jinja source") from e
     except TemplateError as e:
         raise CheckpointError(f"{e}; pass another template, or none to use the model's", param="chat_template") from e
     return template
@@ -140,7 +140,7 @@ def _run(code: CodeType, variables: dict[str, Any]) -> str:
 def _compile(template: str) -> CodeType:
     if len(template) > MAX_SOURCE_CHARS:
         raise TemplateError(
-            f"the chat template has {len(template):,} characters; at most {MAX_SOURCE_CHARS:,} are read",
+            f"the chat template has {len(template):,} characters, the limit is {MAX_SOURCE_CHARS:,}; shorten it",
             param="chat_template",
             code="template_error",
         )

@@ -1,4 +1,4 @@
-"""`octavo blocks`: the session by hand, line by line, over the real core."""
+"""`octavo blocks`: sessions over the real core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def session() -> Session:
     return Session(num_blocks=8, block_size=4)
 
 
-def test_a_prompt_of_seven_fills_a_block_and_three_slots(session: Session) -> None:
+def test_prompt_of_seven_tokens_takes_two_blocks(session: Session) -> None:
     assert session.run("allocate A Four score and seven years ago our") == ["A: 7 tokens in blocks 1 2"]
     assert session.run("show A") == [
         "A, 7 tokens",
@@ -26,10 +26,10 @@ def test_a_prompt_of_seven_fills_a_block_and_three_slots(session: Session) -> No
         "  1        2         3/4     1     years ago our",
     ]
     assert session.run("generate A fathers") == ["A: 8 tokens in blocks 1 2"]
-    assert session.run("generate A brought") == ["A: takes block 3", "A: 9 tokens in blocks 1 2 3"]
+    assert session.run("generate A brought") == ["A: allocates block 3", "A: 9 tokens in blocks 1 2 3"]
 
 
-def test_stats_as_the_session_prints_them(session: Session) -> None:
+def test_stats_lines(session: Session) -> None:
     assert session.run("stats")[:3] == ["Hits: 0", "Misses: 0", "Hit Rate: 0.0%"]
     session.run("allocate A a b c d e f g h i")
     session.run("allocate B a b c d e f g h j")
@@ -45,18 +45,18 @@ def test_stats_as_the_session_prints_them(session: Session) -> None:
     ]
 
 
-def test_equal_beginnings_are_shared(session: Session) -> None:
+def test_equal_prefixes_are_shared(session: Session) -> None:
     session.run("allocate A a b c d e")
-    assert session.run("allocate B a b c d x") == ["B: 5 tokens in blocks 1 3, 1 of them from the cache"]
+    assert session.run("allocate B a b c d x") == ["B: 5 tokens in blocks 1 3, 1 of them cached"]
     assert "2     a b c d" in session.run("show B")[2]
 
 
-def test_tokens_are_words_and_not_their_letters(session: Session) -> None:
+def test_every_word_is_a_token(session: Session) -> None:
     session.run("allocate A 1 23 4 5 6")
     assert session.run("allocate B 12 3 4 5 6") == ["B: 5 tokens in blocks 3 4"]
 
 
-def test_a_writer_into_a_shared_tail_gets_a_copy_and_the_last_one_writes_in_place(session: Session) -> None:
+def test_write_to_a_shared_tail_copies_it_once(session: Session) -> None:
     session.run("allocate A a b c d e f")
     assert session.run("fork A B") == ["B: shares blocks 1 2 with A"]
     assert session.run("stats")[-2] == "Saved by Sharing: 2 blocks"
@@ -66,13 +66,13 @@ def test_a_writer_into_a_shared_tail_gets_a_copy_and_the_last_one_writes_in_plac
     assert session.run("show A")[-1].endswith("1     e f x")
 
 
-def test_freed_blocks_stay_in_the_cache_when_they_are_full(session: Session) -> None:
+def test_full_blocks_stay_cached_after_free(session: Session) -> None:
     session.run("allocate A a b c d e")
-    assert session.run("free A") == ["A: 1 block free again, 1 kept in the cache, 0 still in use"]
-    assert session.run("allocate B a b c d e")[0].endswith("1 of them from the cache")
+    assert session.run("free A") == ["A: 1 block free again, 1 kept in the prefix cache, 0 still in use"]
+    assert session.run("allocate B a b c d e")[0].endswith("1 of them cached")
 
 
-def test_what_was_freed_is_gone_and_its_name_is_free(session: Session) -> None:
+def test_name_can_be_reused_after_free(session: Session) -> None:
     session.run("allocate A a b")
     session.run("free A")
     assert session.run("show") == ["no sequences; allocate one"]
@@ -81,19 +81,19 @@ def test_what_was_freed_is_gone_and_its_name_is_free(session: Session) -> None:
     assert session.run("allocate A c") == ["A: 1 token in blocks 1"]
 
 
-def test_a_sharer_keeps_its_blocks_when_the_other_goes(session: Session) -> None:
+def test_fork_keeps_its_blocks_after_free(session: Session) -> None:
     session.run("allocate A a b c d e")
     session.run("fork A B")
-    assert session.run("free A") == ["A: 0 blocks free again, 0 kept in the cache, 2 still in use"]
+    assert session.run("free A") == ["A: 0 blocks free again, 0 kept in the prefix cache, 2 still in use"]
     assert [line.split()[1] for line in session.run("show B")[2:]] == ["1", "2"]
 
 
-def test_no_room_is_said_and_changes_nothing(session: Session) -> None:
+def test_no_room_is_reported_and_changes_nothing(session: Session) -> None:
     session.run("allocate A " + " ".join(f"t{i}" for i in range(28)))  # 7 of 8 blocks
     assert session.run("allocate B u v w x y") == ["no room: needs 2 blocks, 1 free, 0 cached; free a sequence"]
     assert session.run("show").count("A, 28 tokens") == 1
     assert session.run("generate A p q r s t") == [
-        "A: takes block 8",
+        "A: allocates block 8",
         "no room: needs 1 block, 0 free, 0 cached; free a sequence",
     ]
     assert session.run("show A")[0] == "A, 32 tokens"
@@ -103,18 +103,18 @@ def test_no_room_is_said_and_changes_nothing(session: Session) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("jump", "no command 'jump'; there are allocate,"),
+        ("jump", "no command 'jump'; the commands are allocate,"),
         ("generate Z a", "no sequence 'Z'; there is A"),
         ("free Z", "no sequence 'Z'"),
-        ("fork A A", "'A' is taken"),
-        ("allocate A b", "'A' is taken"),
-        ("allocate B", "allocate is used like this: allocate NAME WORD..."),
-        ("fork A", "fork is used like this: fork NAME NEW"),
-        ("stats now", "stats is used like this: stats"),
+        ("fork A A", "'A' exists"),
+        ("allocate A b", "'A' exists"),
+        ("allocate B", "usage: allocate NAME WORD..."),
+        ("fork A", "usage: fork NAME NEW"),
+        ("stats now", "usage: stats"),
         ("allocate B 'x", "No closing quotation"),
     ],
 )
-def test_a_mistake_is_refused_and_changes_nothing(session: Session, line: str, message: str) -> None:
+def test_invalid_line_is_refused_and_changes_nothing(session: Session, line: str, message: str) -> None:
     session.run("allocate A a")
     before = session.kv.stats()
     with pytest.raises(UsageError) as caught:
@@ -123,11 +123,11 @@ def test_a_mistake_is_refused_and_changes_nothing(session: Session, line: str, m
     assert session.kv.stats() == before
 
 
-def test_a_script_goes_on_after_a_mistake(call: Call, tmp_path: Path) -> None:
+def test_script_continues_after_an_invalid_line(call: Call, tmp_path: Path) -> None:
     script = tmp_path / "session"
     script.write_text("# the first lesson\n\nallocate A a b c\nfree B\nstats\nexit\nfree A\n")
     done = call("blocks", "--script", str(script), "--num-blocks", "2", "--block-size", "2")
-    assert done.code == 1, "and says in the end that there was one"
+    assert done.code == 1, "an invalid line sets the exit status"
     assert done.lines[:5] == [
         "blocks> # the first lesson",
         "blocks> allocate A a b c",
@@ -139,13 +139,13 @@ def test_a_script_goes_on_after_a_mistake(call: Call, tmp_path: Path) -> None:
     assert "blocks> free A" not in done.lines
 
 
-def test_a_script_that_is_absent(call: Call, tmp_path: Path) -> None:
+def test_missing_script(call: Call, tmp_path: Path) -> None:
     done = call("blocks", "--script", str(tmp_path / "absent"))
     assert done.code == 2
     assert "No such file" in done.err
 
 
-def test_a_script_that_is_no_utf_8(call: Call, tmp_path: Path) -> None:
+def test_script_must_be_utf_8(call: Call, tmp_path: Path) -> None:
     script = tmp_path / "session"
     script.write_bytes("allocate A café\n".encode("latin-1"))
     done = call("blocks", "--script", str(script))
@@ -153,7 +153,7 @@ def test_a_script_that_is_no_utf_8(call: Call, tmp_path: Path) -> None:
     assert f"cannot read {script}: " in done.err and "save it as UTF-8" in done.err
 
 
-def test_stdin_that_is_no_utf_8(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_must_be_utf_8(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for args in ((), ("--script", "-")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"allocate A \xe9\n"), encoding="utf-8"))
         done = call("blocks", *args)

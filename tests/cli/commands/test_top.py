@@ -1,4 +1,4 @@
-"""`octavo top`: what it says of a server, read from a stream as a server sends it."""
+"""`octavo top`, with a stream as a server sends it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from octavo.cli.commands.top import shown
+from octavo.cli.commands.top import render
 from octavo.view.live.messages import Delta, Snapshot
 from octavo.view.live.publisher import Publisher
 from octavo.view.live.state import PoolState
@@ -24,7 +24,7 @@ KEY = "sk-1"
 
 
 def frames_of_a_busy_server() -> list[Snapshot | Delta]:
-    """Two requests of which one waits for blocks; four steps, a second apart."""
+    """Two requests, of which one waits for blocks; four steps, a second apart."""
     lab = Lab(5, 2, rows=4, listen=False, policy=SWAP)
     now = 0.0
     publisher = Publisher(lab.scheduler, clock=lambda: now)
@@ -47,7 +47,7 @@ def state_of(frames: list[Snapshot | Delta]) -> PoolState:
     return state
 
 
-def test_a_glance() -> None:
+def test_summary() -> None:
     summary = Summary.of(state_of(frames_of_a_busy_server()[:-1]))
     assert (summary.used, summary.cached, summary.free) == (4, 0, 1)
     assert (summary.running, summary.waiting, summary.swapped) == (1, 1, 0)
@@ -59,12 +59,12 @@ def test_a_glance() -> None:
     )
 
 
-def test_a_name_is_no_markup() -> None:
-    """A server that is not ours may send anything."""
+def test_request_ids_are_not_markup() -> None:
+    """An untrusted server may send anything."""
     console = Console(file=io.StringIO(), width=100)
     names = ["[/x]", "[red]a"]
     rows = tuple(RequestSummary(name, "running", 8, 4, 0) for name in names)
-    console.print(shown(Summary(4, 0, 1, 2, 0, 0, 0.0, 0.0, 0.0, 0, 0, "", rows)))
+    console.print(render(Summary(4, 0, 1, 2, 0, 0, 0.0, 0.0, 0.0, 0, 0, "", rows)))
     assert [line.split()[0] for line in console.file.getvalue().splitlines()[-2:]] == names  # type: ignore[attr-defined]
 
 
@@ -94,7 +94,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_look_at_a_server(call: Call, url: str) -> None:
+def test_once_prints_the_summary(call: Call, url: str) -> None:
     done = call("top", url, "--once", "--api-key", KEY)
     assert done.code == 0, done.err
     text = " ".join(done.out.split())
@@ -104,23 +104,23 @@ def test_a_look_at_a_server(call: Call, url: str) -> None:
     assert "first running 8 4 0" in text
 
 
-def test_a_server_that_does_not_answer(call: Call, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_an_error(call: Call, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
-    assert "wants a key" in call("top", url, "--once").err
-    assert "does not answer" in call("top", "http://127.0.0.1:9", "--once").err
-    assert "is no address" in call("top", "ftp://x").err
+    assert "requires a key" in call("top", url, "--once").err
+    assert "does not respond" in call("top", "http://127.0.0.1:9", "--once").err
+    assert "is not a server's address" in call("top", "ftp://x").err
 
 
 @pytest.mark.parametrize(
     "url",
     ["http://localhost:abc", "http://localhost:99999", "http://[::1", "http://a b", f"http://{'a' * 70}", "http:///"],
 )
-def test_an_address_that_is_none(call: Call, url: str) -> None:
+def test_invalid_address_is_refused(call: Call, url: str) -> None:
     done = call("top", url, "--once")
-    assert done.code == 2 and "it looks like http://127.0.0.1:8000" in done.err
+    assert done.code == 2 and "use one such as http://127.0.0.1:8000" in done.err
 
 
-def test_a_server_that_speaks_no_http(call: Call) -> None:
+def test_server_without_http_is_an_error(call: Call) -> None:
     class Greeting(StreamRequestHandler):
         def handle(self) -> None:
             while self.rfile.readline().strip():

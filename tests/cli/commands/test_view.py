@@ -1,4 +1,4 @@
-"""`octavo view`: recordings of every kind, and what it refuses."""
+"""`octavo view`: all kinds of recordings, and refused arguments."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path) -> None:
+def test_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.frames"
     assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(out)).code == 0
     replay = Replay(read_frames(out))
     summary = replay.summary()
     assert summary["num_blocks"] == 20 and replay.duration_s > 0.9
-    assert max(look[1] for look in summary["used"]) > 3
+    assert max(point[1] for point in summary["used"]) > 3
     finished = {
         event["request_id"]
         for frame in replay.frames(-1, replay.duration_s)[0]
@@ -48,8 +48,8 @@ def test_a_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path)
     assert finished == {"0", "1", "2"}
 
 
-def test_what_is_saved_is_whole_or_what_was_there_stays(call: Call, trace: Path, tmp_path: Path) -> None:
-    """Also where a link leads, and a recording is not written over while it is read."""
+def test_failed_save_keeps_the_old_file(call: Call, trace: Path, tmp_path: Path) -> None:
+    """Also through a link. A recording is not overwritten while it is read."""
     out, link, other = (tmp_path / name for name in ("out.frames", "link.frames", "other.frames"))
     link.symlink_to(out)
     assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(link)).code == 0
@@ -57,14 +57,14 @@ def test_what_is_saved_is_whole_or_what_was_there_stays(call: Call, trace: Path,
     assert link.is_symlink() and was.count(b"\n") > 3
     for name in (out, link):
         done = call("view", str(out), "--save", str(name))
-        assert done.code == 2 and "which is what is read; choose another name" in done.err
+        assert done.code == 2 and "the file that is read; choose another name" in done.err
     other.write_bytes(was[:-9] + b"\n")
     assert "is not a frame" in call("view", str(other), "--save", str(out)).err
     assert out.read_bytes() == was
     assert sorted(tmp_path.iterdir()) == sorted((trace, out, link, other))
 
 
-def test_a_trace_may_be_gzipped(call: Call, trace: Path, tmp_path: Path) -> None:
+def test_gzipped_trace(call: Call, trace: Path, tmp_path: Path) -> None:
     out, packed, again = tmp_path / "out.frames", tmp_path / "trace.jsonl.gz", tmp_path / "again.frames"
     packed.write_bytes(gzip.compress(trace.read_bytes()))
     for source, target in ((trace, out), (packed, again)):
@@ -72,7 +72,7 @@ def test_a_trace_may_be_gzipped(call: Call, trace: Path, tmp_path: Path) -> None
     assert len(out.read_bytes().splitlines()) == len(again.read_bytes().splitlines()) > 2
 
 
-def test_what_is_saved_goes_into_a_pipe(call: Call, trace: Path, tmp_path: Path) -> None:
+def test_save_to_a_pipe(call: Call, trace: Path, tmp_path: Path) -> None:
     out, pipe = tmp_path / "out.frames", tmp_path / "pipe"
     assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(out)).code == 0
     out.write_bytes(first := out.read_bytes().splitlines(keepends=True)[0])
@@ -86,37 +86,37 @@ def test_what_is_saved_goes_into_a_pipe(call: Call, trace: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["none.frames"], "no file 'none.frames'"),
-        (["--host", "0.0.0.0"], "is not of this machine"),
-        (["{trace}", "--attach", "tcp://127.0.0.1:1"], "give one"),
-        (["--metrics", "http://127.0.0.1/metrics"], "goes with --attach"),
-        (["--attach", "tcp://127.0.0.1:1", "--metrics", "file:///etc/passwd"], "goes with --attach"),
+        (["--host", "0.0.0.0"], "is not a loopback address"),
+        (["{trace}", "--attach", "tcp://127.0.0.1:1"], "give one of them"),
+        (["--metrics", "http://127.0.0.1/metrics"], "requires --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "file:///etc/passwd"], "requires --attach"),
         (["--attach", "nowhere"], "use one such as tcp://"),
-        (["--replay-endpoint", "tcp://127.0.0.1:1"], "goes with --attach"),
+        (["--replay-endpoint", "tcp://127.0.0.1:1"], "requires --attach"),
         (["--attach", "tcp://127.0.0.1:1", "--replay-endpoint", "nowhere"], "use one such as tcp://"),
         (["{trace}.frames"], "is not a frame"),
-        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:abc/metrics"], "goes with --attach"),
-        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:99999/metrics"], "goes with --attach"),
-        (["--save", "out.frames"], "save writes down what a FILE holds"),
-        (["--attach", "tcp://127.0.0.1:1", "--save", "out.frames"], "save writes down what a FILE holds"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:abc/metrics"], "requires --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:99999/metrics"], "requires --attach"),
+        (["--save", "out.frames"], "save requires a FILE"),
+        (["--attach", "tcp://127.0.0.1:1", "--save", "out.frames"], "save requires a FILE"),
         (["{trace}", "--save", "nowhere/out.frames"], "nowhere: No such file or directory"),
         (["{trace}.frames", "--block-size", "8"], "--block-size has no part in a recording"),
         (["--requests", "4"], "--requests has no part in the playground"),
-        (["--attach", "tcp://127.0.0.1:1", "--gpu", "l4"], "--gpu has no part in what a server tells"),
+        (["--attach", "tcp://127.0.0.1:1", "--gpu", "l4"], "--gpu has no part in --attach"),
     ],
 )
-def test_what_makes_no_sense(
-    call: Call, trace: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+def test_invalid_arguments_are_refused(
+    call: Call, trace: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(view_server, "run", lambda *args: None)  # what is not refused is not waited for
+    monkeypatch.setattr(view_server, "run", lambda *args: None)  # arguments that are not refused must not block
     trace.with_name("trace.jsonl.frames").write_text("frames\n")
     done = call("view", *(a.replace("{trace}", str(trace)) for a in arguments))
-    assert done.code == 2 and said in done.err and done.err.count("\n") == 1
+    assert done.code == 2 and message in done.err and done.err.count("\n") == 1
 
 
-def test_it_serves_until_it_is_told_to_leave(trace: Path) -> None:
+def test_serves_until_sigint(trace: Path) -> None:
     command = [sys.executable, "-m", "octavo.cli.main", "view", str(trace), "--num-gpu-blocks-override", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -124,8 +124,8 @@ def test_it_serves_until_it_is_told_to_leave(trace: Path) -> None:
             url = process.stdout.readline().strip()
             assert re.fullmatch(r"http://127\.0\.0\.1:\d+/view/", url)
             with urllib.request.urlopen(url + "replay", timeout=60) as answer:
-                told = json.load(answer)
-            assert told["title"] == "trace.jsonl" and told["num_blocks"] == 20
+                summary = json.load(answer)
+            assert summary["title"] == "trace.jsonl" and summary["num_blocks"] == 20
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
         finally:

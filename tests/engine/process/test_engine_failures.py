@@ -113,7 +113,7 @@ def test_failed_engine_is_reported_as_unavailable(tmp_path: Path) -> None:
             for answer in failed:
                 error = error_of(answer)
                 assert (answer.status, error["code"], error["type"]) == (503, "engine_unavailable", "server_error")
-                assert "is not started again" in error["message"] and int(answer.headers["retry-after"]) > 0
+                assert "will not be restarted" in error["message"] and int(answer.headers["retry-after"]) > 0
             bye = await post(server, path="/view/events")
             for answer in [cut, ready, bye, *failed]:
                 shown = b"".join(line for line in answer.body.splitlines() if b'"choices"' not in line)

@@ -172,7 +172,7 @@ def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
 
     zeros, empty, load = torch.zeros, torch.empty, build._load
     patch.setattr(build, "_device", lambda args: CUDA)
-    patch.setattr(build, "_rehearse", lambda *_: None)
+    patch.setattr(build, "_precompiler", lambda *_: None)
     patch.setattr(build, "_ops", lambda device: cpu)
     patch.setattr(build, "CudaModelRunner", Runner)
     patch.setattr(build, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)

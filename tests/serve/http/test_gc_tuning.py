@@ -1,4 +1,4 @@
-"""The collector of the server's process: whole collections only where no request runs."""
+"""Full garbage collections run only while the server is idle."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from octavo.serve.http.gc_tuning import defer_full_gc
 from tests.serve.event_loop import run
 
 
-class Knot:
-    """Garbage that only the collector frees."""
+class Cycle:
+    """A reference cycle: only the collector frees it."""
 
     num_alive = 0
 
     def __init__(self) -> None:
-        self.own = self
-        Knot.num_alive += 1
+        self.itself = self
+        Cycle.num_alive += 1
 
     def __del__(self) -> None:
-        Knot.num_alive -= 1
+        Cycle.num_alive -= 1
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _restores_the_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gc_tuning, "CHECK_S", 0.001)
-    monkeypatch.setattr(gc_tuning, "DUE", 0)
+    monkeypatch.setattr(gc_tuning, "MIN_IDLE", 0)
     before = gc.get_threshold(), gc.get_freeze_count()
     yield
     assert before == (gc.get_threshold(), gc.get_freeze_count())
 
 
-def test_old_garbage_is_collected_while_no_request_runs() -> None:
+def test_full_collection_waits_for_an_idle_server() -> None:
     async def main() -> None:
         idle = False
         async with defer_full_gc(lambda: idle):
-            Knot()
-            gc.collect(1)  # of the young, which also moves those that stay; this one goes at once
-            assert not Knot.num_alive
-            knot = Knot()
+            Cycle()
+            gc.collect(1)  # frees young objects and promotes the others
+            assert not Cycle.num_alive
+            cycle = Cycle()
             gc.collect(1)
-            del knot  # old by now
+            del cycle  # in generation 2 by now
             for _ in range(20):
                 await asyncio.sleep(0.002)
-            assert Knot.num_alive == 1
+            assert Cycle.num_alive == 1
             idle = True
-            while Knot.num_alive:
+            while Cycle.num_alive:
                 await asyncio.sleep(0.002)
 
     run(main())
 
 
-def test_old_garbage_is_collected_at_last_though_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_collection_runs_on_a_busy_server_after_many_young_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with defer_full_gc(lambda: False):
-            knot = Knot()
+            cycle = Cycle()
             gc.collect(1)
-            del knot
-            monkeypatch.setattr(gc_tuning, "OVERDUE", 0)
-            while Knot.num_alive:
+            del cycle
+            monkeypatch.setattr(gc_tuning, "MIN_BUSY", 0)
+            while Cycle.num_alive:
                 await asyncio.sleep(0.002)
 
     run(main())

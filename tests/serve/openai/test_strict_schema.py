@@ -1,3 +1,5 @@
+"""Strict mode closes objects, and leaves schemas alone that closing would change in meaning."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +11,7 @@ from octavo.serve.openai.strict_schema import close_objects
 INNER = {"properties": {"x": {"type": "integer"}}}
 
 
-def test_objects_that_name_their_properties_have_no_others() -> None:
+def test_objects_with_listed_properties_are_closed() -> None:
     schema = {
         "$defs": {"inner": INNER},
         "properties": {
@@ -18,10 +20,14 @@ def test_objects_that_name_their_properties_have_no_others() -> None:
             "c": {"anyOf": [INNER, {"type": "null"}]},
         },
     }
-    shut = INNER | {"additionalProperties": False}
+    closed = INNER | {"additionalProperties": False}
     assert close_objects(schema) == {
-        "$defs": {"inner": shut},
-        "properties": {"a": {"$ref": "#/$defs/inner"}, "b": {"items": shut}, "c": {"anyOf": [shut, {"type": "null"}]}},
+        "$defs": {"inner": closed},
+        "properties": {
+            "a": {"$ref": "#/$defs/inner"},
+            "b": {"items": closed},
+            "c": {"anyOf": [closed, {"type": "null"}]},
+        },
         "additionalProperties": False,
     }
 
@@ -39,9 +45,9 @@ def test_objects_that_name_their_properties_have_no_others() -> None:
         {"allOf": 7, "properties": 3, "items": [1]},
     ],
 )
-def test_a_schema_that_says_it_itself_or_is_put_together_stays_as_it_is(schema: dict[str, Any]) -> None:
+def test_explicit_and_composed_schemas_are_unchanged(schema: dict[str, Any]) -> None:
     assert close_objects(schema) == schema
 
 
-def test_a_property_may_have_the_name_of_a_keyword() -> None:
+def test_a_property_may_be_named_like_a_keyword() -> None:
     assert close_objects({"properties": {"allOf": INNER}})["properties"]["allOf"]["additionalProperties"] is False

@@ -1,6 +1,6 @@
-"""`octavo blocks`: work the block pool by hand, with the core that the engine runs and no model.
+"""`octavo blocks`: drive the engine's KV cache by hand, without a model.
 
-Every word is a token. What an engine does for a request is done here at once: its tokens count as computed.
+Every word is a token, and tokens count as computed at once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from octavo.params.sampling_params import SamplingParams
 
 HELP = """\
 allocate NAME WORD...   a sequence of these tokens; cached full blocks are shared
-generate NAME WORD...   add tokens to it, one after another
-fork NAME NEW           a second sequence over the same blocks; writers copy first
-free NAME               give its blocks back; full ones stay in the cache
+generate NAME WORD...   append tokens, one after another
+fork NAME NEW           a second sequence that shares the blocks, copied on write
+free NAME               free its blocks; full ones stay in the prefix cache
 show [NAME]             block tables: blocks, filled slots, references, tokens
 stats                   hits, misses, free and allocated blocks
 help, exit"""
 
-LONGEST = 1 << 20
-"""Tokens that a sequence may come to have; the pool ends long before."""
+MAX_LEN = 1 << 20
+"""Maximum length of a sequence, more than a pool holds."""
 
 
 class Session:
-    """The sequences of one sitting, by name, over one `KVCacheManager`. Commands return the lines to print."""
+    """Named sequences in one `KVCacheManager`. Commands return the lines to print."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.kv = KVCacheManager(num_blocks, block_size)
@@ -53,7 +53,7 @@ class Session:
         }
 
     def run(self, line: str) -> list[str]:
-        """Carry out one command line. Raises `UsageError` for one that makes no sense; nothing has happened then."""
+        """Run one command line. Raises `UsageError` for an invalid one, which changes nothing."""
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
@@ -63,10 +63,10 @@ class Session:
         name, *arguments = words
         command = self.commands.get(name)
         if command is None:
-            raise UsageError(f"no command {name!r}; there are {', '.join(self.commands)} and exit")
+            raise UsageError(f"no command {name!r}; the commands are {', '.join(self.commands)} and exit")
         if not _takes(command, arguments):
             usage = next(line for line in HELP.splitlines() if line.startswith(name))
-            raise UsageError(f"{name} is used like this: {usage.split('  ')[0]}")
+            raise UsageError(f"usage: {usage.split('  ')[0]}")
         return command(*arguments)
 
     # -- commands ------------------------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ class Session:
     def allocate(self, name: str, first: str, *words: str) -> list[str]:
         self._check_new(name)
         tokens = self._tokens([first, *words])
-        request = Request(name, tokens, SamplingParams(max_tokens=LONGEST))
-        request.begin(0, (0, 0), LONGEST)
+        request = Request(name, tokens, SamplingParams(max_tokens=MAX_LEN))
+        request.begin(0, (0, 0), MAX_LEN)
         sequence = request.sequences[0]
         prefix = self.kv.lookup(sequence)
         needs = self.kv.blocks_to_admit(sequence, prefix)
@@ -85,7 +85,7 @@ class Session:
         self.kv.attach(sequence, prefix)
         self._compute(sequence, len(tokens) - sequence.num_computed)
         self.sequences[name] = sequence
-        found = f", {len(prefix.block_ids)} of them from the cache" if prefix.block_ids else ""
+        found = f", {len(prefix.block_ids)} of them cached" if prefix.block_ids else ""
         return [f"{name}: {_count(len(tokens), 'token')} in blocks {_ids(sequence)}{found}"]
 
     def generate(self, name: str, first: str, *words: str) -> list[str]:
@@ -100,7 +100,7 @@ class Session:
             plan = self._compute(sequence, 1)
             lines += [f"{name}: block {src} is shared, copied to {dst}" for src, dst in plan.copies]
             if len(sequence.block_ids) > held:
-                lines.append(f"{name}: takes block {sequence.block_ids[-1]}")
+                lines.append(f"{name}: allocates block {sequence.block_ids[-1]}")
         return [*lines, f"{name}: {_count(len(sequence.token_ids), 'token')} in blocks {_ids(sequence)}"]
 
     def fork(self, name: str, new: str) -> list[str]:
@@ -121,7 +121,7 @@ class Session:
         after = self.kv.stats()
         return [
             f"{name}: {_count(after.num_free - before.num_free, 'block')} free again, "
-            f"{after.num_cached - before.num_cached} kept in the cache, {after.num_used} still in use"
+            f"{after.num_cached - before.num_cached} kept in the prefix cache, {after.num_used} still in use"
         ]
 
     def show(self, name: str = "") -> list[str]:
@@ -133,7 +133,7 @@ class Session:
     def stats(self) -> list[str]:
         return stats_lines(self.kv.stats())
 
-    # -- the same for several commands ---------------------------------------------------------------------------------
+    # -- shared by commands --------------------------------------------------------------------------------------------
 
     def _compute(self, sequence: Sequence, count: int) -> StepPlan:
         plan = StepPlan()
@@ -161,7 +161,7 @@ class Session:
 
     def _check_new(self, name: str) -> None:
         if name in self.sequences:
-            raise UsageError(f"{name!r} is taken; free it, or choose another name")
+            raise UsageError(f"{name!r} exists; free it, or choose another name")
 
     def _no_room(self, needs: int) -> str:
         pool = self.kv.pool
@@ -203,57 +203,57 @@ def blocks(
         Path | None, typer.Option(help="Read commands from this file; - is stdin.", metavar="FILE")
     ] = None,
     num_blocks: Annotated[int, typer.Option(min=1, max=1_000_000, help="Blocks in the pool.")] = 16,
-    block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens a block.")] = 4,
+    block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens per block.")] = 4,
 ) -> None:
-    """Work the block pool by hand, without a model.
+    """Drive the KV cache by hand, without a model.
 
-    Allocate, generate, fork and free sequences, and look at block tables and statistics. Every word is a token.
-    With a script, the exit status says whether all of its commands made sense.
+    Allocate, generate, fork and free sequences, and show block tables and statistics. Every word is a token.
+    With a script, the exit status is 1 if a command was invalid.
     """
-    session, all_right = Session(num_blocks, block_size), True
+    session, is_valid = Session(num_blocks, block_size), True
     try:
         if script is None:
-            _converse(session)
+            _run_interactively(session)
         elif str(script) == "-":
-            all_right = _recite(session, sys.stdin)
+            is_valid = _run_script(session, sys.stdin)
         else:
             try:
                 file = script.open(encoding="utf-8")
             except OSError as error:
                 raise UsageError(f"cannot read {script}: {error.strerror}", param="script") from None
             with file:
-                all_right = _recite(session, file)
+                is_valid = _run_script(session, file)
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read {script or 'stdin'}: {error}; save it as UTF-8", param="script") from None
-    if not all_right:
+    if not is_valid:
         raise typer.Exit(1)
 
 
-def _converse(session: Session) -> None:
+def _run_interactively(session: Session) -> None:
     if on_terminal():
         print(f"{session.kv.pool.num_blocks} blocks of {session.kv.block_size} tokens; `help` lists the commands")
     while (line := read_line("blocks> ")) is not None and line.strip() not in ("exit", "quit"):
-        _answer(session, line)
+        _run_line(session, line)
 
 
-def _recite(session: Session, lines: TextIO) -> bool:
-    """To the end, whatever a line says; whether all made sense."""
-    all_right = True
+def _run_script(session: Session, lines: TextIO) -> bool:
+    """Run all lines; returns whether all were valid."""
+    is_valid = True
     for line in lines:
         if line.strip() in ("exit", "quit"):
             break
         if line.strip():
             print(f"blocks> {line.strip()}")
-            all_right &= _answer(session, line)
-    return all_right
+            is_valid &= _run_line(session, line)
+    return is_valid
 
 
-def _answer(session: Session, line: str) -> bool:
-    """Whether the line made sense."""
+def _run_line(session: Session, line: str) -> bool:
+    """Run and print one line; returns whether it was valid."""
     try:
-        answer, made_sense = session.run(line), True
+        lines, is_valid = session.run(line), True
     except UsageError as error:
-        answer, made_sense = [f"error: {error}"], False
-    for text in answer:
+        lines, is_valid = [f"error: {error}"], False
+    for text in lines:
         print(text, flush=True)
-    return made_sense
+    return is_valid

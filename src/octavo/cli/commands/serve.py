@@ -85,7 +85,7 @@ def serve(
     from octavo import log_setup as logs
     from octavo.serve import launcher
 
-    phases = launcher.StartupTimer()
+    timer = launcher.StartupTimer()
     logs.set_up(logs.LogSettings(settings.uvicorn_log_level, as_json=log_format == "json"))
     keys = launcher.load_keys(settings, [key for name in SERVER_KEYS if (key := os.environ.get(name))])
     admin_keys = launcher.load_keys(settings, [key] if (key := os.environ.get(ADMIN_KEY)) else [], name="admin_key")
@@ -94,4 +94,4 @@ def serve(
     check(args)
     if is_named(model):
         fetch_model(model)
-    launcher.run(args, settings, keys, phases, admin_keys=admin_keys)
+    launcher.run(args, settings, keys, timer, admin_keys=admin_keys)

@@ -1,4 +1,4 @@
-"""`octavo top`: a running server at a glance, also over ssh."""
+"""`octavo top`: a summary of a running server in the terminal, also over ssh."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ if TYPE_CHECKING:
 
 RETRY_S = 1.0
 CONNECT_S = 5.0
-SILENCE_S = 60.0
-"""A server says something every 15 seconds at least."""
-LOOK_S = 2.0
-"""How long a single look lasts: throughput is seen over some steps."""
+TIMEOUT_S = 60.0
+"""Timeout of the stream. A server sends at least a comment every 15 seconds."""
+ONCE_S = 2.0
+"""How long `--once` reads: throughput is measured over several steps."""
 
 
 def top(
     url: Annotated[str, typer.Argument(help="The server.")] = "http://127.0.0.1:8000",
     *,
     api_key: Annotated[
-        str | None, typer.Option(help="One of its keys; else OCTAVO_ADMIN_KEY or OCTAVO_API_KEY.")
+        str | None, typer.Option(help="One of its keys. Default: OCTAVO_ADMIN_KEY or OCTAVO_API_KEY.")
     ] = None,
-    once: Annotated[bool, typer.Option(help="Look once, and leave; so it is without a terminal.")] = False,
+    once: Annotated[bool, typer.Option(help="Print once and exit. The default without a terminal.")] = False,
 ) -> None:
-    """Watch a server: throughput, queues, memory, the largest requests, and why the first in line waits."""
+    """Watch a server: throughput, queues, memory, the largest requests, and why the first waiting request waits."""
     from rich.console import Console
     from rich.live import Live
 
     if not is_address(url):
-        raise ParameterError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000", param="url")
+        raise ParameterError(f"{url!r} is not a server's address; use one such as http://127.0.0.1:8000", param="url")
     key = api_key or os.environ.get("OCTAVO_ADMIN_KEY") or os.environ.get("OCTAVO_API_KEY")
     console = Console()
     if once or not console.is_terminal:
-        until, state = time.monotonic() + LOOK_S, None
-        for seen in states(url, key, silence_s=LOOK_S):
-            state = seen
-            if time.monotonic() > until:
+        deadline, state = time.monotonic() + ONCE_S, None
+        for latest in states(url, key, timeout_s=ONCE_S):
+            state = latest
+            if time.monotonic() > deadline:
                 break
         if state is None:
             raise EngineError(f"{url} sent no snapshot; its engine may be starting")
-        console.print(shown(summary_of(state)))
+        console.print(render(summary_of(state)))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             for state in states(url, key):
-                live.update(shown(summary_of(state)), refresh=True)
-            time.sleep(RETRY_S)  # it sent us away, or its engine is gone for the moment
+                live.update(render(summary_of(state)), refresh=True)
+            time.sleep(RETRY_S)  # the server disconnected, or its engine restarts
 
 
-def states(url: str, key: str | None, *, silence_s: float = SILENCE_S) -> Iterator[PoolState]:
-    """What the server's stream comes to, frame by frame, until it ends or says nothing for so long. Raises
-    `EngineError` if there is none."""
+def states(url: str, key: str | None, *, timeout_s: float = TIMEOUT_S) -> Iterator[PoolState]:
+    """The state after each frame of the server's stream, until it ends or times out. Raises `EngineError` if the server
+    cannot be reached."""
     import http.client
 
     from octavo.view.live.state import PoolState
@@ -72,19 +72,19 @@ def states(url: str, key: str | None, *, silence_s: float = SILENCE_S) -> Iterat
     if key:
         request.add_header("authorization", f"Bearer {key}")
     try:
-        answer = urllib.request.urlopen(request, timeout=max(silence_s, CONNECT_S))
+        response = urllib.request.urlopen(request, timeout=max(timeout_s, CONNECT_S))
     except urllib.error.HTTPError as error:
         error.close()
-        what = "wants a key: --api-key" if error.code == 401 else f"answers {error.code}"
-        raise EngineError(f"{url} {what}") from None
+        problem = "requires a key: --api-key" if error.code == 401 else f"returned status {error.code}"
+        raise EngineError(f"{url} {problem}") from None
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise EngineError(f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}") from None
+        raise EngineError(f"{url} does not respond: {getattr(reason, 'strerror', None) or reason}") from None
     except http.client.HTTPException as error:
         raise EngineError(f"{url} does not speak HTTP: {str(error)[:80]!r}; is it an Octavo server's port?") from None
-    with answer, contextlib.suppress(OSError, http.client.HTTPException):
+    with response, contextlib.suppress(OSError, http.client.HTTPException):
         state = None
-        for frame in parse_frames(answer, url):
+        for frame in parse_frames(response, url):
             if state is None:
                 state = PoolState(frame)  # type: ignore[arg-type]  # a snapshot comes first
             else:
@@ -98,8 +98,8 @@ def summary_of(state: PoolState) -> Summary:
     return Summary.of(state)
 
 
-def shown(summary: Summary) -> Any:
-    """As rich draws it."""
+def render(summary: Summary) -> Any:
+    """A renderable for rich."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -119,7 +119,7 @@ def shown(summary: Summary) -> Any:
         ProgressBar(total=num_blocks, completed=summary.used, width=40),
         f"{summary.used:,} of {num_blocks:,} blocks used, {summary.cached:,} cached",
     )
-    saved = f"{100 * summary.hit_rate:.0f} % of prompts' blocks found, {summary.num_saved:,} saved by sharing, "
+    cache = f"{100 * summary.hit_rate:.0f} % prefix cache hits, {summary.num_saved:,} saved by sharing, "
     requests = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("request", "status", "tokens", "blocks", "preempted"):
         requests.add_column(name, justify="left" if name in ("request", "status") else "right", no_wrap=True)
@@ -127,5 +127,5 @@ def shown(summary: Summary) -> Any:
         requests.add_row(
             Text(row.id[:48]), row.status, f"{row.num_tokens:,}", f"{row.num_blocks:,}", str(row.num_preempted)
         )
-    head = Text(summary.first_waiting or "nobody waits", style="bold" if summary.first_waiting else "dim")
-    return Group(numbers, pool, Text(f"{saved}{summary.num_evicted:,} evicted"), head, Text(""), requests)
+    waiting = Text(summary.first_waiting or "no request waits", style="bold" if summary.first_waiting else "dim")
+    return Group(numbers, pool, Text(f"{cache}{summary.num_evicted:,} evicted"), waiting, Text(""), requests)

@@ -1,4 +1,4 @@
-"""`octavo view`: see the blocks. The playground, and recordings; a running server has the same under /view."""
+"""`octavo view`: the playground, recordings, and other servers' KV events. A server has the page under /view."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.simulate.traces import Arrival
     from octavo.view.live.messages import Frame
 
-FLIGHTS = (".flight",)
+DUMPS = (".flight",)
 FRAMES = (".frames", ".frames.gz")
 
 
@@ -37,24 +37,27 @@ def view(
     ] = None,
     *,
     host: Annotated[str, typer.Option(help="An address of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,
     attach: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Look at a server by its KV events, such as vLLM's.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Show another server's prefix cache by its KV events, such as vLLM's."),
     ] = None,
-    metrics: Annotated[str | None, typer.Option(metavar="URL", help="Its /metrics, for who runs and waits.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="URL", help="Its /metrics, for the numbers of requests.")
+    ] = None,
     replay_endpoint: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Where it tells again what was missed, as its own option says."),
+        typer.Option(metavar="ADDRESS", help="Its replay socket, for missed events."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the recording as .frames, and leave.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the recording as .frames, and exit.")] = None,
     model: SimulatedModel = "llama-3.1-8b",
     gpu: Device = "h200",
     requests: NumRequests = None,
     engine: dict[str, Any],
 ) -> None:
-    """See every block: work a pool by hand, look into a recording, or at another server's cache.
+    """Show every block: of a playground, of a recording, or of another server's prefix cache.
 
-    A trace is run through the simulator first, and the options below are the simulator's.
+    A trace is simulated first. The options below are the simulator's.
     """
     from octavo.serve import view_server
     from octavo.serve.http.allowed_hosts import is_loopback
@@ -65,27 +68,25 @@ def view(
     from octavo.view.recording.frames import Replay, encode_frames, frames_of_recording, read_frames
 
     if not is_loopback(host):
-        raise ParameterError(f"host {host} is not of this machine; use `octavo serve` and its keys", param="host")
+        raise ParameterError(f"host {host} is not a loopback address; use `octavo serve` with keys", param="host")
     replay = None
     if file is not None and attach is not None:
-        raise ParameterError(
-            "a recording and a server to attach to are two things to look at; give one", param="attach"
-        )
+        raise ParameterError("a recording and --attach cannot be combined; give one of them", param="attach")
     if metrics is not None and (attach is None or not is_address(metrics)):
-        raise ParameterError("metrics is a server's address, http://..., and goes with --attach", param="metrics")
+        raise ParameterError("metrics is an http:// address and requires --attach", param="metrics")
     if replay_endpoint is not None and attach is None:
-        raise ParameterError("replay_endpoint is a server's address, and goes with --attach", param="replay_endpoint")
+        raise ParameterError("replay_endpoint requires --attach", param="replay_endpoint")
     if save is not None and file is None:
-        raise ParameterError("save writes down what a FILE holds; name one, and no server to attach to", param="save")
-    if file is None or file.suffix in FLIGHTS or file.name.endswith(FRAMES):
-        what = "a recording" if file is not None else "the playground" if attach is None else "what a server tells"
-        refuse_idle(context, ("model", "gpu", "requests", *engine), f"{what}, but in a trace that is simulated")
+        raise ParameterError("save requires a FILE and no --attach", param="save")
+    if file is None or file.suffix in DUMPS or file.name.endswith(FRAMES):
+        use = "a recording" if file is not None else "the playground" if attach is None else "--attach"
+        refuse_idle(context, ("model", "gpu", "requests", *engine), f"{use}, only with a trace")
     if file is not None:
         if not file.exists():
             raise ParameterError(f"no file {str(file)!r}", param="file")
         if save is not None and save.exists() and save.samefile(file):
-            raise ParameterError(f"save is {str(save)!r}, which is what is read; choose another name", param="save")
-        if file.suffix in FLIGHTS:
+            raise ParameterError(f"save is {str(save)!r}, the file that is read; choose another name", param="save")
+        if file.suffix in DUMPS:
             frames = frames_of_recording(file)
         elif file.name.endswith(FRAMES):
             frames = read_frames(file)
@@ -99,24 +100,24 @@ def view(
     with contextlib.ExitStack() as stack:
         hub = None
         if attach is not None:
-            attached = stack.enter_context(contextlib.closing(ExternalPool(attach, metrics, replay=replay_endpoint)))
-            hub = Hub(attached.view_rpc)
+            external = stack.enter_context(contextlib.closing(ExternalPool(attach, metrics, replay=replay_endpoint)))
+            hub = Hub(external.view_rpc)
         try:
             sock = stack.enter_context(contextlib.closing(bind(host, port)))
         except OSError as error:
             raise OctavoError(f"cannot listen on {error.filename}: {error.strerror}; choose another port") from None
-        shown = View(file.name if file is not None else attach or "", hub=hub, replay=replay)
+        page = View(file.name if file is not None else attach or "", hub=hub, replay=replay)
         with contextlib.suppress(KeyboardInterrupt):
-            view_server.run(shown, sock, lambda url: print(url, flush=True))
+            view_server.run(page, sock, lambda url: print(url, flush=True))
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Put in place with one rename, so that pieces that end in an error leave what was there."""
-    if path.exists() and not path.is_file():  # a pipe or a device: it must stay what it is
+    """Write a file and put it in place with one rename: if `pieces` raises, the old file stays."""
+    if path.exists() and not path.is_file():  # a pipe or a device must not be replaced
         with path.open("wb") as out:
             out.writelines(pieces)
         return
-    path = path.resolve()  # where a link leads: a rename would replace the link
+    path = path.resolve()  # the target of a link: a rename would replace the link
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".save-", dir=path.parent))
@@ -129,7 +130,7 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def simulated_frames(setup: SimConfig, arrivals: Iterator[Arrival]) -> Iterator[Frame]:
-    """What a trace does to the pool of one replica, on the simulator's clock."""
+    """The frames of a simulated replica that serves a trace, on the simulator's clock."""
     from octavo.simulate.simulation import Records, Replica
     from octavo.view.live.publisher import Publisher
     from octavo.view.recording.frames import FRAME_INTERVAL_S

@@ -18,7 +18,7 @@ from octavo.runner.memory.budget import MemoryBudget, ceil_2, doctor_hint, floor
 from octavo.runner.prefill_batch import PrefillSizes
 from octavo.runner.recorded_graphs import Model
 
-Rehearse = Callable[..., None]
+Precompile = Callable[..., None]
 """`kernels.triton.precompile.Precompiler.precompile`."""
 GRAPH_BYTES = 8 << 20
 """Device memory of each captured graph: its nodes and arguments. All graphs share the memory of their tensors."""
@@ -131,7 +131,7 @@ def measure(
     ops: ModuleType,
     kv_shape: tuple[int, ...],
     dtype: torch.dtype,
-    rehearse: Rehearse | None = None,
+    precompile: Precompile | None = None,
 ) -> GPUMemoryProfile:
     """Run the largest passes of the engine over a KV pool of one block, and measure their memory.
 
@@ -143,8 +143,8 @@ def measure(
     torch.cuda.reset_peak_memory_stats()
     before, other_processes = torch.cuda.memory_allocated(), _outside_torch()
     kv = torch.zeros((2, *kv_shape), dtype=dtype, device="cuda")
-    if rehearse is not None:
-        rehearse(partial(_pass, model, kv, [64], ops), partial(_largest_passes, model, kv, num_tokens, num_rows, ops))
+    if precompile is not None:
+        precompile(partial(_pass, model, kv, [64], ops), partial(_largest_passes, model, kv, num_tokens, num_rows, ops))
     _largest_passes(model, kv, num_tokens, num_rows, ops)
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before

@@ -210,10 +210,10 @@ class Sampler:
         )
 
     def _append_history(self, samples: Seq[SampleSpec], active: ActiveProcessors, chosen: Tensor) -> None:
-        kept = [i for i, p in active if p.needs_history and samples[i].continues_row]
-        if kept:
-            rows, positions = [samples[i].setup.row for i in kept], [samples[i].position for i in kept]
-            self.history[self._ids(rows), self._ids(positions)] = chosen[self._ids(kept)].int()
+        indices = [i for i, p in active if p.needs_history and samples[i].continues_row]
+        if indices:
+            rows, positions = [samples[i].setup.row for i in indices], [samples[i].position for i in indices]
+            self.history[self._ids(rows), self._ids(positions)] = chosen[self._ids(indices)].int()
 
     # -- logits processors ---------------------------------------------------------------------------------------------
 
@@ -235,21 +235,19 @@ class Sampler:
             self._add_history(params, samples, with_history)
         return params
 
-    def _add_history(
-        self, params: LogitsProcessorParams, samples: Seq[SampleSpec], with_history: ActiveProcessors
-    ) -> None:
+    def _add_history(self, params: LogitsProcessorParams, samples: Seq[SampleSpec], active: ActiveProcessors) -> None:
         """Add the token history, and the processors that read it: penalties and bad words."""
-        num_tokens = [samples[i].position for i, _ in with_history]
+        num_tokens = [samples[i].position for i, _ in active]
         params.history = TokenHistory(
-            rows=self._ids([i for i, _ in with_history]),
-            token_ids=self.history[self._ids([samples[i].setup.row for i, _ in with_history]), : max(num_tokens)],
-            num_prompt=self._ids([p.num_prompt for _, p in with_history]),
+            rows=self._ids([i for i, _ in active]),
+            token_ids=self.history[self._ids([samples[i].setup.row for i, _ in active]), : max(num_tokens)],
+            num_prompt=self._ids([p.num_prompt for _, p in active]),
             num_tokens=self._ids(num_tokens),
         )
-        if any(p.has_penalties for _, p in with_history):
-            penalties = torch.tensor([p.penalties for _, p in with_history], dtype=torch.float32)
+        if any(p.has_penalties for _, p in active):
+            penalties = torch.tensor([p.penalties for _, p in active], dtype=torch.float32)
             params.repetition, params.presence, params.frequency = to_device(penalties, self.device).unbind(1)
-        words = [(j, p.bad_words) for j, (_, p) in enumerate(with_history) if p.bad_words is not None]
+        words = [(j, p.bad_words) for j, (_, p) in enumerate(active) if p.bad_words is not None]
         if words:
             longest = max(w.shape[1] for _, w in words)
             params.bad_words = torch.cat([F.pad(w, (longest - w.shape[1], 0), value=-1) for _, w in words])

@@ -1,8 +1,8 @@
-"""Python's garbage collector, kept from searching a large answer again and again while it is made.
+"""Tunes Python's garbage collector: full collections run only while the server is idle.
 
-A full collection looks at every object alive: 200 ms on the event loop while a response of 130,000 log-probabilities is
-put together. What requests allocate dies by reference count, so nearly all of those looks find nothing. Young objects
-are collected as ever; all of them only while no request runs, or after long.
+A full collection visits every live object. It takes 200 ms on the event loop while a response of 130,000
+log-probabilities is built. Objects of requests are freed by reference counting, so nearly all full collections find
+nothing. Generations 0 and 1 are collected as usual.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import contextlib
 import gc
 from collections.abc import AsyncIterator, Callable
 
-YOUNG, MIDDLE, NEVER = 10_000, 5, 1 << 30
-"""Objects before the youngest are looked at, and such looks before the older ones are: a few milliseconds each."""
+THRESHOLDS = 10_000, 5, 1 << 30
+"""Allocations before a collection of generation 0, such collections before one of generation 1 (a few milliseconds
+each), and never an automatic full collection."""
 CHECK_S = 1.0
-DUE, OVERDUE = 20, 2000
-"""Looks at the older ones, half a second of allocations, before an idle server looks at all, and before any does."""
+MIN_IDLE, MIN_BUSY = 20, 2000
+"""Generation-1 collections before a full one: on an idle server (half a second of allocations), and on a busy one."""
 
 
 @contextlib.asynccontextmanager
 async def defer_full_gc(is_idle: Callable[[], bool]) -> AsyncIterator[None]:
-    """What is here now is never looked at. Not reentrant: the collector is the process's."""
-    thresholds = gc.get_threshold()
+    """Context manager. Objects alive at entry are never visited (`gc.freeze`). Not reentrant: the collector is
+    process-wide."""
+    previous = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, MIDDLE, NEVER)
-    task = asyncio.create_task(_collect(is_idle), name="octavo-garbage")
+    gc.set_threshold(*THRESHOLDS)
+    task = asyncio.create_task(_collect(is_idle), name="octavo-gc")
     try:
         yield
     finally:
         task.cancel()
-        gc.set_threshold(*thresholds)
+        gc.set_threshold(*previous)
         gc.unfreeze()
 
 
@@ -39,5 +41,5 @@ async def _collect(is_idle: Callable[[], bool]) -> None:
     while True:
         await asyncio.sleep(CHECK_S)
         count = gc.get_count()[2]
-        if count >= OVERDUE or (count >= DUE and is_idle()):
+        if count >= MIN_BUSY or (count >= MIN_IDLE and is_idle()):
             gc.collect()

@@ -1,9 +1,9 @@
-"""JSON as a request may have it, and nothing else: what other readers let through here ends with an answer.
+"""A strict JSON parser for request bodies.
 
-Refused: another encoding than UTF-8, a key that stands twice, NaN and infinities (1e999 too), integers of more than
-`MAX_INT_DIGITS` digits, half a surrogate pair, and more than `MAX_DEPTH` levels. The common case costs one pass of the
-C parser; only when that has met something suspicious is the value walked, to name the place. Every pass is linear in
-the body's length, whatever the body holds (tests/serve/test_linear.py).
+It refuses encodings other than UTF-8, duplicate keys, NaN and infinities (also 1e999), integers of more than
+`MAX_INT_DIGITS` digits, lone surrogates, and more than `MAX_DEPTH` levels. A valid body takes one pass of the C parser.
+The value is walked in Python only after a suspicious token, to report its path. Every pass is linear in the body's
+length for every input (tests/serve/test_linear.py).
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from octavo.text.output_parser import is_unicode
 
 MAX_DEPTH = 64
 MAX_KEYS = 1 << 17
-"""Of one object. No field takes nearly as many, and each takes a hundred bytes."""
+"""Keys of one object. No field needs nearly as many, and each takes a hundred bytes of memory."""
 MAX_PARTS = 1 << 18
-"""Objects and arrays of a body: two bytes of it make one, which takes sixty."""
+"""Objects and arrays of a body. Two bytes of JSON make one, which takes sixty bytes of memory."""
 _SURROGATE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 _TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""Also one without an end: it is matched once, and not searched for an end from each of its quotes."""
+"""A string, also an unterminated one: else the search would start again at each of its quotes, in quadratic time."""
 MAX_INT_DIGITS = 4300
-"""Python reads an integer of more digits only in quadratic time; no field takes nearly as many."""
+"""Python parses longer integers in quadratic time. No field needs nearly as many digits."""
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 
 
-class _NotFinite:
-    """In the place of a number that JSON does not have."""
+class _NonFinite:
+    """Marks NaN, an infinity, or a float that overflows."""
 
 
-class _TooLong:
-    """In the place of an integer of too many digits."""
+class _LongInteger:
+    """Marks an integer of more than `MAX_INT_DIGITS` digits."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The object that a body holds. Raises `ApiError` 400."""
+    """The body's JSON object. Raises `ApiError` 400."""
     value = parse_value(body)
     if not isinstance(value, dict):
-        raise bad_request("invalid_type", f"the body must be a JSON object, not {_kind(value)}")
+        raise bad_request("invalid_type", f"the body must be a JSON object, not {_type_name(value)}")
     return value
 
 
@@ -52,36 +52,36 @@ def parse_value(body: bytes) -> Any:
     if not body.strip():
         raise bad_request("invalid_json", "the body is empty; send a JSON object")
     if json.detect_encoding(body) != "utf-8":  # a BOM counts as another encoding
-        raise bad_request("invalid_encoding", "the body is not plain UTF-8; send it without a byte order mark")
+        raise bad_request("invalid_encoding", "the body is not UTF-8, or has a byte order mark; send plain UTF-8")
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        raise bad_request("invalid_encoding", f"the body is not UTF-8: byte {error.start} cannot stand there") from None
+        raise bad_request("invalid_encoding", f"the body is not UTF-8: byte {error.start} is invalid") from None
     suspicious = _SURROGATE.search(body) is not None
 
-    def not_finite(_: str) -> Any:
+    def mark_non_finite(_: str) -> Any:
         nonlocal suspicious
         suspicious = True
-        return _NotFinite
+        return _NonFinite
 
-    def number(digits: str) -> Any:
+    def parse_float(digits: str) -> Any:
         value = float(digits)
-        return value if math.isfinite(value) else not_finite(digits)
+        return value if math.isfinite(value) else mark_non_finite(digits)
 
-    def integer(digits: str) -> Any:
-        return int(digits) if len(digits) <= MAX_INT_DIGITS else _TooLong
+    def parse_integer(digits: str) -> Any:
+        return int(digits) if len(digits) <= MAX_INT_DIGITS else _LongInteger
 
     may_be_long = b"0" * (MAX_INT_DIGITS + 1) in body.translate(_DIGITS_TO_ZERO)
     try:
         value = json.loads(
             text,
             object_pairs_hook=_object,
-            parse_constant=not_finite,
-            parse_float=number,
-            parse_int=integer if may_be_long else None,
+            parse_constant=mark_non_finite,
+            parse_float=parse_float,
+            parse_int=parse_integer if may_be_long else None,
         )
         brackets = _brackets(body)
-        is_too_deep = _nests(brackets)
+        is_too_deep = _is_too_deep(brackets)
     except RecursionError:
         is_too_deep = True
     except json.JSONDecodeError as error:
@@ -95,8 +95,8 @@ def parse_value(body: bytes) -> Any:
         )
     if suspicious or may_be_long:
         keys: list[str | int] = []
-        if (wrong := _wrong_part(value, keys)) is not None:
-            raise _refusal(wrong, _path(keys))
+        if (invalid := _find_invalid(value, keys)) is not None:
+            raise _invalid_part_error(invalid, _path(keys))
     return value
 
 
@@ -110,59 +110,58 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise bad_request("duplicate_key", f"the key {key!r} stands twice in one object", key)
+                raise bad_request("duplicate_key", f"the key {key!r} appears twice in one object", key)
             seen.add(key)
     return value
 
 
 def too_deep(body: bytes) -> bool:
-    """Whether it nests deeper than `MAX_DEPTH` levels, read without any recursion."""
-    return _nests(_brackets(body))
+    """Whether JSON text is nested deeper than `MAX_DEPTH` levels. Does not recurse."""
+    return _is_too_deep(_brackets(body))
 
 
 def _brackets(body: bytes) -> bytes:
-    """Those outside of strings, all of one kind; none where they are too few to matter."""
+    """The brackets outside of strings, braces mapped to square ones; empty if there are too few to be too deep."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return b""
     return _STRING.sub(b"", body).translate(_TO_BRACKETS, _NO_BRACKETS)
 
 
-def _nests(brackets: bytes) -> bool:
-    for _ in range(MAX_DEPTH):  # each round takes off the innermost level
+def _is_too_deep(brackets: bytes) -> bool:
+    for _ in range(MAX_DEPTH):  # each round removes the innermost level
         if not brackets:
             return False
         brackets = brackets.replace(b"[]", b"")
     return bool(brackets)
 
 
-def _wrong_part(value: Any, keys: list[str | int]) -> Any:
-    """The first part of a value that no body may hold, and in `keys` the way there; None: there is none. The depth is
-    known to be bounded."""
-    if value is _NotFinite or value is _TooLong or (isinstance(value, str) and not is_unicode(value)):
+def _find_invalid(value: Any, keys: list[str | int]) -> Any:
+    """The first invalid part of a value, with its path in `keys`; None if all are valid. The depth is bounded."""
+    if value is _NonFinite or value is _LongInteger or (isinstance(value, str) and not is_unicode(value)):
         return value
     parts: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
         keys.append(key)
-        wrong = key if isinstance(key, str) and not is_unicode(key) else _wrong_part(part, keys)
-        if wrong is not None:
-            return wrong
+        invalid = key if isinstance(key, str) and not is_unicode(key) else _find_invalid(part, keys)
+        if invalid is not None:
+            return invalid
         keys.pop()
     return None
 
 
-def _refusal(wrong: Any, path: str) -> ApiError:
-    if wrong is _TooLong:
+def _invalid_part_error(invalid: Any, path: str) -> ApiError:
+    if invalid is _LongInteger:
         text = f"{path} has more than {MAX_INT_DIGITS} digits; send a smaller integer"
         return bad_request("integer_out_of_range", text, path or None)
-    if wrong is _NotFinite:
-        return bad_request("invalid_json", f"{path} is not a finite number, which JSON does not have", path or None)
-    return bad_request("invalid_unicode", f"{path} holds half a surrogate pair, which is no character", path or None)
+    if invalid is _NonFinite:
+        return bad_request("invalid_json", f"{path} is not a finite number", path or None)
+    return bad_request("invalid_unicode", f"{path} contains a lone surrogate", path or None)
 
 
 def _path(keys: Sequence[str | int]) -> str:
-    """Such as `messages[0].content`."""
+    """A path such as `messages[0].content`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

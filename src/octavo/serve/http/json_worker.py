@@ -1,11 +1,11 @@
-"""Large bodies are read in a process of their own: parsing one would stop the event loop for as long as it takes.
+"""Parses large request bodies in a separate process: parsing would block the event loop.
 
     this process                               the worker (`python -m octavo.serve.http.json_worker`)
-    length, body ----------- stdin ----------> json_body.parse
+    length, body ----------- stdin ----------> json_parser.parse
     msgpack <--------------- stdout ---------- length, [the object] or [code, message, param]
 
-The worker is started with the first large body, started again if it dies or hangs, and ends when its stdin does. What
-it sends back is data, in a format that reads many times faster than JSON is checked.
+The worker starts with the first large body, restarts if it dies or hangs, and exits when its stdin closes. msgpack is
+decoded many times faster than JSON is checked.
 """
 
 from __future__ import annotations
@@ -26,68 +26,68 @@ logger = logging.getLogger("octavo.serve")
 
 LARGE_BYTES = 64 * 1024
 MAX_PARSE_S = 10.0
-"""A body that takes longer is refused, and the worker with it."""
+"""A body that takes longer to parse is refused, and the worker is killed."""
 LENGTH = struct.Struct(">I")
 LONG_INTEGER = 1
-"""The extension of msgpack that stands for an integer of more than 64 bits, in decimal."""
+"""The msgpack extension code of an integer of more than 64 bits, in decimal digits."""
 
 
 class JsonWorker:
-    """Reads bodies, one large one at a time. Use it on one event loop, and close it."""
+    """Parses bodies; large ones in the worker, one at a time. Use it on one event loop, and close it."""
 
     def __init__(self) -> None:
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def parse(self, body: bytes) -> dict[str, Any]:
-        """As `json_parser.parse`. Raises `ApiError`."""
+        """The body's JSON object, as `json_parser.parse`. Raises `ApiError`."""
         if len(body) <= LARGE_BYTES:
             return json_parser.parse(body)
-        async with self._turn:
+        async with self._lock:
             try:
                 async with asyncio.timeout(MAX_PARSE_S):
-                    answer = await self._ask_twice(body)
+                    reply = await self._request_with_retry(body)
             except TimeoutError:
                 await self.close()
                 raise bad_request(
-                    "invalid_json", f"the body takes more than {MAX_PARSE_S:g} s to read; send a simpler one"
+                    "invalid_json", f"parsing the body takes more than {MAX_PARSE_S:g} s; send a simpler one"
                 ) from None
             except OSError as error:
-                logger.error("no process to read a large body in: %s", error)
+                logger.error("cannot start the process that parses large bodies: %s", error)
                 await self.close()
-                text = "the server has no process to read a large body in; try again later"
+                text = "the server cannot start a process to parse a large body; try again later"
                 raise ApiError(503, "body_reader_unavailable", text, retry_after_s=1) from None
-            except BaseException:  # whoever asked has gone, and half an answer may be on its way
+            except BaseException:  # the request was cancelled; half a reply may be in the pipe
                 await self.close()
                 raise
-        parts: list[Any] = await asyncio.to_thread(msgspec.msgpack.decode, answer, ext_hook=_integer)
+        parts: list[Any] = await asyncio.to_thread(msgspec.msgpack.decode, reply, ext_hook=_integer)
         if len(parts) != 1:
             raise bad_request(*parts)
         value: dict[str, Any] = parts[0]
         return value
 
-    async def _ask_twice(self, body: bytes) -> bytes:
-        """A worker that has died, for whatever reason, is noticed only when it is asked."""
+    async def _request_with_retry(self, body: bytes) -> bytes:
+        """Retries once: a worker that has died earlier is noticed only when it is used."""
         with contextlib.suppress(ConnectionError):
-            return await self._ask(body)
+            return await self._request(body)
         await self.close()
-        return await self._ask(body)
+        return await self._request(body)
 
-    async def _ask(self, body: bytes) -> bytes:
-        """Raises `ConnectionError` if the worker dies meanwhile."""
+    async def _request(self, body: bytes) -> bytes:
+        """Raises `ConnectionError` if the worker dies."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(_start())
-        process = await asyncio.shield(self._starting)  # cut off in its midst, a start would leave its pipes open
-        there, back = process.stdin, process.stdout
-        assert there is not None and back is not None
-        if there.is_closing():
+        process = await asyncio.shield(self._starting)  # a cancelled start would leave its pipes open
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+        if stdin.is_closing():
             raise ConnectionError("the worker has closed its input")
-        there.write(LENGTH.pack(len(body)))
-        there.write(body)
+        stdin.write(LENGTH.pack(len(body)))
+        stdin.write(body)
         try:
-            await there.drain()
-            (length,) = LENGTH.unpack(await back.readexactly(LENGTH.size))
-            return await back.readexactly(length)
+            await stdin.drain()
+            (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+            return await stdout.readexactly(length)
         except asyncio.IncompleteReadError:
             raise ConnectionError("the worker has died") from None
 
@@ -101,7 +101,7 @@ class JsonWorker:
                 process.kill()
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
-            await process.stdout.read()  # half an answer may be there, and keeps the pipe open
+            await process.stdout.read()  # unread data would keep the pipe open
             await process.wait()
 
 
@@ -113,18 +113,18 @@ async def _start() -> asyncio.subprocess.Process:
         stdin=pipe,
         stdout=pipe,
         stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the server; uvloop knows no process_group
+        start_new_session=True,  # Ctrl-C is for the server; uvloop does not support process_group
     )
 
 
 def parse_to_msgpack(body: bytes) -> bytes:
     try:
-        return encoded([json_parser.parse(body)])
-    except ApiError as problem:
-        return msgspec.msgpack.encode([problem.code, problem.message, problem.param])
+        return encode_msgpack([json_parser.parse(body)])
+    except ApiError as api_error:
+        return msgspec.msgpack.encode([api_error.code, api_error.message, api_error.param])
 
 
-def encoded(value: Any) -> bytes:
+def encode_msgpack(value: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(value)
     except OverflowError:  # msgpack's integers have 64 bits
@@ -145,11 +145,11 @@ def _integer(code: int, digits: memoryview) -> int:
     return int(bytes(digits))
 
 
-def main(requests: BinaryIO, answers: BinaryIO) -> None:
+def main(requests: BinaryIO, replies: BinaryIO) -> None:
     while len(head := requests.read(LENGTH.size)) == LENGTH.size:
-        answer = parse_to_msgpack(requests.read(LENGTH.unpack(head)[0]))
-        answers.write(LENGTH.pack(len(answer)) + answer)
-        answers.flush()
+        reply = parse_to_msgpack(requests.read(LENGTH.unpack(head)[0]))
+        replies.write(LENGTH.pack(len(reply)) + reply)
+        replies.flush()
 
 
 if __name__ == "__main__":

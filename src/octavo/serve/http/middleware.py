@@ -1,4 +1,7 @@
-"""What stands before every route: keys, ids, and the log. Whatever is not expressly open is closed."""
+"""ASGI middleware in front of every route: API keys, request ids, CORS, HTTP metrics and the access log.
+
+Every path needs a key unless it is listed as open.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from octavo.errors import ParameterError
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.endpoint import Message, Receive, RequestContext, Scope, Send, new_request_id, send_error
 from octavo.serve.metrics import Metrics
-from octavo.serve.openai.errors import ApiError, internal
+from octavo.serve.openai.errors import ApiError, internal_error
 from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 
 access_log = logging.getLogger("octavo.access")
@@ -26,36 +29,35 @@ MAX_ID_CHARS = 128
 
 
 class ApiKeys:
-    """The keys of a server, as digests. Comparing takes the same time whichever matches, and if none does.
+    """A server's API keys, as digests. A lookup takes the same time for every key.
 
-
-    The holder of the only key is the operator. Of several keys, only those in `admin_keys` see the requests of others.
-    Holders of different keys share no blocks: the time to a first token would tell one what another asks.
+    The holder of the only key is the operator. Of several keys, only `admin_keys` see other tenants' requests. Holders
+    of different keys share no cached blocks: a shorter time to the first token would reveal another tenant's prompt.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
-        own, admin = (list(dict.fromkeys(_digest(key.encode()) for key in some)) for some in (keys, admin_keys))
-        if set(own) & set(admin):
-            raise ParameterError("a key is both an api_key and an admin_key; choose another one", param="admin_key")
-        is_only = len(own) + len(admin) == 1
+        users, admins = (list(dict.fromkeys(_digest(key.encode()) for key in some)) for some in (keys, admin_keys))
+        if set(users) & set(admins):
+            raise ParameterError("a key is both api_key and admin_key; use another one", param="admin_key")
+        is_only = len(users) + len(admins) == 1
         self._tenants = {
-            digest: Tenant(b"" if is_only else digest[:16], sees_all=is_only or digest in admin, number=number)
-            for number, digest in enumerate(own + admin)
+            digest: Tenant(b"" if is_only else digest[:16], sees_all=is_only or digest in admins, number=number)
+            for number, digest in enumerate(users + admins)
         }
-        tenants = sorted((self._tenants[digest] for digest in own or admin), key=lambda tenant: tenant.salt)
+        tenants = sorted((self._tenants[digest] for digest in users or admins), key=lambda tenant: tenant.salt)
         self.users = tuple(tenants or [DEFAULT_TENANT])
-        """Those that are expected to send prompts: an admin only where there is no other key."""
+        """Tenants that are expected to send prompts. Admins are included only if there is no other key."""
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
     @property
     def has_operator(self) -> bool:
-        """Whether some caller sees the requests of all."""
+        """Whether some caller may see all requests."""
         return not self._tenants or any(tenant.sees_all for tenant in self._tenants.values())
 
     def find(self, key: bytes) -> Tenant | None:
-        """The holder of a key that is one of ours."""
+        """The holder of a key; None if the key is unknown."""
         digest, found = _digest(key), None
         for known, tenant in self._tenants.items():
             if hmac.compare_digest(known, digest):
@@ -66,7 +68,7 @@ class ApiKeys:
         return len(self._tenants)
 
     def salts(self) -> set[bytes]:
-        """Those of `users`."""
+        """The cache salts of `users`."""
         return {tenant.salt for tenant in self.users}
 
 
@@ -75,7 +77,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class AuthMiddleware:
-    """An ASGI application around another. `open_paths`: raw paths that take no key."""
+    """ASGI middleware around `app`. `open_paths`: raw paths without a key; `unlogged_paths`: not in the access log."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class AuthMiddleware:
         keys: ApiKeys,
         metrics: Metrics,
         open_paths: Collection[bytes] = OPEN_PATHS,
-        quiet_paths: Collection[str] = (),
+        unlogged_paths: Collection[str] = (),
         origins: Sequence[str] = (),
         hosts: AllowedHosts | None = None,
     ) -> None:
@@ -92,7 +94,7 @@ class AuthMiddleware:
         self._keys = keys
         self._metrics = metrics
         self._open_paths = frozenset(open_paths)
-        self._quiet_paths = frozenset(quiet_paths)
+        self._unlogged_paths = frozenset(unlogged_paths)
         self._origins = frozenset(origins)
         self._hosts = hosts or AllowedHosts()
 
@@ -104,23 +106,23 @@ class AuthMiddleware:
         context = RequestContext(scope, new_request_id())
         scope.setdefault("state", {})["context"] = context
         cors = self._cors(context)
-        begin = time.monotonic()
-        has_begun = False
+        start_s = time.monotonic()
+        has_started = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                has_begun = True
+                has_started = True
                 context.status = context.status or message["status"]
-                shown_id = printable_id(dict(scope["headers"]).get(b"x-request-id", b"")) or context.request_id
+                shown_id = sanitize_request_id(dict(scope["headers"]).get(b"x-request-id", b"")) or context.request_id
                 extra = [(b"x-request-id", shown_id.encode("ascii")), *cors]
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
         try:
-            problem = self._refusal(context)
-            if problem is not None:
-                await send_error(context, send_with_id, problem)
+            api_error = self._authenticate(context)
+            if api_error is not None:
+                await send_error(context, send_with_id, api_error)
             elif _is_preflight(context):
                 context.status = 200
                 await send_with_id(
@@ -131,34 +133,35 @@ class AuthMiddleware:
                 await self._app(scope, receive, send_with_id)
         except Exception as error:
             logger.error("request %s failed", context.request_id, exc_info=error)
-            if has_begun:
+            if has_started:
                 raise
-            await send_error(context, send_with_id, internal(context.request_id))
+            await send_error(context, send_with_id, internal_error(context.request_id))
         finally:
-            self._note(context, time.monotonic() - begin)
+            self._record(context, time.monotonic() - start_s)
 
-    def _refusal(self, context: RequestContext) -> ApiError | None:
+    def _authenticate(self, context: RequestContext) -> ApiError | None:
+        """Checks host and key and sets the context's tenant. Returns the error for the client, if any."""
         scope = context.scope
         path = scope.get("raw_path") or scope["path"].encode()
         path = path.removeprefix(scope.get("root_path", "").encode())
-        is_probe = path in OPEN_PATHS and scope["method"] in ("GET", "HEAD")  # they come by whatever address
-        if (problem := self._hosts.refusal(scope, any_name=is_probe)) is not None:
-            return problem
+        is_probe = path in OPEN_PATHS and scope["method"] in ("GET", "HEAD")  # probes use any address
+        if (api_error := self._hosts.check(scope, any_name=is_probe)) is not None:
+            return api_error
         if not self._keys or (path in self._open_paths and scope["method"] in ("GET", "HEAD")):
             return None
         if _is_preflight(context):
-            return None  # a browser sends no key with it; the answer has no data
+            return None  # browsers send no key with it, and the response has no data
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         for_view = path == b"/view" or path.startswith(b"/view/")
         if len(given) == 1:
             scheme, _, key = given[0].partition(b" ")
-            key = key.strip() if scheme.lower() == b"bearer" else _password(key) if for_view else b""
+            key = key.strip() if scheme.lower() == b"bearer" else _basic_password(key) if for_view else b""
             if (tenant := self._keys.find(key)) is not None:
                 context.tenant, context.request_id = tenant, tenant.new_request_id()
                 return None
-        text = "this server wants an API key: Authorization: Bearer KEY"
-        scheme_asked = 'Basic realm="octavo", charset="UTF-8"' if for_view else "Bearer"
-        return ApiError(401, "invalid_api_key", text, headers={"www-authenticate": scheme_asked})
+        text = "an API key is required: Authorization: Bearer KEY"
+        challenge = 'Basic realm="octavo", charset="UTF-8"' if for_view else "Bearer"
+        return ApiError(401, "invalid_api_key", text, headers={"www-authenticate": challenge})
 
     def _cors(self, context: RequestContext) -> list[tuple[bytes, bytes]]:
         origin = context.header(b"origin") if self._origins else None
@@ -166,25 +169,25 @@ class AuthMiddleware:
             return []
         headers = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
         if _is_preflight(context):
-            # Whatever they are: OpenAI's package for browsers sends a dozen of its own, and none of them is read.
-            asked = context.header(b"access-control-request-headers") or "authorization, content-type, x-request-id"
+            # All requested headers are allowed: OpenAI's package for browsers sends a dozen, and the server reads none.
+            requested = context.header(b"access-control-request-headers") or "authorization, content-type, x-request-id"
             headers += [
                 (b"access-control-allow-methods", b"GET, POST"),
-                (b"access-control-allow-headers", asked.encode("latin-1")),
+                (b"access-control-allow-headers", requested.encode("latin-1")),
             ]
         return headers
 
-    def _note(self, context: RequestContext, elapsed_s: float) -> None:
+    def _record(self, context: RequestContext, elapsed_s: float) -> None:
         scope = context.scope
-        handler = context.route or "none"  # never the path as it came: that would be a label a request
+        handler = context.route or "none"  # never the raw path: every request could add a label
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
         self._metrics.http_requests.labels(method, str(context.status or 499), handler).inc()
         self._metrics.http_seconds.labels(method, handler).observe(elapsed_s)
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # options name paths as the routes do
-        if path in self._quiet_paths or not access_log.isEnabledFor(logging.INFO):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # paths in options have no root_path
+        if path in self._unlogged_paths or not access_log.isEnabledFor(logging.INFO):
             return
         client = scope.get("client") or ("-", 0)
-        access = {
+        entry = {
             "client": f"{client[0]}:{client[1]}",
             "method": method,
             "path": scope["path"][:256],
@@ -192,11 +195,11 @@ class AuthMiddleware:
             "ms": round(1000 * elapsed_s, 1),
             "id": context.request_id,
         }
-        access_log.info("%s", json.dumps(access), extra={"access": access})
+        access_log.info("%s", json.dumps(entry), extra={"access": entry})
 
 
-def _password(encoded: bytes) -> bytes:
-    """Of Basic's NAME:PASSWORD, the way in which browsers ask for a key; b"" if that is not it."""
+def _basic_password(encoded: bytes) -> bytes:
+    """The password of HTTP Basic credentials, in which browsers send a key; b"" if they are malformed."""
     try:
         return base64.b64decode(encoded, validate=True).partition(b":")[2]
     except ValueError:
@@ -211,6 +214,6 @@ def _is_preflight(context: RequestContext) -> bool:
     )
 
 
-def printable_id(value: bytes) -> str:
-    """A client's id as it may stand in a header and a log."""
+def sanitize_request_id(value: bytes) -> str:
+    """A client's request id, restricted to characters that are safe in headers and logs."""
     return "".join(c for c in value.decode("latin-1") if "!" <= c <= "~")[:MAX_ID_CHARS]

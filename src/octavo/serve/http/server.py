@@ -30,7 +30,7 @@ from octavo.serve.args import ServeArgs
 from octavo.serve.http.endpoint import (
     ABORT,
     LINGER_S,
-    SLOW_READER_S,
+    SEND_TIMEOUT_S,
     Receive,
     RequestContext,
     Scope,
@@ -38,7 +38,7 @@ from octavo.serve.http.endpoint import (
     new_request_id,
     send_error,
 )
-from octavo.serve.http.middleware import OPEN_PATHS, printable_id
+from octavo.serve.http.middleware import OPEN_PATHS, sanitize_request_id
 from octavo.serve.metrics import StatsLogger
 from octavo.serve.openai.errors import ApiError, shutting_down
 
@@ -50,22 +50,24 @@ MAX_HEADERS = 100
 KEEP_ALIVE_S = 5
 BACKLOG = 4096
 STATS_PERIOD_S = 10.0
-LAST_WORDS_S = 1.0
-"""What answers that are cut short get, to say so to their clients."""
+FINAL_EVENT_S = 1.0
+"""Time for ended requests to send their final error to their clients."""
 MAX_OPEN_FILES = 65_536
 MIN_OPEN_FILES = 64
-"""Open files without which no server starts: 24 at rest, as many for an engine in a lost one's place, connections."""
-PROBE_S = 2.0
-"""What a connection beyond the limit gets to say what it wants."""
+"""Open files that a server needs: 24 when idle, as many for a restarted engine, and connections."""
+PROBE_TIMEOUT_S = 2.0
+"""Header timeout of a connection beyond the limit."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431. One beyond
-    `max_connections` gets 503, unless it asks for /health or /ready: `probes` are those connections, oldest first. One
-    more of them than `max_probes` ends the oldest, so that a probe is answered whatever the others do.
+    """One HTTP/1.1 connection, with limits.
 
-    It speaks HTTP/1.1 and nothing else: who asks for another protocol beside (Java's client does, for HTTP/2) is
-    answered in this one. Requests that come before the one ahead of them is answered wait their turn.
+    Headers must arrive within `HEADER_TIMEOUT_S` (else 408) and within the size limits (else 431). A connection beyond
+    `max_connections` gets 503, except for /health and /ready. `probes` holds the connections beyond the limit, oldest
+    first. When there are more than `max_probes`, the oldest is closed, so that health checks are always answered.
+
+    A request to upgrade to another protocol (Java's client sends one for HTTP/2) is answered in HTTP/1.1. Pipelined
+    requests are answered in order.
     """
 
     def __init__(
@@ -82,49 +84,48 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._num_idle_bytes = 0  # that have come since there was a request or a part of a body: headers, and trailers
-        self._num_ahead_bytes = 0  # that have come while another request waits for its turn
+        self._num_header_bytes = 0  # bytes since the last request or body part: headers and trailers
+        self._num_pipelined_bytes = 0  # bytes received while another request waits
         self._in_headers = True
         self._refused = False
-        self._answering: RequestResponseCycle | None = None  # `self.cycle` is the one that came last
-        self._timer: asyncio.TimerHandle | None = None
-        self._leaving: asyncio.TimerHandle | None = None
+        self._current: RequestResponseCycle | None = None  # being answered; `self.cycle` is the last received
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
         if len(self.connections) - len(self._probes) > self._max_connections:
             self._probes[self] = None
             if len(self._probes) > self._max_probes:
                 oldest = next(iter(self._probes))
                 del self._probes[oldest]
                 oldest.transport.abort()
-        self._start_timer()
+        self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        if self._leaving is not None:
-            self._leaving.cancel()
-        self._leave()
+        self._stop_header_timer()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        self._disconnect_current()
         self._probes.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._num_idle_bytes += len(data)
+        self._num_header_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
         except httptools.HttpParserError:
             self.send_400_response("")
             return
-        if self._num_idle_bytes > MAX_HEADER_BYTES:
+        if self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
             return
-        self._num_ahead_bytes = self._num_ahead_bytes + len(data) if self.pipeline else 0
-        if self.pipeline and self._num_ahead_bytes <= MAX_HEADER_BYTES:
-            self.flow.resume_reading()  # else nobody would see the client go
+        self._num_pipelined_bytes = self._num_pipelined_bytes + len(data) if self.pipeline else 0
+        if self.pipeline and self._num_pipelined_bytes <= MAX_HEADER_BYTES:
+            self.flow.resume_reading()  # else a disconnect would not be noticed
 
     def _feed(self, data: bytes) -> None:
-        """The parser stops behind headers that ask for another protocol, and takes what follows for that. It is told
-        them again without."""
+        """Feeds the parser. It stops after headers with an Upgrade; they are fed again without that header."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -138,23 +139,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 data = b"\r\n".join([first, *lines, b"", data[stop.args[0] :]])
 
     def _asks_for_upgrade(self) -> bool:
-        """Not by a CONNECT, which the parser stops behind as well, and which is a request that nothing answers to."""
+        """Whether the headers have an Upgrade. The parser stops after a CONNECT as well; that is not one."""
         return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
         self._in_headers = True
-        self._num_idle_bytes = 0
-        self._start_timer()
+        self._num_header_bytes = 0
+        self._start_header_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # behind a body they are trailers, of which nothing is read
+        if self._in_headers:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
-        self._stop_timer()
+        self._stop_header_timer()
         if self._asks_for_upgrade():
             return
         num_bytes = sum(len(name) + len(value) for name, value in self.headers)
@@ -163,19 +164,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (codings != [b"chunked"] or self.parser.get_http_version() == "1.0"):
-            text = "of transfer codings there is chunked alone, once and in HTTP/1.1; send the body plain"
+            text = "the only supported transfer coding is chunked, once and in HTTP/1.1"
             self._refuse(ApiError(400, "unsupported_transfer_encoding", text, close=True))
             return
         is_probe = self in self._probes
         if is_probe and self.url.partition(b"?")[0] not in OPEN_PATHS:
-            self._refuse(self._too_many())
+            self._refuse(self._too_many_connections())
             return
         super().on_headers_complete()
         if is_probe:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        self._num_idle_bytes = 0
+        self._num_header_bytes = 0
         if not self._refused:
             super().on_body(body)
 
@@ -184,75 +185,75 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering = cycle
+        self._current = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._see_it_taken()
+        self._abort_if_unread()
 
-    def _see_it_taken(self, before: int | None = None) -> None:
-        """Most of an answer may still be here, and a connection that is closed waits for its reader for ever."""
-        if self._leaving is not None:
-            self._leaving.cancel()
-        if self._answering is not None and not self._answering.response_complete:
-            return  # the next answer is on its way, and looks after its reader itself
-        left = self.transport.get_write_buffer_size()
-        if before is not None and left >= before:
+    def _abort_if_unread(self, previous: int | None = None) -> None:
+        """Aborts the connection if its client reads nothing for `SEND_TIMEOUT_S`: closing would wait for it forever."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        if self._current is not None and not self._current.response_complete:
+            return  # the next response has its own timeout
+        num_unsent = self.transport.get_write_buffer_size()
+        if previous is not None and num_unsent >= previous:
             self.transport.abort()
-        elif left:
-            self._leaving = self.loop.call_later(SLOW_READER_S, self._see_it_taken, left)
+        elif num_unsent:
+            self._flush_timer = self.loop.call_later(SEND_TIMEOUT_S, self._abort_if_unread, num_unsent)
 
-    def _leave(self) -> None:
-        """Whoever is being answered has gone; uvicorn tells so of the request that came last."""
-        cycle = self._answering
+    def _disconnect_current(self) -> None:
+        """Marks the current request as disconnected; uvicorn marks only the last received one."""
+        cycle = self._current
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
-        """What the parser cannot read; also two lengths that contradict each other."""
-        self._refuse(ApiError(400, "invalid_http", "this is no HTTP request", close=True))
+        """The response to malformed HTTP, contradictory lengths included."""
+        self._refuse(ApiError(400, "invalid_http", "not a valid HTTP request", close=True))
 
     def timeout_keep_alive_handler(self) -> None:
-        self._stop_timer()
+        self._stop_header_timer()
         super().timeout_keep_alive_handler()
 
-    def _start_timer(self) -> None:
-        if self._timer is None:
-            limit_s = PROBE_S if self in self._probes else HEADER_TIMEOUT_S
-            self._timer = self.loop.call_later(limit_s, self._too_slow)
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            timeout_s = PROBE_TIMEOUT_S if self in self._probes else HEADER_TIMEOUT_S
+            self._header_timer = self.loop.call_later(timeout_s, self._on_header_timeout)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _too_slow(self) -> None:
-        self._timer = None
-        slow = ApiError(408, "request_timeout", "the request's headers come too slowly", close=True)
-        self._refuse(self._too_many() if self in self._probes else slow)
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
+        timeout = ApiError(408, "request_timeout", "the request's headers arrive too slowly", close=True)
+        self._refuse(self._too_many_connections() if self in self._probes else timeout)
 
-    def _too_many(self) -> ApiError:
-        text = f"{self._max_connections} connections are open, as many as may be; try again later"
+    def _too_many_connections(self) -> ApiError:
+        text = f"{self._max_connections} connections are open, the limit; try again later"
         return ApiError(503, "too_many_connections", text, retry_after_s=1, close=True)
 
-    def _refuse(self, problem: ApiError) -> None:
-        """Answer and close; but first throw away for a moment what still comes, or the answer would be lost with it."""
+    def _refuse(self, api_error: ApiError) -> None:
+        """Sends an error and closes. Discards input for `LINGER_S` first, else the client might lose the response."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        self._stop_timer()
-        self._leave()
-        cycle = self._answering
-        if cycle is None or cycle.response_complete or not cycle.response_started:  # never into the middle of another
-            body = problem.body()
+        self._stop_header_timer()
+        self._disconnect_current()
+        cycle = self._current
+        if cycle is None or cycle.response_complete or not cycle.response_started:  # never inside another response
+            body = api_error.body()
             request_id = new_request_id()
-            logger.debug("request %s is refused: %d %s", request_id, problem.status, problem.code)
-            shown_id = printable_id(dict(self.headers or ()).get(b"x-request-id", b"")) or request_id
-            headers = {**problem.headers(), "content-length": str(len(body)), "x-request-id": shown_id}
+            logger.debug("request %s refused: %d %s", request_id, api_error.status, api_error.code)
+            shown_id = sanitize_request_id(dict(self.headers or ()).get(b"x-request-id", b"")) or request_id
+            headers = {**api_error.headers(), "content-length": str(len(body)), "x-request-id": shown_id}
             lines = b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items())
-            self.transport.write(STATUS_LINE[problem.status] + lines + b"\r\n" + body)
+            self.transport.write(STATUS_LINE[api_error.status] + lines + b"\r\n" + body)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -260,15 +261,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def _headers_too_large() -> ApiError:
-    text = f"headers may have {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} lines"
+    text = f"the headers are too large; the limit is {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} lines"
     return ApiError(431, "headers_too_large", text, close=True)
 
 
 def uvicorn_config(asgi: Any, settings: ServeArgs, *, max_connections: int | None = None) -> uvicorn.Config:
-    most, max_probes = connection_limits(raise_file_limit())
+    default_max, max_probes = connection_limits(raise_file_limit())
     protocol = functools.partial(
         LimitedHttpProtocol,
-        max_connections=most if max_connections is None else max_connections,
+        max_connections=default_max if max_connections is None else max_connections,
         max_probes=max_probes,
         probes={},
     )
@@ -292,7 +293,7 @@ def uvicorn_config(asgi: Any, settings: ServeArgs, *, max_connections: int | Non
 
 
 class StartupServer(uvicorn.Server):
-    """Answers in the place of an `App` whose model is still being loaded: 503, also to /health, on a listening socket.
+    """Answers every request with 503, also /health, while the model is being loaded.
 
     async with Starting(settings).on(sock): ...
     """
@@ -303,14 +304,15 @@ class StartupServer(uvicorn.Server):
     @staticmethod
     async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext(scope, new_request_id())
-        text = "the server is starting; its model is being loaded"
+        text = "the server is starting and loads its model; try again later"
         headers = {"x-request-id": context.request_id}
-        problem = ApiError(503, "starting", text, retry_after_s=5, close=True, headers=headers)
-        await send_error(context, send, problem)
+        api_error = ApiError(503, "starting", text, retry_after_s=5, close=True, headers=headers)
+        await send_error(context, send, api_error)
 
     @contextlib.asynccontextmanager
     async def on(self, sock: socket.socket) -> AsyncIterator[None]:
-        """While this is entered. The socket goes on listening behind it; who comes in between waits for a moment."""
+        """Context manager: serves on a duplicate of the socket, which keeps listening. Later connections wait in its
+        backlog for the next server."""
         serving = asyncio.ensure_future(self.serve(sockets=[sock.dup()]))
         try:
             yield
@@ -320,14 +322,14 @@ class StartupServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # whoever starts it has its own way
+        yield  # the launcher handles signals
 
 
 class HTTPServer(uvicorn.Server):
-    """Serves an `App` until told to leave, twice if need be.
+    """Serves an `App` until a signal. The first one starts a graceful shutdown, the second one stops at once.
 
-    on_ready         called with the address once requests are taken
-    max_connections  as many as there may be open files, unless it is given
+    on_ready         called with the address once the server accepts requests
+    max_connections  default: derived from the limit of open files
     """
 
     def __init__(
@@ -340,10 +342,10 @@ class HTTPServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def run_on(self, sock: socket.socket) -> None:
-        """On a listening socket."""
+        """Serves on a listening socket."""
         settings = self._app.service.settings
         log = None if settings.disable_log_stats else asyncio.ensure_future(self._log_stats())
-        ready = asyncio.ensure_future(self._tell_ready(sock))
+        ready = asyncio.ensure_future(self._announce(sock))
         try:
             await self.serve(sockets=[sock])
         finally:
@@ -364,13 +366,13 @@ class HTTPServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """The first time: no new work, and the end when what runs has ended. The second time: now."""
+        """Signal handler. First call: refuses new requests and stops when all have ended. Second call: stops now."""
         self._num_signals += 1
         if self._num_signals == 1:
             self._draining = asyncio.ensure_future(self._drain())
             return
-        for running in list(self._app.running):
-            running.end(shutting_down())
+        for request in list(self._app.active_requests):
+            request.end(shutting_down())
         self.force_exit = self.should_exit = True
 
     async def _drain(self) -> None:
@@ -381,13 +383,13 @@ class HTTPServer(uvicorn.Server):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await admission.drained()
-                # They have run, and the last of what they say may still be on its way to those who read it.
-                if ending := [running.work for running in self._app.running if not running.endless]:
-                    await asyncio.wait(ending)
-        for running in list(self._app.running):
-            running.end(shutting_down())
+                # The engine has finished them; their last events may still be unsent.
+                if tasks := [request.task for request in self._app.active_requests if not request.open_ended]:
+                    await asyncio.wait(tasks)
+        for request in list(self._app.active_requests):
+            request.end(shutting_down())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(FINAL_EVENT_S):
                 await admission.drained()
                 await asyncio.sleep(0)
         for connection in list(self.server_state.connections):
@@ -395,54 +397,54 @@ class HTTPServer(uvicorn.Server):
         self.config.timeout_graceful_shutdown = 1
         self.should_exit = True
 
-    async def _tell_ready(self, sock: socket.socket) -> None:
+    async def _announce(self, sock: socket.socket) -> None:
         while not self.started:
             await asyncio.sleep(0.01)
         self._on_ready(socket_url(sock, tls=self._app.service.settings.ssl_certfile is not None))
 
     async def _log_stats(self) -> None:
         service = self._app.service
-        line = StatsLogger(service.metrics, service.limits.device)
+        stats_logger = StatsLogger(service.metrics, service.limits.device)
         while True:
             await asyncio.sleep(STATS_PERIOD_S)
             with contextlib.suppress(OctavoError):
-                text = line.tell(await service.backend.stats())
-                if text is not None:
-                    logger.info("%s", text)
+                line = stats_logger.line(await service.backend.stats())
+                if line is not None:
+                    logger.info("%s", line)
 
 
 def raise_file_limit() -> int:
-    """How many files this process may have open, after it was raised as far as it may be: shells begin at 1,024."""
+    """Raises this process's limit of open files as far as allowed and returns it. Shells start with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_OPEN_FILES
-    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, target), hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def connection_limits(num_files: int) -> tuple[int, int]:
-    """How many connections there may be where a process may have so many open files, and how many probes beside them.
-    The rest is for the server itself: an engine that takes a lost one's place needs some. Raises `OctavoError`."""
+    """Maximal connections and probes for a limit of open files. The rest is reserved for the server and for an engine
+    restart. Raises `OctavoError` if the limit is too low."""
     if num_files < MIN_OPEN_FILES:
-        text = f"this process may have {num_files} open files, a server needs {MIN_OPEN_FILES}"
+        text = f"the limit of open files is {num_files}; a server needs {MIN_OPEN_FILES}"
         raise OctavoError(f"{text}; raise the limit: ulimit -n 4096")
-    own, probes = min(64, 24 + num_files // 4), min(64, num_files // 8)
-    return num_files - own - probes, probes
+    reserved, probes = min(64, 24 + num_files // 4), min(64, num_files // 8)
+    return num_files - reserved - probes, probes
 
 
 def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
-    """A socket that listens, taken before a model is loaded: of two servers on one address the second knows at once.
+    """Binds and listens. Done before the model is loaded, so that a second server on the address fails at once.
 
-    Raises `OSError`, with the address as its filename.
+    Raises `OSError` with the address as its filename.
     """
     if uds is not None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         if Path(uds).is_socket():
             try:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-                    caller.connect(uds)  # somebody listens: binding says so
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                    client.connect(uds)  # in use: binding fails below
             except OSError:
                 Path(uds).unlink(missing_ok=True)
         address: Any = uds
@@ -454,7 +456,7 @@ def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-        sock.listen(BACKLOG)  # an address that is only bound can be bound once more
+        sock.listen(BACKLOG)  # with SO_REUSEADDR, another process could bind it until it listens
     except OSError as error:
         sock.close()
         raise OSError(error.errno, error.strerror, uds or f"{host}:{port}") from None

@@ -1,9 +1,9 @@
-"""What is wrong with a request, as a status and a body: the one table from errors to answers.
-
-Nothing that a library or a bug says reaches a client. A `UsageError`'s text is ours and is shown; any other exception
-becomes an entry of the catalogue here, and its own words go to the log.
+"""API errors: every exception maps to a status and an OpenAI error object here.
 
     {"error": {"message": ..., "type": ..., "param": ... or null, "code": ...}}
+
+Clients see only messages that Octavo wrote. The text of a `UsageError` is shown. Any other exception becomes one of the
+fixed errors below, and its own text goes to the log.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from octavo.errors import (
     UsageError,
 )
 
-MAX_BODY_BYTES = 4096
+MAX_ERROR_BYTES = 4096
 MAX_PARAM_CHARS = 128
-PATH = re.compile(r"""'[^']*/[^']*'|"[^"]*/[^"]*"|[^\s'"]*/[^\s'"]*""")
+PATH_PATTERN = re.compile(r"""'[^']*/[^']*'|"[^"]*/[^"]*"|[^\s'"]*/[^\s'"]*""")
 
-TYPES = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     408: "timeout_error",
@@ -34,14 +34,14 @@ TYPES = {
     500: "server_error",
     503: "server_error",
 }
-"""By status; every other is an invalid_request_error."""
+"""Error types by status; every other status is an invalid_request_error."""
 
 
 class ApiError(Exception):
-    """An answer that is an error, raised anywhere while a request is handled.
+    """An HTTP error response. It may be raised anywhere while a request is handled.
 
-    retry_after_s   when to come back, for 429 and 503
-    close           end the connection after it
+    retry_after_s   the Retry-After header of a 429 or 503, in seconds
+    close           close the connection after the response
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.close = close
-        self.more_headers = headers or {}
+        self.extra_headers = headers or {}
 
     @property
     def type(self) -> str:
-        return TYPES.get(self.status, "invalid_request_error")
+        return ERROR_TYPES.get(self.status, "invalid_request_error")
 
     def as_dict(self) -> dict[str, Any]:
-        """The error object, in a body of at most `MAX_BODY_BYTES`."""
-        param = None if self.param is None else _shown(self.param)[:MAX_PARAM_CHARS]
-        message = _shown(self.message)
+        """The error object; its message is cut until the body has at most `MAX_ERROR_BYTES`."""
+        param = None if self.param is None else _sanitized(self.param)[:MAX_PARAM_CHARS]
+        message = _sanitized(self.message)
         error = {"message": message, "type": self.type, "param": param, "code": self.code}
-        while len(_encoded(error)) > MAX_BODY_BYTES:
+        while len(_encode(error)) > MAX_ERROR_BYTES:
             message = message[: len(message) * 3 // 4]
             error["message"] = message + "..."
         return {"error": error}
 
     def body(self) -> bytes:
-        return _encoded(self.as_dict()["error"])
+        return _encode(self.as_dict()["error"])
 
     def headers(self) -> dict[str, str]:
-        headers = {"content-type": "application/json", **self.more_headers}
+        headers = {"content-type": "application/json", **self.extra_headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         elif self.status == 500:  # the same request would fail again
@@ -92,84 +92,82 @@ class ApiError(Exception):
         return headers
 
 
-def _encoded(error: dict[str, Any]) -> bytes:
+def _encode(error: dict[str, Any]) -> bytes:
     return json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _shown(text: str) -> str:
-    """Text that any client can read: no lone surrogate, no control character, not endless."""
-    text = text[:MAX_BODY_BYTES].encode("utf-8", "backslashreplace").decode()
+def _sanitized(text: str) -> str:
+    """Text without lone surrogates and control characters, of at most `MAX_ERROR_BYTES` characters."""
+    text = text[:MAX_ERROR_BYTES].encode("utf-8", "backslashreplace").decode()
     return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text)
 
 
 def redact_paths(text: str) -> str:
-    """For those who need no key: where the operator's files lie is not theirs to know."""
-    return PATH.sub("(a path)", text)
+    """Hides file paths from callers without a key."""
+    return PATH_PATTERN.sub("(a path)", text)
 
 
-# -- the catalogue -----------------------------------------------------------------------------------------------------
+# -- common errors -----------------------------------------------------------------------------------------------------
 
 
 def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
-    """A request that is wrong: 400."""
+    """400: the request is invalid."""
     return ApiError(400, code, message, param)
 
 
-def not_found(what: str, param: str | None = None) -> ApiError:
-    return ApiError(404, "not_found", f"there is no {what}", param)
+def not_found(message: str, param: str | None = None) -> ApiError:
+    return ApiError(404, "not_found", message, param)
 
 
-def internal(request_id: str) -> ApiError:
-    return ApiError(500, "internal_error", f"the server failed on this request; its log has more under {request_id}")
+def internal_error(request_id: str) -> ApiError:
+    return ApiError(500, "internal_error", f"internal server error; the server's log has details under {request_id}")
 
 
-def unavailable() -> ApiError:
-    """The engine is gone for good: while it is restarted, requests wait."""
-    text = "the engine has failed and is not started again; restart the server, or send this to another one"
+def engine_unavailable() -> ApiError:
+    """503: the engine has failed permanently. Requests that arrive during an engine restart wait instead."""
+    text = "the engine has failed and will not be restarted; restart the server or use another one"
     return ApiError(503, "engine_unavailable", text, retry_after_s=5)
 
 
 def shutting_down() -> ApiError:
-    return ApiError(
-        503, "shutting_down", "the server is shutting down; send this to another one", retry_after_s=5, close=True
-    )
+    return ApiError(503, "shutting_down", "the server is shutting down; use another one", retry_after_s=5, close=True)
 
 
-# -- errors of the engine's ------------------------------------------------------------------------------------------
+# -- exceptions to errors ----------------------------------------------------------------------------------------------
 
-CODES = {
-    # The engine speaks to Python, and says of some values more than the API's table of answers does.
+CODE_OVERRIDES = {
+    # The API's error codes where they differ from those of the engine's Python interface.
     ("best_of", "integer_out_of_range"): "invalid_value",
     ("beam_width", "integer_out_of_range"): "invalid_value",
     ("top_k", "integer_out_of_range"): "decimal_out_of_range",
     ("stop_token_ids", "integer_out_of_range"): "invalid_token_id",
     ("bad_words_token_ids", "invalid_token_id"): "invalid_token_id",
 }
-NAMES = {"bad_words_token_ids": "bad_words"}
+PARAM_NAMES = {"bad_words_token_ids": "bad_words"}
 
 
 def to_api_error(error: BaseException, request_id: str) -> ApiError:
-    """The answer to an exception. One that is in no row is a bug: the caller logs it."""
+    """The response to an exception. An unknown exception is a bug: internal_error, and the caller logs it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
         return _usage(error)
     if isinstance(error, RequestFailedError):
         if error.code == "no_allowed_token":
-            return bad_request(error.code, "no token may come next; allow more", "allowed_token_ids")
+            return bad_request(error.code, "no token is allowed at this position; allow more", "allowed_token_ids")
         if error.code == "grammar_too_complex":
-            text = "structured_outputs: the grammar's automaton grew too large while the output was made; simplify it"
+            text = "structured_outputs: the grammar's automaton grew too large during generation; simplify the grammar"
             return bad_request(error.code, text, "structured_outputs")
         if error.code == "grammar_unavailable":
             return ApiError(503, error.code, str(error), retry_after_s=5)
         if error.code == "out_of_memory":
-            return ApiError(500, error.code, "the request takes more memory than the device has; shorten it")
+            return ApiError(500, error.code, "the request needs more memory than the device has; shorten it")
         if error.code == RequestFailedError.code:
-            return ApiError(500, error.code, "the model's numbers for this request are not finite; no other is touched")
-        return internal(request_id)
+            return ApiError(500, error.code, "the request's logits are not finite; other requests are not affected")
+        return internal_error(request_id)
     if isinstance(error, EngineError) and not isinstance(error, EngineQueryError):
-        return unavailable()
-    return internal(request_id)
+        return engine_unavailable()
+    return internal_error(request_id)
 
 
 def _usage(error: UsageError) -> ApiError:
@@ -177,7 +175,7 @@ def _usage(error: UsageError) -> ApiError:
     if isinstance(error, CapacityError) and param == "n":
         code = "integer_out_of_range"
     if isinstance(error, TemplateError) and code == "template_timeout":
-        return ApiError(500, code, str(error))  # the operator's template; of one in a request see `Service.encode_chat`
+        return ApiError(500, code, str(error))  # the server's own template; `Service.encode_chat` handles a request's
     if isinstance(error, ParameterError):
-        code = CODES.get((param or "", code), code)
-    return bad_request(code, str(error), NAMES.get(param or "", param))
+        code = CODE_OVERRIDES.get((param or "", code), code)
+    return bad_request(code, str(error), PARAM_NAMES.get(param or "", param))

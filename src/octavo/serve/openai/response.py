@@ -1,9 +1,9 @@
-"""From the engine's outputs to what goes over the wire: chunks, and the whole response that chunks add up to.
+"""Builds OpenAI responses from engine outputs: stream chunks, and complete responses.
 
-Both kinds of answer take the same path. A response that is not streamed is the fold of the chunks that would have been:
+Both take the same path. A complete response merges the choices that a stream would have sent:
 
-    RequestOutput (what is new) --take--> choices --chunk--> {"choices": [...]}     streamed
-                                             `------fold---> the response           whole
+    RequestOutput (delta) --choices--> choices --chunk--> {"choices": [...]}     streamed
+                                          `-----merge---> build() -> response    complete
 """
 
 from __future__ import annotations
@@ -23,57 +23,58 @@ from octavo.text.output_parser import END_THINK, OutputParser
 from octavo.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON has not."""
+"""Replaces minus infinity, which JSON does not have."""
 Json = dict[str, Any]
-TEXTS = ("content", "reasoning")
-"""What a delta has of a text."""
+TEXT_FIELDS = ("content", "reasoning")
+"""Text fields of a chat delta."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one request, over all its prompts; a prompt with several samples counts once."""
+    """Token counts of one request, over all its prompts. A prompt with several samples counts once."""
 
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     completion: dict[int, int] = field(default_factory=dict)
     num_reasoning: int = 0
 
-    def take(self, i: int, output: RequestOutput) -> None:
+    def update(self, i: int, output: RequestOutput) -> None:
         self.prompt[i] = len(output.prompt_token_ids)
         self.cached[i] = output.num_cached_tokens
         self.completion[i] = output.metrics.num_generation_tokens
 
-    def as_dict(self, *, reasons: bool) -> Json:
+    def as_dict(self, *, has_reasoning: bool) -> Json:
         num_prompt, num_completion = sum(self.prompt.values()), sum(self.completion.values())
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning} if reasons else None,
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning} if has_reasoning else None,
         }
 
 
 class ResponseBuilder(Protocol):
-    """One response in the making."""
+    """Builds one response."""
 
     usage: Usage
 
-    def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
-        """The choices of the next chunks, from what is new of prompt `i`; and `YIELD_POINT`, see `slices`."""
+    def choices(self, i: int, output: RequestOutput) -> Iterator[Json]:
+        """Yields the choices of the next chunks from a delta of prompt `i`, and `YIELD_POINT` (see `cooperative`)."""
 
     def chunk(self, choices: list[Json]) -> Json: ...
 
     def usage_chunk(self) -> Json: ...
 
-    def fold(self, choice: Json) -> None: ...
+    def merge(self, choice: Json) -> None:
+        """Adds a choice to the complete response."""
 
-    def whole(self) -> Iterator[Any]:
-        """The response, after as many a `YIELD_POINT` as it takes."""
+    def build(self) -> Iterator[Any]:
+        """Yields `YIELD_POINT` any number of times, then the complete response."""
 
 
 class _ResponseBuilderBase:
-    """What completions and chats have in common."""
+    """Common parts of completion and chat responses."""
 
     object = ""
     chunk_object = ""
@@ -86,22 +87,22 @@ class _ResponseBuilderBase:
         self._fingerprint = fingerprint
         self._choices: dict[int, Json] = {}
         self._prompt_logprobs: dict[int, list[Any]] = {}
-        self._echoes = request.echo or request.stream  # then the prompt's log-probabilities are not told apart
+        self._no_prompt_logprobs = request.echo or request.stream  # an echo has them in the choice's logprobs
 
-    reasons = False
+    has_reasoning = False
 
     def chunk(self, choices: list[Json]) -> Json:
         chunk: Json = {**self._head, "object": self.chunk_object, "choices": choices}
         if any(c["finish_reason"] for c in choices) and not self.request.include_usage:
             chunk["system_fingerprint"] = self._fingerprint
         if self.request.continuous_usage:
-            chunk["usage"] = self.usage.as_dict(reasons=self.reasons)
+            chunk["usage"] = self.usage.as_dict(has_reasoning=self.has_reasoning)
         elif self.request.include_usage:
             chunk["usage"] = None
         return chunk
 
     def usage_chunk(self) -> Json:
-        usage = self.usage.as_dict(reasons=self.reasons)
+        usage = self.usage.as_dict(has_reasoning=self.has_reasoning)
         return {
             **self._head,
             "object": self.chunk_object,
@@ -110,7 +111,7 @@ class _ResponseBuilderBase:
             "system_fingerprint": self._fingerprint,
         }
 
-    def whole(self) -> Iterator[Any]:
+    def build(self) -> Iterator[Any]:
         yield self._response((yield from self._encoded(self._choices[index] for index in sorted(self._choices))))
 
     def _encoded(self, choices: Iterable[Json]) -> Generator[Any, None, list[msgspec.Raw]]:
@@ -125,35 +126,35 @@ class _ResponseBuilderBase:
             **self._head,
             "object": self.object,
             "choices": choices,
-            "usage": self.usage.as_dict(reasons=self.reasons),
+            "usage": self.usage.as_dict(has_reasoning=self.has_reasoning),
             "system_fingerprint": self._fingerprint,
         }
         return response
 
-    def _note(self, i: int, output: RequestOutput) -> Iterator[Any]:
-        self.usage.take(i, output)
-        if output.prompt_logprobs is not None and not self._echoes:
-            told = self._prompt_logprobs[i] = list[Any]()
+    def _record(self, i: int, output: RequestOutput) -> Iterator[Any]:
+        self.usage.update(i, output)
+        if output.prompt_logprobs is not None and not self._no_prompt_logprobs:
+            logprobs = self._prompt_logprobs[i] = list[Any]()
             for entries in output.prompt_logprobs:
                 if entries is not None:
-                    told.append(_raw({str(t): _prompt_entry(lp) for t, lp in entries.items()}))
+                    logprobs.append(_raw({str(t): _prompt_entry(lp) for t, lp in entries.items()}))
                     yield YIELD_POINT
                 else:
-                    told.append(None)
+                    logprobs.append(None)
 
     def _extras(self, choice: Json, i: int, c: CompletionOutput, output: RequestOutput, *, first: bool) -> Json:
-        """vLLM's own fields of a choice."""
-        if self.request.token_ids:
+        """Adds vLLM's extra fields to a choice."""
+        if self.request.return_token_ids:
             choice["token_ids"] = c.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         return choice
 
     def _token(self, token: int, entry: Logprob) -> str:
-        return f"token_id:{token}" if self.request.tokens_as_ids else entry.decoded_token or ""
+        return f"token_id:{token}" if self.request.return_tokens_as_ids else entry.decoded_token or ""
 
 
 class CompletionResponseBuilder(_ResponseBuilderBase):
-    """Of /v1/completions. Sample j of prompt i is choice `i * n + j`."""
+    """Builds responses of /v1/completions. Sample j of prompt i is choice `i * n + j`."""
 
     object = chunk_object = "text_completion"
 
@@ -161,8 +162,8 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
         super().__init__(request, name, tokenizer, fingerprint)
         self._offsets: dict[int, _TextOffsets] = {}
 
-    def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
-        yield from self._note(i, output)
+    def choices(self, i: int, output: RequestOutput) -> Iterator[Json]:
+        yield from self._record(i, output)
         for c in output.outputs:
             yield (yield from self._choice(i, c, output))
             yield YIELD_POINT
@@ -187,78 +188,80 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
         return self._extras(choice, i, c, output, first=first)
 
     def _logprobs(
-        self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], places: _TextOffsets
+        self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], text_offsets: _TextOffsets
     ) -> Generator[Any, None, Json]:
         tokens: list[str] = []
         offsets: list[int] = []
-        own: list[float | None] = []
+        logprobs: list[float | None] = []
         top: list[msgspec.Raw | None] = []
         for token, position in zip(token_ids, entries, strict=False):
-            if position is None:  # nothing comes before the first token of a prompt
-                text = f"token_id:{token}" if self.request.tokens_as_ids else self.tokenizer.decode([token], False)
-                own.append(None)
+            if position is None:  # the first token of a prompt has no log-probability
+                text = (
+                    f"token_id:{token}" if self.request.return_tokens_as_ids else self.tokenizer.decode([token], False)
+                )
+                logprobs.append(None)
                 top.append(None)
             else:
                 text = self._token(token, position[token])
-                own.append(finite(position[token].logprob))
-                top.append(_raw({self._token(t, lp): finite(lp.logprob) for t, lp in position.items()}))
+                logprobs.append(clamp_logprob(position[token].logprob))
+                top.append(_raw({self._token(t, lp): clamp_logprob(lp.logprob) for t, lp in position.items()}))
                 yield YIELD_POINT
             tokens.append(text)
-            offsets.append(places.next(token))
-        return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
+            offsets.append(text_offsets.next(token))
+        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": top}
 
-    def fold(self, choice: Json) -> None:
-        so_far = self._choices.get(choice["index"])
-        if so_far is None:
+    def merge(self, choice: Json) -> None:
+        merged = self._choices.get(choice["index"])
+        if merged is None:
             self._choices[choice["index"]] = choice | {"text": [choice["text"]]}
             if "token_ids" in choice:
                 self._choices[choice["index"]]["token_ids"] = [*choice["token_ids"]]
             return
-        so_far["text"].append(choice["text"])
-        _extend(so_far, choice, "token_ids")
+        merged["text"].append(choice["text"])
+        _extend(merged, choice, "token_ids")
         if choice["logprobs"] is not None:
             for name, values in choice["logprobs"].items():
-                so_far["logprobs"][name] += values
-        _end(so_far, choice)
+                merged["logprobs"][name] += values
+        _set_finish_reason(merged, choice)
 
-    def whole(self) -> Iterator[Any]:
-        """A stop string is not in the text, but its tokens are among the tokens: they stand at the end."""
+    def build(self) -> Iterator[Any]:
+        """Tokens of a removed stop string get the offset of the text's end."""
         for choice in self._choices.values():
             _join(choice, "text")
             if choice["logprobs"] is not None:
                 end = len(choice["text"])
-                choice["logprobs"]["text_offset"] = [min(at, end) for at in choice["logprobs"]["text_offset"]]
-        return super().whole()
+                choice["logprobs"]["text_offset"] = [min(offset, end) for offset in choice["logprobs"]["text_offset"]]
+        return super().build()
 
 
 class _TextOffsets:
-    """Where each token of a choice begins in the choice's text.
+    """Computes each token's offset in the text of its choice.
 
-    A token without text, such as a special token that is skipped, stands where the next one does; so do the tokens
-    behind the first of a character that several make up.
+    A token without text (a skipped special token, or a later part of a multi-token character) has the offset of the
+    next token.
     """
 
     def __init__(self, tokenizer: Tokenizer, output: RequestOutput, *, echo: bool, skip_special_tokens: bool) -> None:
         prompt_ids = output.prompt_token_ids
-        self._own = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._output = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._base = len(output.prompt or "") if echo else 0
-        self._num_prompt_ids = len(prompt_ids) if echo else 0  # that are still to come
+        self._num_prompt_ids = len(prompt_ids) if echo else 0  # not yet consumed
         self._prompt = Detokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
 
     def next(self, token: int) -> int:
-        """Of the token behind those before."""
+        """The offset of the next token."""
         if self._num_prompt_ids:
             self._num_prompt_ids -= 1
-            at = min(len(self._prompt.text), self._base)
+            offset = min(len(self._prompt.text), self._base)
             self._prompt.push([token])
-            return at
-        at = self._base + len(self._own.text)
-        self._own.push([token])
-        return at
+            return offset
+        offset = self._base + len(self._output.text)
+        self._output.push([token])
+        return offset
 
 
 class ChatResponseBuilder(_ResponseBuilderBase):
-    """Of /v1/chat/completions: deltas of reasoning, content and calls of tools."""
+    """Builds responses of /v1/chat/completions: deltas of reasoning, content and tool calls."""
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
@@ -270,17 +273,17 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         fingerprint: str,
         *,
         make_parser: Callable[[], OutputParser],
-        reasons: bool,
+        has_reasoning: bool,
         new_call_id: Callable[[], str],
     ) -> None:
         super().__init__(request, name, tokenizer, fingerprint)
-        self.reasons = reasons
+        self.has_reasoning = has_reasoning
         self._make_parser = make_parser
         self._parsers: dict[int, OutputParser] = {}
         self._new_call_id = new_call_id
 
-    def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
-        yield from self._note(i, output)
+    def choices(self, i: int, output: RequestOutput) -> Iterator[Json]:
+        yield from self._record(i, output)
         for c in output.outputs:
             first = c.index not in self._parsers
             if first:
@@ -300,7 +303,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
             self.usage.num_reasoning += self._num_reasoning(c.token_ids, ends=not parser.in_reasoning)
         deltas = [self._delta(part) for part in parts + (parser.finish() if c.finished() else [])]
         deltas = [d for d in _joined(deltas) if d]
-        if not deltas and (c.finished() or c.logprobs or (self.request.token_ids and (c.token_ids or first))):
+        if not deltas and (c.finished() or c.logprobs or (self.request.return_token_ids and (c.token_ids or first))):
             deltas = [{}] if c.finished() else [{"content": ""}]
         choices = [self._choice(c, delta, None) for delta in deltas]
         if choices:
@@ -315,7 +318,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         return choices
 
     def _num_reasoning(self, token_ids: Sequence[int], *, ends: bool) -> int:
-        """Of tokens that came together; where the reasoning ends, up to the token that ends it, if that is one."""
+        """Reasoning tokens of a delta. If reasoning `ends` in it and its end tag is one token: those up to the tag."""
         end = self.tokenizer.encode(END_THINK, add_special_tokens=False) if ends else []
         if len(end) == 1 and end[0] in token_ids:
             return token_ids.index(end[0]) + 1
@@ -326,7 +329,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
 
     def _delta(self, part: Any) -> Json:
         if part.kind == "reasoning":
-            return {"reasoning": part.text} if self.request.reasoning else {}
+            return {"reasoning": part.text} if self.request.include_reasoning else {}
         if part.kind == "content":
             return {"content": part.text}
         if part.index and not self.request.parallel_tool_calls:
@@ -339,27 +342,29 @@ class ChatResponseBuilder(_ResponseBuilderBase):
     def _logprobs(
         self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None]
     ) -> Generator[Any, None, list[msgspec.Raw]]:
-        told = []
+        logprobs = []
         for token, position in zip(token_ids, entries, strict=False):
             if position is not None:
                 ranked = list(position.items())
-                # The first is the token that came; it is one of the likeliest only where its rank says so.
-                top = [pair for pair in ranked if pair[1].rank <= (self.request.top or 0)]
+                # The first entry is the sampled token; it belongs to the top tokens only if its rank is low enough.
+                top = [pair for pair in ranked if pair[1].rank <= (self.request.top_logprobs or 0)]
                 top.sort(key=lambda pair: pair[1].rank)
                 entry = self._entry(token, position[token])
-                told.append(_raw({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.request.top]]}))
+                logprobs.append(
+                    _raw({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.request.top_logprobs]]})
+                )
                 yield YIELD_POINT
-        return told
+        return logprobs
 
     def _entry(self, token: int, entry: Logprob) -> Json:
         text = self._token(token, entry)
         has_bytes = self.tokenizer.has_token_bytes
         raw = self.tokenizer.token_bytes(token) if has_bytes else (entry.decoded_token or "").encode()
-        return {"token": text, "logprob": finite(entry.logprob), "bytes": list(raw)}
+        return {"token": text, "logprob": clamp_logprob(entry.logprob), "bytes": list(raw)}
 
-    def fold(self, choice: Json) -> None:
+    def merge(self, choice: Json) -> None:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
-        so_far = self._choices.setdefault(
+        merged = self._choices.setdefault(
             choice["index"],
             {
                 "index": choice["index"],
@@ -369,7 +374,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 "stop_reason": None,
             },
         )
-        message, delta = so_far["message"], choice["delta"]
+        message, delta = merged["message"], choice["delta"]
         for name in ("content", "reasoning"):
             if name in delta:
                 if message.get(name) is None:
@@ -383,23 +388,23 @@ class ChatResponseBuilder(_ResponseBuilderBase):
             else:
                 calls[-1]["function"]["arguments"].append(call["function"]["arguments"])
         if choice["logprobs"] is not None:
-            if so_far["logprobs"] is None:
-                so_far["logprobs"] = {"content": []}
-            so_far["logprobs"]["content"] += choice["logprobs"]["content"]
-        _extend(so_far, choice, "token_ids")
+            if merged["logprobs"] is None:
+                merged["logprobs"] = {"content": []}
+            merged["logprobs"]["content"] += choice["logprobs"]["content"]
+        _extend(merged, choice, "token_ids")
         if choice.get("prompt_token_ids") is not None:
-            so_far["prompt_token_ids"] = choice["prompt_token_ids"]
-        _end(so_far, choice)
+            merged["prompt_token_ids"] = choice["prompt_token_ids"]
+        _set_finish_reason(merged, choice)
 
-    def whole(self) -> Iterator[Any]:
+    def build(self) -> Iterator[Any]:
         for choice in self._choices.values():
             message = choice["message"]
-            _join(message, *TEXTS)
+            _join(message, *TEXT_FIELDS)
             for call in message.get("tool_calls", ()):
                 _join(call["function"], "arguments")
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
-        yield from super().whole()
+        yield from super().build()
 
     def _response(self, choices: list[Any]) -> Json:
         response = super()._response(choices)
@@ -409,50 +414,50 @@ class ChatResponseBuilder(_ResponseBuilderBase):
 
 
 def _raw(value: Any) -> msgspec.Raw:
-    """As JSON already: a large answer is many of these, and what is put together of them is made in no time."""
+    """Encodes a part of a response early, so that encoding the complete response takes little time at once."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _joined(deltas: Iterable[Json]) -> list[Json]:
-    """Neighbours of the same kind as one: a chunk may carry several tokens."""
+    """Joins adjacent deltas of the same text field: a chunk may carry several tokens."""
     joined: list[Json] = []
     for delta in deltas:
-        name = next((name for name in TEXTS if delta.keys() == {name}), None)
+        name = next((name for name in TEXT_FIELDS if delta.keys() == {name}), None)
         if name is not None and joined and joined[-1].keys() == {name}:
             joined[-1][name].append(delta[name])
         else:
             joined.append(delta if name is None else {name: [delta[name]]})
     for delta in joined:
-        _join(delta, *TEXTS)
+        _join(delta, *TEXT_FIELDS)
     return joined
 
 
-def _extend(so_far: Json, choice: Json, name: str) -> None:
+def _extend(merged: Json, choice: Json, name: str) -> None:
     if choice.get(name) is not None:
-        so_far.setdefault(name, []).extend(choice[name])
+        merged.setdefault(name, []).extend(choice[name])
 
 
 def _join(holder: Json, *names: str) -> None:
-    """The texts of these names, which were put together piece by piece: a string that grows is copied each time."""
+    """Joins fields that were collected as lists of strings: appending to a string would copy it each time."""
     for name in names:
         if isinstance(pieces := holder.get(name), list):
             holder[name] = "".join(pieces)
 
 
-def _end(so_far: Json, choice: Json) -> None:
+def _set_finish_reason(merged: Json, choice: Json) -> None:
     if choice["finish_reason"] is not None:
-        so_far["finish_reason"] = choice["finish_reason"]
-        so_far["stop_reason"] = choice.get("stop_reason")
+        merged["finish_reason"] = choice["finish_reason"]
+        merged["stop_reason"] = choice.get("stop_reason")
 
 
 def api_finish_reason(reason: str | None) -> str | None:
-    """The API knows no aborted answer: one that was cut short has ended by its length."""
+    """The API has no "abort": an aborted response gets "length"."""
     return "length" if reason == "abort" else reason
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
 def _prompt_entry(entry: Logprob) -> Mapping[str, Any]:
-    return {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+    return {"logprob": clamp_logprob(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}

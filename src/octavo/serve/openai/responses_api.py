@@ -1,10 +1,10 @@
-"""OpenAI's newer API, /v1/responses: the same chat in other words. Nothing is stored, so each request tells all.
+"""OpenAI's Responses API, /v1/responses, on top of chat completions. Responses are not stored.
 
-A body is translated into that of a chat, and the chat's deltas into items and their events:
+A request body is converted to a chat body, and the chat's deltas to output items and their events:
 
     response.created, .in_progress
-      response.output_item.added                       a message, a piece of reasoning, or a call
-        response.content_part.added                    not of calls
+      response.output_item.added                       a message, reasoning, or a tool call
+        response.content_part.added                    not for calls
           response.output_text.delta ...               or reasoning_text, or function_call_arguments
           response.output_text.done
         response.content_part.done
@@ -20,37 +20,37 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from octavo.serve.openai import schema as parameters
+from octavo.serve.openai import schema
 from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.serve.openai.request import MAX_MESSAGES, parse_arguments, parse_content, parse_message, rename_params
 from octavo.serve.openai.response import Json
-from octavo.serve.openai.schema import FLAG, INTEGER, NUMBER, OBJECT, TEXT, Schema
+from octavo.serve.openai.schema import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, Schema
 
 FIELDS: dict[str, Schema] = {
-    "model": TEXT,
-    "input": {"anyOf": [TEXT, {"type": "array", "items": OBJECT}]},
-    "instructions": TEXT,
+    "model": STRING,
+    "input": {"anyOf": [STRING, {"type": "array", "items": OBJECT}]},
+    "instructions": STRING,
     "max_output_tokens": INTEGER,
     "temperature": NUMBER,
     "top_p": NUMBER,
-    "stream": FLAG,
+    "stream": BOOLEAN,
     "tools": {"type": "array", "items": OBJECT},
     "tool_choice": {},
-    "parallel_tool_calls": FLAG,
+    "parallel_tool_calls": BOOLEAN,
     "text": OBJECT,
     "reasoning": OBJECT,
     "priority": INTEGER,
-    "cache_salt": TEXT,
+    "cache_salt": STRING,
     "seed": INTEGER,
     "top_k": INTEGER,
     "min_p": NUMBER,
-    "ignore_eos": FLAG,
+    "ignore_eos": BOOLEAN,
     "stop": {},
     "chat_template_kwargs": OBJECT,
-    "truncation": TEXT,
+    "truncation": STRING,
     "include": {"type": "array"},
 }
-SAME = frozenset(FIELDS) & (frozenset(parameters.CHAT) - {"tools", "tool_choice"})
+CHAT_FIELDS = frozenset(FIELDS) & (frozenset(schema.CHAT) - {"tools", "tool_choice"})
 PARAM_ALIASES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -58,23 +58,23 @@ PARAM_ALIASES = {
     "response_format": "text.format",
     "structured_outputs": "text.format",
 }
-"""What a parameter of the chat is called here. A request that has one of these names itself is refused under it."""
+"""Chat parameters and their names in this API. A request that uses the chat's name is refused."""
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 
 
 def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
-    """The chat that says the same. Raises `ApiError` 400."""
+    """The equivalent chat body. Raises `ApiError` 400."""
     for name in STATEFUL:
         if body.get(name):
             raise bad_request(
-                "unsupported_parameter", f"{name} is not supported: nothing is stored; send the whole input", name
+                "unsupported_parameter", f"{name} is not supported, nothing is stored; send the whole input", name
             )
     for name in PARAM_ALIASES.keys() & body.keys():
-        raise bad_request("unsupported_parameter", f"{name} is not supported here: give {PARAM_ALIASES[name]}", name)
-    given = parameters.read({k: v for k, v in body.items() if k not in STATEFUL}, FIELDS, warn=warn)
+        raise bad_request("unsupported_parameter", f"{name} is not supported here; use {PARAM_ALIASES[name]}", name)
+    given = schema.parse_fields({k: v for k, v in body.items() if k not in STATEFUL}, FIELDS, warn=warn)
     if "input" not in given:
         raise bad_request("missing_required_parameter", "input is missing", "input")
-    chat: dict[str, Any] = {name: given[name] for name in SAME if name in given}
+    chat: dict[str, Any] = {name: given[name] for name in CHAT_FIELDS if name in given}
     if "model" in body:
         chat["model"] = body["model"]
     messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
@@ -96,23 +96,23 @@ def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     return chat
 
 
-def blamed(problem: ApiError) -> ApiError:
-    """A problem of the chat, in the words of the request. Of an item it has them already."""
-    if problem.param in ("messages", "prompt"):
-        problem.message = re.sub(rf"^{problem.param}\b", "input", problem.message)
-        problem.param = "input"
-    return rename_params(problem, PARAM_ALIASES)
+def to_responses_error(api_error: ApiError) -> ApiError:
+    """An error of the chat with this API's parameter names. Errors of input items have them already."""
+    if api_error.param in ("messages", "prompt"):
+        api_error.message = re.sub(rf"^{api_error.param}\b", "input", api_error.message)
+        api_error.param = "input"
+    return rename_params(api_error, PARAM_ALIASES)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Read here already: a problem has its item's number and the names that it has there."""
+    """Converts input items to chat messages. They are parsed here, so that errors name the input item."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         code = "empty_array" if value == [] else "invalid_type"
-        raise bad_request(code, f"input must be a string or an array of items, not {parameters.brief(value)}", "input")
+        raise bad_request(code, f"input must be a string or an array of items, not {schema.brief(value)}", "input")
     if len(value) > MAX_MESSAGES:
-        text = f"input has {len(value)} items, at most {MAX_MESSAGES} are allowed"
+        text = f"input has {len(value)} items; the limit is {MAX_MESSAGES}"
         raise bad_request("array_above_max_length", text, "input")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(value):
@@ -132,32 +132,28 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             output = parse_content(item.get("output"), f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
-        elif kind != "reasoning":  # of which a model is not told again
-            text = f"{path} is of type {parameters.brief(kind)}; there are messages, calls and their outputs"
+        elif kind != "reasoning":  # earlier reasoning is not sent to the model
+            text = f"{path} is of type {schema.brief(kind)}; use messages, function calls and their outputs"
             raise bad_request("unsupported_content", text, f"{path}.type")
     if not messages:
-        raise bad_request(
-            "invalid_value", "input is reasoning alone, of which a model is not told; add a message", "input"
-        )
+        raise bad_request("invalid_value", "input has only reasoning items; add a message", "input")
     return messages
 
 
 def _tool(tool: Any) -> Any:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise bad_request(
-            "unsupported_parameter", "of tools there are functions; the server runs none of its own", "tools"
-        )
+        raise bad_request("unsupported_parameter", "only tools of type function are supported", "tools")
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 class ResponseEventBuilder:
-    """A response in the making: takes a chat's deltas and gives events, each with its number.
+    """Builds a response and its numbered events from a chat's deltas.
 
-    Every event is (name, payload), and the response so far is in `response`.
+    Every event is (name, payload). The attribute `response` is the response built so far.
     """
 
     def __init__(self, name: str, model: str, chat: Mapping[str, Any], instructions: str | None = None) -> None:
-        choice = chat.get("tool_choice", "auto")  # one tool is named in a chat a level deeper
+        choice = chat.get("tool_choice", "auto")  # a chat nests the tool's name one level deeper
         self.response: Json = {
             "id": name,
             "object": "response",
@@ -184,7 +180,7 @@ class ResponseEventBuilder:
         yield self._event("created", response=dict(self.response))
         yield self._event("in_progress", response=dict(self.response))
 
-    def take(self, delta: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
+    def add(self, delta: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
         for name, kind in (("reasoning", "reasoning"), ("content", "message")):
             if delta.get(name):
                 if self._kind != kind:
@@ -193,14 +189,14 @@ class ResponseEventBuilder:
                 part = self._item["content"][0]
                 part["text"] += delta[name]
                 more: Json = {"logprobs": []} if kind == "message" else {}
-                yield self._of_item(f"{part['type']}.delta", content_index=0, delta=delta[name], **more)
+                yield self._item_event(f"{part['type']}.delta", content_index=0, delta=delta[name], **more)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self._end_item()
                 yield from self._begin_call(call)
             if text := call["function"]["arguments"]:
                 self._item["arguments"] += text
-                yield self._of_item("function_call_arguments.delta", delta=text)
+                yield self._item_event("function_call_arguments.delta", delta=text)
 
     def finish(self, reason: str | None, usage: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
         yield from self._end_item("incomplete" if reason == "length" else "completed")
@@ -225,16 +221,16 @@ class ResponseEventBuilder:
 
     def _begin_text(self, kind: str) -> Iterator[tuple[str, Json]]:
         self._kind = kind
-        own: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+        extra: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
         name = f"{'msg' if kind == 'message' else 'rs'}_{secrets.token_hex(12)}"
-        item: Json = {"id": name, "type": kind, "status": "in_progress", "content": [], **own}
+        item: Json = {"id": name, "type": kind, "status": "in_progress", "content": [], **extra}
         self.response["output"].append(item)
         yield self._event("output_item.added", output_index=self._index, item={**item, "content": []})
         part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         if kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
         item["content"].append(part)
-        yield self._of_item("content_part.added", content_index=0, part=dict(part))
+        yield self._item_event("content_part.added", content_index=0, part=dict(part))
 
     def _begin_call(self, call: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
         self._kind = "call"
@@ -255,19 +251,19 @@ class ResponseEventBuilder:
         item, self._kind = self._item, ""
         item["status"] = status
         if item["type"] == "function_call":
-            yield self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+            yield self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]
             more: Json = {"logprobs": []} if part["type"] == "output_text" else {}
-            yield self._of_item(f"{part['type']}.done", content_index=0, text=part["text"], **more)
-            yield self._of_item("content_part.done", content_index=0, part=part)
+            yield self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **more)
+            yield self._item_event("content_part.done", content_index=0, part=part)
         yield self._event("output_item.done", output_index=self._index, item=item)
 
     @property
     def _index(self) -> int:
         return len(self.response["output"]) - 1
 
-    def _of_item(self, name: str, /, **fields: Any) -> tuple[str, Json]:
+    def _item_event(self, name: str, /, **fields: Any) -> tuple[str, Json]:
         return self._event(name, item_id=self._item["id"], output_index=self._index, **fields)
 
     def _event(self, name: str, /, **fields: Any) -> tuple[str, Json]:
@@ -275,8 +271,8 @@ class ResponseEventBuilder:
         self._number += 1
         return event["type"], event
 
-    def last_words(self, problem: ApiError) -> tuple[str, Json]:
-        """What a stream ends with when the request fails."""
-        error = problem.as_dict()["error"]
+    def error_event(self, api_error: ApiError) -> tuple[str, Json]:
+        """The last event of a stream whose request fails."""
+        error = api_error.as_dict()["error"]
         fields = {name: error[name] for name in ("code", "message", "param")}
         return "error", {"type": "error", "sequence_number": self._number, **fields}

@@ -1,7 +1,6 @@
-"""The parameters that requests may have: one table, from which bodies are read and the OpenAPI document is drawn.
+"""The parameters of requests, as JSON schemas: one table that parses bodies and generates the OpenAPI document.
 
-A field's value here is its JSON schema. What is read off it is the type alone: ranges and how parameters go together
-are the business of `SamplingParams`, and the ranges below only describe them.
+Parsing checks only the types. `SamplingParams` checks ranges and combinations; the ranges here document them.
 """
 
 from __future__ import annotations
@@ -20,66 +19,67 @@ logger = logging.getLogger("octavo.serve")
 Schema = dict[str, Any]
 INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
-FLAG: Schema = {"type": "boolean"}
-TEXT: Schema = {"type": "string"}
+BOOLEAN: Schema = {"type": "boolean"}
+STRING: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
 ARRAY: Schema = {"type": "array"}
-ANYTHING: Schema = {}
+ANY_VALUE: Schema = {}
 
 
-def _of(kind: Schema, low: float, high: float) -> Schema:
+def _ranged(kind: Schema, low: float, high: float) -> Schema:
     return {**kind, "minimum": low, "maximum": high}
 
 
-def _list(items: Schema, least: int = 0, most: int | None = None) -> Schema:
-    return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
+def _list(items: Schema, min_items: int = 0, max_items: int | None = None) -> Schema:
+    limit = {} if max_items is None else {"maxItems": max_items}
+    return {"type": "array", "items": items, "minItems": min_items, **limit}
 
 
-TOKEN_IDS = _list(_of(INTEGER, 0, INT32))
+TOKEN_IDS = _list(_ranged(INTEGER, 0, INT32))
 SAMPLING: dict[str, Schema] = {
-    "n": _of(INTEGER, 1, 128),
-    "temperature": _of(NUMBER, 0, 2),
-    "top_p": _of(NUMBER, 0, 1),
-    "top_k": _of(INTEGER, -1, INT32),
-    "min_p": _of(NUMBER, 0, 1),
-    "repetition_penalty": _of(NUMBER, 0.01, 100),
-    "presence_penalty": _of(NUMBER, -2, 2),
-    "frequency_penalty": _of(NUMBER, -2, 2),
-    "logit_bias": {"type": "object", "additionalProperties": _of(NUMBER, -100, 100)},
+    "n": _ranged(INTEGER, 1, 128),
+    "temperature": _ranged(NUMBER, 0, 2),
+    "top_p": _ranged(NUMBER, 0, 1),
+    "top_k": _ranged(INTEGER, -1, INT32),
+    "min_p": _ranged(NUMBER, 0, 1),
+    "repetition_penalty": _ranged(NUMBER, 0.01, 100),
+    "presence_penalty": _ranged(NUMBER, -2, 2),
+    "frequency_penalty": _ranged(NUMBER, -2, 2),
+    "logit_bias": {"type": "object", "additionalProperties": _ranged(NUMBER, -100, 100)},
     "allowed_token_ids": TOKEN_IDS,
-    "bad_words": _list(TEXT),
-    "min_tokens": _of(INTEGER, 0, INT32),
-    "seed": _of(INTEGER, -(1 << 63), (1 << 63) - 1),
+    "bad_words": _list(STRING),
+    "min_tokens": _ranged(INTEGER, 0, INT32),
+    "seed": _ranged(INTEGER, -(1 << 63), (1 << 63) - 1),
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1}, 0, 64)]},
     "stop_token_ids": {**TOKEN_IDS, "maxItems": 1024},
-    "ignore_eos": FLAG,
-    "prompt_logprobs": _of(INTEGER, 0, 20),
-    "skip_special_tokens": FLAG,
-    "spaces_between_special_tokens": FLAG,
-    "include_stop_str_in_output": FLAG,
+    "ignore_eos": BOOLEAN,
+    "prompt_logprobs": _ranged(INTEGER, 0, 20),
+    "skip_special_tokens": BOOLEAN,
+    "spaces_between_special_tokens": BOOLEAN,
+    "include_stop_str_in_output": BOOLEAN,
 }
-"""Those that `SamplingParams` has by the same name."""
+"""Parameters that `SamplingParams` has under the same name."""
 
 SHARED: dict[str, Schema] = SAMPLING | {
-    "model": TEXT,
-    "stream": FLAG,
+    "model": STRING,
+    "stream": BOOLEAN,
     "stream_options": {
         "type": "object",
-        "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG},
+        "properties": {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN},
         "additionalProperties": False,
     },
-    "max_tokens": _of(INTEGER, 0, INT32),
-    "echo": FLAG,
-    "use_beam_search": FLAG,
-    "beam_width": _of(INTEGER, 1, 128),
-    "length_penalty": _of(NUMBER, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-    "early_stopping": ANYTHING,
+    "max_tokens": _ranged(INTEGER, 0, INT32),
+    "echo": BOOLEAN,
+    "use_beam_search": BOOLEAN,
+    "beam_width": _ranged(INTEGER, 1, 128),
+    "length_penalty": _ranged(NUMBER, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    "early_stopping": ANY_VALUE,
     "priority": INTEGER,
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": 256},
-    "add_special_tokens": FLAG,
-    "truncate_prompt_tokens": _of(INTEGER, 1, INT32),
-    "return_token_ids": FLAG,
-    "return_tokens_as_token_ids": FLAG,
+    "add_special_tokens": BOOLEAN,
+    "truncate_prompt_tokens": _ranged(INTEGER, 1, INT32),
+    "return_token_ids": BOOLEAN,
+    "return_tokens_as_token_ids": BOOLEAN,
     "response_format": OBJECT,
     "structured_outputs": OBJECT,
 }
@@ -87,41 +87,41 @@ COMPLETION: dict[str, Schema] = SHARED | {
     "prompt": {
         "anyOf": [
             {"type": "string"},
-            _list(TEXT, 1, 256),
+            _list(STRING, 1, 256),
             {**TOKEN_IDS, "minItems": 1},
             _list({**TOKEN_IDS, "minItems": 1}, 1, 256),
         ]
     },
-    "logprobs": _of(INTEGER, 0, 20),
-    "best_of": _of(INTEGER, 1, 20),
+    "logprobs": _ranged(INTEGER, 0, 20),
+    "best_of": _ranged(INTEGER, 1, 20),
 }
 CHAT: dict[str, Schema] = SHARED | {
     "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": 4096},
-    "max_completion_tokens": _of(INTEGER, 1, INT32),
-    "logprobs": FLAG,
-    "top_logprobs": _of(INTEGER, 0, 20),
+    "max_completion_tokens": _ranged(INTEGER, 1, INT32),
+    "logprobs": BOOLEAN,
+    "top_logprobs": _ranged(INTEGER, 0, 20),
     "tools": {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128},
-    "tool_choice": ANYTHING,
-    "parallel_tool_calls": FLAG,
-    "add_generation_prompt": FLAG,
-    "continue_final_message": FLAG,
-    "chat_template": TEXT,
+    "tool_choice": ANY_VALUE,
+    "parallel_tool_calls": BOOLEAN,
+    "add_generation_prompt": BOOLEAN,
+    "continue_final_message": BOOLEAN,
+    "chat_template": STRING,
     "chat_template_kwargs": {"type": "object"},
-    "reasoning_effort": TEXT,
-    "include_reasoning": FLAG,
+    "reasoning_effort": STRING,
+    "include_reasoning": BOOLEAN,
 }
 TOKENIZE: dict[str, Schema] = {
-    "model": TEXT,
-    "prompt": TEXT,
+    "model": STRING,
+    "prompt": STRING,
     "messages": CHAT["messages"],
     "tools": CHAT["tools"],
-    "add_special_tokens": FLAG,
-    "add_generation_prompt": FLAG,
-    "continue_final_message": FLAG,
+    "add_special_tokens": BOOLEAN,
+    "add_generation_prompt": BOOLEAN,
+    "continue_final_message": BOOLEAN,
     "chat_template_kwargs": {"type": "object"},
-    "return_token_strs": FLAG,
+    "return_token_strs": BOOLEAN,
 }
-DETOKENIZE: dict[str, Schema] = {"model": TEXT, "tokens": TOKEN_IDS}
+DETOKENIZE: dict[str, Schema] = {"model": STRING, "tokens": TOKEN_IDS}
 
 MESSAGE: Schema = {
     "type": "object",
@@ -130,17 +130,17 @@ MESSAGE: Schema = {
         "content": {
             "anyOf": [
                 {"type": "string"},
-                _list({"type": "object", "properties": {"type": {"const": "text"}, "text": TEXT}}),
+                _list({"type": "object", "properties": {"type": {"const": "text"}, "text": STRING}}),
                 {"type": "null"},
             ]
         },
-        "name": TEXT,
+        "name": STRING,
         "tool_calls": ARRAY,
-        "tool_call_id": TEXT,
+        "tool_call_id": STRING,
     },
     "required": ["role"],
     "anyOf": [
-        {"properties": {"role": {"const": "assistant"}}},  # which may have said nothing
+        {"properties": {"role": {"const": "assistant"}}},  # whose content may be null
         {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
     ],
 }
@@ -150,14 +150,14 @@ TOOL: Schema = {
         "type": {"const": "function"},
         "function": {
             "type": "object",
-            "properties": {"name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": FLAG},
+            "properties": {"name": STRING, "description": STRING, "parameters": OBJECT, "strict": BOOLEAN},
             "required": ["name"],
         },
     },
     "required": ["type", "function"],
 }
 
-IGNORED = frozenset(
+IGNORED_PARAMS = frozenset(
     {
         "user",
         "metadata",
@@ -171,31 +171,31 @@ IGNORED = frozenset(
         "verbosity",
     }
 )
-"""Of OpenAI's and vLLM's: they concern accounts and logs, and change nothing about an answer."""
+"""Parameters of OpenAI and vLLM that are ignored: they concern accounts and logs and do not affect the response."""
 
-UNSUPPORTED = {
-    "suffix": "text cannot be inserted; leave it out",
-    "audio": "the model has no audio; leave it out",
-    "prediction": "leave it out: the answer is the same without it",
-    "functions": "give tools",
-    "function_call": "give tool_choice",
-    "web_search_options": "the server fetches nothing; leave it out",
+UNSUPPORTED_PARAMS = {
+    "suffix": "text insertion is not available; remove it",
+    "audio": "the model has no audio; remove it",
+    "prediction": "the response is the same without it; remove it",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "web_search_options": "the server has no web access; remove it",
     "documents": "put them into the messages",
-    "guided_json": "give structured_outputs",
-    "guided_regex": "give structured_outputs",
-    "guided_choice": "give structured_outputs",
-    "guided_grammar": "give structured_outputs",
-    "guided_decoding_backend": "leave it out: there is one",
-    "prompt_embeds": "give the prompt as text or token ids",
-    "kv_transfer_params": "leave it out",
-    "vllm_xargs": "leave it out",
-    "repetition_detection": "leave it out",
-    "thinking_token_budget": "give max_tokens",
-    "stream_interval": "leave it out",
-    "logprob_token_ids": "give logprobs",
-    "moderation": "leave it out",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "guided_decoding_backend": "there is only one; remove it",
+    "prompt_embeds": "send the prompt as text or token ids",
+    "kv_transfer_params": "remove it",
+    "vllm_xargs": "remove it",
+    "repetition_detection": "remove it",
+    "thinking_token_budget": "use max_tokens",
+    "stream_interval": "remove it",
+    "logprob_token_ids": "use logprobs",
+    "moderation": "remove it",
 }
-"""Parameters that exist elsewhere, and the remedy."""
+"""Parameters of other servers that are not supported, with a remedy."""
 
 TYPE_NAMES = {
     "integer": "an integer",
@@ -207,47 +207,47 @@ TYPE_NAMES = {
 }
 
 
-def read(body: Mapping[str, Any], fields: Mapping[str, Schema], *, warn: bool = False) -> dict[str, Any]:
-    """The parameters that a body sets, each of its type; null stands for "not set".
+def parse_fields(body: Mapping[str, Any], fields: Mapping[str, Schema], *, warn: bool = False) -> dict[str, Any]:
+    """The parameters that a body sets, with checked types. null means "not set".
 
-    `warn`: parameters that do not exist are logged and left out. Raises `ApiError` 400: unknown_parameter,
-    unsupported_parameter, invalid_type.
+    `warn`: unknown parameters are logged and ignored. Raises `ApiError` 400: unknown_parameter, unsupported_parameter,
+    invalid_type.
     """
     given: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in body.items():
         if name not in fields:
-            if _outside(name, value, fields, warn=warn):
+            if _is_unknown(name, value, fields, warn=warn):
                 unknown.append(name)
         elif value is not None:
             check_type(name, value, fields[name])
             given[name] = value
-    if unknown:  # in one line: a body may have a hundred thousand
-        logger.warning("%d unknown parameters are left out, %.100r among them", len(unknown), unknown[0])
+    if unknown:  # one line, as a body may have a hundred thousand
+        logger.warning("%d unknown parameters are ignored, %.100r among them", len(unknown), unknown[0])
     return given
 
 
-def _outside(name: str, value: Any, fields: Mapping[str, Schema], *, warn: bool) -> bool:
-    """Whether there is no such parameter anywhere. Raises `ApiError` unless it can be left out."""
-    if name in IGNORED or (name == "modalities" and value in (None, ["text"])):
+def _is_unknown(name: str, value: Any, fields: Mapping[str, Schema], *, warn: bool) -> bool:
+    """Whether a parameter that the route lacks is unknown altogether. Raises `ApiError` unless it can be ignored."""
+    if name in IGNORED_PARAMS or (name == "modalities" and value in (None, ["text"])):
         return False
-    if name in UNSUPPORTED or name == "modalities" or name in SHARED or name in COMPLETION or name in CHAT:
+    if name in UNSUPPORTED_PARAMS or name == "modalities" or name in SHARED or name in COMPLETION or name in CHAT:
         if value is not None and value != []:
-            remedy = UNSUPPORTED.get(name, "leave it out here")
+            remedy = UNSUPPORTED_PARAMS.get(name, "remove it")
             raise bad_request("unsupported_parameter", f"{name} is not supported: {remedy}", name)
         return False
     if warn:
         return True
-    near = difflib.get_close_matches(name[:64], fields, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "see /openapi.json for those that exist"
-    raise bad_request("unknown_parameter", f"there is no parameter {name[:64]!r}; {hint}", name)
+    similar = difflib.get_close_matches(name[:64], fields, n=1, cutoff=0.6)
+    hint = f"did you mean {similar[0]}?" if similar else "see /openapi.json for the parameters"
+    raise bad_request("unknown_parameter", f"unknown parameter {name[:64]!r}; {hint}", name)
 
 
 def check_type(name: str, value: Any, schema: Schema) -> None:
     kind = schema.get("type")
     if kind is None:
         return
-    fits = {
+    is_valid = {
         "integer": isinstance(value, int) and not isinstance(value, bool),
         "number": isinstance(value, int | float) and not isinstance(value, bool),
         "boolean": isinstance(value, bool),
@@ -255,7 +255,7 @@ def check_type(name: str, value: Any, schema: Schema) -> None:
         "object": isinstance(value, dict),
         "array": isinstance(value, list),
     }[kind]
-    if not fits:
+    if not is_valid:
         code = INVALID_TYPE_CODES.get(name, "invalid_type")
         if name == "seed" and isinstance(value, float):
             code = "integer_out_of_range"
@@ -268,28 +268,29 @@ INVALID_TYPE_CODES = {
     "cache_salt": "invalid_value",
     "logit_bias": "invalid_logit_bias",
 }
-"""Parameters for which a wrong type is one of many wrong values."""
+"""Error codes of parameters whose wrong types do not get "invalid_type"."""
 
 
 def brief(value: Any) -> str:
+    """A value for an error message: shortened, containers by type."""
     text = repr(value) if not isinstance(value, list | dict) else type(value).__name__
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def body(fields: Mapping[str, Schema], *required: str) -> Schema:
-    """The schema of a body with these fields; each that is not required may be null, but for the model."""
-    never = {*required, "model"}
-    nullable = {n: f if not f or n in never else {"anyOf": [f, {"type": "null"}]} for n, f in fields.items()}
-    return {"type": "object", "properties": nullable, "required": list(required), "additionalProperties": False}
+def body_schema(fields: Mapping[str, Schema], *required: str) -> Schema:
+    """The schema of a body with these fields. Optional fields except the model may be null."""
+    not_null = {*required, "model"}
+    properties = {n: f if not f or n in not_null else {"anyOf": [f, {"type": "null"}]} for n, f in fields.items()}
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
-def schemas() -> dict[str, Schema]:
-    """What bodies are, for OpenAPI."""
+def component_schemas() -> dict[str, Schema]:
+    """The schemas of request bodies for the OpenAPI document."""
     return {
-        "CompletionRequest": body(COMPLETION, "prompt"),
-        "ChatRequest": body(CHAT, "messages"),
-        "TokenizeRequest": body(TOKENIZE),
-        "DetokenizeRequest": body(DETOKENIZE, "tokens"),
+        "CompletionRequest": body_schema(COMPLETION, "prompt"),
+        "ChatRequest": body_schema(CHAT, "messages"),
+        "TokenizeRequest": body_schema(TOKENIZE),
+        "DetokenizeRequest": body_schema(DETOKENIZE, "tokens"),
         "Message": MESSAGE,
         "Tool": TOOL,
         "Error": {
@@ -298,8 +299,8 @@ def schemas() -> dict[str, Schema]:
                 "error": {
                     "type": "object",
                     "properties": {
-                        "message": TEXT,
-                        "type": TEXT,
+                        "message": STRING,
+                        "type": STRING,
                         "param": {"type": ["string", "null"]},
                         "code": {"type": ["string", "null"]},
                     },

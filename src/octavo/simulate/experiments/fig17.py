@@ -12,13 +12,13 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     Paper,
-    Row,
+    config_for,
     era_cost,
     knee,
     latency_at,
-    setup_for,
 )
 from octavo.simulate.plot import Chart, Line
 from octavo.simulate.traces import Lengths
@@ -53,22 +53,22 @@ def run(paper: Paper) -> Figure:
             paper.progress(f"{system}, {chance:.0%} new")
             ask = partial(_latency, paper, system, lengths, chance)
             knees[system] = knee(ask, guess / 1.4, guess * 1.2, steps=5)
-            figure.rows.append(Row(system, f"{chance:.0%} new: requests/s", None, knees[system]))
+            figure.rows.append(Entry(system, f"{chance:.0%} new: requests/s", None, knees[system]))
             xs = [knees[system] * share for share in (0.5, 0.75, 0.9, 1.1)]
             lines.append(Line(system, xs, [ask(x) for x in xs]))
         for system in (ORACLE, POW2, MAX):
-            figure.rows.append(Row(OURS, f"{chance:.0%} new: over {system}", PAPER_GAIN, knees[OURS] / knees[system]))
-        figure.rows.append(Row(CACHED, f"{chance:.0%} new: over {ORACLE}", None, knees[CACHED] / knees[ORACLE]))
+            figure.rows.append(Entry(OURS, f"{chance:.0%} new: over {system}", PAPER_GAIN, knees[OURS] / knees[system]))
+        figure.rows.append(Entry(CACHED, f"{chance:.0%} new: over {ORACLE}", None, knees[CACHED] / knees[ORACLE]))
         title = f"{chance:.0%} of the requests begin a conversation"
         figure.charts.append(Chart(title, "requests/s", "s/token", lines=lines, top=1.0))
     often, seldom = NEW_CHANCES[:2]
     gain = found[often][OURS] / found[seldom][ORACLE]
-    figure.rows.append(Row(OURS, f"{often:.0%} new, over {ORACLE} at {seldom:.0%} new", PAPER_GAIN, gain))
+    figure.rows.append(Entry(OURS, f"{often:.0%} new, over {ORACLE} at {seldom:.0%} new", PAPER_GAIN, gain))
     return figure
 
 
 def _latency(paper: Paper, system: str, lengths: Lengths, chance: float, rate: float) -> float:
     times = traces.poisson(rate, paper.seed)
     rounds = traces.chat(lengths, times, new_chance=chance, seed=paper.seed)
-    setup = setup_for(OURS if system == CACHED else system, OPT_13B, era_cost(OPT_13B), prefixes=system == CACHED)
-    return latency_at(setup, traces.first_seconds(rounds, SECONDS * paper.time))
+    config = config_for(OURS if system == CACHED else system, OPT_13B, era_cost(OPT_13B), prefixes=system == CACHED)
+    return latency_at(config, traces.first_seconds(rounds, SECONDS * paper.time))

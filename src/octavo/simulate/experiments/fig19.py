@@ -10,13 +10,13 @@ from octavo.simulate.experiments.paper import (
     LINK,
     OPT_13B,
     OURS,
+    Entry,
     Figure,
     Paper,
-    Row,
+    config_for,
     era_cost,
     move_s,
     poisson_trace,
-    setup_for,
 )
 from octavo.simulate.plot import Chart, Line
 from octavo.simulate.report import normalized_latency
@@ -61,15 +61,15 @@ def run(paper: Paper) -> Figure:
         for name in latencies:
             paper.progress(f"{name}, blocks of {size}")
             moved = replace(cost, move_s=swaps.get(name, 0.0))
-            setup = setup_for(OURS, OPT_13B, moved, block_size=size, swap=name in swaps)
+            config = config_for(OURS, OPT_13B, moved, block_size=size, swap=name in swaps)
             arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
-            latencies[name].append(normalized_latency(simulate(setup, arrivals, interval_s=1e9)))
+            latencies[name].append(normalized_latency(simulate(config, arrivals, interval_s=1e9)))
     for name, values in micro.items():
         for size, value in zip(SIZES, values, strict=True):
-            figure.rows.append(Row(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", None, 1e3 * value))
+            figure.rows.append(Entry(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", None, 1e3 * value))
     for name, values in latencies.items():
         for size, value in zip(SIZES, values, strict=True):
-            figure.rows.append(Row(name, f"end to end, blocks of {size}: s/token", None, value))
+            figure.rows.append(Entry(name, f"end to end, blocks of {size}: s/token", None, value))
     for title, label, found, scale in (
         (f"{NUM_TOKENS} tokens", "ms, out and in again", micro, 1e3),
         (f"ShareGPT, {RATE} requests/s", "s/token", latencies, 1.0),

@@ -8,12 +8,12 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     Paper,
-    Row,
+    config_for,
     era_cost,
     poisson_trace,
-    setup_for,
     within,
 )
 from octavo.simulate.plot import Bars, Chart
@@ -45,14 +45,14 @@ def run(paper: Paper) -> Figure:
     for system, theirs in PAPER.items():
         paper.progress(system)
         arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
-        records = simulate(setup_for(system, OPT_13B, cost), arrivals, until_s=end_s)
+        records = simulate(config_for(system, OPT_13B, cost), arrivals, until_s=end_s)
         split = memory_shares(within(records, begin_s, end_s))
         internal = 0.0 if system == OURS else split["internal"]
         rest = 1 - split["tokens"] - split["reserved"] - internal
         ours[system] = [100 * float(part) for part in (split["tokens"], split["reserved"], internal, rest)]
         for part, value, theirs_value in zip(PARTS, ours[system], theirs, strict=True):
             if theirs_value is not None:
-                figure.rows.append(Row(system, f"{part} %", theirs_value, value))
+                figure.rows.append(Entry(system, f"{part} %", theirs_value, value))
     bars = [Bars(part, [values[i] for values in ours.values()]) for i, part in enumerate(PARTS)]
     figure.charts.append(Chart(figure.title, "", "%", bars=bars, labels=list(ours), stacked=True, top=100))
     return figure

@@ -30,8 +30,8 @@ KNEE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One number of the paper and of the simulation. `paper` is None if the paper has none."""
+class Entry:
+    """One line of a figure's table: the paper's number, None if it has none, and the simulated one."""
 
     system: str
     metric: str
@@ -54,7 +54,7 @@ class Figure:
     name: str
     title: str
     setup: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Entry] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -192,7 +192,7 @@ class Paper:
         return {**setup, "seed": self.seed, **more}
 
 
-def setup_for(
+def config_for(
     system: str,
     server: Server,
     cost: CostModel,
@@ -241,9 +241,9 @@ def poisson_trace(
     return traces.first_seconds(arrivals, duration_s)
 
 
-def latency_at(setup: SimConfig, arrivals: Iterable[Arrival]) -> float:
+def latency_at(config: SimConfig, arrivals: Iterable[Arrival]) -> float:
     """Normalised latency over all requests of a trace, including those finished after its end."""
-    return normalized_latency(simulate(setup, arrivals, interval_s=1e9))
+    return normalized_latency(simulate(config, arrivals, interval_s=1e9))
 
 
 def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:
