@@ -144,11 +144,8 @@ def test_call_during_a_step_is_rejected(llm: LLM) -> None:
 def test_progress_bar_may_call_generate(llm: LLM) -> None:
     want = generate(llm, PROMPTS)
     found: list[Any] = []
-
-    assert (
-        tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=progress_bar(lambda: found.append(generate(llm, PROMPTS[:1])))))
-        == want
-    )
+    bar = progress_bar(lambda: found.append(generate(llm, PROMPTS[:1])))
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=bar)) == want
     assert found == [want[:1]] * len(PROMPTS)
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: the interpreter's cases compiled, and what only a GPU shows."""
+"""The Triton kernels on a GPU: the tests of tests/kernels/triton, and those that need a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.attention.prefill_hopper import supports_hopper_prefill
-from octavo.kernels.triton.linear.skinny_hopper import SkinnyHopperTuning
+from octavo.kernels.triton.linear.skinny_hopper import HopperTuning
 from tests.kernels.pool import Case, make_case, norm_error, relative_error
 from tests.kernels.triton.attention.checks import attend, check
 from tests.kernels.triton.attention.test_cascade import *  # noqa: F403
@@ -39,7 +39,7 @@ from tests.kernels.triton.test_norms import *  # noqa: F403
 from tests.kernels.triton.test_ops import *  # noqa: F403
 
 
-def test_a_captured_graph_replays_with_other_lengths() -> None:
+def test_a_decode_graph_replays_with_other_lengths() -> None:
     block_size, tables = 16, [[1 + s * 20 + i for i in range(20)] for s in range(4)]
     batch = RaggedBatch.from_lists([1] * 4, [300, 1, 64, 65], tables, block_size, device="cuda")
     kv = torch.randn(81, 1, 2, 2, block_size, 64, device="cuda", dtype=torch.bfloat16)
@@ -63,8 +63,8 @@ def test_the_last_block_of_a_pool_past_2_to_the_32_elements() -> None:
         pytest.skip("needs 13 GB of free GPU memory")
     kv = torch.empty(num_blocks + 1, 1, 2, heads, block_size, head_dim, device="cuda", dtype=torch.bfloat16)
     kv[-11:] = math.nan
-    for query_len, seq_len in ((1, 9), (9, 9), (140, 150)):  # a kernel each
-        ids = list(range(num_blocks, num_blocks - 10, -1))  # the last block of all comes first
+    for query_len, seq_len in ((1, 9), (9, 9), (140, 150)):  # one for each kernel
+        ids = list(range(num_blocks, num_blocks - 10, -1))  # the pool's last block comes first
         batch = RaggedBatch.from_lists([query_len], [seq_len], [ids], block_size, device="cuda")
         k, v = torch.randn(2, seq_len, heads, head_dim, device="cuda", dtype=torch.bfloat16)
         position = torch.arange(seq_len, device="cuda")
@@ -76,7 +76,7 @@ def test_the_last_block_of_a_pool_past_2_to_the_32_elements() -> None:
         batch = RaggedBatch.from_lists([query_len], [seq_len], [near], block_size, device="cuda")
         expected = reference.paged_attention(q.double(), kv[-11:, 0].double(), batch, scale=0.1)
         assert relative_error(out, expected) < 1.5e-2 and norm_error(out, expected) < 5e-3
-    for write in (turn_and_write, project_turn_and_write):  # as into a small pool; `near` numbers its blocks
+    for write in (rope_and_write, project_rope_and_write):  # compared with a small pool of the last blocks
         slots = num_blocks * block_size + torch.arange(9, device="cuda")
         kv[-11:] = math.nan
         small = kv[-11:].clone()
@@ -94,25 +94,25 @@ def test_the_last_block_of_a_pool_past_2_to_the_32_elements() -> None:
     assert torch.equal(kv[1, 0, :, :, :9], kv[num_blocks, 0, :, :, :9])
 
 
-def turn_and_write(kv_layer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Nine tokens of 16 query heads, at positions from 100 on."""
+def rope_and_write(kv_layer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Nine tokens with 16 query heads, at positions from 100 on."""
     torch.manual_seed(1)
     q, k, v = random(9, 32, 128).split([16, 8, 8], dim=1)
     table = reference.rope_table(128, 1000, 10000.0, device="cuda")
     return cuda.rope_kv_write(q, k, v, torch.arange(100, 109, device="cuda"), table, kv_layer, slots)
 
 
-def project_turn_and_write(kv_layer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The same from a stream; on Hopper in one."""
+def project_rope_and_write(kv_layer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The same from the residual; on Hopper in one kernel."""
     torch.manual_seed(1)
-    stream = cuda.make_normed_residual(random(9, 1024), 1 + random(1024, scale=0.1))
+    residual = cuda.make_normed_residual(random(9, 1024), 1 + random(1024, scale=0.1))
     batch = RaggedBatch.from_lists([1] * 9, [1] * 9, [[0]] * 9, 16, device="cuda")
     batch = replace(batch, positions=torch.arange(100, 109, device="cuda"), slot_mapping=slots)
     table = reference.rope_table(128, 1000, 10000.0, device="cuda")
-    return cuda.project_qkv(stream, 1e-5, random(32 * 128, 1024, scale=0.05), None, kv_layer, batch, table)
+    return cuda.project_qkv(residual, 1e-5, random(32 * 128, 1024, scale=0.05), None, kv_layer, batch, table)
 
 
-HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper")
+HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -124,30 +124,33 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "tuning",
     [
-        *(SkinnyHopperTuning(128, 64, 1, 3), SkinnyHopperTuning(128, 64, 4, 5)),
-        *(SkinnyHopperTuning(64, 128, 2, 2), SkinnyHopperTuning(128, 64, 16, 3)),  # shares of 32 rows, and of 8
-        SkinnyHopperTuning(64, 128, 2, 4, registers=232),
+        *(HopperTuning(128, 64, 1, 3), HopperTuning(128, 64, 4, 5)),
+        *(HopperTuning(64, 128, 2, 2), HopperTuning(128, 64, 16, 3)),  # shares of 32 and of 8 rows
+        HopperTuning(64, 128, 2, 4, registers=232),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("gate", ["", "silu", "gelu"])
-def test_products_with_streamed_weights(gate: Any, tuning: SkinnyHopperTuning, num_tokens: int) -> None:
-    """Whose rows and columns end within a tile; three times, the same bits: where programs meet is left as it was."""
+def test_hopper_skinny_products_match_the_reference(gate: Any, tuning: HopperTuning, num_tokens: int) -> None:
+    """Rows and columns end within a tile; three launches give the same bits, so the barriers are reusable."""
     size, num_in, num_out = 328, 1200, 200
-    stream = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
-    expected = NormedResidual(stream.x.double(), stream.weighted.double(), stream.squares.double())
+    residual = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
+    expected = NormedResidual(residual.x.double(), residual.weighted.double(), residual.squares.double())
     weight, bias = random(num_out * (2 if gate else 1), size, scale=0.05), random(num_out * (2 if gate else 1))
-    products = [cuda.norm_linear(stream, 1e-5, weight, bias, gate, tuning=tuning) for _ in range(3)]
-    wanted = reference.norm_linear(expected, 1e-5, weight.double(), bias.double(), gate)
-    assert relative_error(products[0], wanted) < 5e-3 and all(torch.equal(p, products[0]) for p in products)
+    products = [cuda.norm_linear(residual, 1e-5, weight, bias, gate, tuning=tuning) for _ in range(3)]
+    expected_product = reference.norm_linear(expected, 1e-5, weight.double(), bias.double(), gate)
+    assert relative_error(products[0], expected_product) < 5e-3 and all(torch.equal(p, products[0]) for p in products)
     x, down, bias = random(num_tokens, num_in + 8)[:, :num_in], random(size, num_in, scale=0.03), random(size)
     norm = 1 + random(size, scale=0.1)
-    streams = [cuda.add_linear(stream, x, down, bias, norm, tuning=tuning) for _ in range(3)]
-    wanted = reference.add_linear(expected, x.double(), down.double(), bias.double(), norm.double())
-    for mine in streams:
-        assert torch.equal(mine.x, streams[0].x) and torch.equal(mine.weighted, streams[0].weighted)
-    assert relative_error(mine.x, wanted.x) < 5e-3 and relative_error(mine.weighted, wanted.weighted) < 6e-3
-    assert relative_error(mine.squares.sum(0)[:num_tokens], wanted.squares.sum(0)) < 5e-3
+    residuals = [cuda.add_linear(residual, x, down, bias, norm, tuning=tuning) for _ in range(3)]
+    expected_product = reference.add_linear(expected, x.double(), down.double(), bias.double(), norm.double())
+    for actual in residuals:
+        assert torch.equal(actual.x, residuals[0].x) and torch.equal(actual.weighted, residuals[0].weighted)
+    assert (
+        relative_error(actual.x, expected_product.x) < 5e-3
+        and relative_error(actual.weighted, expected_product.weighted) < 6e-3
+    )
+    assert relative_error(actual.squares.sum(0)[:num_tokens], expected_product.squares.sum(0)) < 5e-3
 
 
 @HOPPER
@@ -155,23 +158,23 @@ def test_products_with_streamed_weights(gate: Any, tuning: SkinnyHopperTuning, n
     ("num_tokens", "hidden", "inner"),
     [(3, 2048, 8192), (32, 2048, 8192), (64, 2048, 8192), (70, 1024, 3072), (150, 896, 4864), (256, 1024, 3072)],
 )
-def test_layers_of_streamed_weights_one_behind_the_other(num_tokens: int, hidden: int, inner: int) -> None:
-    """Each product begins before the one in front has ended; replayed, on other tokens, as one by one."""
+def test_overlapping_hopper_products_match_separate_ones(num_tokens: int, hidden: int, inner: int) -> None:
+    """Each product begins before the previous one has ended; a replay equals launches with a synchronization each."""
     layers = 4
     weights = [(random(2 * inner, hidden, scale=0.02), random(hidden, inner, scale=0.01)) for _ in range(layers)]
     assert all(cuda.max_small_batch_tokens(w) >= num_tokens for pair in weights for w in pair)
     x, norm = random(num_tokens, hidden), 1 + random(hidden, scale=0.1)
 
     def run(wait: bool) -> NormedResidual:
-        stream = cuda.make_normed_residual(x, norm)
+        residual = cuda.make_normed_residual(x, norm)
         for gate_up, down in weights:
-            between = cuda.norm_linear(stream, 1e-5, gate_up, None, "silu")
+            between = cuda.norm_linear(residual, 1e-5, gate_up, None, "silu")
             if wait:
                 torch.cuda.synchronize()
-            stream = cuda.add_linear(stream, between, down, None, norm)
+            residual = cuda.add_linear(residual, between, down, None, norm)
             if wait:
                 torch.cuda.synchronize()
-        return stream
+        return residual
 
     run(wait=True)
     graph = torch.cuda.CUDAGraph()
@@ -191,11 +194,11 @@ def test_layers_of_streamed_weights_one_behind_the_other(num_tokens: int, hidden
     [(16, 8, 128, 1024, True, False), (12, 2, 128, 1536, False, True), (32, 8, 128, 4096, False, False),
      (14, 2, 64, 896, False, True), (9, 3, 64, 576, True, False)],
 )  # fmt: skip
-def test_heads_that_are_projected_turned_and_written_in_one(
+def test_hopper_project_qkv_matches_separate_kernels(
     heads: int, kv_heads: int, head_dim: int, size: int, normed: bool, biased: bool, num_tokens: int
 ) -> None:
-    """Beside the product and `rope_kv_write`; three times the same bits, and no slot but the tokens' changes."""
-    stream = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
+    """Compared with the product and `rope_kv_write`; three launches give the same bits, and no other slot changes."""
+    residual = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
     weight = random((heads + 2 * kv_heads) * head_dim, size, scale=0.05)
     bias = random((heads + 2 * kv_heads) * head_dim) if biased else None
     norms: dict[str, Any] = {"q_norm": None, "k_norm": None}
@@ -208,9 +211,10 @@ def test_heads_that_are_projected_turned_and_written_in_one(
     before = random(64, 3, 2, kv_heads, 16, head_dim)
     pools = [before.clone() for _ in range(4)]
     q = [
-        cuda.project_qkv(stream, 1e-5, weight, bias, kv[:, 1], batch, table, norm_eps=1e-6, **norms) for kv in pools[:3]
+        cuda.project_qkv(residual, 1e-5, weight, bias, kv[:, 1], batch, table, norm_eps=1e-6, **norms)
+        for kv in pools[:3]
     ]
-    parts = reference.split_heads(cuda.norm_linear(stream, 1e-5, weight, bias), pools[3][:, 1])
+    parts = reference.split_heads(cuda.norm_linear(residual, 1e-5, weight, bias), pools[3][:, 1])
     expected = cuda.rope_kv_write(*parts, batch.positions, table, pools[3][:, 1], batch.slot_mapping, eps=1e-6, **norms)
     assert all(torch.equal(x, q[0]) for x in q) and all(torch.equal(kv, pools[0]) for kv in pools[:3])
     assert relative_error(q[0], expected.double()) < 1e-2 and relative_error(pools[0], pools[3].double()) < 1e-2
@@ -229,19 +233,21 @@ LONG = ([130, 1, 65, 140, 7], [130, 90, 65, 500, 300])
     ("kv_heads", "group", "head_dim", "block_size"),
     [(2, 4, 128, 16), (2, 7, 64, 64), (1, 12, 80, 8), (3, 1, 96, 128), (1, 16, 256, 256), (2, 2, 40, 32)],
 )
-def test_long_queries(kv_heads: int, group: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-    """Of lengths that Hopper's kernel takes, beside single ones; what is no token's is NaN."""
+def test_long_prefills_match_the_definition(
+    kv_heads: int, group: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Queries long enough for Hopper's kernel, and single ones; slots without a token are NaN."""
     shape = {"num_kv_heads": kv_heads, "group_size": group, "head_dim": head_dim, "block_size": block_size}
     case = make_case(*LONG, dtype=dtype, **shape)
-    check(case, window=2000 if group == 7 else 0)  # more than there is
+    check(case, window=2000 if group == 7 else 0)  # longer than every sequence
 
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size"),
     [(9, 24, 16), (10, 56, 16), (11, 72, 8), (13, 136, 64), (14, 200, 16), (15, 248, 32)],
 )
-def test_long_queries_of_sizes_that_nothing_divides(group: int, head_dim: int, block_size: int) -> None:
-    """Tiles of 128 queries of one head, or of 64 of two."""
+def test_long_prefills_with_odd_group_and_head_sizes(group: int, head_dim: int, block_size: int) -> None:
+    """Tiles of 128 queries of one head, or of 64 queries of two heads."""
     dtype = torch.float16 if group % 2 else torch.bfloat16
     shape = {"num_kv_heads": 1, "group_size": group, "head_dim": head_dim, "block_size": block_size}
     case = make_case([130, 1, 7], [140, 90, 300], dtype=dtype, **shape)
@@ -251,8 +257,8 @@ def test_long_queries_of_sizes_that_nothing_divides(group: int, head_dim: int, b
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_with_a_fixed_split_forty_others_change_no_bit(head_dim: int) -> None:
-    """Nor in mask_index order they come. Many sequences are decoded by programs of other shapes than few."""
+def test_fixed_split_gives_the_same_bits_alone_and_among_forty(head_dim: int) -> None:
+    """Neither does their order. Many sequences are decoded with another tuning than few."""
     lens = [1 + 37 * i % 1300 for i in range(40)]
     case = make_case([1] * 40, lens, group_size=4, head_dim=head_dim, block_size=16, dtype=torch.bfloat16)
 
@@ -266,8 +272,8 @@ def test_with_a_fixed_split_forty_others_change_no_bit(head_dim: int) -> None:
     assert all(torch.equal(run([s])[0], together[s]) for s in (0, 17, 35))
 
 
-def test_a_graph_of_long_queries_replays_with_other_lengths() -> None:
-    """Which queries a tile takes, how far back they look and how many there are: all the device's."""
+def test_a_prefill_graph_replays_with_other_lengths() -> None:
+    """Query tiles, their context lengths and their number are computed on the device."""
     block_size, tables = 16, [[1 + s * 80 + i for i in range(80)] for s in range(3)]
     batch = RaggedBatch.from_lists([150, 300, 1], [1200, 300, 7], tables, block_size, device="cuda")
     kv = torch.randn(241, 1, 2, 2, block_size, 128, device="cuda", dtype=torch.bfloat16)

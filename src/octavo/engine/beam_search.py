@@ -84,7 +84,7 @@ class BeamSearch:
         width = self.params.beam_width
         best = self._best(parents)
         length = len(parents[0][0].token_ids) - self._num_prompt + 1  # of the outputs, with this token
-        ended = [self._has_ended(c, length) for c in best]
+        ended = [length >= self.params.max_tokens or self._has_stopped(c) for c in best]
         # Ended continuations below the best `width` do not count: they only make room for enough live ones.
         self._add_ended([c for c, e in zip(best[:width], ended, strict=False) if e], length)
         live = [c for c, e in zip(best, ended, strict=True) if not e][:width]
@@ -111,8 +111,8 @@ class BeamSearch:
         found.sort(key=lambda c: -c.logprob)
         return found[: self._num_best]
 
-    def _has_ended(self, continuation: _Continuation, length: int) -> bool:
-        if continuation.token in self._stop_ids or length >= self.params.max_tokens:
+    def _has_stopped(self, continuation: _Continuation) -> bool:
+        if continuation.token in self._stop_ids:
             return True
         return self.ends_in_stop_string is not None and self.ends_in_stop_string(self._output(continuation))
 
@@ -129,25 +129,17 @@ class BeamSearch:
 
     def _add_ended(self, ended: list[_Continuation], length: int) -> None:
         for c in ended:
-            token_ids = self._output(c)
-            stopped = c.token in self._stop_ids or (
-                self.ends_in_stop_string is not None and self.ends_in_stop_string(token_ids)
-            )
-            reason, entries = "stop" if stopped else "length", self._entries_of(c)
-            self._add(Hypothesis(self._score(c.logprob, length), c.logprob, token_ids, reason, entries))
+            score, reason = self._score(c.logprob, length), "stop" if self._has_stopped(c) else "length"
+            self._add(Hypothesis(score, c.logprob, self._output(c), reason, self._entries_of(c)))
 
     def _add(self, hypothesis: Hypothesis) -> None:
         self.hypotheses.append(hypothesis)
         self.hypotheses.sort(key=lambda h: -h.score)  # stable: of equal scores the earlier one stays ahead
         del self.hypotheses[self.params.beam_width :]
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self.hypotheses) == self.params.beam_width
-
     def _is_finished(self, best_logprob: float, length: int) -> bool:
         """Whether no live sequence can become a hypothesis any more, by the rule of `early_stopping`."""
-        if not self._is_full:
+        if len(self.hypotheses) < self.params.beam_width:
             return False
         if self.params.early_stopping is True or self.params.beam_width == 1:  # one beam is greedy decoding
             return True

@@ -288,9 +288,8 @@ class RequestState:
     def _beam_output(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
         token_ids, request = hypothesis.token_ids, self.request
         stop_token = token_ids[-1] if token_ids and token_ids[-1] in request.stop_ids else None
-        stop_reason: str | int | None = (
-            stop_token if stop_token in (request.sampling_params.stop_token_ids or ()) else None
-        )
+        is_custom = stop_token in (request.sampling_params.stop_token_ids or ())
+        stop_reason: str | int | None = stop_token if is_custom else None
         text = self._new_detokenizer()
         if text is not None:
             text.push(token_ids if stop_token is None else token_ids[:-1])

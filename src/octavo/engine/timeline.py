@@ -52,11 +52,10 @@ class Timelines:
         """The entries of a request, oldest first; `at_s` is the time since the first entry kept."""
         entries = self._live.get(request_id) or self._finished.get(request_id) or ()
         begin = entries[0][0] if entries else 0.0
-        return [{"at_s": round(at - begin, 6), "event": _name(event), **_fields(event)} for at, event in entries]
-
-
-def _name(event: ev.Event) -> str:
-    return type(event).__name__.lower()
+        return [
+            {"at_s": round(at - begin, 6), "event": type(event).__name__.lower(), **_fields(event)}
+            for at, event in entries
+        ]
 
 
 def _fields(event: ev.Event) -> dict[str, Any]:

@@ -25,20 +25,7 @@ from octavo.core.kv_cache_manager import KVStats
 from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, generate_seed, pin_id
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.outputs import RequestOutput, request_failed_error
-from octavo.engine.process.ipc import (
-    BAD_MESSAGE,
-    DELIVERED,
-    AbortRequest,
-    BadMessage,
-    Command,
-    Ready,
-    RequestUpdate,
-    RpcCall,
-    RpcReply,
-    StepReport,
-    StopSample,
-    encode_command,
-)
+from octavo.engine.process import ipc
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts, Supervisor, rebuild_error
 from octavo.engine.process.thread import copy_error
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
@@ -99,13 +86,13 @@ class _RequestHandle:
         if self.request.finished or not self.only_final:
             self.updated.set()
 
-    def apply_update(self, update: RequestUpdate) -> list[int]:
+    def apply_update(self, update: ipc.RequestUpdate) -> list[int]:
         """Returns the samples that end in a stop string now."""
         stopped = self.request.apply_update(update)
         self.num_deaths = self.num_kills = self.num_losses = 0
         return stopped
 
-    def count_tokens(self, update: RequestUpdate) -> int:
+    def count_tokens(self, update: ipc.RequestUpdate) -> int:
         """Tokens that an applied update stands for: its own and, with the first of them, the computed prompt tokens,
         even if their prefill took several steps. vLLM counts the same way."""
         count = sum(len(sample.token_ids) for sample in update.samples)
@@ -174,14 +161,14 @@ class EngineClient:
         self._num_early = 0  # requests without a handle: they wait for the first engine
         self._ended_here: set[str] = set()  # ids without a handle whose last update the engine has not sent yet
         self._pins: dict[str, _Pin] = {}  # by request id; a restarted engine computes them again, as requests
-        self._rpc_futures: dict[int, asyncio.Future[RpcReply]] = {}
+        self._rpc_futures: dict[int, asyncio.Future[ipc.RpcReply]] = {}
         self._outbox: list[msgspec.Raw] = []
         self._suspects: FailureBisection[_RequestHandle] = FailureBisection()  # several engines died with them
         self._audit: _Audit | None = None
         self._audit_scheduled = False
         self._up = asyncio.Event()  # an engine runs, or has failed for good
         self._error: OctavoError | None = None
-        self._info: Ready | None = None
+        self._info: ipc.Ready | None = None
         self._stats = StatsSnapshot(EngineStats(), None)
         self._past = EngineStats()  # of engines that have died
         self.on_step: Callable[[int], object] = lambda count: None
@@ -232,7 +219,7 @@ class EngineClient:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            rank=rank,
+            index_in_call=rank,
             make_detokenizer=self._input_processor.make_detokenizer,
             vocab_size=info.vocab_size,
         )
@@ -270,7 +257,7 @@ class EngineClient:
         if handle is None:
             return False
         if handle.sent:
-            self._send(AbortRequest(request_id))
+            self._send(ipc.AbortRequest(request_id))
         if handle.sent and handle.request.state.search is not None:
             handle.aborting = True
         else:
@@ -308,7 +295,7 @@ class EngineClient:
         del self._handles[name]
         if handle.sent:
             if abort:
-                self._send(AbortRequest(name))
+                self._send(ipc.AbortRequest(name))
             self._ended_here.add(name)
 
     # -- pinned prefixes -----------------------------------------------------------------------------------------------
@@ -334,7 +321,7 @@ class EngineClient:
 
     def _unpin(self, request_id: str) -> None:
         """Free the blocks of a failed pin, which the engine may have computed already."""
-        self._send(RpcCall(next(self._rpc_numbers), "unpin", request_id.removeprefix(pin_id(""))))
+        self._send(ipc.RpcCall(next(self._rpc_numbers), "unpin", request_id.removeprefix(pin_id(""))))
 
     async def unpin_prefix(self, name: str) -> int:
         """As `LLM.unpin_prefix`."""
@@ -410,7 +397,7 @@ class EngineClient:
             number = next(self._rpc_numbers)
             future = self._rpc_futures[number] = asyncio.get_running_loop().create_future()
             try:
-                self._send(RpcCall(number, method, argument))
+                self._send(ipc.RpcCall(number, method, argument))
                 reply = await future
             except _EngineGoneError:
                 continue  # call the next engine
@@ -436,21 +423,21 @@ class EngineClient:
 
     # -- messages from the engine --------------------------------------------------------------------------------------
 
-    async def _when_up(self) -> Ready:
+    async def _when_up(self) -> ipc.Ready:
         await self._up.wait()
         if self._error is not None:
             raise copy_error(self._error)
         assert self._info is not None
         return self._info
 
-    def _on_ready(self, ready: Ready) -> None:
+    def _on_ready(self, ready: ipc.Ready) -> None:
         self._info = ready
         self._up.set()
         pins = {name: _RequestHandle(pin.request(name), only_final=True) for name, pin in self._pins.items()}
         self._handles = pins | self._handles  # pins first, so that no request takes their blocks
         self._submit_unsent()
 
-    def _on_step(self, step: StepReport) -> None:
+    def _on_step(self, step: ipc.StepReport) -> None:
         if step.stats is not None:
             if step.stats.engine.num_bad_messages > self._stats.engine.num_bad_messages:
                 self._schedule_audit()
@@ -472,13 +459,13 @@ class EngineClient:
             try:
                 stopped = handle.apply_update(update)
             except TokensLostError as error:  # the audit finds out whether to restart the request
-                self._on_bad(BadMessage("an update", f"request {update.request_id!r}: {error}"))
+                self._on_bad(ipc.BadMessage("an update", f"request {update.request_id!r}: {error}"))
                 continue
             except Exception as error:  # fails this request only
-                self._on_bad(BadMessage("an update", str(error), update.request_id))
+                self._on_bad(ipc.BadMessage("an update", str(error), update.request_id))
                 continue
             for index in stopped:
-                self._send(StopSample(update.request_id, index))
+                self._send(ipc.StopSample(update.request_id, index))
             num_tokens += handle.count_tokens(update)
             if handle.request.finished:
                 del self._handles[update.request_id]
@@ -504,14 +491,14 @@ class EngineClient:
 
     # -- lost messages -------------------------------------------------------------------------------------------------
 
-    def _on_bad(self, bad: BadMessage) -> None:
+    def _on_bad(self, bad: ipc.BadMessage) -> None:
         """Fail the request that an unusable message names, and check for other losses."""
         self._past.num_bad_messages += 1
         logger.warning("%s", bad)
         handle = None if bad.request_id is None else self._handles.get(bad.request_id)
         if handle is not None and handle.sent:
             text = f"request {bad.request_id} failed: {bad}; send it again"
-            self._fail(handle, RequestFailedError(text, code=BAD_MESSAGE))
+            self._fail(handle, RequestFailedError(text, code=ipc.BAD_MESSAGE))
         self._schedule_audit()
 
     def _schedule_audit(self) -> None:
@@ -526,9 +513,9 @@ class EngineClient:
         if self._supervisor.is_up:
             sent = [handle for handle in self._handles.values() if handle.sent]
             self._audit = _Audit(next(self._rpc_numbers), sent, set(self._ended_here))
-            self._send(RpcCall(self._audit.number, DELIVERED))
+            self._send(ipc.RpcCall(self._audit.number, ipc.DELIVERED))
 
-    def _finish_audit(self, audit: _Audit, reply: RpcReply) -> None:
+    def _finish_audit(self, audit: _Audit, reply: ipc.RpcReply) -> None:
         """Restart requests with lost messages from their tokens so far, and repeat commands that the engine lost."""
         self._audit = None
         delivered: dict[str, dict[int, int] | None] = reply.value if isinstance(reply.value, dict) else {}
@@ -538,23 +525,23 @@ class EngineClient:
                 continue
             if name in delivered and ((counts := delivered[name]) is None or request.agrees(counts)):
                 for index in () if counts is None else request.stopped_samples(counts):
-                    self._send(StopSample(name, index))
+                    self._send(ipc.StopSample(name, index))
                 continue
             handle.num_losses += 1
             if handle.num_losses > MAX_LOSSES:
                 lost = f"request {name} failed: messages about it were lost {handle.num_losses} times; send it again"
-                self._fail(handle, RequestFailedError(lost, code=BAD_MESSAGE))
+                self._fail(handle, RequestFailedError(lost, code=ipc.BAD_MESSAGE))
                 continue
             logger.warning("messages about request %s were lost; it resumes with its tokens so far", name)
             handle.sent = False
             if name in delivered:
-                self._send(AbortRequest(name))
+                self._send(ipc.AbortRequest(name))
                 self._ended_here.add(name)
             else:
                 self._submit(handle)
         for name in audit.ended_here & self._ended_here:
             if name in delivered:
-                self._send(AbortRequest(name))
+                self._send(ipc.AbortRequest(name))
             else:
                 self._on_last_update(name)
         for number, future in list(self._rpc_futures.items()):
@@ -628,9 +615,9 @@ class EngineClient:
             handle.fail(error)
             self._on_progress(handle)
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: ipc.Command) -> None:
         """Send all commands of one turn of the loop in one message. Raises as `encode_command`."""
-        data = encode_command(command)
+        data = ipc.encode_command(command)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(data)

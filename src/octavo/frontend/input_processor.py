@@ -253,9 +253,7 @@ def _grammar_text(spec: StructuredOutputsParams) -> str:
     if spec.choice is not None:
         return choice_grammar(spec.choice)
     return json_grammar(
-        spec.schema,
-        any_whitespace=not spec.disable_any_whitespace,
-        whitespace_pattern=spec.whitespace_pattern,
+        spec.schema, any_whitespace=not spec.disable_any_whitespace, whitespace_pattern=spec.whitespace_pattern
     )
 
 

@@ -125,10 +125,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        use_tqdm: bool | Callable[..., Any] = True,
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
         """Beam search; the outputs of each prompt are its n best, best first.
 

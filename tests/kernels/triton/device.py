@@ -1,4 +1,4 @@
-"""Where the kernels' tests run: in Triton's interpreter, or on a GPU; and how close their results must be."""
+"""The device of the kernel tests, Triton's interpreter or a GPU, and the tolerances of their results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 if INTERPRETED:
     fixed_order.install()
-# The interpreter multiplies bfloat16 as the integers that it keeps them in.
+# The interpreter stores bfloat16 as integers, and multiplies these.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-"""Of the number that is furthest off; and of all of them together, as docs/gpu-kernels.md has it:"""
+"""Limits of the largest error; and of the norm of all errors, as in docs/gpu-kernels.md:"""
 NORM_TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
@@ -36,7 +36,7 @@ def on_device(batch: RaggedBatch) -> RaggedBatch:
 
 
 def synchronize() -> None:
-    """Before the host reads what the device writes into pinned memory."""
+    """Wait for the device's writes into pinned memory."""
     if not INTERPRETED:
         torch.cuda.synchronize()
 

@@ -1,7 +1,7 @@
-"""The interpreter's matrix products, summed in one order whatever the shape and the BLAS.
+"""Matrix products of Triton's interpreter with a fixed order of summation, for every shape and BLAS.
 
-Triton's interpreter multiplies with numpy, and numpy with its BLAS, whose sums depend on the processor: the kernels for
-Haswell and Zen round a row differently at another place in a tile. Tests that compare bits need one order.
+Triton's interpreter multiplies with numpy, which calls its BLAS. There, the order depends on the processor: on Haswell
+and Zen, a row is rounded differently at another position of a tile. Tests that compare bits need one order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def matmul(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """a [..., M, K] @ b [..., K, N], each number the sum over k = 0, 1, ... in that order."""
+    """a [..., M, K] @ b [..., K, N]; each element is summed over k = 0, 1, ... in that order."""
     a, b = (x.astype(dtype or np.result_type(a, b), copy=False) for x in (a, b))
     total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), dtype=a.dtype)
     for k in range(a.shape[-1]):
@@ -21,7 +21,7 @@ def matmul(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
 
 
 class FixedOrder:
-    """numpy with its `matmul` replaced."""
+    """numpy with another `matmul`."""
 
     matmul = staticmethod(matmul)
 
@@ -30,7 +30,7 @@ class FixedOrder:
 
 
 def install() -> None:
-    """In this process, for all kernels that Triton interprets."""
+    """Use it for all kernels that Triton interprets in this process."""
     from triton.runtime import interpreter
 
     interpreter.np = FixedOrder()

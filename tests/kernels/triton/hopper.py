@@ -1,4 +1,4 @@
-"""Kernels compiled for Hopper where there is none."""
+"""Compiles kernels for Hopper without a GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 SHARED_BYTES = 227 * 1024
-"""That a program may have."""
-SHARED_BYTES_OF_ALL = 228 * 1024
-"""That a multiprocessor has; each program takes a KiB besides its own."""
-REGISTERS_OF_ALL = 65536
+"""Limit of a program."""
+MULTIPROCESSOR_SHARED_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor; each program takes one KiB more than it asks for."""
+MULTIPROCESSOR_REGISTERS = 65536
 
 
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: int) -> Any:
-    """types: of parameters, as Triton spells them; what has none is an i32. Pointers are aligned, as torch's are, and
-    strides are multiples of 16, but for a table's."""
+    """Compile a kernel for sm_90a.
+
+    types  of parameters, in Triton's notation; i32 for all others. Pointers are aligned, as torch's are, and strides
+           are multiples of 16, except that of block tables
+    """
     types = types | dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
     aligned = [
@@ -38,13 +41,13 @@ def compile_for_hopper(kernel: Any, constants: dict[str, Any], types: dict[str, 
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
 
 
-def registers_of(kernel: Any) -> tuple[int, int]:
-    """Of a thread, and what it has spilled to its stack, in bytes."""
+def register_usage(kernel: Any) -> tuple[int, int]:
+    """(registers of a thread, bytes that it spills to the stack)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
-    assert found is not None, told
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
     return int(found[1]), int(found[2])

@@ -11,7 +11,7 @@ from tests.kernels.triton.device import DEVICE, close
 
 
 @pytest.mark.parametrize("size", [40, 576])
-def test_norms(size: int) -> None:
+def test_rms_norms_match_the_reference(size: int) -> None:
     x, residual = torch.randn(2, 5, size, device=DEVICE)
     weight = torch.randn(size, device=DEVICE)
     normed, total = cuda.add_rms_norm(x, residual, weight, 1e-5)
@@ -30,9 +30,9 @@ def test_a_wider_weight_is_applied_before_rounding() -> None:
     positions, slots = torch.randint(99, (6,), device=DEVICE), torch.randperm(32, device=DEVICE)[:6] + 8
     table = reference.rope_table(40, 99, 10000.0, device=DEVICE)
     kv = torch.zeros(5, 2, 3, 8, 40, device=DEVICE).half()
-    wanted = kv.clone()
+    expected_kv = kv.clone()
     norms = {"q_norm": weight, "k_norm": weight + 1, "eps": 1e-5}
-    expected = reference.rope_kv_write(q, k, v, positions, table, wanted, slots, **norms)
+    expected = reference.rope_kv_write(q, k, v, positions, table, expected_kv, slots, **norms)
     out = cuda.rope_kv_write(q, k, v, positions, table, kv, slots, **norms)
-    assert close(out, expected, 1e-3) and close(kv, wanted, 1e-3)  # all but a last digit, here and there
-    assert (out == expected).float().mean() > 0.9 and (kv == wanted).float().mean() > 0.9
+    assert close(out, expected, 1e-3) and close(kv, expected_kv, 1e-3)  # within rounding
+    assert (out == expected).float().mean() > 0.9 and (kv == expected_kv).float().mean() > 0.9

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import precompile
 from octavo.kernels.triton.linear import skinny, skinny_hopper
-from octavo.kernels.triton.linear.skinny_hopper import SkinnyHopperTuning
+from octavo.kernels.triton.linear.skinny_hopper import HopperTuning
 
 
 class FakeDriver:
@@ -48,9 +48,9 @@ def forward_pass() -> None:
     stream = NormedResidual(x, x, torch.zeros(3, 16))
     skinny.make_normed_residual(x, norm)
     for tuning in (
-        SkinnyHopperTuning(128, 64, 1, 3),
-        SkinnyHopperTuning(128, 64, 1, 3),
-        SkinnyHopperTuning(64, 64, 2, 2),
+        HopperTuning(128, 64, 1, 3),
+        HopperTuning(128, 64, 1, 3),
+        HopperTuning(64, 64, 2, 2),
     ):
         skinny.norm_linear(stream, 1e-6, weight, tuning=tuning)
 

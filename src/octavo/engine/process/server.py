@@ -14,31 +14,8 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
 from octavo.engine.engine import Engine, pin_id
 from octavo.engine.output_processor import MakeDetokenizer, RequestState
+from octavo.engine.process import ipc
 from octavo.engine.process.heartbeat import HeartbeatSender
-from octavo.engine.process.ipc import (
-    BAD_MESSAGE,
-    DELIVERED,
-    AbortRequest,
-    AddRequest,
-    BadMessage,
-    Channel,
-    CloseEngine,
-    Command,
-    FinishReason,
-    Ready,
-    RequestError,
-    RequestStats,
-    RequestUpdate,
-    RpcCall,
-    RpcReply,
-    SampleUpdate,
-    StepReport,
-    StopSample,
-    encodable,
-    params_from_wire,
-    read_commands,
-    unpack_tokens,
-)
 from octavo.engine.structured_output import Grammar
 from octavo.errors import OctavoError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -98,22 +75,22 @@ class EngineServer:
     def __init__(
         self,
         engine: Engine,
-        channel: Channel,
+        channel: ipc.Channel,
         heartbeats: HeartbeatSender,
         text: TextProcessor | None,
         summary: dict[str, Any],
         more_methods: Mapping[str, RpcMethod] | None = None,
     ) -> None:
-        self._rpc_methods = RPC_METHODS | dict(more_methods or {}) | {DELIVERED: lambda *_: self._delivered()}
+        self._rpc_methods = RPC_METHODS | dict(more_methods or {}) | {ipc.DELIVERED: lambda *_: self._delivered()}
         self._engine = engine
         self._channel = channel
         self._heartbeats = heartbeats
         self._text = text
         self._summary = summary
-        self._compiling: dict[str, tuple[AddRequest, SamplingParams | BeamSearchParams, Future[Any]]] = {}
-        self._updates: list[RequestUpdate] = []
-        self._errors: list[RequestError] = []
-        self._replies: list[RpcReply] = []
+        self._compiling: dict[str, tuple[ipc.AddRequest, SamplingParams | BeamSearchParams, Future[Any]]] = {}
+        self._updates: list[ipc.RequestUpdate] = []
+        self._errors: list[ipc.RequestError] = []
+        self._replies: list[ipc.RpcReply] = []
         self._stats_at = 0.0
         self._closing = False
 
@@ -121,7 +98,7 @@ class EngineServer:
         """Serve until the client closes the engine."""
         engine, heartbeats = self._engine, self._heartbeats
         unsubscribe = engine.scheduler.events.subscribe(heartbeats)
-        ready = Ready(
+        ready = ipc.Ready(
             engine.vocab_size, engine.max_model_len, list(engine.eos_token_ids), engine.max_logprobs, self._summary
         )
         self._channel.send(ready)
@@ -157,7 +134,7 @@ class EngineServer:
         must not hold up the steps of all requests."""
         timeout, begin = (self.COMPILING_S if self._compiling else None) if wait else 0, None
         while (data := self._channel.receive(timeout)) is not None:
-            commands, bad = read_commands(data)
+            commands, bad = ipc.read_commands(data)
             for command in commands:
                 self._execute(command)
             for message in bad:
@@ -168,7 +145,7 @@ class EngineServer:
         if self._replies:  # now, before any later update: a `DELIVERED` reply covers the updates sent so far
             self._report()
 
-    def _reject_message(self, bad: BadMessage) -> None:
+    def _reject_message(self, bad: ipc.BadMessage) -> None:
         """Drop an unusable message; fails the request that it names, and no other."""
         self._engine.stats.num_bad_messages += 1
         logger.warning("%s", bad)
@@ -178,44 +155,46 @@ class EngineServer:
         self._compiling.pop(name, None)
         if (state := self._engine.abort_state(name)) is not None:
             state.release()
-        self._errors.append(RequestError(name, "RequestFailedError", f"{BAD_MESSAGE}: {bad}", None, BAD_MESSAGE))
+        self._errors.append(
+            ipc.RequestError(name, "RequestFailedError", f"{ipc.BAD_MESSAGE}: {bad}", None, ipc.BAD_MESSAGE)
+        )
 
     def _has_request(self, name: str) -> bool:
         return name in self._compiling or self._engine.get_state(name) is not None
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: ipc.Command) -> None:
         engine = self._engine
-        if isinstance(command, AddRequest):
+        if isinstance(command, ipc.AddRequest):
             self._receive(command)
-        elif isinstance(command, AbortRequest):
+        elif isinstance(command, ipc.AbortRequest):
             if self._compiling.pop(command.request_id, None) is not None:
-                self._updates.append(RequestUpdate(command.request_id, [], finished=True))
+                self._updates.append(ipc.RequestUpdate(command.request_id, [], finished=True))
             if (state := engine.abort_state(command.request_id)) is not None:
                 self._send_update(state)
-        elif isinstance(command, StopSample):
+        elif isinstance(command, ipc.StopSample):
             state = engine.get_state(command.request_id)
             engine.stop(command.request_id, command.index)
             if state is not None and engine.get_state(command.request_id) is None:
                 self._send_update(state)
-        elif isinstance(command, RpcCall):
+        elif isinstance(command, ipc.RpcCall):
             self._replies.append(self._call(command))
-        elif isinstance(command, CloseEngine):
+        elif isinstance(command, ipc.CloseEngine):
             self._closing = True
 
-    def _receive(self, add: AddRequest) -> None:
+    def _receive(self, add: ipc.AddRequest) -> None:
         if self._has_request(add.request_id):
             why = "a request of that name is running already, and continues"
-            self._reject_message(BadMessage("a command", why, add.request_id, is_add=True))
+            self._reject_message(ipc.BadMessage("a command", why, add.request_id, is_add=True))
             return
         try:
-            params = params_from_wire(add.params, add.is_beam_search)
+            params = ipc.params_from_wire(add.params, add.is_beam_search)
             future = None if self._text is None else self._text.submit_grammar(params)
         except UsageError as error:
             self._reject_request(add, error)
             return
         except Exception as error:  # parameters of types that no caller can pass
             self._reject_message(
-                BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id, is_add=True)
+                ipc.BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id, is_add=True)
             )
             return
         if future is None:
@@ -232,11 +211,11 @@ class EngineServer:
             except OctavoError as error:
                 self._reject_request(add, error)
             except Exception as error:
-                self._reject_message(BadMessage("a command", f"{type(error).__name__}: {error}", name))
+                self._reject_message(ipc.BadMessage("a command", f"{type(error).__name__}: {error}", name))
             else:
                 self._add(add, params, grammar)
 
-    def _add(self, add: AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
+    def _add(self, add: ipc.AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
         try:
             try:
                 self._add_to_engine(add, params, grammar)
@@ -249,22 +228,22 @@ class EngineServer:
         except UsageError as error:
             self._reject_request(add, error)
         except Exception as error:  # an unforeseen error fails only this request
-            self._reject_message(BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id))
+            self._reject_message(ipc.BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id))
 
     def _add_to_engine(
-        self, add: AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None
+        self, add: ipc.AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None
     ) -> None:
         text = self._text if isinstance(params, BeamSearchParams) and params.stop else None
         self._engine.add_request(
             add.request_id,
-            unpack_tokens(add.prompt).tolist(),
+            ipc.unpack_tokens(add.prompt).tolist(),
             params,
             priority=add.priority,
             salt=add.salt,
             tenant=add.tenant,
-            rank=add.rank,
+            index_in_call=add.index_in_call,
             seed=add.seed,
-            resume=add.resume and {index: unpack_tokens(output) for index, output in add.resume.items()},
+            resume=add.resume and {index: ipc.unpack_tokens(output) for index, output in add.resume.items()},
             grammar=grammar,
             pin=add.pin,
             make_detokenizer=None if text is None else text.make_detokenizer,
@@ -286,20 +265,20 @@ class EngineServer:
             delivered[name] = counts | {-1: state.num_prompt_logprobs_delivered}
         return delivered
 
-    def _reject_request(self, add: AddRequest, error: OctavoError) -> None:
-        text = encodable(str(error))
-        self._errors.append(RequestError(add.request_id, type(error).__name__, text, error.param, error.code))
+    def _reject_request(self, add: ipc.AddRequest, error: OctavoError) -> None:
+        text = ipc.encodable(str(error))
+        self._errors.append(ipc.RequestError(add.request_id, type(error).__name__, text, error.param, error.code))
 
-    def _call(self, call: RpcCall) -> RpcReply:
+    def _call(self, call: ipc.RpcCall) -> ipc.RpcReply:
         method = self._rpc_methods.get(call.method)
         if method is None:
-            return RpcReply(call.number, error=f"no method {call.method!r}")
+            return ipc.RpcReply(call.number, error=f"no method {call.method!r}")
         try:
             # Encoded here: a value that cannot be encoded must not take a whole step report with it.
-            return RpcReply(call.number, msgspec.Raw(msgspec.msgpack.encode(method(self._engine, call.argument))))
+            return ipc.RpcReply(call.number, msgspec.Raw(msgspec.msgpack.encode(method(self._engine, call.argument))))
         except Exception as error:  # a debug call must not crash the engine, nor the one after it
             logger.exception("RPC %s failed", call.method)
-            return RpcReply(call.number, error=encodable(f"{type(error).__name__}: {error}"))
+            return ipc.RpcReply(call.number, error=ipc.encodable(f"{type(error).__name__}: {error}"))
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -314,14 +293,14 @@ class EngineServer:
         if now - self._stats_at >= STATS_S:
             self._stats_at, stats = now, self._engine.stats_snapshot()
         if self._updates or self._errors or self._replies or stats is not None:
-            self._channel.send(StepReport(self._updates, self._errors, self._replies, stats))
+            self._channel.send(ipc.StepReport(self._updates, self._errors, self._replies, stats))
             self._updates, self._errors, self._replies = [], [], []
 
 
-def update_of(state: RequestState) -> RequestUpdate:
+def update_of(state: RequestState) -> ipc.RequestUpdate:
     """What is new of a request since its previous update."""
     request, finished = state.request, not state.request.sequences
-    update = RequestUpdate(request.request_id, [], finished)
+    update = ipc.RequestUpdate(request.request_id, [], finished)
     is_first = not state.delivered
     if state.search is None:
         ended = [s for s in request.finished_sequences if not state.delivered_of(s.index).finished]
@@ -330,13 +309,15 @@ def update_of(state: RequestState) -> RequestUpdate:
         return update
     if is_first or finished:
         metrics = state.metrics
-        stats = RequestStats(max(0, request.num_cached_tokens), metrics.num_preemptions, metrics.first_scheduled_time)
-        stats.error = encodable(request.error)
+        stats = ipc.RequestStats(
+            max(0, request.num_cached_tokens), metrics.num_preemptions, metrics.first_scheduled_time
+        )
+        stats.error = ipc.encodable(request.error)
         if state.search is not None:
             state.output()  # turns the live sequences of an aborted search into hypotheses
             stats.hypotheses = state.search.hypotheses
-            reasons = [cast(FinishReason, s.finish_reason) for s in request.finished_sequences[:1]]
-            update.samples = [SampleUpdate(0, [], reason) for reason in reasons]
+            reasons = [cast(ipc.FinishReason, s.finish_reason) for s in request.finished_sequences[:1]]
+            update.samples = [ipc.SampleUpdate(0, [], reason) for reason in reasons]
         update.stats = stats
     if state.prompt_logprobs:
         update.prompt_position = 1 + state.num_prompt_logprobs_delivered
@@ -345,7 +326,7 @@ def update_of(state: RequestState) -> RequestUpdate:
     return update
 
 
-def _sample_update(state: RequestState, sequence: Sequence) -> SampleUpdate:
+def _sample_update(state: RequestState, sequence: Sequence) -> ipc.SampleUpdate:
     delivered = state.delivered_of(sequence.index)
     position = delivered.num_tokens
     token_ids = sequence.token_ids[len(state.request.prompt_token_ids) + position :].tolist()
@@ -355,5 +336,5 @@ def _sample_update(state: RequestState, sequence: Sequence) -> SampleUpdate:
         del entries[:]
     delivered.num_tokens += len(token_ids)
     delivered.finished = bool(sequence.finish_reason)
-    reason = cast(FinishReason, sequence.finish_reason)
-    return SampleUpdate(sequence.index, token_ids, reason, sequence.stop_token, logprobs, position)
+    reason = cast(ipc.FinishReason, sequence.finish_reason)
+    return ipc.SampleUpdate(sequence.index, token_ids, reason, sequence.stop_token, logprobs, position)

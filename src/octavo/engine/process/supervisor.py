@@ -28,20 +28,7 @@ import msgspec
 
 from octavo import errors
 from octavo import log_setup as logs
-from octavo.engine.process.ipc import (
-    BadMessage,
-    Channel,
-    CloseEngine,
-    EngineFailed,
-    Heartbeat,
-    Hello,
-    Launch,
-    Lifeline,
-    Ready,
-    StepReport,
-    endpoint_in,
-    read_message,
-)
+from octavo.engine.process import ipc
 from octavo.engine.stats import Health
 from octavo.errors import EngineError, OctavoError
 
@@ -91,27 +78,27 @@ class EngineProcess:
         command: Sequence[str],
         options: dict[str, Any],
         timeouts: EngineTimeouts,
-        on_step: Callable[[StepReport], None],
-        on_bad: Callable[[BadMessage], None],
+        on_step: Callable[[ipc.StepReport], None],
+        on_bad: Callable[[ipc.BadMessage], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._timeouts = timeouts
         self._on_step, self._on_bad = on_step, on_bad
-        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._ready: asyncio.Future[ipc.Ready] = self._loop.create_future()
         self._died = asyncio.Event()
-        self._failure: EngineFailed | None = None
+        self._failure: ipc.EngineFailed | None = None
         self.was_killed = False  # by SIGKILL from outside: a person, or a system out of memory
-        self._heartbeat, self._heartbeat_at = Heartbeat(phase="starting"), time.monotonic()
+        self._heartbeat, self._heartbeat_at = ipc.Heartbeat(phase="starting"), time.monotonic()
         self._cpu_s = 0.0  # CPU time of the process at that heartbeat
-        self._decoder = msgspec.msgpack.Decoder(Heartbeat)
-        self._lifeline, child_end = Lifeline.pair()
+        self._decoder = msgspec.msgpack.Decoder(ipc.Heartbeat)
+        self._lifeline, child_end = ipc.Lifeline.pair()
         with contextlib.ExitStack() as undo, contextlib.closing(child_end):
             undo.callback(self._lifeline.close)
             # Private to this user, and removed as soon as the engine has connected.
             is_long = len(tempfile.gettempdir()) > SOCKET_PATH_CHARS
             self._directory = tempfile.mkdtemp(prefix="octavo-", dir="/tmp" if is_long else None)
             undo.callback(self._remove_directory)
-            self._channel = Channel(bind=endpoint_in(self._directory))
+            self._channel = ipc.Channel(bind=ipc.endpoint_in(self._directory))
             undo.callback(self._channel.close)
             self._process = subprocess.Popen(
                 [*command, str(child_end.fileno())],
@@ -120,7 +107,7 @@ class EngineProcess:
                 process_group=0,  # Ctrl-C reaches this process only, and `kill` its child processes, too
             )
             undo.pop_all()
-        self._lifeline.send(Launch(endpoint_in(self._directory), options, logs.current_settings()), wait=True)
+        self._lifeline.send(ipc.Launch(ipc.endpoint_in(self._directory), options, logs.current_settings()), wait=True)
         self._channel.attach(self._loop, self._on_data)
         self._loop.add_reader(self._lifeline.fileno(), self._on_lifeline)
 
@@ -136,7 +123,7 @@ class EngineProcess:
     def send(self, commands: list[msgspec.Raw]) -> None:
         self._channel.send(commands)
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> ipc.Ready:
         """Wait until the engine accepts requests. Raises the error that prevented it."""
         down = asyncio.ensure_future(self.down())
         either: list[asyncio.Future[Any]] = [self._ready, down]
@@ -196,16 +183,16 @@ class EngineProcess:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _on_data(self, data: bytes) -> None:
-        report, bad = read_message(data)
+        report, bad = ipc.read_message(data)
         for message in bad:
             self._on_bad(message)
         if report is None:
             return
-        if isinstance(report, StepReport):
+        if isinstance(report, ipc.StepReport):
             self._on_step(report)
-        elif isinstance(report, Hello):
+        elif isinstance(report, ipc.Hello):
             self._remove_directory()
-        elif isinstance(report, EngineFailed):
+        elif isinstance(report, ipc.EngineFailed):
             self._failure = report
         elif not self._ready.done():
             self._ready.set_result(report)
@@ -219,7 +206,7 @@ class EngineProcess:
             try:
                 self._heartbeat, self._heartbeat_at = self._decoder.decode(data), time.monotonic()
             except Exception as error:
-                self._on_bad(BadMessage(f"a heartbeat of {len(data)} bytes", str(error)))
+                self._on_bad(ipc.BadMessage(f"a heartbeat of {len(data)} bytes", str(error)))
                 continue
             self._cpu_s = cpu_time_s(self.pid)
 
@@ -230,7 +217,7 @@ class EngineProcess:
 
     def request_exit(self) -> None:
         """Ask the process to exit, and wait up to `close_s`."""
-        self._channel.send([CloseEngine()])
+        self._channel.send([ipc.CloseEngine()])
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._timeouts.close_s)
 
@@ -263,9 +250,9 @@ class Supervisor:
         self,
         options: dict[str, Any],
         *,
-        on_ready: Callable[[Ready], None],
-        on_step: Callable[[StepReport], None],
-        on_bad: Callable[[BadMessage], None],
+        on_ready: Callable[[ipc.Ready], None],
+        on_step: Callable[[ipc.StepReport], None],
+        on_bad: Callable[[ipc.BadMessage], None],
         on_down: Callable[[bool], None],
         on_failed: Callable[[OctavoError], None],
         command: Sequence[str] = ENGINE_COMMAND,

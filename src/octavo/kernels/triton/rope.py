@@ -21,7 +21,7 @@ def load_norm_weight(weight, pair, HALF: tl.constexpr):
 
 
 @triton.jit
-def apply_norm(x, scale, weight, weight_ptr):
+def norm(x, scale, weight, weight_ptr):
     """`reference.rms_norm` with a given scale for each head. weight_ptr: a weight wider than x is applied before
     rounding."""
     wide = x.to(tl.float32) * scale[:, None]
@@ -37,15 +37,12 @@ def rotate(x, partner, cos, sin):
 
 
 @triton.jit
-def norm_and_rotate(
+def rotate_halves(
     first, second, weight, second_weight, weight_ptr, eps, cos, sin, HALF: tl.constexpr, NORM: tl.constexpr
 ):
     """Rotate both halves of heads; with NORM, normalise each head first."""
     if NORM:
         a, b = first.to(tl.float32), second.to(tl.float32)
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)
-        first, second = (
-            apply_norm(first, scale, weight, weight_ptr),
-            apply_norm(second, scale, second_weight, weight_ptr),
-        )
+        first, second = (norm(first, scale, weight, weight_ptr), norm(second, scale, second_weight, weight_ptr))
     return rotate(first, second, cos, -sin), rotate(second, first, cos, sin)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LessonStep:
-    """`text` says what happens and why, `look` where to look."""
+    """`text` is the step's explanation, `look` describes what to look at."""
 
     text: str
     history: str

@@ -1,4 +1,4 @@
-"""Paged attention on the kernels' device against the definition."""
+"""Runs paged attention on the kernels' device and compares it with the definition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attend(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def check(case: Case, window: int = 0) -> None:
-    """All but the tokens' own slots is NaN in the case's pool."""
+    """Compare with `naive_attention`. Everything in the case's pool except the tokens' slots is NaN."""
     out, lse = attend(case, window)
     expected, expected_lse = naive_attention(case, window)
     assert relative_error(out, expected) < TOLERANCE[case.q.dtype]

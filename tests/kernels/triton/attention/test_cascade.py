@@ -1,4 +1,4 @@
-"""Cascade attention: a prefix that sequences share is read once for several of them."""
+"""Cascade attention: a shared prefix is read once for several sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.cascade import PREFIX_ALIGNMENT, CascadeTuning, make_cascade_plan
+from octavo.kernels.triton.attention.cascade import PREFIX_ALIGNMENT, CascadeTuning, plan_cascade
 from octavo.kernels.triton.attention.decode import decode_attention
 from tests.kernels.pool import Case, make_case, naive_attention, relative_error
 from tests.kernels.triton.device import DEVICE, DTYPES, INTERPRETED, TOLERANCE, on_device
@@ -20,9 +20,12 @@ SMALL = CascadeTuning(
 )
 
 
-def alike(seq_lens: list[int], common: list[int], *, block_size: int = 16, **shape: object) -> Case:
-    """Sequence i begins with the blocks of i - 1, as many as hold common[i] tokens. On a GPU all that twenty times: of
-    few sequences, which many programs share there, nothing is read once for several."""
+def make_shared_case(seq_lens: list[int], common: list[int], *, block_size: int = 16, **shape: object) -> Case:
+    """A case in which sequence i shares the blocks of its first common[i] tokens with sequence i - 1.
+
+    On a GPU the sequences are repeated twenty times: with few sequences, many programs share each, and no prefix is
+    read once for several.
+    """
     if not INTERPRETED:
         seq_lens, common = seq_lens * 20, common * 20
     case = make_case([1] * len(seq_lens), seq_lens, block_size=block_size, **shape)  # type: ignore[arg-type]
@@ -37,16 +40,16 @@ def alike(seq_lens: list[int], common: list[int], *, block_size: int = 16, **sha
     return case
 
 
-def moved(case: Case) -> RaggedBatch:
+def to_device(case: Case) -> RaggedBatch:
     assert case.batch.common_prefix_lens is not None
     return replace(on_device(case.batch), common_prefix_lens=case.batch.common_prefix_lens.to(DEVICE))
 
 
 def attend(case: Case, tuning: CascadeTuning | None) -> tuple[Tensor, Tensor]:
-    q, batch = case.q.to(DEVICE), moved(case)
+    q, batch = case.q.to(DEVICE), to_device(case)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=DEVICE)
     layer = case.kv.to(DEVICE)[:, 1]
-    for _ in range(2):  # as an earlier layer, and as a later one
+    for _ in range(2):  # the first layer of a step, and a later one
         decode_attention(q, layer, batch, out, lse, scale=case.scale, window=0, decode_only=True, cascade=tuning)
     (schedule,) = batch.derived.values()
     assert schedule.cascade is not None
@@ -61,26 +64,30 @@ def check(case: Case, tuning: CascadeTuning | None = SMALL) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_common_is_read_once_and_all_the_same(dtype: torch.dtype) -> None:
-    case = alike([200, 150, 333, 130, 90, 7], [0, 128, 144, 112, 64, 0], dtype=dtype)
+def test_results_with_a_shared_prefix_are_exact(dtype: torch.dtype) -> None:
+    case = make_shared_case([200, 150, 333, 130, 90, 7], [0, 128, 144, 112, 64, 0], dtype=dtype)
     check(case)
     check(case, None)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 40), (2, 7, 16), (1, 8, 80), (5, 2, 64)])
-def test_common_blocks_of_every_head_shape(kv_heads: int, group: int, head_dim: int) -> None:
+def test_every_head_shape_with_a_shared_prefix(kv_heads: int, group: int, head_dim: int) -> None:
     lens = [400] * 5 + [90, 100]
-    check(alike(lens, [0, 320, 320, 384, 320, 64, 64], num_kv_heads=kv_heads, group_size=group, head_dim=head_dim))
+    check(
+        make_shared_case(
+            lens, [0, 320, 320, 384, 320, 64, 64], num_kv_heads=kv_heads, group_size=group, head_dim=head_dim
+        )
+    )
 
 
 @pytest.mark.parametrize("block_size", [8, 64, 256])
-def test_common_blocks_of_every_size(block_size: int) -> None:
-    check(alike([700, 600, 520, 515], [0, 512, 512, 512], block_size=block_size))
+def test_every_block_size_with_a_shared_prefix(block_size: int) -> None:
+    check(make_shared_case([700, 600, 520, 515], [0, 512, 512, 512], block_size=block_size))
 
 
-def test_it_is_the_first_of_a_tile_whose_blocks_are_read() -> None:
-    """Poisoned copies: what the others' tables name is not read where the first's is."""
-    case = alike([300, 300, 300], [0, 256, 256])
+def test_only_the_first_sequence_of_a_group_has_its_prefix_read() -> None:
+    """The other sequences' table entries of the prefix are poisoned, and not read."""
+    case = make_shared_case([300, 300, 300], [0, 256, 256])
     expected, _ = naive_attention(case)
     assert case.batch.common_prefix_lens is not None
     case.batch.block_tables[case.batch.common_prefix_lens > 0, :16] = 0  # the null block is NaN
@@ -88,43 +95,41 @@ def test_it_is_the_first_of_a_tile_whose_blocks_are_read() -> None:
 
 
 @pytest.mark.parametrize("num_seqs", [2, 9, 40, 130])
-def test_tiles_and_pieces_cover_what_is_common(num_seqs: int) -> None:
+def test_groups_and_splits_cover_the_shared_prefix(num_seqs: int) -> None:
     rnd = random.Random(num_seqs)
-    for least, most in ((64, 0), (64, 1000), (256, 4000), (512, 4000)):
-        common = [0] + [rnd.choice([0, rnd.randint(0, most // 8) * 8]) for _ in range(num_seqs - 1)]
+    for min_prefix_len, max_common in ((64, 0), (64, 1000), (256, 4000), (512, 4000)):
+        common = [0] + [rnd.choice([0, rnd.randint(0, max_common // 8) * 8]) for _ in range(num_seqs - 1)]
         if rnd.random() < 0.5:
             common = [0] + [max(common)] * (num_seqs - 1)
         batch = on_device(RaggedBatch.from_lists([1] * num_seqs, [1] * num_seqs, [[1]] * num_seqs, 16))
         batch = replace(batch, common_prefix_lens=torch.tensor(common, dtype=torch.int32, device=DEVICE))
-        tuning = replace(SMALL, min_prefix_len=least)
-        made = make_cascade_plan(batch, tuning, 5, num_kv_heads=2, group_size=4, head_dim=16)
-        joins, pieces = made.prefixes.view(-1, 4).tolist(), made.splits.view(-1, 8).tolist()
-        count = int(made.count[0])
-        assert count <= len(pieces)
-        places: dict[int, tuple[int, int, int]] = {}  # where a part lies: of which sequence, from which key to which
-        for first, size, begin, end, place, *_ in pieces[:count]:
+        tuning = replace(SMALL, min_prefix_len=min_prefix_len)
+        plan = plan_cascade(batch, tuning, 5, num_kv_heads=2, group_size=4, head_dim=16)
+        prefixes, splits = plan.prefixes.view(-1, 4).tolist(), plan.splits.view(-1, 8).tolist()
+        count = int(plan.count[0])
+        assert count <= len(splits)
+        slots: dict[int, tuple[int, int, int]] = {}  # slot -> (sequence, first key, end key)
+        for first, size, begin, end, slot, *_ in splits[:count]:
             assert (
                 2 <= size <= tuning.rows // 4
                 and begin % PREFIX_ALIGNMENT == end % PREFIX_ALIGNMENT == 0
                 and begin < end
             )
-            assert end <= min(common[first + 1 : first + size]), "nobody has this in common"
+            assert end <= min(common[first + 1 : first + size]), "keys beyond the shared prefix"
             for i in range(size):
-                assert place + i not in places, "two parts in one place"
-                places[place + i] = (first + i, begin, end)
-        assert not places or max(places) < len(made.partial) // (2 * 4 * 16)
-        for seq, (keys, place, step, num) in enumerate(joins):
-            parts = [places.pop(place + i * step) for i in range(num)]
+                assert slot + i not in slots, "two parts in one slot"
+                slots[slot + i] = (first + i, begin, end)
+        assert not slots or max(slots) < len(plan.partial) // (2 * 4 * 16)
+        for seq, (keys, slot, step, num) in enumerate(prefixes):
+            parts = [slots.pop(slot + i * step) for i in range(num)]
             assert [part[0] for part in parts] == [seq] * num
             bounds = [0, *(part[2] for part in parts)]
             assert [part[1] for part in parts] == bounds[:-1] and bounds[-1] == keys
-        assert not places, "parts that nobody adds"
+        assert not slots, "parts that are never merged"
 
 
-def test_a_long_beginning_of_few_is_better_than_a_short_one_of_all() -> None:
+def test_groups_split_where_the_shared_prefix_is_much_shorter() -> None:
     batch = on_device(RaggedBatch.from_lists([1] * 8, [1] * 8, [[1]] * 8, 16))
     common = torch.tensor([0, 1024, 1024, 1024, 256, 1024, 1024, 1024], dtype=torch.int32, device=DEVICE)
-    made = make_cascade_plan(
-        replace(batch, common_prefix_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16
-    )
-    assert made.prefixes.view(-1, 4)[:, 0].tolist() == [1024] * 8
+    plan = plan_cascade(replace(batch, common_prefix_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16)
+    assert plan.prefixes.view(-1, 4)[:, 0].tolist() == [1024] * 8

@@ -9,7 +9,12 @@ import torch
 
 from octavo.kernels.triton.attention import cascade, decode
 from octavo.kernels.triton.attention.decode_schedule import DecodeTuning, decode_tuning
-from tests.kernels.triton.hopper import REGISTERS_OF_ALL, SHARED_BYTES_OF_ALL, compile_for_hopper, registers_of
+from tests.kernels.triton.hopper import (
+    MULTIPROCESSOR_REGISTERS,
+    MULTIPROCESSOR_SHARED_BYTES,
+    compile_for_hopper,
+    register_usage,
+)
 
 POINTERS = {
     **dict.fromkeys(("q", "kv", "out"), "*bf16"),
@@ -23,7 +28,7 @@ def types_of(kernel: Any) -> dict[str, str]:
     return {"scale": "fp32"} | {name: kind for name, kind in POINTERS.items() if name in kernel.arg_names}
 
 
-def compiled(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False) -> Any:
+def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False) -> Any:
     constants = {
         "NUM_KV_HEADS": 8,
         "GROUP": group,
@@ -50,19 +55,19 @@ def compiled(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (4, 128), (7, 64)])
 @pytest.mark.parametrize(("num_seqs", "cascaded"), [(1, False), (256, False), (32, True), (256, True)])
-def test_all_programs_of_a_tuning_are_there_at_once(group: int, head_dim: int, num_seqs: int, cascaded: bool) -> None:
-    """Each has an equal share of the keys: one that begins when others end takes as long again."""
+def test_all_programs_of_decode_are_resident(group: int, head_dim: int, num_seqs: int, cascaded: bool) -> None:
+    """Each has an equal share of the keys: a program that starts when others end would double the time."""
     tuning = decode_tuning(torch.empty(num_seqs, 8 * group, head_dim, dtype=torch.bfloat16), num_seqs)
-    kernel = compiled(tuning, group, head_dim, cascaded=cascaded)
+    kernel = compile_decode(tuning, group, head_dim, cascaded=cascaded)
     programs = tuning.programs_per_multiprocessor
-    assert programs * (kernel.metadata.shared + 1024) <= SHARED_BYTES_OF_ALL
-    registers, spilled = registers_of(kernel)
-    assert programs * tuning.num_warps * 32 * registers <= REGISTERS_OF_ALL
-    assert spilled <= 8  # a number that the loop over keys has no use for
+    assert programs * (kernel.metadata.shared + 1024) <= MULTIPROCESSOR_SHARED_BYTES
+    registers, spilled = register_usage(kernel)
+    assert programs * tuning.num_warps * 32 * registers <= MULTIPROCESSOR_REGISTERS
+    assert spilled <= 8  # a value that the loop over keys does not use
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (7, 64)])
-def test_all_programs_that_read_what_is_common_are_there_at_once(group: int, head_dim: int) -> None:
+def test_all_programs_of_cascade_are_resident(group: int, head_dim: int) -> None:
     tuning = cascade.cascade_tuning(torch.empty(1, 1, head_dim, dtype=torch.bfloat16))
     constants = {
         "NUM_KV_HEADS": 8,
@@ -76,19 +81,19 @@ def test_all_programs_that_read_what_is_common_are_there_at_once(group: int, hea
         "PRECISION": "tf32",
         "USE_PDL": True,
     }
-    common = cascade._attend_common
-    kernel = compile_for_hopper(common, constants, types_of(common), num_warps=tuning.num_warps)
+    attend_common = cascade._attend_common
+    kernel = compile_for_hopper(attend_common, constants, types_of(attend_common), num_warps=tuning.num_warps)
     programs = tuning.programs_per_multiprocessor
-    assert programs * (kernel.metadata.shared + 1024) <= SHARED_BYTES_OF_ALL
-    registers, spilled = registers_of(kernel)
-    assert programs * tuning.num_warps * 32 * registers <= REGISTERS_OF_ALL
+    assert programs * (kernel.metadata.shared + 1024) <= MULTIPROCESSOR_SHARED_BYTES
+    registers, spilled = register_usage(kernel)
+    assert programs * tuning.num_warps * 32 * registers <= MULTIPROCESSOR_REGISTERS
     assert spilled == 0
 
 
-def test_the_next_kernel_is_let_go_behind_the_keys() -> None:
-    """And no earlier: behind the loop that reads them, before the last sums are written."""
+def test_the_successor_starts_after_the_keys_are_read() -> None:
+    """After the loop that reads the keys, and before the results are written."""
     tuning = decode_tuning(torch.empty(256, 16, 128, dtype=torch.bfloat16), 256)
-    code = compiled(tuning, 2, 128).asm["ttir"]  # in which what comes later is further down
+    code = compile_decode(tuning, 2, 128).asm["ttir"]  # in program order
     assert code.count("griddepcontrol.launch_dependents") == 1
-    wait, let_go = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
-    assert wait < code.index("tt.dot") < code.rindex("tt.dot") < let_go < code.index("tt.store")
+    wait, launch = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
+    assert wait < code.index("tt.dot") < code.rindex("tt.dot") < launch < code.index("tt.store")

@@ -14,39 +14,35 @@ from tests.kernels.triton.device import DEVICE, DTYPES, on_device
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_attention_of_every_dtype(lens: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+def test_every_dtype(lens: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
     check(make_case(*lens, dtype=dtype))
 
 
 @pytest.mark.parametrize(("block_size", "window"), [(8, 0), (256, 0), (16, 1), (16, 65), (64, 100)])
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_attention_of_every_block_size_and_window(
-    lens: tuple[list[int], list[int]], block_size: int, window: int
-) -> None:
+def test_every_block_size_and_window(lens: tuple[list[int], list[int]], block_size: int, window: int) -> None:
     check(make_case(*lens, block_size=block_size), window)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 40), (2, 7, 16), (1, 16, 80), (5, 1, 64)])
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_attention_of_every_head_shape(
-    lens: tuple[list[int], list[int]], kv_heads: int, group: int, head_dim: int
-) -> None:
+def test_every_head_shape(lens: tuple[list[int], list[int]], kv_heads: int, group: int, head_dim: int) -> None:
     check(make_case(*lens, num_kv_heads=kv_heads, group_size=group, head_dim=head_dim))
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(9, 24), (10, 56), (11, 72), (13, 136), (14, 200), (15, 248)])
-def test_attention_of_sizes_that_nothing_divides(group: int, head_dim: int) -> None:
-    """Both kernels in one batch."""
+def test_odd_group_and_head_sizes(group: int, head_dim: int) -> None:
+    """With a prefill and a decode in one batch."""
     check(make_case([5, 1], [9, 70], num_kv_heads=1, group_size=group, head_dim=head_dim, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("query_lens", [[1, 0, 1], [3, 0, 1]], ids=["decode", "mixed"])
-def test_a_sequence_without_a_query_is_left_alone(query_lens: list[int]) -> None:
+def test_a_sequence_without_queries_is_skipped(query_lens: list[int]) -> None:
     check(make_case(query_lens, [9, 5, 40]))
 
 
-def test_a_token_without_keys_gets_zero() -> None:
-    """A padding row that has a query but no length, beside a real one."""
+def test_rows_without_keys_are_zero() -> None:
+    """A padding row has a query but no keys; the other row is real."""
     case = make_case([1, 1], [40, 1])
     case.batch.seq_lens[1] = 0
     out, lse = attend(case)
@@ -54,7 +50,7 @@ def test_a_token_without_keys_gets_zero() -> None:
     assert bool((out[1] == 0).all()) and bool((lse[1] == -torch.inf).all())
 
 
-def test_the_schedule_is_made_once_a_step() -> None:
+def test_the_schedule_is_made_once_for_all_layers() -> None:
     case = make_case(*MIXED)
     batch, kv = on_device(case.batch), case.kv.to(DEVICE)
     first = cuda.paged_attention(case.q.to(DEVICE), kv[:, 1], batch, scale=1.0)
@@ -66,7 +62,7 @@ def test_the_schedule_is_made_once_a_step() -> None:
 
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_blocks_before_the_window_may_be_released(lens: tuple[list[int], list[int]]) -> None:
-    """Their entries in the table are 0 then, the null block, which is NaN here."""
+    """Their entries in the block table are then 0, the null block, which is NaN here."""
     window = 20
     case = make_case(*lens)
     for s, (query_len, seq_len) in enumerate(zip(*lens, strict=True)):
@@ -74,7 +70,7 @@ def test_blocks_before_the_window_may_be_released(lens: tuple[list[int], list[in
     check(case, window)
 
 
-def test_a_query_may_be_a_view_of_a_fused_projection() -> None:
+def test_q_may_be_a_view_of_a_fused_projection() -> None:
     case = make_case(*DECODE)
     fused = torch.randn(case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2], device=DEVICE)
     fused[:, 2:-2] = case.q.to(DEVICE)
@@ -83,7 +79,7 @@ def test_a_query_may_be_a_view_of_a_fused_projection() -> None:
     assert torch.equal(strided.cpu(), attend(case)[0])
 
 
-def test_nothing_to_do_is_fine() -> None:
+def test_empty_inputs_are_accepted() -> None:
     empty = torch.empty(0, 4, 16, device=DEVICE)
     kv = torch.randn(3, 2, 2, 4, 8, 16, device=DEVICE)
     before = kv.clone()

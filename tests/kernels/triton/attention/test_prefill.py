@@ -1,4 +1,4 @@
-"""The portable prefill kernel. tests/kernels/triton/attention/test_paged_attention.py runs it, too."""
+"""The portable prefill kernel; test_paged_attention.py has further cases."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from tests.kernels.triton.device import DTYPES, NORM_TOLERANCE
 
 
 @pytest.mark.parametrize(("dtype", "window"), [*((dtype, 0) for dtype in DTYPES), (torch.float16, 50)], ids=str)
-def test_with_a_fixed_split_order_chunks_and_cached_prefixes_change_no_bit(dtype: torch.dtype, window: int) -> None:
-    """Prompts as a whole, beside others that decode: then in another order, one by one, in chunks, and behind what
-    another sequence has in its blocks. (A chunk of one token is decoded, by the other kernel.)"""
+def test_fixed_split_gives_the_same_bits_in_any_order_in_chunks_and_after_a_prefix(
+    dtype: torch.dtype, window: int
+) -> None:
+    """Whole prompts and decodes in one batch; then in another order, one by one, in chunks, and after a cached prefix.
+
+    A chunk of one token would be computed by the decode kernel.
+    """
     size, lens, query_lens = 16, [70, 45, 600, 130], [70, 45, 1, 1]
     case = make_case(query_lens, lens, num_kv_heads=1, group_size=2, block_size=size, dtype=dtype)
     queries = case.q.split(query_lens)
 
     def run(*parts: tuple[int, int, int]) -> list[tuple[Tensor, Tensor]]:
-        """(sequence, first and last position) of each -> its rows of the result."""
+        """Attention of each (sequence, first position, end position) -> its rows of out and lse."""
         rows = [(s, begin - lens[s] + query_lens[s], end - lens[s] + query_lens[s]) for s, begin, end in parts]
         counts, ends = [end - begin for _, begin, end in parts], [end for _, _, end in parts]
         batch = RaggedBatch.from_lists(counts, ends, [case.tables[s] for s, _, _ in parts], size)
@@ -39,20 +43,20 @@ def test_with_a_fixed_split_order_chunks_and_cached_prefixes_change_no_bit(dtype
 
     used = {block for table in case.tables for block in table}
     copy = next(block for block in range(1, case.kv.shape[0]) if block not in used)
-    case.kv[copy] = case.kv[case.tables[0][-1]]  # the last block of a sequence that has found all others in the cache
+    case.kv[copy] = case.kv[case.tables[0][-1]]  # the last block of a sequence whose other blocks are cached
     case.tables.append([*case.tables[0][:-1], copy])
     lens, query_lens, queries = [*lens, 70], [*query_lens, 70], (*queries, queries[0])
 
     def same(found: list[tuple[Tensor, Tensor]], *parts: tuple[int, int, int]) -> None:
         for (s, begin, end), results in zip(parts, found, strict=True):
             first = begin - lens[s] + query_lens[s]
-            for mine, wanted in zip(results, whole[s % 4], strict=True):
-                assert torch.equal(mine, wanted[first : first + end - begin]), (s, begin, end)
+            for actual, expected in zip(results, whole[s % 4], strict=True):
+                assert torch.equal(actual, expected[first : first + end - begin]), (s, begin, end)
 
     for parts in (
         all_parts[::-1],
         *([part] for part in all_parts),
-        all_parts[2:],  # no prompt beside those that decode
+        all_parts[2:],  # decodes only
         [all_parts[3], (0, 0, 20), all_parts[2]],
         [(0, 20, 57), (1, 12, 45)],
         [(0, 57, 70)],

@@ -1,4 +1,4 @@
-"""The part of Hopper's prefill kernel that the interpreter can run. tests/gpu runs all of it."""
+"""The merge of Hopper's prefill kernel, which the interpreter can run; tests/gpu runs the rest."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from octavo.kernels.triton.attention.prefill_hopper import _merge
 from tests.kernels.triton.device import DEVICE, close
 
 
-def test_parts_of_a_tile_are_merged_by_their_weights() -> None:
-    """4 programs for 1 item of 9 tiles of keys: 4 parts, one of which no key of some rows is in."""
+def test_parts_of_a_tile_are_weighted_by_their_lse() -> None:
+    """4 programs and 1 tile of queries with 9 tiles of keys give 4 parts; in one, some rows see no key."""
     num_parts, heads, head_dim, num_queries = 4, 2, 40, 3
     tiles = torch.tensor([[0, 1, num_queries, 70]], dtype=torch.int32, device=DEVICE)
     count = torch.ones(1, dtype=torch.int32, device=DEVICE)
     partial = torch.randn(num_parts, 8, 64, device=DEVICE)
-    logs = torch.randn(num_parts, 8, device=DEVICE)
-    logs[1, :4] = -1e30
+    part_lses = torch.randn(num_parts, 8, device=DEVICE)
+    part_lses[1, :4] = -1e30
     out, lse = torch.zeros(5, heads, head_dim, device=DEVICE), torch.zeros(5, heads, device=DEVICE)
     _merge[(2, 8)](
-        out, lse, partial, logs, tiles, count, num_parts,
+        out, lse, partial, part_lses, tiles, count, num_parts,
         NUM_HEADS=heads, PACKED=heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=64, KEYS=8, ROWS=8, PARTS_PER_STEP=2,
         WITH_LSE=True,
     )  # fmt: skip
-    share = (logs.double() * math.log(2)).softmax(0)
-    rows = (share[:, :, None] * partial.double()).sum(0)[: num_queries * heads, :head_dim]
+    weights = (part_lses.double() * math.log(2)).softmax(0)
+    rows = (weights[:, :, None] * partial.double()).sum(0)[: num_queries * heads, :head_dim]
     expected = torch.zeros(5, heads, head_dim, dtype=torch.float64, device=DEVICE)
     expected[1:4] = rows.view(num_queries, heads, head_dim)
     assert close(out, expected)
-    total = (logs.double() * math.log(2)).logsumexp(0)[: num_queries * heads]
+    total = (part_lses.double() * math.log(2)).logsumexp(0)[: num_queries * heads]
     assert close(lse[1:4], total.view(num_queries, heads))

@@ -1,7 +1,7 @@
 """Hopper's prefill kernel, compiled without a GPU: Gluon has no interpreter.
 
 Every variant must compile, fit into a multiprocessor's shared memory, and keep its inner loop in registers: a spill
-there costs more than all that is tuned.
+there costs more than all tuning gains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POINTERS = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "
 INDICES = ("tiles", "count", "block_tables", "query_start", "seq_lens")
 
 
-def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> Any:
+def compile_prefill(head_dim: int, block_size: int, group: int, *, may_split: bool) -> Any:
     tuning = prefill_hopper.hopper_prefill_tuning(head_dim)
     padded, packed, rows = 1 << (head_dim - 1).bit_length(), group & -group, min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -50,14 +50,14 @@ def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> 
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "group", "may_split"), [(128, 16, 4, False), (64, 64, 7, True)], ids=str
 )
-def test_it_compiles_for_hopper_and_fits(head_dim: int, block_size: int, group: int, may_split: bool) -> None:
-    kernel = compiled(head_dim, block_size, group, may_split=may_split)
+def test_the_prefill_kernel_compiles_and_fits(head_dim: int, block_size: int, group: int, may_split: bool) -> None:
+    kernel = compile_prefill(head_dim, block_size, group, may_split=may_split)
     assert kernel.metadata.shared <= SHARED_BYTES
     ptx = kernel.asm["ptx"]
-    # One warp orders copies, two groups multiply; and each has its own share of the registers
+    # One producer warp, two consumer groups, and a register limit for each
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.3d" in ptx and ptx.count("setmaxnreg") >= 3
 
 
-def test_what_is_not_for_it_is_left_to_the_portable_kernel() -> None:
+def test_other_gpus_use_the_portable_kernel() -> None:
     q, kv = torch.zeros(200, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 2, 2, 16, 64, dtype=torch.bfloat16)
-    assert not prefill_hopper.supports_hopper_prefill(q, kv)  # no Hopper
+    assert not prefill_hopper.supports_hopper_prefill(q, kv)  # not a Hopper GPU

@@ -1,4 +1,4 @@
-"""Tiles of queries, laid out on the device."""
+"""Query tiles, computed on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kernels.triton.device import on_device
 
 @pytest.mark.parametrize("skip_single", [False, True])
 @pytest.mark.parametrize("queries", [4, 21])
-def test_tiles_of_queries_come_longest_first_and_cover_everything(queries: int, skip_single: bool) -> None:
+def test_tiles_are_ordered_by_keys_and_cover_all_queries(queries: int, skip_single: bool) -> None:
     rnd = random.Random(queries)
     for num_seqs in (1, 2, 7, 40):
         query_lens = [rnd.choice([0, 1, 2, 7, 16, 33]) for _ in range(num_seqs)]

@@ -11,7 +11,7 @@ from tests.kernels.triton.device import DEVICE
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_block_copy_reads_all_before_it_writes_any(dtype: torch.dtype) -> None:
+def test_all_sources_are_read_before_any_target_is_written(dtype: torch.dtype) -> None:
     kv = torch.randn(8, 3, 2, 2, 4, 8, device=DEVICE).to(dtype)
     expected = kv.clone()
     src, dst = torch.tensor([1, 2, 3, 1], device=DEVICE), torch.tensor([2, 3, 1, 6], device=DEVICE)

@@ -14,32 +14,32 @@ from tests.kernels.triton.device import DEVICE, INTERPRETED, synchronize
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((3, 2, 2, 4, 8), torch.float16), ((2, 2, 1, 4, 6), torch.float32), ((1, 2, 1, 8, 8), torch.float16)],
-    ids=["pieces", "a rest", "one piece"],
+    ids=["chunks", "a partial chunk", "one chunk"],
 )
-def test_swaps_move_whole_blocks_and_nothing_else(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Of more pieces than programs, and of blocks that a piece does not divide; host_kv is larger and elsewhere."""
+def test_swaps_copy_whole_blocks_and_nothing_else(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """With more chunks than programs, and blocks that are no multiple of a chunk; host_kv has other blocks."""
     host = torch.full((12, *shape), -1.0, dtype=dtype, pin_memory=not INTERPRETED)
     kv = torch.randn(9, *shape, device=DEVICE).to(dtype)
     original, before = kv.clone(), host.clone()
     ids = torch.tensor([[5, 2, 7, 1, 8], [11, 0, 3, 1, 6]], device=DEVICE)
-    for grid in (SwapTuning(2, 512, 4), SwapTuning(), SwapTuning(64, 256, 1)):
+    for tuning in (SwapTuning(2, 512, 4), SwapTuning(), SwapTuning(64, 256, 1)):
         host.copy_(before)
         kv.copy_(original)
-        assert copy_blocks(kv, host, ids[0], ids[1], grid)
+        assert copy_blocks(kv, host, ids[0], ids[1], tuning)
         synchronize()
         assert torch.equal(host[ids[1].cpu()], original[ids[0]].cpu()) and torch.equal(kv, original)
         others = torch.tensor([2, 4, 5, 7, 8, 9, 10])
         assert torch.equal(host[others], before[others])
-        kv[ids[0]] = 0.0  # somebody else's now
+        kv[ids[0]] = 0.0  # the device block is reused
         expected = kv.clone()
         targets = torch.tensor([0, 8, 3, 2, 6], device=DEVICE)
         reference.swap_in(host, expected, ids[1], targets)
-        assert copy_blocks(host, kv, ids[1], targets, grid)
+        assert copy_blocks(host, kv, ids[1], targets, tuning)
         assert torch.equal(kv, expected) and torch.equal(kv[targets], original[ids[0]])
 
 
-def test_swaps_that_the_kernel_leaves_to_torch() -> None:
-    """Blocks of no whole number of accesses; and nothing at all."""
+def test_unsupported_blocks_are_swapped_by_torch() -> None:
+    """Blocks that are no multiple of 16 bytes; and an empty list."""
     kv, host = torch.randn(5, 1, 2, 1, 1, 3, device=DEVICE), torch.zeros(4, 1, 2, 1, 1, 3, pin_memory=not INTERPRETED)
     original, ids = kv.clone(), torch.tensor([[4, 1], [0, 3]], device=DEVICE)
     assert not copy_blocks(kv, host, ids[0], ids[1], SwapTuning())

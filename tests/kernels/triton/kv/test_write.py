@@ -9,21 +9,21 @@ from octavo.kernels.triton import ops as cuda
 from tests.kernels.triton.device import DEVICE, close
 
 
-def test_rope_and_writing_alone_and_in_one() -> None:
+def test_kv_write_alone_and_fused_with_rope() -> None:
     q, k, v = torch.randn(6, 5 + 3 + 3, 40, device=DEVICE).split([5, 3, 3], dim=1)
     positions = torch.randint(99, (6,), device=DEVICE)
     table = reference.rope_table(40, 99, 10000.0, device=DEVICE)
-    turned_q, turned_k = reference.apply_rope(q, k, positions, table)
+    rotated_q, rotated_k = reference.apply_rope(q, k, positions, table)
 
     before = torch.randn(5, 2, 2, 3, 8, 40, device=DEVICE)
     slots = torch.randperm(32, device=DEVICE)[:6] + 8
     expected, kv = before.clone(), before.clone()
-    reference.kv_write(turned_k, v, expected[:, 1], slots)
-    cuda.kv_write(turned_k, v, kv[:, 1], slots)
+    reference.kv_write(rotated_k, v, expected[:, 1], slots)
+    cuda.kv_write(rotated_k, v, kv[:, 1], slots)
     assert torch.equal(kv, expected)
 
     kv = before.clone()
-    assert close(cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots), turned_q)
+    assert close(cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots), rotated_q)
     assert close(kv, expected) and torch.equal(kv[:, 0], expected[:, 0])
 
     kv, q_norm, k_norm = before.clone(), torch.randn(40, device=DEVICE), torch.randn(40, device=DEVICE)

@@ -11,7 +11,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import qkv_hopper, skinny, skinny_hopper
 from octavo.kernels.triton.linear.qkv_hopper import qkv_tuning
-from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper, registers_of
+from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper, register_usage
 
 POINTERS = {
     **dict.fromkeys(("bias", "q_norm", "k_norm", "q", "kv"), "*bf16"),
@@ -26,10 +26,10 @@ POINTERS = {
     ("heads", "kv_heads", "head_dim", "num_in", "normed"),
     [(16, 8, 128, 1024, True), (32, 8, 128, 4096, False), (12, 2, 128, 1536, False), (14, 2, 64, 896, False)],
 )
-def test_it_compiles_for_hopper_and_fits(
+def test_the_qkv_kernel_compiles_and_fits(
     heads: int, kv_heads: int, head_dim: int, num_in: int, normed: bool, num_tokens: int
 ) -> None:
-    """Of Qwen3-0.6B, Llama 3.1 8B, Qwen2.5-1.5B and 0.5B."""
+    """Shapes of Qwen3-0.6B, Llama 3.1 8B, Qwen2.5-1.5B and 0.5B."""
     tuning = qkv_tuning(heads + 2 * kv_heads, head_dim, num_in, num_tokens)
     padded = skinny_hopper.padded_tokens(num_tokens)
     tokens = min(padded, skinny_hopper.TILE_TOKENS)
@@ -55,16 +55,16 @@ def test_it_compiles_for_hopper_and_fits(
         **POINTERS,
     }
     kernel = compile_for_hopper(qkv_hopper._qkv_hopper, constants, types, maxnreg=tuning.registers)
-    assert kernel.metadata.shared <= SHARED_BYTES and registers_of(kernel)[1] == 0
+    assert kernel.metadata.shared <= SHARED_BYTES and register_usage(kernel)[1] == 0
     ptx = kernel.asm["ptx"]
     assert ("atom" in ptx) == (tuning.splits > 1)
-    assert ptx.count("griddepcontrol.wait") == 2, "the copying warp and those that multiply"
+    assert ptx.count("griddepcontrol.wait") == 2, "one in the producer, one in the consumers"
     first, wait, last = ptx.index("cp.async.bulk"), ptx.rindex("griddepcontrol.wait"), ptx.rindex("cp.async.bulk")
     assert first < wait < last
 
 
-def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
-    """Those that share a tile wait for each other; and a thread stores four rows of a token's share."""
+def test_all_programs_of_qkv_are_resident() -> None:
+    """Programs that share a tile wait for each other; a thread stores four rows of a token's share."""
     for num_heads in (6, 18, 24, 32, 48, 80):
         for head_dim in qkv_hopper.HEAD_DIMS:
             for num_tokens in (1, 16, 32, 33, 64, 65, 128, 256):
@@ -78,37 +78,37 @@ def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
                     assert (head_dim + tokens) * tuning.columns * 2 * tuning.stages + 18432 <= SHARED_BYTES
 
 
-def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
+def test_launch_arguments_and_fallback_of_the_qkv_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    args: dict[str, Any] = {}
     names = qkv_hopper._qkv_hopper.arg_names
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Any:
-            return lambda *given, **options: told.update(
-                {"grid": grid} | dict(zip(names, given, strict=False)) | options
+            return lambda *positional, **options: args.update(
+                {"grid": grid} | dict(zip(names, positional, strict=False)) | options
             )
 
     monkeypatch.setattr(qkv_hopper, "_qkv_hopper", Kernel())
     monkeypatch.setattr(skinny_hopper, "_is_hopper", lambda device: True)
     x, bias = torch.zeros(70, 256, dtype=torch.bfloat16), torch.zeros(8 * 64, dtype=torch.bfloat16)
     weight, norm = torch.zeros(8 * 64, 256, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
-    stream = NormedResidual(x, x + 1, torch.zeros(3, 128))
+    residual = NormedResidual(x, x + 1, torch.zeros(3, 128))
     kv = torch.zeros(9, 3, 2, 2, 16, 64, dtype=torch.bfloat16)
     batch = RaggedBatch.from_lists([1] * 70, [5] * 70, [[1]] * 70, 16)
     table = torch.zeros(99, 64)
     norms = {"q_norm": norm, "k_norm": norm + 1, "norm_eps": 1e-6}
-    q = skinny.project_qkv(stream, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
-    assert q.shape == (70, 4, 64) and told["q"] is q and told["bias"] is bias and told["squares"] is stream.squares
-    assert told["q_norm"] is norm and told["k_norm"] is norms["k_norm"] and told["NORM"] and told["WITH_BIAS"]
-    assert told["positions"] is batch.positions and told["slots"] is batch.slot_mapping and told["cos_sin"] is table
-    assert told["xs"].base is stream.weighted and told["weights"].base is weight
-    assert told["kv"].data_ptr() == kv[:, 1].data_ptr() and told["kv_head_stride"] == kv.stride(3)
-    assert (told["HEADS"], told["KV_HEADS"], told["HEAD_DIM"], told["eps"], told["norm_eps"]) == (4, 2, 64, 1e-5, 1e-6)
-    assert told["grid"] == (8 * 2 * told["SPLITS"],)
-    told.clear()
-    asked = []
-    monkeypatch.setattr(skinny, "norm_linear", lambda *given: asked.append(given) or x)
-    monkeypatch.setattr(skinny, "rope_kv_write", lambda *given, **_: given)
-    narrow = torch.zeros(9, 3, 2, 2, 16, 32, dtype=torch.bfloat16)  # heads of 32: two kernels
-    q, *_ = skinny.project_qkv(stream, 1e-5, weight, bias, narrow[:, 1], batch, table)
-    assert not told and asked == [(stream, 1e-5, weight, bias)] and q.shape == (70, 4, 32)
+    q = skinny.project_qkv(residual, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
+    assert q.shape == (70, 4, 64) and args["q"] is q and args["bias"] is bias and args["squares"] is residual.squares
+    assert args["q_norm"] is norm and args["k_norm"] is norms["k_norm"] and args["NORM"] and args["WITH_BIAS"]
+    assert args["positions"] is batch.positions and args["slots"] is batch.slot_mapping and args["cos_sin"] is table
+    assert args["xs"].base is residual.weighted and args["weights"].base is weight
+    assert args["kv"].data_ptr() == kv[:, 1].data_ptr() and args["kv_head_stride"] == kv.stride(3)
+    assert (args["HEADS"], args["KV_HEADS"], args["HEAD_DIM"], args["eps"], args["norm_eps"]) == (4, 2, 64, 1e-5, 1e-6)
+    assert args["grid"] == (8 * 2 * args["SPLITS"],)
+    args.clear()
+    norm_linear_calls = []
+    monkeypatch.setattr(skinny, "norm_linear", lambda *positional: norm_linear_calls.append(positional) or x)
+    monkeypatch.setattr(skinny, "rope_kv_write", lambda *positional, **_: positional)
+    narrow = torch.zeros(9, 3, 2, 2, 16, 32, dtype=torch.bfloat16)  # heads of 32 are not supported: two kernels
+    q, *_ = skinny.project_qkv(residual, 1e-5, weight, bias, narrow[:, 1], batch, table)
+    assert not args and norm_linear_calls == [(residual, 1e-5, weight, bias)] and q.shape == (70, 4, 32)

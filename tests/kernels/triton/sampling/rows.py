@@ -1,4 +1,4 @@
-"""Rows with random contents, on the CPU and on the kernels' device."""
+"""Row states with random contents, on the CPU and on the kernels' device."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def make_state() -> RowState:
     return state
 
 
-def moved(state: RowState) -> RowState:
+def to_device(state: RowState) -> RowState:
     return RowState(*(getattr(state, f.name).to(DEVICE, copy=True) for f in fields(RowState)))

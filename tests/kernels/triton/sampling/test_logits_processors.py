@@ -22,51 +22,54 @@ from tests.kernels.triton.device import DEVICE
 
 
 @pytest.mark.parametrize("vocab", [50, 3003])
-def test_what_rows_ask_of_their_logits(vocab: int) -> None:
-    """Told tokens and noted ones, in turns, some of them twice; one draw is padding, one row asks for nothing."""
+def test_row_logits_processors_match_the_reference(vocab: int) -> None:
+    """Tokens from the host and sampled ones in turns, some of them twice; one sample is padding, one row has no
+    processors."""
     num_rows, max_len = 5, 4000
-    state, there = RowState.empty(num_rows, 1, "cpu"), RowState.empty(num_rows, 1, DEVICE)
-    rules = LogitsProcessorState.empty(num_rows, vocab, torch.zeros(num_rows + 1, max_len, dtype=torch.int32))
-    rules.enabled[:num_rows] = torch.tensor([PENALTIES, PENALTIES | LOGIT_BIAS, ALLOWED_TOKENS | MIN_TOKENS, 15, 0])
-    rules.num_prompt[:num_rows] = torch.tensor([5, 1500, 3, 20, 7])
-    rules.min_length[:num_rows] = torch.tensor([0, 0, 9, 30, 0])
-    rules.penalties[:num_rows] = torch.tensor([1.3, 0.4, -0.2]) + 0.1 * torch.rand(num_rows, 3)
-    rules.bias_ids.fill_(-1)
+    state, device_state = RowState.empty(num_rows, 1, "cpu"), RowState.empty(num_rows, 1, DEVICE)
+    processors = LogitsProcessorState.empty(num_rows, vocab, torch.zeros(num_rows + 1, max_len, dtype=torch.int32))
+    processors.enabled[:num_rows] = torch.tensor(
+        [PENALTIES, PENALTIES | LOGIT_BIAS, ALLOWED_TOKENS | MIN_TOKENS, 15, 0]
+    )
+    processors.num_prompt[:num_rows] = torch.tensor([5, 1500, 3, 20, 7])
+    processors.min_length[:num_rows] = torch.tensor([0, 0, 9, 30, 0])
+    processors.penalties[:num_rows] = torch.tensor([1.3, 0.4, -0.2]) + 0.1 * torch.rand(num_rows, 3)
+    processors.bias_ids.fill_(-1)
     for row in (1, 3):
-        rules.bias_ids[row, :40] = torch.randperm(vocab)[:40].int()
-        rules.bias_values[row, :40] = 5 * torch.randn(40)
-    rules.allowed_bitmask.random_(-(1 << 31), 1 << 31)
-    for tensors in (state, there):
+        processors.bias_ids[row, :40] = torch.randperm(vocab)[:40].int()
+        processors.bias_values[row, :40] = 5 * torch.randn(40)
+    processors.allowed_bitmask.random_(-(1 << 31), 1 << 31)
+    for tensors in (state, device_state):
         tensors.sampling_params[2, FIRST_STOP_ID : FIRST_STOP_ID + 3] = torch.tensor([7, 0, vocab - 1])
         tensors.sampling_params[3, FIRST_STOP_ID] = 11
-    mine = LogitsProcessorState(
-        **{f.name: getattr(rules, f.name).clone().to(DEVICE) for f in fields(LogitsProcessorState)}
+    on_device = LogitsProcessorState(
+        **{f.name: getattr(processors, f.name).clone().to(DEVICE) for f in fields(LogitsProcessorState)}
     )
 
-    def tell(rows: list[int], starts: list[int], lengths: list[int]) -> None:
+    def count_host_tokens(rows: list[int], starts: list[int], lengths: list[int]) -> None:
         begins = torch.tensor([0, *lengths]).cumsum(0)
-        told = [torch.tensor(rows), torch.tensor(starts), begins, torch.randint(0, vocab, (int(begins[-1]),))]
-        reference.init_token_counts(rules, *told)
-        cuda.init_token_counts(mine, *(x.to(DEVICE) for x in told))
+        args = [torch.tensor(rows), torch.tensor(starts), begins, torch.randint(0, vocab, (int(begins[-1]),))]
+        reference.init_token_counts(processors, *args)
+        cuda.init_token_counts(on_device, *(x.to(DEVICE) for x in args))
 
-    tell([0, 3, 1], [0, 0, 0], [9, 20, 1503])
-    tell([3, 1], [18, 1400], [6, 104])  # most of them once more
+    count_host_tokens([0, 3, 1], [0, 0, 0], [9, 20, 1503])
+    count_host_tokens([3, 1], [18, 1400], [6, 104])  # most of them a second time
     rows, positions = torch.tensor([3, 0, num_rows, 4, 1, 2]), torch.tensor([24, 9, 0, 7, 1504, 8])
     for _ in range(3):
         tokens = torch.randint(0, vocab, (6,))
         tokens[1] = -1
-        reference.update_token_counts(rules, rows, positions, tokens)
-        cuda.update_token_counts(mine, *(x.to(DEVICE) for x in (rows, positions, tokens)))
+        reference.update_token_counts(processors, rows, positions, tokens)
+        cuda.update_token_counts(on_device, *(x.to(DEVICE) for x in (rows, positions, tokens)))
         positions = positions + 1
         logits = 3 * torch.randn(6, vocab)
         changed = logits.clone().to(DEVICE)
-        cuda.apply_row_logits_processors(changed, rows.to(DEVICE), positions.to(DEVICE), there, mine)
-        reference.apply_row_logits_processors(logits, rows, positions, state, rules)
+        cuda.apply_row_logits_processors(changed, rows.to(DEVICE), positions.to(DEVICE), device_state, on_device)
+        reference.apply_row_logits_processors(logits, rows, positions, state, processors)
         assert torch.allclose(changed.cpu(), logits, rtol=1e-5, atol=1e-5)
     for f in fields(LogitsProcessorState):
-        assert torch.equal(getattr(mine, f.name).cpu(), getattr(rules, f.name)), f.name
+        assert torch.equal(getattr(on_device, f.name).cpu(), getattr(processors, f.name)), f.name
     assert (
-        int(rules.num_counted[0]) == 9
-        and int(rules.num_counted[1]) == 1507
-        and int(rules.history[3, 26]) == int(tokens[0])
+        int(processors.num_counted[0]) == 9
+        and int(processors.num_counted[1]) == 1507
+        and int(processors.history[3, 26]) == int(tokens[0])
     )

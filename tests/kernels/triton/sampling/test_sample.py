@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.triton import ops as cuda
@@ -18,7 +19,7 @@ from tests.kernels.triton.device import DEVICE, INTERPRETED
 
 
 def make_params(device: str = DEVICE, **changes: list[Any]) -> SamplingTensors:
-    """Greedy, warm, and each filter alone and with others."""
+    """Greedy rows, random rows, and each filter alone and combined."""
     columns: dict[str, list[Any]] = {
         "temperature": [0.0, 1.0, 0.6, 0.8, 1.3, 0.7, 1.0, 2.0],
         "top_k": [0, 0, 3, 0, 50, 0, 1, 7],
@@ -38,20 +39,20 @@ def on_cpu(params: SamplingTensors) -> SamplingTensors:
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "equals"])
 @pytest.mark.parametrize("vocab", [5, 300, 5003] if INTERPRETED else [5, 300, 5003, 151_936])
-def test_the_same_tokens_as_the_reference(vocab: int, kind: str) -> None:
+def test_tokens_match_the_reference(vocab: int, kind: str) -> None:
     different = total = 0
     for _ in range(1 if INTERPRETED else 20):
         logits = torch.randn(8, vocab) * {"flat": 0.5, "peaked": 8.0, "equals": 2.0}[kind]
         if kind == "equals":
             logits = logits.round()
         params = make_params()
-        mine = cuda.sample(logits.to(DEVICE), params).cpu()
-        different += int((mine != reference.sample(logits, on_cpu(params))).sum())
+        actual = cuda.sample(logits.to(DEVICE), params).cpu()
+        different += int((actual != reference.sample(logits, on_cpu(params))).sum())
         total += 8
-    assert different <= total // 100  # where two scores are within rounding of each other
+    assert different <= total // 100  # two scores may be within rounding of each other
 
 
-def test_logits_of_half_precision_and_a_strided_row() -> None:
+def test_float16_logits_with_strided_rows() -> None:
     logits = torch.randn(8, 1000).half()
     wide = torch.zeros(8, 1500, dtype=torch.float16)
     wide[:, :1000] = logits
@@ -60,7 +61,7 @@ def test_logits_of_half_precision_and_a_strided_row() -> None:
     assert torch.equal(cuda.sample(wide.to(DEVICE)[:, :1000], params).cpu(), expected)
 
 
-def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
+def test_only_rows_with_non_finite_logits_are_marked() -> None:
     logits = torch.randn(8, 5003)
     expected = reference.sample(logits, on_cpu(params := make_params()))
     for row, (column, value) in {1: (5002, math.nan), 3: (0, math.inf), 5: (2500, -math.inf)}.items():
@@ -71,47 +72,49 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("num_left", [1, 3, 400])
-def test_masked_tokens_are_never_drawn(num_left: int) -> None:
-    """Of a vocabulary in several pieces, some of which have no token left; two of the rows have no mask."""
+def test_masked_tokens_are_never_sampled(num_left: int) -> None:
+    """Several splits of the vocabulary, some without an allowed token; two rows have no bitmask."""
     vocab = 9003
     logits, params = torch.randn(8, vocab), make_params()
-    mask_index = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two share one, one is nobody's
-    bitmask = torch.zeros(6, -(-vocab // 32), dtype=torch.int32)
-    for line in range(len(bitmask)):
+    mask_index = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two rows share mask 3; mask 4 is unused
+    bitmask = torch.zeros(6, cdiv(vocab, 32), dtype=torch.int32)
+    for mask in range(len(bitmask)):
         for token in torch.randperm(vocab)[:num_left].tolist():
-            bitmask[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
-    masked, mine = logits.clone(), logits.to(DEVICE)
+            bitmask[mask, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+    masked, actual = logits.clone(), logits.to(DEVICE)
     reference.apply_token_bitmask(masked, mask_index, bitmask)
-    cuda.apply_token_bitmask(mine, mask_index.to(DEVICE), bitmask.to(DEVICE))
-    assert torch.equal(mine.cpu(), masked)
+    cuda.apply_token_bitmask(actual, mask_index.to(DEVICE), bitmask.to(DEVICE))
+    assert torch.equal(actual.cpu(), masked)
     assert (masked > -math.inf).sum(1).tolist() == [vocab if i < 0 else num_left for i in mask_index.tolist()]
-    assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
+    assert torch.equal(cuda.sample(actual, params).cpu(), reference.sample(masked, on_cpu(params)))
 
 
 @pytest.mark.parametrize("num_left", [1, 2, 400])
-def test_draws_behind_masks(num_left: int) -> None:
-    """One mask leaves nothing; a row that is not finite says so, also where the number is masked."""
+def test_sample_checked_applies_the_bitmask(num_left: int) -> None:
+    """One bitmask masks every token; a row with a NaN is marked even where the NaN is masked."""
     vocab = 9003
     logits, params = torch.randn(8, vocab), make_params()
     mask_index = torch.tensor([1, -1, 0, 2, 4, 3, 0, 3], dtype=torch.int32)
-    bitmask = torch.zeros(5, -(-vocab // 32), dtype=torch.int32)
-    for line in range(4):
+    bitmask = torch.zeros(5, cdiv(vocab, 32), dtype=torch.int32)
+    for mask in range(4):
         for token in torch.randperm(vocab)[:num_left].tolist():
-            bitmask[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+            bitmask[mask, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
     masked = logits.clone()
     reference.apply_token_bitmask(masked, mask_index, bitmask)
     expected = reference.sample(masked, on_cpu(params))
     logits[5, int((masked[5] == -math.inf).nonzero()[7])] = math.nan
     expected[4], expected[5] = -2, -1
-    for draw, device in ((reference.sample_checked, "cpu"), (cuda.sample_checked, DEVICE)):
-        mine = logits.to(device, copy=True)
-        found = draw(mine, params if device == DEVICE else on_cpu(params), (mask_index.to(device), bitmask.to(device)))
+    for sample_checked, device in ((reference.sample_checked, "cpu"), (cuda.sample_checked, DEVICE)):
+        actual = logits.to(device, copy=True)
+        found = sample_checked(
+            actual, params if device == DEVICE else on_cpu(params), (mask_index.to(device), bitmask.to(device))
+        )
         assert torch.equal(found.cpu(), expected)
         good = [0, 1, 2, 3, 4, 6, 7]
-        assert torch.equal(mine.cpu()[good], masked[good])
+        assert torch.equal(actual.cpu()[good], masked[good])
 
 
-def test_greedy_takes_the_first_of_equals_in_whatever_piece() -> None:
+def test_greedy_takes_the_lowest_id_of_equals_in_any_split() -> None:
     logits = torch.zeros(3, 20_000)
     for row, first in enumerate((19_999, 4096, 4095)):
         logits[row, first:] = 1.0
@@ -121,8 +124,8 @@ def test_greedy_takes_the_first_of_equals_in_whatever_piece() -> None:
     assert cuda.sample(logits.to(DEVICE), params).tolist() == [19_999, 4096, 4095]
 
 
-def test_draws_follow_the_filtered_distribution() -> None:
-    """Of 6 tokens that four filters leave, in a vocabulary of 40: a chi-squared test against the probabilities."""
+def test_samples_follow_the_filtered_distribution() -> None:
+    """A chi-squared test over the 6 tokens that the filters keep of a vocabulary of 40."""
     count = 25 if INTERPRETED else 4000
     logits = torch.linspace(0, 4, 40)[torch.randperm(40)].repeat(count, 1)
     params = SamplingTensors.from_lists(
@@ -142,4 +145,4 @@ def test_draws_follow_the_filtered_distribution() -> None:
     kept = probs > 0
     expected = probs[kept] * count
     statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
-    assert statistic < 20.5  # 0.1 % of honest samples are beyond, for 5 degrees of freedom
+    assert statistic < 20.5  # exceeded by 0.1 % of correct samples, with 5 degrees of freedom

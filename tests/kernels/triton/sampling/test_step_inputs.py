@@ -1,4 +1,4 @@
-"""Inputs of a step from the rows, and its tokens back into the rows, against the reference."""
+"""Step inputs from the row state, and the commit of sampled tokens, against the reference."""
 
 from __future__ import annotations
 
@@ -7,47 +7,48 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch
 from octavo.kernels.row_state import FIRST_STOP_ID, DecodeInputs, RowState
 from octavo.kernels.triton import ops as cuda
 from tests.kernels.triton.device import DEVICE
-from tests.kernels.triton.sampling.rows import BLOCK_SIZE, MAX_BLOCKS, NUM_ROWS, make_state, moved
+from tests.kernels.triton.sampling.rows import BLOCK_SIZE, MAX_BLOCKS, NUM_ROWS, make_state, to_device
 
 
-def same(mine: RowState, expected: RowState) -> None:
+def assert_equal(actual: RowState, expected: RowState) -> None:
     for field in fields(RowState):
-        assert torch.equal(getattr(mine, field.name).cpu(), getattr(expected, field.name)), field.name
+        assert torch.equal(getattr(actual, field.name).cpu(), getattr(expected, field.name)), field.name
 
 
-def test_prepare_decode_inputs() -> None:
+def test_prepare_decode_inputs_matches_the_reference() -> None:
     rows, starts = torch.tensor([4, 2, 0, NUM_ROWS, 1]), torch.tensor([1100, 5, 7, 0, 0])
     ends, step_counter = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
     state, steps = make_state(), []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeInputs.allocate(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
-        ops.prepare_decode_inputs(state if ops is reference else moved(state), step, BLOCK_SIZE)
+        ops.prepare_decode_inputs(state if ops is reference else to_device(state), step, BLOCK_SIZE)
         steps.append(step)
-    expected, mine = steps
+    expected, actual = steps
     assert expected.live_rows.tolist() == [4, NUM_ROWS, NUM_ROWS, NUM_ROWS, 1]
     assert expected.batch.seq_lens.tolist() == [1102, 0, 0, 0, 2]
     assert expected.batch.slot_mapping.tolist()[0] == (4 * MAX_BLOCKS + 1 + 275) * BLOCK_SIZE + 1
     for name in ("live_rows", "token_ids"):
-        assert torch.equal(getattr(mine, name).cpu(), getattr(expected, name)), name
+        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
     for name in ("positions", "slot_mapping", "seq_lens"):
-        assert torch.equal(getattr(mine.batch, name).cpu(), getattr(expected.batch, name)), name
+        assert torch.equal(getattr(actual.batch, name).cpu(), getattr(expected.batch, name)), name
     for name in PER_ROW_FIELDS:
-        assert torch.equal(getattr(mine.sampling, name).cpu(), getattr(expected.sampling, name)), name
-    for table, wanted, length in zip(
-        mine.batch.block_tables, expected.batch.block_tables, [1102, 0, 0, 0, 2], strict=True
+        assert torch.equal(getattr(actual.sampling, name).cpu(), getattr(expected.sampling, name)), name
+    for table, expected_table, length in zip(
+        actual.batch.block_tables, expected.batch.block_tables, [1102, 0, 0, 0, 2], strict=True
     ):
-        used = -(-length // BLOCK_SIZE)
-        assert torch.equal(table[:used].cpu(), wanted[:used])
+        used = cdiv(length, BLOCK_SIZE)
+        assert torch.equal(table[:used].cpu(), expected_table[:used])
 
 
-def test_prepare_prefill_inputs() -> None:
-    """A chunk, a decoding row, one that is done, and one that was and is given a chunk longer than a program's tile."""
+def test_prepare_prefill_inputs_matches_the_reference() -> None:
+    """A chunk, a decode, a row that is done, and a done row that gets a chunk longer than a program's tile."""
     state = make_state()
     state.done[3] = True
     counts = [3, 1, 1, 700]
@@ -55,29 +56,33 @@ def test_prepare_prefill_inputs() -> None:
     known = torch.cat((torch.tensor([7, 8, 9, -1, -1]), torch.randint(0, 50, (700,))))
     results: list[tuple[RowState, RaggedBatch, Tensor]] = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
+        device_state = (
+            to_device(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
+        )
         batch = RaggedBatch.from_lists(counts, counts, [[0] * 275] * 4, BLOCK_SIZE, device=device)
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
         ops.prepare_prefill_inputs(
-            own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE
+            device_state, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE
         )
-        results.append((own, batch, token_ids))
-    (expected_state, expected, expected_tokens), (state, mine, tokens) = results
-    same(state, expected_state)
+        results.append((device_state, batch, token_ids))
+    (expected_state, expected, expected_tokens), (state, actual, tokens) = results
+    assert_equal(state, expected_state)
     assert expected_state.done.tolist() == [False, False, True, False, False, False, True]
     assert expected.seq_lens.tolist() == [12, 41, 1, 1100]
     assert torch.equal(tokens.cpu(), expected_tokens)
     assert int(tokens[3]) == int(state.last_token[1])
     for name in ("positions", "slot_mapping", "seq_lens"):
-        assert torch.equal(getattr(mine, name).cpu(), getattr(expected, name)), name
-    assert expected.slot_mapping[4] == 0  # of the row that is done
-    for table, wanted, length in zip(mine.block_tables, expected.block_tables, [12, 41, 1, 1100], strict=True):
-        used = -(-length // BLOCK_SIZE)
-        assert torch.equal(table[:used].cpu(), wanted[:used])
+        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
+    assert expected.slot_mapping[4] == 0  # the row that is done
+    for table, expected_table, length in zip(
+        actual.block_tables, expected.block_tables, [12, 41, 1, 1100], strict=True
+    ):
+        used = cdiv(length, BLOCK_SIZE)
+        assert torch.equal(table[:used].cpu(), expected_table[:used])
 
 
-def test_commit_sampled_tokens() -> None:
-    """A token, a stop token, none, what was no number, a row that was done, and two draws of one row, both heard."""
+def test_commit_sampled_tokens_matches_the_reference() -> None:
+    """A token, a stop token, a null row, non-finite logits, a done row, and two samples of one row."""
     state = make_state()
     rows, tokens = torch.tensor([0, 1, NUM_ROWS, 3, 2, 4, 4]), torch.tensor([60, -5, 61, -1, 62, -5, -5])
     tokens[1], tokens[5], tokens[6] = (
@@ -87,20 +92,22 @@ def test_commit_sampled_tokens() -> None:
     )
     results = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
+        device_state = (
+            to_device(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
+        )
         ring = torch.full((3, 9), -7, dtype=torch.int32, device=device)
         step_counter = torch.tensor([1, 5], device=device)
-        ops.commit_sampled_tokens(own, rows.to(device), tokens.to(device), ring, step_counter)
-        results.append((own, ring.cpu(), step_counter.cpu()))
+        ops.commit_sampled_tokens(device_state, rows.to(device), tokens.to(device), ring, step_counter)
+        results.append((device_state, ring.cpu(), step_counter.cpu()))
     (expected_state, expected_ring, expected_counter), (state, ring, step_counter) = results
-    same(state, expected_state)
+    assert_equal(state, expected_state)
     assert torch.equal(ring, expected_ring) and torch.equal(step_counter, expected_counter)
     assert step_counter.tolist() == [2, 6]
     assert ring[1].tolist() == [60, int(tokens[1]), -1, -2, -1, int(tokens[5]), int(tokens[5]), -7, -7]
     assert state.done.cpu().tolist() == [False, True, True, True, True, False, True]
 
 
-def test_a_step_finds_what_neighbours_have_in_common() -> None:
+def test_common_prefixes_of_neighbours_are_found() -> None:
     num_rows, block_size, max_blocks = 7, 4, 600
     state = RowState.empty(num_rows, max_blocks, "cpu")
     state.block_tables[:-1] = torch.arange(1, num_rows * max_blocks + 1, dtype=torch.int32).view(num_rows, max_blocks)
@@ -110,20 +117,20 @@ def test_a_step_finds_what_neighbours_have_in_common() -> None:
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 1, num_rows])
     starts = torch.tensor([1001, 1298, 1199, 1500, 1500, 1500, 9, 0])
     ends, step_counter = starts + 5, torch.tensor([0, 1])
-    ends[5], ends[7] = 1501, 0  # the first has nothing left to do at the second pass
+    ends[5], ends[7] = 1501, 0  # the first has no position left in the second pass
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeInputs.allocate(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
-        own = RowState(
+        device_state = RowState(
             *(
                 x.to(device, copy=True)
                 for x in (state.block_tables, state.last_token, state.done, state.sampling_params)
             )
         )
-        ops.prepare_decode_inputs(own, step, block_size)
+        ops.prepare_decode_inputs(device_state, step, block_size)
         assert step.batch.common_prefix_lens is not None
         found.append(step.batch.common_prefix_lens.tolist())
-    # The last token of either is its own, even in a block of both. Row 3 begins with two blocks of row 2; rows 4 and 5
-    # have nothing to do; row 1 stands alone behind those.
+    # The last token of a sequence is never shared, even in a full block. Row 3 shares two blocks with row 2; rows 4
+    # and 5 are inactive; row 1 follows an inactive row.
     assert found[0] == found[1] == [0, 1000, 1200, 8, 0, 0, 0, 0]

@@ -11,18 +11,18 @@ from octavo.kernels import reference
 from octavo.kernels.row_state import MAX_LOGPROBS, NUM_LOGPROBS
 from octavo.kernels.triton import ops as cuda
 from tests.kernels.triton.device import DEVICE
-from tests.kernels.triton.sampling.rows import make_state, moved
+from tests.kernels.triton.sampling.rows import make_state, to_device
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20, 300, 5003])
-def test_what_the_model_likes_best(num_top: int) -> None:
-    """Also where many are equal, the lowest ids first, and where a zero has a sign."""
+def test_token_logprobs_match_the_reference(num_top: int) -> None:
+    """Equal logits are ordered by token id, and -0 equals 0."""
     logits = torch.cat([torch.randn(3, 5003), torch.randn(2, 5003).round(), torch.zeros(1, 5003)])
     logits[5, ::3] = -0.0
     logits[1, 7:90] = -math.inf
     token_ids = torch.tensor([3, 50, 5002, 0, 9, 4000])
-    mine = cuda.token_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), num_top)
-    for x, expected in zip(mine, reference.token_logprobs(logits, token_ids, num_top), strict=True):
+    actual = cuda.token_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), num_top)
+    for x, expected in zip(actual, reference.token_logprobs(logits, token_ids, num_top), strict=True):
         if x.is_floating_point():
             assert torch.allclose(x.cpu(), expected, atol=1e-5)
         else:
@@ -31,8 +31,8 @@ def test_what_the_model_likes_best(num_top: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "num"), [(2, 2), (1024, 1), (3001, 8), (9003, 64), (300, 300)])
-def test_the_best_tokens_of_each_row(vocab: int, num: int, dtype: torch.dtype) -> None:
-    """Of several pieces, in which there are equals, in one also and between two; a row with a NaN is told of."""
+def test_packed_top_logprobs_match_the_reference(vocab: int, num: int, dtype: torch.dtype) -> None:
+    """Several splits with equal logits, within a split and across; rows with non-finite logits are marked."""
     logits = 3 * torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab))
     logits[1] = logits[1].round()
     logits[2, :: max(1, vocab // 3)] = 9.0
@@ -44,37 +44,41 @@ def test_the_best_tokens_of_each_row(vocab: int, num: int, dtype: torch.dtype) -
     ids = slice(2, 2 + num)
     assert found[:, 1].tolist() == expected[:, 1].tolist() == [1, 1, 1, 0, 0]
     assert torch.equal(found[:3, ids], expected[:3, ids])
-    for words in (slice(0, 1), slice(2 + num, None)):
-        values, wanted = (x[:3, words].contiguous().view(torch.float32) for x in (found, expected))
-        assert torch.allclose(values, wanted, atol=1e-5)
+    for columns in (slice(0, 1), slice(2 + num, None)):
+        values, expected_values = (x[:3, columns].contiguous().view(torch.float32) for x in (found, expected))
+        assert torch.allclose(values, expected_values, atol=1e-5)
     assert (found[:, ids] >= 0).all() and (found[:, ids] < vocab).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [20, 2048, 9003])
-def test_what_the_model_thought_of_tokens(vocab: int, dtype: torch.dtype) -> None:
-    """Of rows that ask for it, in the next column, and nothing else is written: not of those that do not, whose
-    token is none, or beyond what is asked for. One row has two draws; some logits are equal, also the token's own."""
+def test_write_logprobs_matches_the_reference(vocab: int, dtype: torch.dtype) -> None:
+    """Only the requested numbers are written, to the next column: none for rows that return no log-probabilities or
+    have no token. One row has two samples; some logits are equal, also to the sampled token's."""
     logits = 3 * torch.randn(7, vocab, generator=torch.Generator().manual_seed(vocab))
     logits[1] = logits[1].round()
     logits[2, ::3] = 30.0
     logits[5, 1:] = -0.0
     logits = logits.to(dtype)
-    state, asked = make_state(), (20, 0, 3, 1, -1, 7, -1)
-    state.sampling_params[:, NUM_LOGPROBS] = torch.tensor(asked)
+    state, num_logprobs = make_state(), (20, 0, 3, 1, -1, 7, -1)
+    state.sampling_params[:, NUM_LOGPROBS] = torch.tensor(num_logprobs)
     rows = torch.tensor([0, 1, 5, 2, 4, 0, 3])
     tokens = torch.tensor([4, vocab - 1, 6, 5, 3, vocab // 2, -1])
     step_counter = torch.tensor([1, 3])
     rings = [torch.full((3, 9, 2 + 2 * MAX_LOGPROBS), 77777, dtype=torch.int32) for _ in range(2)]
     reference.write_logprobs(state, rows, logits, tokens, rings[0], step_counter)
     args = [x.to(DEVICE) for x in (rows, logits, tokens)]
-    mine = rings[1].to(DEVICE)
-    cuda.write_logprobs(moved(state), *args, mine, step_counter.to(DEVICE))
-    found, expected = mine.cpu(), rings[0]
+    actual = rings[1].to(DEVICE)
+    cuda.write_logprobs(to_device(state), *args, actual, step_counter.to(DEVICE))
+    found, expected = actual.cpu(), rings[0]
     bits = torch.zeros_like(found, dtype=torch.bool)
     bits[1, :6, 0] = bits[1, :6, 2 + MAX_LOGPROBS :] = True
     assert torch.equal(found[~bits], expected[~bits])
     assert torch.allclose(found[bits].view(torch.float32), expected[bits].view(torch.float32), atol=1e-5)
-    told = (found != 77777).sum(-1)
-    assert told[1].tolist() == [42, 2, 16, 8, 0, 42, 0, 0, 0] and not told[0].any() and not told[2].any()
+    num_written = (found != 77777).sum(-1)
+    assert (
+        num_written[1].tolist() == [42, 2, 16, 8, 0, 42, 0, 0, 0]
+        and not num_written[0].any()
+        and not num_written[2].any()
+    )
     assert found[1, 2, 1] == 1 and found[1, 2, 2:5].tolist() == [0, 3, 6]  # the first of equals

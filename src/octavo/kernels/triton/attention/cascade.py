@@ -36,7 +36,9 @@ PREFIX_FIELDS = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class CascadeTuning:
-    """rows            query rows of a prefix group: its sequences times the query heads of a K/V head
+    """Launch parameters of the cascade kernel.
+
+    rows            query rows of a prefix group: its sequences times the query heads of a K/V head
     tile            keys read at a time
     min_prefix_len  shorter prefixes are not shared; also the minimum length of a split
     """
@@ -80,7 +82,7 @@ class CascadePlan:
     partial_ml: Tensor
 
 
-def make_cascade_plan(
+def plan_cascade(
     batch: RaggedBatch,
     tuning: CascadeTuning,
     num_multiprocessors: int,
@@ -200,16 +202,12 @@ def _build_cascade_plan(
     is_group = seq < num_groups  # from here on, one lane for each group
     first = tl.load(group_starts + seq, mask=is_group, other=0)
     size = tl.load(group_starts + seq + 1, mask=is_group, other=0) - first
-    prefix_len = tl.full([SEQS], 1 << 30, tl.int32)
+    length = tl.full([SEQS], 1 << 30, tl.int32)
     for i in range(1, MAX_GROUP_SEQS):
-        prefix_len = tl.minimum(
-            prefix_len, tl.load(common_prefix_lens + first + i, mask=is_group & (i < size), other=1 << 30)
-        )
-    prefix_len = tl.where(is_group & (size > 1), prefix_len // ALIGNMENT * ALIGNMENT, 0)
-    split_len = tl.maximum(
-        tl.cdiv(tl.cdiv(tl.sum(prefix_len, 0), target_splits), ALIGNMENT) * ALIGNMENT, MIN_PREFIX_LEN
-    )
-    num_splits = tl.cdiv(prefix_len, split_len)
+        length = tl.minimum(length, tl.load(common_prefix_lens + first + i, mask=is_group & (i < size), other=1 << 30))
+    length = tl.where(is_group & (size > 1), length // ALIGNMENT * ALIGNMENT, 0)
+    split_len = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length, 0), target_splits), ALIGNMENT) * ALIGNMENT, MIN_PREFIX_LEN)
+    num_splits = tl.cdiv(length, split_len)
     first_split = tl.cumsum(num_splits, 0) - num_splits
     num_slots = num_splits * size
     first_slot = tl.cumsum(num_slots, 0) - num_slots
@@ -220,12 +218,12 @@ def _build_cascade_plan(
         tl.store(row_ptr, first, mask=mask)
         tl.store(row_ptr + 1, size, mask=mask)
         tl.store(row_ptr + 2, i * split_len, mask=mask)
-        tl.store(row_ptr + 3, tl.minimum((i + 1) * split_len, prefix_len), mask=mask)
+        tl.store(row_ptr + 3, tl.minimum((i + 1) * split_len, length), mask=mask)
         tl.store(row_ptr + 4, first_slot + i * size, mask=mask)
     for i in range(0, MAX_GROUP_SEQS):
         row_ptr = prefixes + (first + i) * PREFIX_FIELDS
         mask = is_group & (i < size)
-        tl.store(row_ptr, prefix_len, mask=mask)
+        tl.store(row_ptr, length, mask=mask)
         tl.store(row_ptr + 1, first_slot + i, mask=mask)
         tl.store(row_ptr + 2, size, mask=mask)
         tl.store(row_ptr + 3, num_splits, mask=mask)
@@ -278,14 +276,14 @@ def _attend_common(
         end = tl.load(split_ptr + 3)
         first_slot = tl.load(split_ptr + 4)
         seq_in_group = row // GROUP
-        row_mask = seq_in_group < tl.load(split_ptr + 1)
+        valid = seq_in_group < tl.load(split_ptr + 1)
         table = block_tables + first.to(tl.int64) * table_stride
         next_ids = tl.load(table + (begin + key) // BLOCK_SIZE)
-        token = tl.load(query_start + first + seq_in_group, mask=row_mask, other=0).to(tl.int64)
+        token = tl.load(query_start + first + seq_in_group, mask=valid, other=0).to(tl.int64)
         heads = head * GROUP + row % GROUP
         queries = tl.load(
             q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :],
-            mask=row_mask[:, None] & in_head[None, :],
+            mask=valid[:, None] & in_head[None, :],
             other=0.0,
         )
         row_max = tl.full([ROWS], MIN_SCORE, tl.float32)
@@ -306,11 +304,9 @@ def _attend_common(
             acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
         slot_row = ((first_slot + seq_in_group).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
-        tl.store(
-            partial + slot_row[:, None] * HEAD_DIM + column[None, :], acc, mask=row_mask[:, None] & in_head[None, :]
-        )
-        tl.store(partial_ml + slot_row * 2, row_max, mask=row_mask)
-        tl.store(partial_ml + slot_row * 2 + 1, row_sum, mask=row_mask)
+        tl.store(partial + slot_row[:, None] * HEAD_DIM + column[None, :], acc, mask=valid[:, None] & in_head[None, :])
+        tl.store(partial_ml + slot_row * 2, row_max, mask=valid)
+        tl.store(partial_ml + slot_row * 2 + 1, row_sum, mask=valid)
 
 
 @triton.jit
@@ -341,15 +337,12 @@ def merge_prefix(
     for base in range(0, num_splits, 2):
         for i in tl.static_range(2):  # more at once do not fit into registers
             valid = base + i < num_splits
-            slot_row = ((first_slot + (base + i) * slot_stride) * NUM_KV_HEADS + head) * GROUP + row
+            rows = ((first_slot + (base + i) * slot_stride) * NUM_KV_HEADS + head) * GROUP + row
             part = tl.load(
-                partial + slot_row[:, None] * HEAD_DIM + column[None, :],
-                mask=mask & valid,
-                other=0.0,
-                cache_modifier=".cg",
+                partial + rows[:, None] * HEAD_DIM + column[None, :], mask=mask & valid, other=0.0, cache_modifier=".cg"
             )
-            part_max = tl.load(partial_ml + slot_row * 2, mask=in_group & valid, other=MIN_SCORE, cache_modifier=".cg")
-            part_sum = tl.load(partial_ml + slot_row * 2 + 1, mask=in_group & valid, other=0.0, cache_modifier=".cg")
+            part_max = tl.load(partial_ml + rows * 2, mask=in_group & valid, other=MIN_SCORE, cache_modifier=".cg")
+            part_sum = tl.load(partial_ml + rows * 2 + 1, mask=in_group & valid, other=0.0, cache_modifier=".cg")
             new_max = tl.maximum(row_max, part_max)
             rescale = tl.exp2(row_max - new_max)
             weight = tl.exp2(part_max - new_max)

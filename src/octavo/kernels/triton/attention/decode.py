@@ -40,7 +40,7 @@ from octavo.kernels.triton.attention.common import LN_2, LOG2_E, MIN_SCORE, load
 from octavo.kernels.triton.attention.decode_schedule import (
     PREFIX_TILES,
     PROGRAM_BEGIN,
-    SEGMENT_FIELDS,
+    ROW_SIZE,
     SEGMENT_INDEX,
     SPLIT_KEYS,
     DecodeSchedule,
@@ -140,7 +140,7 @@ def decode_attention(
     )
     if num_merges == 0:
         return
-    parts_per_step = 16 if split_tiles or schedule.programs_per_segment <= 16 else 64
+    parts_per_step = 16 if split_tiles or schedule.num_sharers <= 16 else 64
     _combine[(num_merges + (batch.num_seqs if decode_only else 0), group_size)](
         out,
         lse,
@@ -218,9 +218,9 @@ def _decode(
     program = tl.program_id(0)
     num_tiles = tl.load(totals)
     tiles_per_program = tl.load(totals + 1)
-    start_ptr = starts + program * SEGMENT_FIELDS
+    start_ptr = starts + program * ROW_SIZE
     begin = tl.load(start_ptr + PROGRAM_BEGIN)
-    end = tl.load(start_ptr + SEGMENT_FIELDS + PROGRAM_BEGIN)
+    end = tl.load(start_ptr + ROW_SIZE + PROGRAM_BEGIN)
     segment = tl.load(start_ptr + SEGMENT_INDEX)
     seq_begin, seq_end, seq_len, token, seq = load_segment(start_ptr)
     if USE_CASCADE:
@@ -256,9 +256,9 @@ def _decode(
         # Prefetch the next segment. After a head's last segment comes the first segment of the next head.
         ends_segment = tile + num_taken == seq_end
         segment = tl.where(ends_segment, tl.where(seq_end == num_tiles, 0, segment + 1), segment)
-        next_begin, next_end, next_len, next_token, next_seq = load_segment(segments + segment * SEGMENT_FIELDS)
+        next_begin, next_end, next_len, next_token, next_seq = load_segment(segments + segment * ROW_SIZE)
         if USE_CASCADE:
-            prefix_tiles = tl.load(segments + segment * SEGMENT_FIELDS + PREFIX_TILES)
+            prefix_tiles = tl.load(segments + segment * ROW_SIZE + PREFIX_TILES)
 
         if USE_PDL:  # noqa: SIM102 (one is a compile-time constant, the other is not)
             if cursor == begin:
@@ -399,15 +399,13 @@ def _merge(
     for base in range(first, last + 1, 4):
         for i in tl.static_range(4):
             program = tl.minimum(base + i, last)
-            valid = base + i <= last
+            used = base + i <= last
             slot = 2 * program + tl.where(program == first, first_slot, 0)
-            offset = (slot * GROUP + row) * HEAD_DIM
-            part = tl.load(
-                partial + offset[:, None] + column[None, :], mask=mask & valid, other=0.0, cache_modifier=".cg"
-            )
+            rows = (slot * GROUP + row) * HEAD_DIM
+            part = tl.load(partial + rows[:, None] + column[None, :], mask=mask & used, other=0.0, cache_modifier=".cg")
             ml_ptrs = partial_ml + slot * 2 * GROUP + row
-            part_max = tl.load(ml_ptrs, mask=in_group & valid, other=MIN_SCORE, cache_modifier=".cg")
-            part_sum = tl.load(ml_ptrs + GROUP, mask=in_group & valid, other=0.0, cache_modifier=".cg")
+            part_max = tl.load(ml_ptrs, mask=in_group & used, other=MIN_SCORE, cache_modifier=".cg")
+            part_sum = tl.load(ml_ptrs + GROUP, mask=in_group & used, other=0.0, cache_modifier=".cg")
             new_max = tl.maximum(row_max, part_max)
             rescale = tl.exp2(row_max - new_max)
             weight = tl.exp2(part_max - new_max)
@@ -419,9 +417,9 @@ def _merge(
             acc, row_max, row_sum, row, column, prefix_partial, prefix_partial_ml, prefix_ptr, head,
             NUM_KV_HEADS, GROUP, HEAD_DIM,
         )  # fmt: skip
-    offset = (out_row + row) * HEAD_DIM
+    rows = (out_row + row) * HEAD_DIM
     row_sum = tl.where(in_group, row_sum, 1.0)
-    tl.store(out + offset[:, None] + column[None, :], (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + rows[:, None] + column[None, :], (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask)
     if WITH_LSE:
         tl.store(lse + out_row + row, (row_max + tl.log2(row_sum)) * LN_2, mask=in_group)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.cascade import PREFIX_FIELDS, CascadePlan, CascadeTuning, make_cascade_plan
+from octavo.kernels.triton.attention.cascade import PREFIX_FIELDS, CascadePlan, CascadeTuning, plan_cascade
 
 SPLIT_KEYS = 512
 """Keys of a split, if the batch asks for `fixed_split`."""
-SEGMENT_FIELDS = tl.constexpr(8)
+ROW_SIZE = tl.constexpr(8)
 """Numbers in a row of `DecodeSchedule.segments` and `DecodeSchedule.starts`."""
 SEGMENT_INDEX, PROGRAM_BEGIN = tl.constexpr(5), tl.constexpr(6)
 """Fields of a row of `starts`: index of the segment, and the tile where the program begins."""
@@ -39,7 +39,9 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """tile          keys read at a time
+    """Launch parameters of the decode kernel.
+
+    tile          keys read at a time
     seq_overhead  cost of switching to another sequence, in tiles
     """
 
@@ -72,12 +74,12 @@ def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
 class DecodeSchedule:
     """The schedule of a step, the same for all its layers.
 
-    A segment is the tiles of one sequence for one head. The segments of all sequences are numbered through, with
-    `seq_overhead` empty tiles before each; tiles of head h follow those of head h - 1.
+    A segment is the tiles of one sequence; it is the same for every head. The tiles of a head are numbered over all
+    segments, with `seq_overhead` unused numbers before each segment. The numbers of head h follow those of head h - 1.
 
-    segments    [num_seqs, SEGMENT_FIELDS] int32, one row for each segment: first tile, end tile, context length, token,
-                sequence; two unused; tiles of the shared prefix, which have no number
-    starts      [num_programs + 1, SEGMENT_FIELDS] int32, a copy of the row of the segment in which each program begins,
+    segments    [num_seqs, ROW_SIZE] int32, one row for each segment: first tile, end tile, context length, token,
+                sequence; two unused; tiles of the shared prefix, which are not numbered
+    starts      [num_programs + 1, ROW_SIZE] int32, a copy of the row of the segment in which each program begins,
                 then its index in `segments` and the tile where the program begins, over all heads. A program ends where
                 the next one begins. The copy puts everything that a program needs first into one place
     totals      [4] int32: tiles of one head, overhead included; tiles of one program; two unused
@@ -94,8 +96,8 @@ class DecodeSchedule:
     and `merges` holds the first and the last split instead of programs.
     """
 
-    programs_per_segment: int
-    """Estimate for one (head, segment)."""
+    num_sharers: int
+    """Programs that share one (head, segment), estimated."""
     segments: Tensor
     starts: Tensor
     totals: Tensor
@@ -116,33 +118,25 @@ def make_decode_schedule(
     window: int,
     cascade_tuning: CascadeTuning | None = None,
 ) -> DecodeSchedule:
-    """split_tiles: tiles of a fixed split, or 0. cascade_tuning: if set, read shared prefixes once; needs
-    `common_prefix_lens`."""
+    """Build the schedule of a step on the device.
+
+    split_tiles     tiles of a fixed split, or 0
+    cascade_tuning  if set, shared prefixes are read once; the batch needs `common_prefix_lens`
+    """
     device = batch.seq_lens.device
     num_programs = cdiv(_num_multiprocessors(device) * tuning.programs_per_multiprocessor, 4) * 4
-    num_segments = batch.num_seqs * num_kv_heads
-    programs_per_segment = num_programs // num_segments + 2
-    num_merges, num_slots = (
-        num_segments if split_tiles or programs_per_segment > MAX_INLINE_MERGE else 0,
-        2 * num_programs,
-    )
+    num_pairs = batch.num_seqs * num_kv_heads
+    num_sharers = num_programs // num_pairs + 2
+    num_merges, num_slots = (num_pairs if split_tiles or num_sharers > MAX_INLINE_MERGE else 0, 2 * num_programs)
     cascade = None
     if cascade_tuning is not None and num_merges == 0:
-        cascade = make_cascade_plan(
-            batch, cascade_tuning, _num_multiprocessors(device), num_kv_heads, group_size, head_dim
-        )
+        cascade = plan_cascade(batch, cascade_tuning, _num_multiprocessors(device), num_kv_heads, group_size, head_dim)
     if split_tiles:
         num_tiles = cdiv(batch.max_seq_len, tuning.tile)  # of one sequence; a window may begin and end inside a tile
         num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
-        num_slots = num_segments * cdiv(num_tiles, split_tiles)
+        num_slots = num_pairs * cdiv(num_tiles, split_tiles)
     # One allocation, multiples of 16 bytes first: every alignment of a pointer is a variant of the kernel.
-    sizes = [
-        4,
-        SEGMENT_FIELDS.value * (num_programs + 1),
-        SEGMENT_FIELDS.value * batch.num_seqs,
-        num_programs,
-        5 * num_merges,
-    ]
+    sizes = [4, ROW_SIZE.value * (num_programs + 1), ROW_SIZE.value * batch.num_seqs, num_programs, 5 * num_merges]
     ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     totals, starts, segments, arrivals, merges = ints.split(sizes)
     floats = torch.empty(num_slots * group_size * (head_dim + 2), dtype=torch.float32, device=device)
@@ -169,11 +163,9 @@ def make_decode_schedule(
         USE_CASCADE=cascade is not None,
         num_warps=8,
     )
-    segments, starts = segments.view(-1, SEGMENT_FIELDS.value), starts.view(-1, SEGMENT_FIELDS.value)
+    segments, starts = segments.view(-1, ROW_SIZE.value), starts.view(-1, ROW_SIZE.value)
     merges = merges.view(5, num_merges)
-    return DecodeSchedule(
-        programs_per_segment, segments, starts, totals, merges, arrivals, partial, partial_ml, cascade
-    )
+    return DecodeSchedule(num_sharers, segments, starts, totals, merges, arrivals, partial, partial_ml, cascade)
 
 
 # Numbers that vary between batches are not specialised on: every variant of a kernel is a compilation.
@@ -219,13 +211,13 @@ def _build_decode_schedule(
     num_tiles = tl.sum(length, 0)
     num_segments = tl.sum(is_decode.to(tl.int32), 0)
     tiles_per_program = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), 1)
-    tiles_per_slot = tiles_per_program
+    slot_tiles = tiles_per_program
     if SPLIT_TILES:
         tiles_per_program = tl.cdiv(tiles_per_program, SPLIT_TILES) * SPLIT_TILES
-        tiles_per_slot = SPLIT_TILES
+        slot_tiles = SPLIT_TILES
     tl.store(totals, num_tiles)
     tl.store(totals + 1, tiles_per_program)
-    segment_ptr = segments + (tl.cumsum(is_decode.to(tl.int32), 0) - 1) * SEGMENT_FIELDS
+    segment_ptr = segments + (tl.cumsum(is_decode.to(tl.int32), 0) - 1) * ROW_SIZE
     tl.store(segment_ptr, ends - tiles, mask=is_decode)
     tl.store(segment_ptr + 1, ends, mask=is_decode)
     tl.store(segment_ptr + 2, seq_len, mask=is_decode)
@@ -236,54 +228,46 @@ def _build_decode_schedule(
     tl.debug_barrier()  # other threads of this program read what was written
     program = tl.arange(0, PROGRAMS)
     tile = (program * tiles_per_program) % tl.maximum(num_tiles, 1)
-    low = tl.zeros(
-        [PROGRAMS], tl.int32
-    )  # binary search: segment `low` begins at the tile or before it, `high` after it
+    # Binary search: segment `low` begins at the tile or before it, `high` after it.
+    low = tl.zeros([PROGRAMS], tl.int32)
     high = tl.zeros([PROGRAMS], tl.int32) + num_segments
     search_step = SEQS
     while search_step > 0:
         middle = (low + high) // 2
-        is_before = (
-            tl.load(segments + middle * SEGMENT_FIELDS, mask=middle < num_segments, other=0) - SEQ_OVERHEAD <= tile
-        )
+        is_before = tl.load(segments + middle * ROW_SIZE, mask=middle < num_segments, other=0) - SEQ_OVERHEAD <= tile
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle)
         search_step = search_step // 2
     valid = (program <= num_programs) & (low < num_segments)
     for field in tl.static_range(5):
-        value = tl.load(segments + low * SEGMENT_FIELDS + field, mask=valid, other=0)
-        tl.store(starts + program * SEGMENT_FIELDS + field, value, mask=valid)
+        value = tl.load(segments + low * ROW_SIZE + field, mask=valid, other=0)
+        tl.store(starts + program * ROW_SIZE + field, value, mask=valid)
     if USE_CASCADE:
-        value = tl.load(segments + low * SEGMENT_FIELDS + PREFIX_TILES, mask=valid, other=0)
-        tl.store(starts + program * SEGMENT_FIELDS + PREFIX_TILES, value, mask=valid)
-    tl.store(starts + program * SEGMENT_FIELDS + SEGMENT_INDEX, low, mask=valid)
-    first_tile = tl.load(
-        segments + low * SEGMENT_FIELDS, mask=valid, other=0
-    )  # after the overhead, if the program would begin in it
+        value = tl.load(segments + low * ROW_SIZE + PREFIX_TILES, mask=valid, other=0)
+        tl.store(starts + program * ROW_SIZE + PREFIX_TILES, value, mask=valid)
+    tl.store(starts + program * ROW_SIZE + SEGMENT_INDEX, low, mask=valid)
+    # A program that would begin in the overhead begins after it.
+    first_tile = tl.load(segments + low * ROW_SIZE, mask=valid, other=0)
     begin = tl.minimum(program * tiles_per_program - tile + tl.maximum(tile, first_tile), num_tiles * NUM_KV_HEADS)
-    tl.store(starts + program * SEGMENT_FIELDS + PROGRAM_BEGIN, begin, mask=program <= num_programs)
+    tl.store(starts + program * ROW_SIZE + PROGRAM_BEGIN, begin, mask=program <= num_programs)
     tl.store(arrivals + program, 0, mask=program < num_programs)
 
     if num_merges > 0:
-        merge_index = program
-        head = merge_index % NUM_KV_HEADS
-        segment_of_merge = segments + merge_index // NUM_KV_HEADS * SEGMENT_FIELDS
-        mask = merge_index < num_merges
-        valid = mask & (merge_index // NUM_KV_HEADS < num_segments)
-        segment_begin = head * num_tiles + tl.load(segment_of_merge, mask=valid, other=0)
-        first = segment_begin // tiles_per_slot
-        last = (head * num_tiles + tl.load(segment_of_merge + 1, mask=valid, other=0) - 1) // tiles_per_slot
+        merge = program
+        head = merge % NUM_KV_HEADS
+        segment_of_merge = segments + merge // NUM_KV_HEADS * ROW_SIZE
+        mask = merge < num_merges
+        valid = mask & (merge // NUM_KV_HEADS < num_segments)
+        start = head * num_tiles + tl.load(segment_of_merge, mask=valid, other=0)
+        first = start // slot_tiles
+        last = (head * num_tiles + tl.load(segment_of_merge + 1, mask=valid, other=0) - 1) // slot_tiles
         token = tl.load(segment_of_merge + 3, mask=valid, other=0)
-        tl.store(merges + merge_index, tl.where(valid & (first < last), token, -1), mask=mask)
-        tl.store(merges + num_merges + merge_index, head, mask=mask)
-        tl.store(merges + 2 * num_merges + merge_index, first, mask=mask)
-        tl.store(merges + 3 * num_merges + merge_index, last, mask=mask)
+        tl.store(merges + merge, tl.where(valid & (first < last), token, -1), mask=mask)
+        tl.store(merges + num_merges + merge, head, mask=mask)
+        tl.store(merges + 2 * num_merges + merge, first, mask=mask)
+        tl.store(merges + 3 * num_merges + merge, last, mask=mask)
         # A segment that begins inside a program is that program's last, and the first of all that follow.
-        tl.store(
-            merges + 4 * num_merges + merge_index,
-            (first * tiles_per_slot < segment_begin - SEQ_OVERHEAD).to(tl.int32),
-            mask=mask,
-        )
+        tl.store(merges + 4 * num_merges + merge, (first * slot_tiles < start - SEQ_OVERHEAD).to(tl.int32), mask=mask)
 
 
 @triton.jit

@@ -21,7 +21,9 @@ from octavo.kernels.triton.attention.query_tiles import query_tiles
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """rows  rows of a tile: its queries times the query heads of a K/V head
+    """Launch parameters of the portable prefill kernel.
+
+    rows  rows of a tile: its queries times the query heads of a K/V head
     tile  keys read at a time
     """
 

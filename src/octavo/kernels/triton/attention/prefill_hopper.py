@@ -56,7 +56,9 @@ REGISTERS = 232
 
 @dataclass(frozen=True, slots=True)
 class HopperPrefillTuning:
-    """keys                keys of a tile
+    """Launch parameters of the Hopper prefill kernel.
+
+    keys                keys of a tile
     k_stages, v_stages  tiles of K and of V in shared memory
     """
 
@@ -331,22 +333,20 @@ def _produce(
         num_keys = position + num_queries
         begin, end, _ = _key_tiles(num_keys, part, num_parts, KEYS)
         last_box = (num_keys - 1) // ROWS
-        rows_missing = gl.maximum((last_box + 1) * ROWS - gl.load(seq_lens + seq), 0)
+        missing = gl.maximum((last_box + 1) * ROWS - gl.load(seq_lens + seq), 0)
         table = block_tables + seq.to(gl.int64) * table_stride
         first = head // GROUP * head_boxes
         box = (end - 1) * BOXES
-        last_boxes = _locate_boxes(
-            table, box, last_box, rows_missing, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, True
-        )
+        last = _locate_boxes(table, box, last_box, missing, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, True)
         box = gl.maximum(box - BOXES, 0)
         boxes = _locate_boxes(table, box, 0, 0, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, False)
-        _copy_tile(k_ring, step, pool, last_boxes, 0, NUM_BYTES, K_STAGES, BOXES)
+        _copy_tile(k_ring, step, pool, last, 0, NUM_BYTES, K_STAGES, BOXES)
         for group in gl.static_range(2):  # after the first K, whose copy need not wait for the previous queries' buffer
             mbarrier.wait(q_free.index(group), item_round % 2 ^ 1)
             mbarrier.expect(q_full.index(group), 64 * HEAD_DIM * 2)
             coordinates = [token + group * (64 // PACKED), head, 0]
             tma.async_copy_global_to_shared(queries, coordinates, q_full.index(group), q_tile.index(group))
-        _copy_tile(v_ring, step, pool, last_boxes, value_boxes, NUM_BYTES, V_STAGES, BOXES)
+        _copy_tile(v_ring, step, pool, last, value_boxes, NUM_BYTES, V_STAGES, BOXES)
         step += 1
         for _ in range(begin + 1, end):
             box = gl.maximum(box - BOXES, 0)
@@ -386,9 +386,8 @@ def _softmax(scores, row_max, row_sum, scale, KEYS: gl.constexpr):
     four sums are added at the end of the item.
     """
     sum_layout: gl.constexpr = row_sum.type.layout
-    thread_values = gl.max(
-        gl.max(gl.max(scores.reshape([64, KEYS // 32, 4, 4, 2]), 4), 2), 1
-    )  # [64, 4], one for each thread of a row
+    # [64, 4], one for each thread of a row
+    thread_values = gl.max(gl.max(gl.max(scores.reshape([64, KEYS // 32, 4, 4, 2]), 4), 2), 1)
     tile_max = gl.convert_layout(gl.max(thread_values, 1), row_max.type.layout, assert_trivial=True)
     new_max = gl.maximum(row_max, tile_max * scale)
     weights = gl.exp2(scores * scale - new_max[:, None])

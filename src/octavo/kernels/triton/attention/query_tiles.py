@@ -103,10 +103,8 @@ def _fill_tiles(
                 # Tiles with more tiles of keys come first; among equals, those of the earlier sequence. Tile i of a
                 # sequence sees more than n keys from i = (n - context_len) // QUERIES on; the last tile ends with it.
                 shorter = (tl.cdiv(num_keys, KEYS)[:, None] - (other < seq).to(tl.int32)[None, :]) * KEYS
-                first_tile = tl.maximum(shorter - (other_seq_len - other_query_len)[None, :], 0) // QUERIES
-                num_before = tl.where(
-                    shorter < other_seq_len[None, :], tl.maximum(other_tiles[None, :] - first_tile, 0), 0
-                )
+                first = tl.maximum(shorter - (other_seq_len - other_query_len)[None, :], 0) // QUERIES
+                num_before = tl.where(shorter < other_seq_len[None, :], tl.maximum(other_tiles[None, :] - first, 0), 0)
                 index += tl.sum(tl.where((other == seq)[None, :], 0, num_before), 1)
             mask = tile < num_tiles
             tile_ptr = tiles + index * 4

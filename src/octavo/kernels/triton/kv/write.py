@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.launch import pdl_options, wait_before_successor
-from octavo.kernels.triton.rope import load_halves, load_norm_weight, norm_and_rotate
+from octavo.kernels.triton.rope import load_halves, load_norm_weight, rotate_halves
 
 
 def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
@@ -186,11 +186,11 @@ def _rope_kv_write(
     k_first, k_second = load_halves(k + token * k_token_stride, kv_head, pair, kv_mask, HALF)
     v_first, v_second = load_halves(v + token * v_token_stride, kv_head, pair, kv_mask, HALF)
 
-    q_first, q_second = norm_and_rotate(q_first, q_second, q_weight, q_second_weight, q_norm, eps, cos, sin, HALF, NORM)
+    q_first, q_second = rotate_halves(q_first, q_second, q_weight, q_second_weight, q_norm, eps, cos, sin, HALF, NORM)
     ptrs = out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
     tl.store(ptrs, q_first, mask=mask)
     tl.store(ptrs + HALF, q_second, mask=mask)
-    k_first, k_second = norm_and_rotate(k_first, k_second, k_weight, k_second_weight, k_norm, eps, cos, sin, HALF, NORM)
+    k_first, k_second = rotate_halves(k_first, k_second, k_weight, k_second_weight, k_norm, eps, cos, sin, HALF, NORM)
     ptrs = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * 2 * HALF
     ptrs += kv_head[:, None] * kv_head_stride + pair[None, :]
     tl.store(ptrs, k_first.to(kv.dtype.element_ty), mask=kv_mask)

@@ -29,7 +29,7 @@ from octavo.kernels.triton.linear.skinny_hopper import (
     NUM_MULTIPROCESSORS,
     PRODUCER_REGISTERS,
     TILE_TOKENS,
-    SkinnyHopperTuning,
+    HopperTuning,
     barrier_counters,
     make_ring,
     padded_tokens,
@@ -42,19 +42,18 @@ HEAD_DIMS = (64, 128)
 """Supported head sizes: the rows of a tile."""
 
 
-def qkv_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) -> SkinnyHopperTuning:
+def qkv_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) -> HopperTuning:
     """num_heads: of q, k and v together. As in `skinny_hopper_tuning`, all programs run at once."""
     tiles = num_heads * triton.cdiv(num_tokens, TILE_TOKENS)
-    max_programs = (
-        NUM_MULTIPROCESSORS if num_tokens <= TILE_TOKENS else NUM_MULTIPROCESSORS // 2
-    )  # exchanging many sums is slow
+    # Exchanging the sums of many tokens is slow.
+    max_programs = NUM_MULTIPROCESSORS if num_tokens <= TILE_TOKENS else NUM_MULTIPROCESSORS // 2
     splits = 1
     while splits < 16 and 2 * splits * tiles <= max_programs and num_in >= 256 * splits:
         splits *= 2
     if num_tokens <= 32:
         columns, stages = (128, 4) if num_in // splits >= 512 else (64, 8)
-        return SkinnyHopperTuning(head_dim, columns, splits, stages)
-    return SkinnyHopperTuning(head_dim, 128, splits, max(2, min(4, triton.cdiv(num_in, 128 * splits))), registers=232)
+        return HopperTuning(head_dim, columns, splits, stages)
+    return HopperTuning(head_dim, 128, splits, max(2, min(4, triton.cdiv(num_in, 128 * splits))), registers=232)
 
 
 def launch(

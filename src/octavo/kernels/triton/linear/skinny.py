@@ -36,7 +36,7 @@ from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear import qkv_hopper, skinny_hopper
 from octavo.kernels.triton.linear.skinny_hopper import (
-    SkinnyHopperTuning,
+    HopperTuning,
     padded_tokens,
     skinny_hopper_tuning,
     supports_skinny_hopper,
@@ -57,7 +57,9 @@ SQUARES_PER_LOAD = tl.constexpr(64)
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTuning:
-    """rows, columns  a program's tile of the weight
+    """Launch parameters of the Triton kernel.
+
+    rows, columns  a program's tile of the weight
     splits         programs that share a row
     """
 
@@ -68,7 +70,7 @@ class SkinnyTuning:
     num_stages: int
 
 
-Tuning = SkinnyTuning | SkinnyHopperTuning
+Tuning = SkinnyTuning | HopperTuning
 
 
 def skinny_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyTuning:
@@ -193,7 +195,7 @@ def _launch(
     num_out = weight.shape[0] // (2 if gate else 1)
     assert num_tokens > 0 and weight.is_contiguous() and x.stride(1) == 1, (x.shape, x.stride())
     tuning = tuning or _tuning(weight, num_tokens, bool(gate))
-    if isinstance(tuning, SkinnyHopperTuning):
+    if isinstance(tuning, HopperTuning):
         return skinny_hopper.launch(
             x, weight, bias, gate, tuning, squares=squares, eps=eps, residual=residual, norm=norm
         )
@@ -345,13 +347,11 @@ def _skinny(
             tl.store(counters + tile, 0)
     if is_last:
         if SCALED:
-            sum_squares = tl.sum(first_squares, 0)
+            total = tl.sum(first_squares, 0)
             for base in range(SQUARES_PER_LOAD, num_squares, SQUARES_PER_LOAD):
                 valid = (base + part < num_squares)[:, None]
-                sum_squares += tl.sum(
-                    tl.load(squares + (base + part[:, None]) * TOKENS + token, mask=valid, other=0.0), 0
-                )
-            scale = tl.rsqrt(sum_squares / num_in + eps)
+                total += tl.sum(tl.load(squares + (base + part[:, None]) * TOKENS + token, mask=valid, other=0.0), 0)
+            scale = tl.rsqrt(total / num_in + eps)
             acc *= scale[None, :]
             acc_up *= scale[None, :]
         if WITH_BIAS:

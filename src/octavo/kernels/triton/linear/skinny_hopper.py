@@ -50,8 +50,10 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @dataclass(frozen=True, slots=True)
-class SkinnyHopperTuning:
-    """rows       rows of a tile; with a gate, of each half of the weight
+class HopperTuning:
+    """Launch parameters of the Hopper kernels.
+
+    rows       rows of a tile; with a gate, of each half of the weight
     columns    columns of a step
     splits     programs that share a tile
     stages     steps in shared memory
@@ -65,7 +67,7 @@ class SkinnyHopperTuning:
     registers: int = 128
 
 
-def skinny_hopper_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyHopperTuning:
+def skinny_hopper_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> HopperTuning:
     """The fastest tuning on an H200 (benchmarks/kernels/bench_skinny.py).
 
     All programs run at once, usually as many as multiprocessors or a few less, so that none starts when others end.
@@ -75,38 +77,33 @@ def skinny_hopper_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool
     few = num_tokens <= 32
     tiles = triton.cdiv(num_out, 128)
     if tiles > NUM_MULTIPROCESSORS:  # two programs fit into a multiprocessor
-        return SkinnyHopperTuning(128, 64, 1, stages=(3 if few else 2) if gated else (5 if few else 4))
+        return HopperTuning(128, 64, 1, stages=(3 if few else 2) if gated else (5 if few else 4))
     splits = max(1, min(NUM_MULTIPROCESSORS // tiles, num_in // 128, 16))
     splits = 1 << (splits.bit_length() - 1)
     if few and not gated:
-        return (
-            SkinnyHopperTuning(128, 128, splits, stages=4)
-            if num_in // splits >= 512
-            else SkinnyHopperTuning(128, 64, splits, 9)
-        )
+        return HopperTuning(128, 128, splits, stages=4) if num_in // splits >= 512 else HopperTuning(128, 64, splits, 9)
     if few:
-        return SkinnyHopperTuning(128, 64, splits, stages=5)
+        return HopperTuning(128, 64, splits, stages=5)
     if splits == 1:
-        return SkinnyHopperTuning(128, 64, 1, stages=3 if gated else 5)
-    return SkinnyHopperTuning(
-        64, 64, splits // 2, stages=5 if gated else 8
-    )  # exchanging the sums of many tokens is slow
+        return HopperTuning(128, 64, 1, stages=3 if gated else 5)
+    # Exchanging the sums of many tokens is slow.
+    return HopperTuning(64, 64, splits // 2, stages=5 if gated else 8)
 
 
-def _multi_tile_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyHopperTuning:
+def _multi_tile_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> HopperTuning:
     """Tuning for several tiles of tokens: one program for each multiprocessor, or two if there are more programs."""
     tiles = triton.cdiv(num_out, 64) * triton.cdiv(num_tokens, TILE_TOKENS)
     if tiles > NUM_MULTIPROCESSORS:
-        return SkinnyHopperTuning(64, 64, 1, stages=4 if gated else 6)
+        return HopperTuning(64, 64, 1, stages=4 if gated else 6)
     if gated:
-        return SkinnyHopperTuning(64, 128, 1, stages=4, registers=232)
+        return HopperTuning(64, 128, 1, stages=4, registers=232)
     splits = 1
     while splits < 8 and 2 * splits * tiles <= NUM_MULTIPROCESSORS and num_in >= 256 * splits:
         adds_residual = splits == 1 and num_out <= num_in  # a slow epilogue
         if splits * tiles >= 50 and num_in // splits <= 1600 and not adds_residual:
             break
         splits *= 2
-    return SkinnyHopperTuning(64, 128, splits, max(2, min(7, triton.cdiv(num_in, 128 * splits))), registers=232)
+    return HopperTuning(64, 128, splits, max(2, min(7, triton.cdiv(num_in, 128 * splits))), registers=232)
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -137,7 +134,7 @@ def launch(
     weight: Tensor,
     bias: Tensor | None,
     gate: Gate,
-    tuning: SkinnyHopperTuning,
+    tuning: HopperTuning,
     *,
     squares: Tensor | None,
     eps: float,

@@ -68,19 +68,17 @@ def _launch(logits: Tensor, per_row: tuple[Tensor, Tensor, Tensor, Tensor] | Non
     if not num_rows:
         return
     num_splits = triton.cdiv(vocab_size, SPLIT_SIZE)
-    split_stats = logits.new_empty(num_rows, 3, num_splits, dtype=torch.float32)
+    stats = logits.new_empty(num_rows, 3, num_splits, dtype=torch.float32)
     sampling_params, rows, tokens, step_counter = per_row or (logits,) * 4
     options = {"PER_ROW": per_row is not None, "SPLIT_SIZE": SPLIT_SIZE, "num_warps": 4}
-    _scan_splits[(num_rows, num_splits)](
-        logits, sampling_params, rows, tokens, split_stats, vocab_size, logits.stride(0), **options
-    )
+    _scan[(num_rows, num_splits)](logits, sampling_params, rows, tokens, stats, vocab_size, logits.stride(0), **options)
     _select_top[(num_rows,)](
         logits,
         sampling_params,
         rows,
         tokens,
         step_counter,
-        split_stats,
+        stats,
         out,
         vocab_size,
         logits.stride(0),
@@ -114,12 +112,12 @@ def _load_request(sampling_params, rows, tokens, row):
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def _scan_splits(
+def _scan(
     logits,
     sampling_params,
     rows,
     tokens,
-    split_stats,
+    stats,
     vocab_size,
     row_stride,
     PER_ROW: tl.constexpr,
@@ -143,7 +141,7 @@ def _scan_splits(
         counted = scores > threshold
         if not PER_ROW:
             counted = (token_ids < vocab_size) & (scores == -float("inf"))
-        stats_ptr = split_stats + row * 3 * tl.num_programs(1) + split
+        stats_ptr = stats + row * 3 * tl.num_programs(1) + split
         tl.store(stats_ptr, max_logit)
         sum_exp = tl.sum(tl.where(scores > -float("inf"), tl.exp(scores - max_logit), 0.0), 0)
         tl.store(stats_ptr + tl.num_programs(1), sum_exp)
@@ -157,7 +155,7 @@ def _select_top(
     rows,
     tokens,
     step_counter,
-    split_stats,
+    stats,
     out,
     vocab_size,
     row_stride,
@@ -182,7 +180,7 @@ def _select_top(
     if num >= 0:
         split = tl.arange(0, SPLITS_PADDED)
         mask = split < SPLITS
-        stats_ptrs = split_stats + row * 3 * SPLITS + split
+        stats_ptrs = stats + row * 3 * SPLITS + split
         split_max = tl.load(stats_ptrs, mask=mask, other=-float("inf"))
         split_sum = tl.load(stats_ptrs + SPLITS, mask=mask, other=0.0)
         count = tl.sum(tl.load(stats_ptrs + 2 * SPLITS, mask=mask, other=0.0), 0)
@@ -199,9 +197,8 @@ def _select_top(
         lane = tl.arange(0, TOP_PADDED)
         top_logprobs = tl.full([TOP_PADDED], 0.0, tl.float32)
         top_ids = tl.zeros([TOP_PADDED], tl.int32)
-        last_token = tl.full(
-            [SPLITS_PADDED], -1, tl.int32
-        )  # of a piece, the last token that was as high as the next one is
+        # For each split, the last taken token if its logit equals the next one's, else -1.
+        last_token = tl.full([SPLITS_PADDED], -1, tl.int32)
         for k in range(num):
             # Splits are in the order of their tokens, so the first of equal splits has the lowest token.
             best_split = tl.argmax(split_max, 0)
