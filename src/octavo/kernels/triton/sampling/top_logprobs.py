@@ -107,15 +107,17 @@ def _load_logits(row_ptr, token_ids, vocab_size):
 
 
 @triton.jit
-def _load_request(params, rows, tokens, row):
+def _load_request(row_params, rows, tokens, row):
     """(number of top tokens, sampled token) of a row; the number is -1 if it returns no log-probabilities."""
     token = tl.load(tokens + row)
-    num = tl.load(params + tl.load(rows + row) * COLUMNS + NUM_LOGPROBS_COLUMN)
+    num = tl.load(row_params + tl.load(rows + row) * COLUMNS + NUM_LOGPROBS_COLUMN)
     return tl.where(token < 0, -1, num), token
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def _scan(logits, params, rows, tokens, stats, vocab_size, row_stride, PER_ROW: tl.constexpr, SPLIT_SIZE: tl.constexpr):
+def _scan(
+    logits, row_params, rows, tokens, stats, vocab_size, row_stride, PER_ROW: tl.constexpr, SPLIT_SIZE: tl.constexpr
+):
     """One split of a row: its largest logit, the sum of exponentials relative to that, and a count.
 
     The count is of logits above the sampled token's with PER_ROW, else of non-finite logits.
@@ -125,7 +127,7 @@ def _scan(logits, params, rows, tokens, stats, vocab_size, row_stride, PER_ROW: 
     num = 0
     threshold = float("inf")
     if PER_ROW:
-        num, token = _load_request(params, rows, tokens, row)
+        num, token = _load_request(row_params, rows, tokens, row)
         threshold = tl.load(row_ptr + token, mask=num >= 0, other=0.0).to(tl.float32)
     if num >= 0:
         token_ids = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
@@ -144,7 +146,7 @@ def _scan(logits, params, rows, tokens, stats, vocab_size, row_stride, PER_ROW: 
 @triton.jit(do_not_specialize=["vocab_size", "out_row_stride", "ring_column_stride", "num"])
 def _select_top(
     logits,
-    sampling_params,
+    row_params,
     rows,
     tokens,
     step_counter,
@@ -167,7 +169,7 @@ def _select_top(
     out_ptr = out + row * out_row_stride
     max_num = num
     if PER_ROW:
-        row_num, row_token = _load_request(sampling_params, rows, tokens, row)
+        row_num, row_token = _load_request(row_params, rows, tokens, row)
         num = row_num.to(tl.int32)
         out_ptr += tl.load(step_counter) * ring_column_stride
     if num >= 0:
