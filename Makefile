@@ -90,9 +90,11 @@ blas: $(DEV) ## the tests that multiply with numpy, as OpenBLAS rounds on Haswel
 	@echo '== tests of products, as OpenBLAS computes them on Haswell'
 	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -n $(WORKERS) -q tests/kernels/triton/test_interpreter.py $(ARGS)
 
+# Snapshots are tested with the recorder that takes them, beam search parameters with beam search.
+coverage: COVERED_BY := tests/core tests/params tests/view/recording tests/engine/test_beam_search.py
 coverage: $(DEV)
-	@echo '== coverage: every branch of octavo.core'
-	@$(PYTEST) -n $(WORKERS) -m 'not slow' tests/core --cov --cov-report=term:skip-covered --cov-fail-under=100
+	@echo '== coverage: every branch of octavo.core and octavo.params'
+	@$(PYTEST) -n $(WORKERS) -m 'not slow' $(COVERED_BY) --cov --cov-report=term:skip-covered --cov-fail-under=100
 
 lint: $(DEV)
 	@echo '== lint'

@@ -1,17 +1,16 @@
-"""What watching costs, by turns with and without.
+"""Measures the cost of the live view, in alternating rounds with and without viewers.
 
     python benchmarks/view.py [scheduler] [million] [engines] [--rounds 7] [--pairs 100]
 
-scheduler   a scheduler over a device that answers at once: microseconds a token of scheduling alone, what being watched
-            adds to it, and what share of an engine's time that is at 20,000 tokens a second
+scheduler   a scheduler with a device that returns at once: microseconds per token of scheduling, the cost that viewers
+            add, and its share of an engine's time at 20,000 tokens per second
 million     the time of a snapshot of a million blocks
-engines     whole engines behind `octavo serve`, with three viewers that read /view/events over HTTP, and without:
-            output tokens a second, and the engine process's time on a processor, which others on the machine disturb
-            less. One computes a small model on one core of the CPU; the other is the tests' oracle, that takes so long
-            for a step that it is at about 20,000 tokens a second
+engines     whole engines of `octavo serve`, with three viewers that read /view/events over HTTP, and without: output
+            tokens per second, and the engine process's CPU time, which other processes disturb less. One engine runs a
+            small model on one CPU core; the other is the tests' oracle, slowed to about 20,000 tokens per second
 
-An engine has as much to do as it can, all the while; viewers come and go. Of each pair of rounds now one comes first
-and now the other; the half of the pairs counts in which others used least of the machine.
+The engine is always fully loaded; viewers come and go. The order of the two rounds of a pair alternates. Only the half
+of the pairs counts in which other processes used the machine least.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ def server(load: Load) -> Iterator[tuple[str, int, int]]:
         command = [*load.command, "serve", str(model), "--port", "0", "--disable-log-stats", "--device", "cpu"]
         for name, value in load.options.items():
             command += ["--" + name.replace("_", "-"), str(value)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}  # the other core is for whoever talks to the engine
+        env = os.environ | {"OMP_NUM_THREADS": "1"}  # the other core is for the clients
         log = Path(folder) / "log"
         with log.open("w") as err, subprocess.Popen(command, cwd=ROOT, env=env, stderr=err) as process:
             try:
@@ -202,9 +201,9 @@ def used_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def look(address: str, pipe: Connection) -> None:
-    """The viewers' process: told to, it looks, and says so when all have a snapshot; told again, it stops, and says how
-    many events came."""
+def run_viewers(address: str, pipe: Connection) -> None:
+    """The viewers' process. The first message starts the viewers, and it replies when all have a snapshot. The second
+    message stops them, and it replies with the number of events."""
 
     async def viewer(ready: asyncio.Semaphore, counts: list[int], number: int) -> None:
         host, _, port = address.removeprefix("http://").partition(":")
@@ -232,8 +231,8 @@ def look(address: str, pipe: Connection) -> None:
 
 
 class Work:
-    """Requests to a server, as many at a time as the load says, one after the other without end. `num_tokens`: those
-    that have come back, of a stream as they come, else with the answer."""
+    """Keeps the load's number of requests running. `num_tokens` counts the output tokens received: as they come in a
+    stream, else at the end of a request."""
 
     def __init__(self, load: Load, address: str) -> None:
         self.load, self.num_tokens = load, 0
@@ -320,16 +319,16 @@ async def measured(load: Load, num_pairs: int, address: str, engine: int, pipe: 
     await work.stop()
     pairs.sort(key=lambda pair: max(pair[False].others, pair[True].others))
     quiet = pairs[: (num_pairs + 1) // 2]
-    most = max(quiet[-1][False].others, quiet[-1][True].others)
+    max_others = max(quiet[-1][False].others, quiet[-1][True].others)
     print(
         f"{load.name}: of {num_pairs} pairs of {ROUND_S:g} s the {len(quiet)} in which others used least of the "
-        f"machine, at most {most:.0%}; {statistics.median(events):.0f} frames a viewer in each"
+        f"machine, at most {max_others:.0%}; {statistics.median(events):.0f} frames a viewer in each"
     )
     for watched in (False, True):
-        who = f"{NUM_VIEWERS} viewers" if watched else "nobody"
+        viewers = f"{NUM_VIEWERS} viewers" if watched else "no viewers"
         rate = statistics.median(pair[watched].rate for pair in quiet)
         each_us = statistics.median(pair[watched].cpu_us for pair in quiet)
-        print(f"  {who:<12}{rate:>10,.0f} tokens/s{each_us:>10.1f} us of the engine's processor a token")
+        print(f"  {viewers:<12}{rate:>10,.0f} tokens/s{each_us:>10.1f} us of the engine's processor a token")
     for name, column in (("throughput", 0), ("processor", 1)):
         ratios = [pair[True][column] / pair[False][column] for pair in quiet]
         first, middle, third = statistics.quantiles(ratios, n=4)
@@ -342,7 +341,7 @@ async def measured(load: Load, num_pairs: int, address: str, engine: int, pipe: 
 def engines(load: Load, num_pairs: int) -> None:
     here, there = multiprocessing.get_context("spawn").Pipe()
     with server(load) as (address, api, engine):
-        watcher = multiprocessing.get_context("spawn").Process(target=look, args=(address, there), daemon=True)
+        watcher = multiprocessing.get_context("spawn").Process(target=run_viewers, args=(address, there), daemon=True)
         watcher.start()
         assert watcher.pid is not None
         asyncio.run(measured(load, num_pairs, address, engine, here, [os.getpid(), api, engine, watcher.pid]))

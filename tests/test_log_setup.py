@@ -9,6 +9,10 @@ import sys
 
 import pytest
 
+from tests.serve.conftest import model
+
+__all__ = ["model"]
+
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
 def test_engine_process_logs_in_the_format_of_the_server(model: str, as_json: bool) -> None:

@@ -159,6 +159,7 @@ def test_blocks_are_called_blocks() -> None:
         f"{path.relative_to(ROOT)}:{i}: {line.strip()}"
         for folder in ("core", "engine", "kernels", "models", "runner", "cli")
         for path in sorted((PACKAGE / folder).rglob("*.py"))
+        if path != PACKAGE / "cli" / "commands" / "view.py"  # it has web pages
         for i, line in enumerate(path.read_text().splitlines(), 1)
         if wrong.search(line)
     ]

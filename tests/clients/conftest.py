@@ -1,7 +1,7 @@
-"""A server with a tiny model, as a process of its own, for other people's clients.
+"""A server process with a tiny model, for tests of third-party clients.
 
-OCTAVO_TEST_SERVER and OCTAVO_TEST_MODEL: the address of one that runs already, and the directory of its model, for an
-environment without torch.
+OCTAVO_TEST_SERVER and OCTAVO_TEST_MODEL: the address of a running server and its model's directory, for environments
+without torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
 
 @pytest.fixture(scope="session")
 def server(place: tuple[str, Path]) -> str:
-    """Its address; its key is "key"."""
+    """The server's address. Its API key is "key"."""
     return place[0]
 
 
 @pytest.fixture(scope="session")
 def tokenizer(place: tuple[str, Path]) -> Path:
-    """The directory of its model, for clients that count its tokens themselves."""
+    """The model's directory, for clients that count tokens themselves."""
     return place[1]

@@ -1,4 +1,4 @@
-"""curl, as the guides show it."""
+"""curl, with the commands of the guides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def curl(*args: str, code: int = 0) -> str:
 KEY = ("--oauth2-bearer", "key")
 
 
-def test_a_completion_and_a_stream(server: str) -> None:
+def test_completion_and_stream(server: str) -> None:
     url = f"{server}/v1/completions"
     text = json.loads(curl(*KEY, url, "--json", json.dumps(BODY)))["choices"][0]["text"]
     assert len(text) == 8
@@ -37,8 +37,8 @@ def test_a_completion_and_a_stream(server: str) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
 
-def test_a_body_from_a_file(server: str, tmp_path: Path) -> None:
-    """A large one: curl asks first whether it may send it (Expect: 100-continue), or sends it in chunks."""
+def test_body_from_a_file(server: str, tmp_path: Path) -> None:
+    """A large body: curl sends Expect: 100-continue first, or sends chunks."""
     (file := tmp_path / "body.json").write_text(json.dumps(BODY) + " " * 70_000)
     want = json.loads(curl(*KEY, f"{server}/v1/completions", "--json", json.dumps(BODY)))["choices"]
     chunked = ("--header", "Transfer-Encoding: chunked")
@@ -51,7 +51,7 @@ def test_a_body_from_a_file(server: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "answer").read_text())["error"]["code"] == "body_too_large"
 
 
-def test_without_a_key_and_without_a_body(server: str) -> None:
+def test_missing_key_and_missing_body(server: str) -> None:
     status = ("--write-out", "\n%{http_code} %{content_type}")
     for args, want in (
         ((f"{server}/health",), "200"),

@@ -18,7 +18,7 @@ REQUESTS, PROMPT, OUTPUT = 12, 40, 12
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_a_benchmark(server: str, tokenizer: Path, tmp_path: Path, route: str) -> None:
-    """Every request succeeds, and has the tokens that were asked for, by the server's count and by the client's."""
+    """Every request succeeds with the requested number of tokens, by the server's count and by the client's."""
     out = tmp_path / "out.json"
     program = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
     options = {
@@ -29,9 +29,9 @@ def test_a_benchmark(server: str, tokenizer: Path, tmp_path: Path, route: str) -
         "data": f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={OUTPUT}",
         "output": f"kind=json,path={out}",
     }
-    told = [part for name, value in options.items() for part in (f"--{name}", value)]
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*program, *told], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([*program, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (benchmark,) = json.loads(out.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]

@@ -12,7 +12,7 @@ langchain_openai = pytest.importorskip(
 pytestmark = pytest.mark.slow
 
 
-def test_a_chat(server: str) -> None:
+def test_chat_completion(server: str) -> None:
     model: Any = langchain_openai.ChatOpenAI(base_url=f"{server}/v1", api_key="key", model="tiny", temperature=0)
     model = model.bind(max_completion_tokens=8, extra_body={"ignore_eos": True})
     answer = model.invoke("Hello")
@@ -23,7 +23,7 @@ def test_a_chat(server: str) -> None:
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 @pytest.mark.parametrize("strict", [None, True, False])
 def test_structured_output(server: str, method: str, strict: bool | None) -> None:
-    """LangChain leaves "additionalProperties" out of tools; the model must not go on with properties of its own."""
+    """LangChain removes "additionalProperties" from tools; the model must still generate no further properties."""
     pydantic = pytest.importorskip("pydantic")
     inner = pydantic.create_model("Inner", sure=(bool, ...))
     person = pydantic.create_model("Person", kind=(Literal["a", "b"], ...), inner=(inner, ...))

@@ -1,4 +1,4 @@
-"""lm-eval's local-completions and local-chat-completions, unchanged, on tasks that are written here."""
+"""lm-eval's local-completions and local-chat-completions, unchanged, on tasks defined here."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(tasks: Path, model: str, url: str, tokenizer: Path, task: str, out: Path, *more: str) -> list[Any]:
-    """What lm-eval got for each document."""
+    """The results of lm-eval for each document."""
     args = f"model=tiny,base_url={url},tokenizer={tokenizer},tokenizer_backend=huggingface,num_concurrent=2"
     program = [str(Path(sys.executable).with_name("lm_eval")), "run", "--model", model, "--model_args", args]
-    told = ["--tasks", task, "--include_path", str(tasks), "--output_path", str(out), "--log_samples", *more]
+    arguments = ["--tasks", task, "--include_path", str(tasks), "--output_path", str(out), "--log_samples", *more]
     environment = {"OPENAI_API_KEY": "key", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(out / "cache")}
     done = subprocess.run(
-        [*program, *told], env={**os.environ, **environment}, cwd=tasks, capture_output=True, text=True
+        [*program, *arguments], env={**os.environ, **environment}, cwd=tasks, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = out.rglob("samples_*.jsonl")
@@ -75,16 +75,16 @@ def ask(server: str, path: str, **body: Any) -> Any:
 
 
 def logprob_of(server: str, question: str, choice: str) -> tuple[float, bool]:
-    """Of a choice after a question, and whether each of its tokens is the likeliest, by way of prompt_logprobs."""
+    """A choice's log-likelihood after a question, and whether it is the greedy output, from prompt_logprobs."""
     body = {"prompt": question + choice, "max_tokens": 1, "prompt_logprobs": 1}
     entries = ask(server, "/v1/completions", **body)["choices"][0]["prompt_logprobs"]
     tokens = ask(server, "/tokenize", prompt=question + choice)["tokens"]
-    told = [entry[str(t)] for t, entry in zip(tokens, entries, strict=True) if entry is not None][-len(choice) :]
-    return sum(t["logprob"] for t in told), all(t["rank"] == 1 for t in told)
+    arguments = [entry[str(t)] for t, entry in zip(tokens, entries, strict=True) if entry is not None][-len(choice) :]
+    return sum(t["logprob"] for t in arguments), all(t["rank"] == 1 for t in arguments)
 
 
-def test_choices(server: str, tokenizer: Path, tasks: Path, tmp_path: Path) -> None:
-    """By echo and logprobs: a token is a character, so those of a choice are the last."""
+def test_loglikelihood_of_choices(server: str, tokenizer: Path, tasks: Path, tmp_path: Path) -> None:
+    """With echo and logprobs. A token is a character, so the choice's tokens are the last ones."""
     url = f"{server}/v1/completions"
     found = samples(tasks, "local-completions", url, tokenizer, "letters", tmp_path)
     for doc, sample in zip(DOCS, found, strict=True):
@@ -97,7 +97,7 @@ def test_choices(server: str, tokenizer: Path, tasks: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_generating(server: str, tokenizer: Path, tasks: Path, tmp_path: Path, chat: bool) -> None:
+def test_generation(server: str, tokenizer: Path, tasks: Path, tmp_path: Path, chat: bool) -> None:
     path, model = (
         ("/v1/chat/completions", "local-chat-completions") if chat else ("/v1/completions", "local-completions")
     )

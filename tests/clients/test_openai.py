@@ -80,7 +80,7 @@ def test_tools(client: Any) -> None:
         assert json.loads(call.function.arguments) == {"city": "Oslo"}
 
 
-def test_errors_are_the_packages_own(server: str, client: Any) -> None:
+def test_errors_become_the_packages_exceptions(server: str, client: Any) -> None:
     for error, asked in (
         (openai.NotFoundError, {"model": "other", "prompt": "a"}),
         (openai.BadRequestError, {"model": "tiny", "prompt": "a" * 600}),

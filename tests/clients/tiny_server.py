@@ -1,4 +1,4 @@
-"""A tiny model behind `octavo serve`."""
+"""`octavo serve` with a tiny model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 @contextlib.contextmanager
 def serving(directory: Path, *more: str, interpreter: Sequence[str] = ()) -> Iterator[str]:
-    """Its address; its key is "key". `interpreter`: options of Python's own."""
+    """Yields the server's address. Its API key is "key". `interpreter`: options of Python."""
     model = make_talking_checkpoint(directory / "model", max_position_embeddings=512)
     template = directory / "template.jinja"
     template.write_text(TEMPLATE)

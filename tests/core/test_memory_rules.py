@@ -934,5 +934,5 @@ def test_an_eviction_event_has_its_reason() -> None:
     num = lab.pool.num_cached
     lab.pool.unseal(next(lab.pool.cached()))
     lab.cache.reset_prefix_cache()
-    told = [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)]
-    assert told == [("void", num - 1), *(("reset", left) for left in reversed(range(num - 1)))] and num > 1
+    evicted = [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)]
+    assert evicted == [("void", num - 1), *(("reset", left) for left in reversed(range(num - 1)))] and num > 1

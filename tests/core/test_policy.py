@@ -152,8 +152,8 @@ def test_the_first_request_is_never_preempted_for_another(victims: VictimPolicy)
     for i, (prompt, num) in enumerate([([1], 12), ([2, 3, 4, 5], 9), ([6, 7], 9), ([8], 9)]):
         lab.add(f"r{i}", prompt, num)
     lab.run()
-    told = lab.emitted(ev.Preempted)
-    assert told and "r0" not in [e.request_id for e in told]
+    preempted = lab.emitted(ev.Preempted)
+    assert preempted and "r0" not in [e.request_id for e in preempted]
     assert lab.finished[0] == "r0"
 
 

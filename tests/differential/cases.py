@@ -1,4 +1,4 @@
-"""Ways of running the same prompts that must all give the same tokens, and a few that cover them in pairs."""
+"""Engine configurations that must all give the same tokens, and a subset that covers all pairs of their options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from octavo.core.scheduler import Scheduler
 
 
 class Case(NamedTuple):
-    """kind         the model's family
-    warm         the same prompts have run before
-    chunk        positions a step computes at most (but room for the samples of one request)
-    preemption   how a victim gives way at random steps, None: nobody is preempted
+    """One configuration.
+
+    kind         the model family
+    warm         the prefix cache contains the prompts
+    chunk        maximum tokens of a step, at least the samples of one request
+    preemption   mode of preemptions at random steps; None: no preemption
     """
 
     kind: str
@@ -34,10 +36,10 @@ class Case(NamedTuple):
             self.kind,
             "warm" if self.warm else "cold",
             f"chunk{self.chunk}",
-            self.preemption or "calm",
+            self.preemption or "none",
             f"block{self.block_size}",
             f"batch{self.batch}",
-            "overlap" if self.overlap else "alone",
+            "overlap" if self.overlap else "plain",
             f"window{self.window}",
             f"n{self.n}",
         ]
@@ -68,12 +70,12 @@ def all_cases() -> list[Case]:
 
 
 def pairwise_cases(seed: int = 0, num_tries: int = 60) -> list[Case]:
-    """Few cases in which every two levels of any two factors meet: each adds the most pairs of `num_tries` guesses."""
+    """A few cases that contain every pair of levels of any two options. Each is the best of `num_tries` random ones."""
     rng = random.Random(seed)
     open_pairs = {pair for case in product(*LEVELS.values()) for pair in pairs_of(case)}
     chosen = []
     while open_pairs:
-        i, a, j, b = min(open_pairs, key=str)  # one that must be met; the rest of the case is by lot
+        i, a, j, b = min(open_pairs, key=str)  # a missing pair; the other options are random
         guesses = []
         for _ in range(num_tries):
             guess = [rng.choice(levels) for levels in LEVELS.values()]
@@ -85,24 +87,26 @@ def pairwise_cases(seed: int = 0, num_tries: int = 60) -> list[Case]:
     return chosen
 
 
-class Shaky(Scheduler):
-    """Preempts the last of the running at random steps, as if it had run out of blocks; soon after the start at first,
-    so that even short runs see it, and `most` times at most, so that long ones end."""
+class PreemptingScheduler(Scheduler):
+    """Preempts the last running request at random steps, as if the blocks had run out.
 
-    def shake(self, mode: PreemptionMode, seed: int, most: int) -> None:
+    The first preemption comes early, so that short runs have one. `max_preemptions` limits them, so that long runs end.
+    """
+
+    def preempt_randomly(self, mode: PreemptionMode, seed: int, max_preemptions: int) -> None:
         self.policy.mode = mode
         self._random = random.Random(seed)
-        self._most = most
-        self._calm_steps = self._random.randrange(2)
+        self._preemptions_left = max_preemptions
+        self._steps_until_next = self._random.randrange(2)
 
     def _plan_running(self, draft: Any, window: int) -> bool:
-        if self.running and self._most:
-            if self._calm_steps:
-                self._calm_steps -= 1
+        if self.running and self._preemptions_left:
+            if self._steps_until_next:
+                self._steps_until_next -= 1
             else:
                 victim: Request = self.running[-1]
                 draft.preempted = True
                 self._preempt(victim, victim, 0, draft.plan)
-                self._most -= 1
-                self._calm_steps = self._random.randrange(6)
+                self._preemptions_left -= 1
+                self._steps_until_next = self._random.randrange(6)
         return super()._plan_running(draft, window)

@@ -1,4 +1,4 @@
-"""Tiny models, and what Transformers makes of the prompts of this folder."""
+"""Tiny models with prompts, and Transformers' greedy tokens for them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 
 NUM_NEW = 11
 MARGIN = 1e-4
-"""Of the largest logit: the two likeliest tokens are further apart than rounding can move them."""
+"""Minimum distance of the top two logits, as a share of the largest logit: more than rounding errors."""
 
 
 @dataclass(frozen=True)
-class World:
-    """A tiny model, prompts of mixed lengths, some with a common beginning, and Transformers' greedy answers."""
+class TinyModel:
+    """A tiny model, prompts of mixed lengths, some with a common prefix, and Transformers' greedy outputs."""
 
     path: Path
     prompts: list[list[int]]
-    answers: list[list[int]]
+    greedy: list[list[int]]
 
 
 def make_prompts(seed: int, num: int = 20, longest: int = 27) -> list[list[int]]:
@@ -31,18 +31,18 @@ def make_prompts(seed: int, num: int = 20, longest: int = 27) -> list[list[int]]
     common = [rng.randrange(VOCAB_SIZE) for _ in range(17)]
     prompts = []
     for i in range(num):
-        own = [rng.randrange(VOCAB_SIZE) for _ in range(1 + (i * 7) % longest)]
-        prompts.append(common + own[:8] if i % 4 == 3 else own)
-    prompts[1] = prompts[0][:] + prompts[1]  # longer by a turn, as a chat is
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(1 + (i * 7) % longest)]
+        prompts.append(common + prompt[:8] if i % 4 == 3 else prompt)
+    prompts[1] = prompts[0][:] + prompts[1]  # one turn longer, as in a chat
     return prompts
 
 
-def greedy_answers(path: Path, prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
-    """Transformers' own `generate`, in float32, one prompt at a time; and how close a decision came to a tie."""
+def greedy_tokens(path: Path, prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
+    """Greedy tokens of Transformers' `generate` in float32, one prompt at a time, and the smallest top-two distance."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    answers, narrowest = [], 1.0
+    outputs, narrowest = [], 1.0
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
@@ -51,29 +51,29 @@ def greedy_answers(path: Path, prompts: list[list[int]], num_new: int) -> tuple[
         )  # fmt: skip
         with torch.inference_mode():
             logits = model(out).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == out[0, len(prompt) :].tolist()  # every position, without its cache
+        assert logits.argmax(-1).tolist() == out[0, len(prompt) :].tolist()  # every position, without a KV cache
         best = logits.topk(2).values
         narrowest = min(narrowest, float((best[:, 0] - best[:, 1]).min() / logits.abs().max()))
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers, narrowest
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs, narrowest
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
-    """`world(kind)`, made once. A model whose answers hang on a near-tie is not used: its seed is passed over."""
-    made: dict[str, World] = {}
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """`tiny_model(kind)`, created once. Skips seeds whose models have near-ties in their greedy tokens."""
+    models: dict[str, TinyModel] = {}
 
-    def get(kind: str) -> World:
-        if kind not in made:
+    def get(kind: str) -> TinyModel:
+        if kind not in models:
             prompts = make_prompts(seed=len(kind))
             for seed in range(20):
                 path = make_tiny_checkpoint(kind, tmp_path_factory.mktemp(kind), seed=seed)
-                answers, narrowest = greedy_answers(path, prompts, NUM_NEW)
+                outputs, narrowest = greedy_tokens(path, prompts, NUM_NEW)
                 if narrowest > MARGIN:
                     break
             else:
-                raise AssertionError(f"no {kind} with clear answers")
-            made[kind] = World(path, prompts, answers)
-        return made[kind]
+                raise AssertionError(f"no {kind} model without near-ties")
+            models[kind] = TinyModel(path, prompts, outputs)
+        return models[kind]
 
     return get

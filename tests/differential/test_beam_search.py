@@ -1,4 +1,4 @@
-"""Beam search in the engine gives Transformers' sequences and scores, however the engine gets there."""
+"""Beam search gives Transformers' sequences and scores, in every engine configuration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.policy import PreemptionMode
-from tests.differential.cases import Shaky
-from tests.differential.conftest import World
-from tests.differential.test_transformers import Steady
+from tests.differential.cases import PreemptingScheduler
+from tests.differential.conftest import TinyModel
+from tests.differential.test_transformers import ManualScheduler
 
 STOPS = [3, 41]
 NUM_NEW = 9
 
 
-class Answer(NamedTuple):
+class Beam(NamedTuple):
     token_ids: list[int]
     score: float
 
@@ -34,8 +34,8 @@ def _model(path: Path) -> Any:
 
 
 @cache
-def expected(path: Path, prompt: tuple[int, ...], width: int, penalty: float, early: bool | str) -> list[Answer]:
-    found = _model(path).generate(
+def expected(path: Path, prompt: tuple[int, ...], width: int, penalty: float, early: bool | str) -> list[Beam]:
+    generated = _model(path).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         num_beams=width,
@@ -49,16 +49,16 @@ def expected(path: Path, prompt: tuple[int, ...], width: int, penalty: float, ea
         return_dict_in_generate=True,
         output_scores=True,
     )
-    answers = []
-    for sequence, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
+    beams = []
+    for sequence, score in zip(generated.sequences.tolist(), generated.sequences_scores.tolist(), strict=True):
         output = sequence[len(prompt) :]
         end = next((i + 1 for i, token in enumerate(output) if token in STOPS), len(output))
-        answers.append(Answer(output[:end], score))
-    return answers
+        beams.append(Beam(output[:end], score))
+    return beams
 
 
-def search_and_compare(world: World, llm: LLM, width: int, penalty: float, early: Any, num: int = 6) -> None:
-    prompts = world.prompts[:num]
+def search_and_compare(tiny_model: TinyModel, llm: LLM, width: int, penalty: float, early: Any, num: int = 6) -> None:
+    prompts = tiny_model.prompts[:num]
     params = BeamSearchParams(
         beam_width=width,
         max_tokens=NUM_NEW,
@@ -68,68 +68,68 @@ def search_and_compare(world: World, llm: LLM, width: int, penalty: float, early
         stop_token_ids=STOPS,
     )
     for prompt, output in zip(prompts, llm.beam_search(prompts, params, use_tqdm=False), strict=True):
-        answers = expected(world.path, tuple(prompt), width, penalty, early)
-        assert [c.token_ids for c in output.outputs] == [a.token_ids for a in answers]
-        assert [c.score for c in output.outputs] == pytest.approx([a.score for a in answers], abs=1e-4)
+        beams = expected(tiny_model.path, tuple(prompt), width, penalty, early)
+        assert [c.token_ids for c in output.outputs] == [b.token_ids for b in beams]
+        assert [c.score for c in output.outputs] == pytest.approx([b.score for b in beams], abs=1e-4)
         assert [c.index for c in output.outputs] == list(range(width)) and output.finished
     stats = llm.kv_stats()
     assert stats.num_used == 0 == stats.num_host_used
 
 
 @pytest.fixture(autouse=True)
-def _shaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.frontend.build.Scheduler", Steady)
+def _use_manual_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.frontend.build.Scheduler", ManualScheduler)
 
 
-def open_llm(world: World, **options: Any) -> LLM:
+def open_llm(tiny_model: TinyModel, **options: Any) -> LLM:
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 900, "max_num_seqs": 48}
-    return LLM(str(world.path), **(defaults | options))
+    return LLM(str(tiny_model.path), **(defaults | options))
 
 
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("width", [2, 4, 6])
 def test_same_sequences_and_scores_as_transformers(
-    width: int, penalty: float, early: bool | str, world: Callable[[str], World]
+    width: int, penalty: float, early: bool | str, tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    made = world("llama")
-    with open_llm(made, block_size=8) as llm:
-        search_and_compare(made, llm, width, penalty, early, num=3)
+    model = tiny_model("llama")
+    with open_llm(model, block_size=8) as llm:
+        search_and_compare(model, llm, width, penalty, early, num=3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt2"])
-def test_of_other_families(kind: str, world: Callable[[str], World]) -> None:
-    made = world(kind)
-    with open_llm(made) as llm:
-        search_and_compare(made, llm, 4, 1.0, False)
+def test_other_model_families(kind: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model(kind)
+    with open_llm(model) as llm:
+        search_and_compare(model, llm, 4, 1.0, False)
 
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 @pytest.mark.parametrize("chunk", [8, 512])
-def test_through_preemption_chunks_and_blocks_of_any_size(
-    mode: str | None, block_size: int, chunk: int, world: Callable[[str], World]
+def test_same_beams_with_preemption_chunks_and_block_sizes(
+    mode: str | None, block_size: int, chunk: int, tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    made = world("llama")
-    with open_llm(made, block_size=block_size, max_num_batched_tokens=chunk, swap_space=0.01) as llm:
+    model = tiny_model("llama")
+    with open_llm(model, block_size=block_size, max_num_batched_tokens=chunk, swap_space=0.01) as llm:
         scheduler = llm.engine.scheduler
-        assert isinstance(scheduler, Shaky)
+        assert isinstance(scheduler, PreemptingScheduler)
         if mode is not None:
-            scheduler.shake(PreemptionMode(mode), seed=block_size, most=8)
-        search_and_compare(made, llm, 4, 1.0, False)
-        search_and_compare(made, llm, 4, 1.0, False)  # warm
+            scheduler.preempt_randomly(PreemptionMode(mode), seed=block_size, max_preemptions=8)
+        search_and_compare(model, llm, 4, 1.0, False)
+        search_and_compare(model, llm, 4, 1.0, False)  # warm
         assert bool(scheduler.num_preemptions) == bool(mode)
 
 
-def test_beams_among_other_requests(world: Callable[[str], World]) -> None:
-    """Greedy, four samples, a beam search and one that is aborted, in one batch: each its solo tokens."""
-    made = world("llama")
+def test_beam_search_in_a_mixed_batch(tiny_model: Callable[[str], TinyModel]) -> None:
+    """Greedy, four samples, a beam search and an aborted request in one batch give the tokens of single requests."""
+    model = tiny_model("llama")
     rng = random.Random(5)
-    prompts = [made.prompts[rng.randrange(len(made.prompts))] for _ in range(4)]
+    prompts = [model.prompts[rng.randrange(len(model.prompts))] for _ in range(4)]
     greedy = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     four = SamplingParams(n=4, seed=9, max_tokens=NUM_NEW, ignore_eos=True)
     beams = BeamSearchParams(beam_width=4, max_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=STOPS)
-    with open_llm(made) as llm:
+    with open_llm(model) as llm:
         engine = llm.engine
         for name, prompt, params in zip("gnb", prompts, (greedy, four, beams), strict=False):
             engine.add_request(name, prompt, params)
@@ -147,10 +147,10 @@ def test_beams_among_other_requests(world: Callable[[str], World]) -> None:
         assert [c.token_ids for c in found[name].outputs] == [c.token_ids for c in solo.outputs]
 
 
-def test_what_is_known_of_an_aborted_search(world: Callable[[str], World]) -> None:
-    made = world("llama")
-    with open_llm(made, async_scheduling=False) as llm:
-        llm.engine.add_request("b", made.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
+def test_an_aborted_beam_search_returns_its_beams(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    with open_llm(model, async_scheduling=False) as llm:
+        llm.engine.add_request("b", model.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
         for _ in range(5):
             llm.engine.step()
         output = llm.engine.abort("b")
@@ -159,15 +159,15 @@ def test_what_is_known_of_an_aborted_search(world: Callable[[str], World]) -> No
         assert llm.kv_stats().num_used == 0
 
 
-def test_logprobs_of_an_answer(world: Callable[[str], World]) -> None:
-    made = world("llama")
-    prompt = made.prompts[2]
-    with open_llm(made) as llm:
+def test_logprobs_of_beams(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    prompt = model.prompts[2]
+    with open_llm(model) as llm:
         params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True, logprobs=9)
         (output,) = llm.beam_search(prompt, params, use_tqdm=False)
     for completion in output.outputs:
         with torch.inference_mode():
-            logits = _model(made.path)(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+            logits = _model(model.path)(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1)
         assert completion.logprobs is not None and len(completion.logprobs) == 6
         for token, entry, row in zip(completion.token_ids, completion.logprobs, logprobs, strict=True):
@@ -177,12 +177,12 @@ def test_logprobs_of_an_answer(world: Callable[[str], World]) -> None:
         assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
 
 
-def test_the_best_of_several_samples(world: Callable[[str], World]) -> None:
-    made = world("llama")
-    with open_llm(made) as llm:
+def test_best_of_returns_the_most_probable_samples(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    with open_llm(model) as llm:
         common = {"seed": 4, "max_tokens": 7, "ignore_eos": True}
-        (ranked,) = llm.generate(made.prompts[4], SamplingParams(n=2, best_of=6, **common), use_tqdm=False)
-        (every,) = llm.generate(made.prompts[4], SamplingParams(n=6, logprobs=0, **common), use_tqdm=False)
+        (ranked,) = llm.generate(model.prompts[4], SamplingParams(n=2, best_of=6, **common), use_tqdm=False)
+        (every,) = llm.generate(model.prompts[4], SamplingParams(n=6, logprobs=0, **common), use_tqdm=False)
     best = sorted(every.outputs, key=lambda c: -(c.cumulative_logprob or 0))[:2]
     assert [c.token_ids for c in ranked.outputs] == [c.token_ids for c in best]
     assert [c.index for c in ranked.outputs] == [0, 1]

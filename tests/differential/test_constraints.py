@@ -1,4 +1,4 @@
-"""Random schemas, and what a random model makes of them: JSON that fits, however the engine gets there."""
+"""Structured outputs of a random model: JSON that fits random schemas, in every engine configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.policy import PreemptionMode
-from tests.differential.cases import Shaky
+from tests.differential.cases import PreemptingScheduler
 from tests.models.tiny import make_tiny_checkpoint
 
 CORPUS = ['{"name": "the dog", "size": 12, "tags": ["a", "b"], "on": true, "é": null, "漢字": [1, 2, 3]}' * 3]
@@ -25,7 +25,7 @@ MAX_TOKENS = 400
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a byte-level tokenizer: any text, in tokens of one byte or several."""
+    """A tiny model with a byte-level tokenizer, which can generate any text."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def open_llm(path: Path, **options: Any) -> LLM:
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """One whose documents are bounded in length."""
+    """A random schema whose documents have a maximum length."""
     make = rng.choice(
         [_string, _integer, _enum, _simple, _const]
         if depth > 2
@@ -115,7 +115,7 @@ def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a document is one of a schema's, as far as `random_schema` goes."""
+    """True if a document fits a schema; supports the keywords of `random_schema`."""
     if "anyOf" in schema:
         return any(fits(value, s) for s in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -146,11 +146,10 @@ def _fits_string(value: str, schema: dict[str, Any]) -> bool:
     return int(schema["minLength"]) <= len(value) <= int(schema["maxLength"])
 
 
-def test_the_judge() -> None:
-    """A judge that lets everything pass proves nothing."""
+def test_fits_rejects_documents() -> None:
     rng = random.Random(5)
-    verdicts = [fits(value, random_schema(rng)) for value in (1, "x", None, {}, [], {"a": 1}) for _ in range(50)]
-    assert 0 < sum(verdicts) < 75
+    results = [fits(value, random_schema(rng)) for value in (1, "x", None, {}, [], {"a": 1}) for _ in range(50)]
+    assert 0 < sum(results) < 75
     assert fits("é漢", {"type": "string", "minLength": 2, "maxLength": 2})
     assert not fits(True, {"type": "integer", "minimum": 0, "maximum": 1})
     assert not fits({"a": 1}, {"type": "object", "properties": {}, "required": []})
@@ -159,7 +158,7 @@ def test_the_judge() -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def ask(schemas: list[dict[str, Any]], first: int = 0) -> list[SamplingParams]:
+def structured_params(schemas: list[dict[str, Any]], first: int = 0) -> list[SamplingParams]:
     return [
         SamplingParams(
             temperature=1.0,
@@ -171,12 +170,12 @@ def ask(schemas: list[dict[str, Any]], first: int = 0) -> list[SamplingParams]:
     ]
 
 
-def run_and_judge(path: Path, num: int) -> None:
+def run_and_check(path: Path, num: int) -> None:
     rng = random.Random(num)
     schemas = [_object(rng, 0) for _ in range(num)]
     num_stopped, texts = 0, set()
     with open_llm(path) as llm:
-        outputs = llm.generate([f"number {i}" for i in range(num)], ask(schemas), use_tqdm=False)
+        outputs = llm.generate([f"number {i}" for i in range(num)], structured_params(schemas), use_tqdm=False)
         assert llm.kv_stats().num_used == 0
     for output, schema in zip(outputs, schemas, strict=True):
         (c,) = output.outputs
@@ -190,26 +189,26 @@ def run_and_judge(path: Path, num: int) -> None:
     assert len(texts) > 0.8 * num
 
 
-def test_what_stops_fits_its_schema(path: Path) -> None:
-    run_and_judge(path, 60)
+def test_finished_outputs_fit_their_schema(path: Path) -> None:
+    run_and_check(path, 60)
 
 
 @pytest.mark.slow
-def test_of_a_thousand_schemas_each_that_stops_fits(path: Path) -> None:
-    run_and_judge(path, 1000)
+def test_finished_outputs_fit_a_thousand_schemas(path: Path) -> None:
+    run_and_check(path, 1000)
 
 
-# -- however the engine gets there -------------------------------------------------------------------------------------
+# -- engine configurations ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> Iterator[list[list[list[int]]]]:
-    """Solo, each in an engine that has done nothing else."""
+    """Tokens of each request run alone, without prefix caching."""
     with open_llm(path, enable_prefix_caching=False) as llm:
-        yield [tokens_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in mixture()]  # type: ignore[arg-type]
+        yield [tokens_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in mixed_requests()]  # type: ignore[arg-type]
 
 
-def mixture() -> list[tuple[list[int], SamplingParams | BeamSearchParams]]:
+def mixed_requests() -> list[tuple[list[int], SamplingParams | BeamSearchParams]]:
     rng = random.Random(8)
     common = [rng.randrange(3, 300) for _ in range(20)]
     requests: list[SamplingParams | BeamSearchParams] = []
@@ -230,7 +229,7 @@ def tokens_of(output: RequestOutput) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 @pytest.mark.parametrize(("block_size", "chunk"), [(1, 512), (8, 12), (16, 512)])
-def test_the_same_tokens_whatever_happens(
+def test_same_tokens_with_preemption_chunks_and_block_sizes(
     mode: str | None,
     block_size: int,
     chunk: int,
@@ -239,13 +238,13 @@ def test_the_same_tokens_whatever_happens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if mode is not None:
-        monkeypatch.setattr("octavo.frontend.build.Scheduler", Shaky)
+        monkeypatch.setattr("octavo.frontend.build.Scheduler", PreemptingScheduler)
     with open_llm(path, block_size=block_size, max_num_batched_tokens=chunk, max_num_seqs=12, decode_window=3) as llm:
         if mode is not None:
-            llm.engine.scheduler.shake(PreemptionMode(mode), seed=block_size, most=25)  # type: ignore[attr-defined]
-        prompts, params = zip(*mixture(), strict=True)
+            llm.engine.scheduler.preempt_randomly(PreemptionMode(mode), seed=block_size, max_preemptions=25)  # type: ignore[attr-defined]
+        prompts, params = zip(*mixed_requests(), strict=True)
         found: dict[str, RequestOutput] = {}
-        for i, (prompt, request) in enumerate(mixture()):
+        for i, (prompt, request) in enumerate(mixed_requests()):
             llm.engine.add_request(str(i), prompt, request, grammar=llm._input_processor.compile_grammar(request))
         while llm.engine.has_work:
             found.update((o.request_id, o) for o in llm.engine.step())

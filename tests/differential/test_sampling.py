@@ -1,4 +1,4 @@
-"""Sampled tokens: the noise belongs to (seed, sample index, position), and the distribution is the one asked for."""
+"""Sampled tokens depend only on (seed, sample index, position), and have the requested distribution."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.core.policy import PreemptionMode
-from tests.differential.cases import Shaky
-from tests.differential.conftest import World
-from tests.differential.slow import changed
-from tests.differential.test_transformers import Steady
+from tests.differential.cases import PreemptingScheduler
+from tests.differential.conftest import TinyModel
+from tests.differential.test_transformers import ManualScheduler
+from tests.differential.uncached import processed_logits
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, transformers_logits
 
 NUM_NEW = 10
@@ -24,15 +24,15 @@ TOP_P = {"temperature": 0.8, "top_p": 0.9}
 
 
 def seeded(i: int, **kwargs: Any) -> SamplingParams:
-    """A different mix of filters for each request; the seed is its own."""
+    """Different filters and a different seed for each request i."""
     mix: list[dict[str, Any]] = [{}, {"top_k": 7}, TOP_P, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.95, "min_p": 0.01}]
-    words = {"temperature": 0.9, "max_tokens": NUM_NEW, "ignore_eos": True, "seed": 1000 + i} | mix[i % len(mix)]
-    return SamplingParams(**(words | kwargs))
+    params = {"temperature": 0.9, "max_tokens": NUM_NEW, "ignore_eos": True, "seed": 1000 + i} | mix[i % len(mix)]
+    return SamplingParams(**(params | kwargs))
 
 
-def make(world: World, **options: Any) -> LLM:
+def make(tiny_model: TinyModel, **options: Any) -> LLM:
     defaults: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 800, "max_num_seqs": 64}
-    return LLM(str(world.path), skip_tokenizer_init=True, **(defaults | options))
+    return LLM(str(tiny_model.path), skip_tokenizer_init=True, **(defaults | options))
 
 
 def samples(llm: LLM, prompts: Any, params: Any) -> list[list[list[int]]]:
@@ -41,15 +41,15 @@ def samples(llm: LLM, prompts: Any, params: Any) -> list[list[list[int]]]:
 
 
 @pytest.fixture
-def shaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.frontend.build.Scheduler", Steady)
+def manual_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.frontend.build.Scheduler", ManualScheduler)
 
 
 @pytest.fixture
-def wanted(world: Callable[[str], World]) -> list[list[list[int]]]:
-    """One request at a time."""
-    with make(world("qwen2"), enable_prefix_caching=False, async_scheduling=False) as llm:
-        prompts = world("qwen2").prompts
+def wanted(tiny_model: Callable[[str], TinyModel]) -> list[list[list[int]]]:
+    """Tokens of each request run alone."""
+    with make(tiny_model("qwen2"), enable_prefix_caching=False, async_scheduling=False) as llm:
+        prompts = tiny_model("qwen2").prompts
         return [samples(llm, [p], seeded(i, n=1 + 2 * (i % 3 == 0)))[0] for i, p in enumerate(prompts)]
 
 
@@ -59,36 +59,38 @@ def all_params(num: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize(("window", "caching", "overlap"), list(product([1, 8], [False, True], [False, True])))
 def test_seeds_reproduce_in_any_batch(
-    world: Callable[[str], World], wanted: Any, window: int, caching: bool, overlap: bool
+    tiny_model: Callable[[str], TinyModel], wanted: Any, window: int, caching: bool, overlap: bool
 ) -> None:
-    prompts = world("qwen2").prompts
+    prompts = tiny_model("qwen2").prompts
     params = all_params(len(prompts))
-    with make(world("qwen2"), decode_window=window, enable_prefix_caching=caching, async_scheduling=overlap) as llm:
+    with make(
+        tiny_model("qwen2"), decode_window=window, enable_prefix_caching=caching, async_scheduling=overlap
+    ) as llm:
         assert samples(llm, prompts, params) == wanted
-        assert samples(llm, prompts[::-1], params[::-1]) == wanted[::-1]  # at other places, and found in the cache
+        assert samples(llm, prompts[::-1], params[::-1]) == wanted[::-1]  # in other rows, with a warm prefix cache
         assert samples(llm, prompts[5:8], params[5:8]) == wanted[5:8]
         assert (llm.kv_stats().num_hits > 0) == caching
 
 
-@pytest.mark.usefixtures("shaky")
+@pytest.mark.usefixtures("manual_scheduler")
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 @pytest.mark.parametrize("window", [1, 8])
 def test_seeds_reproduce_under_preemption(
-    world: Callable[[str], World], wanted: Any, mode: PreemptionMode, window: int
+    tiny_model: Callable[[str], TinyModel], wanted: Any, mode: PreemptionMode, window: int
 ) -> None:
-    prompts = world("qwen2").prompts
-    with make(world("qwen2"), decode_window=window, max_num_batched_tokens=60) as llm:
+    prompts = tiny_model("qwen2").prompts
+    with make(tiny_model("qwen2"), decode_window=window, max_num_batched_tokens=60) as llm:
         scheduler = llm.engine.scheduler
-        assert isinstance(scheduler, Shaky)
-        scheduler.shake(mode, seed=1, most=30)
+        assert isinstance(scheduler, PreemptingScheduler)
+        scheduler.preempt_randomly(mode, seed=1, max_preemptions=30)
         assert samples(llm, prompts, all_params(len(prompts))) == wanted
         assert scheduler.num_preemptions >= 2
         assert (llm.kv_stats().num_swapped_in > 0) == (mode is PreemptionMode.SWAP)
 
 
-def test_samples_differ_and_the_first_is_what_one_alone_gives(world: Callable[[str], World]) -> None:
-    prompt = world("llama").prompts[:1]
-    with make(world("llama")) as llm:
+def test_samples_of_a_request_differ_and_do_not_depend_on_n(tiny_model: Callable[[str], TinyModel]) -> None:
+    prompt = tiny_model("llama").prompts[:1]
+    with make(tiny_model("llama")) as llm:
         ((alone,),) = samples(llm, prompt, seeded(0))
         (eight,) = samples(llm, prompt, seeded(0, n=8))
         (three,) = samples(llm, prompt, seeded(0, n=3))
@@ -98,12 +100,12 @@ def test_samples_differ_and_the_first_is_what_one_alone_gives(world: Callable[[s
         assert other != alone
 
 
-def test_without_a_seed_requests_differ_and_engines_repeat(world: Callable[[str], World]) -> None:
-    prompts = world("llama").prompts[:1] * 4
+def test_unseeded_requests_differ_and_depend_on_the_engines_seed(tiny_model: Callable[[str], TinyModel]) -> None:
+    prompts = tiny_model("llama").prompts[:1] * 4
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     runs = []
     for seed in (0, 0, 1):
-        with make(world("llama"), seed=seed) as llm:
+        with make(tiny_model("llama"), seed=seed) as llm:
             runs.append(samples(llm, prompts, params))
     assert len({tuple(t) for (t,) in runs[0]}) == 4
     assert runs[0] == runs[1] != runs[2]
@@ -128,11 +130,11 @@ FILTERS: list[dict[str, Any]] = [
         "top_p": 0.95,
     },
 ]
-NUM_DRAWS = 4096
+NUM_SAMPLES = 4096
 
 
 def exact(logits: torch.Tensor, params: SamplingParams) -> list[float]:
-    """The distribution by its definition, in float64 and plain Python: temperature, top_k, top_p, min_p."""
+    """Exact distribution in float64 and plain Python: temperature, top_k, top_p, min_p."""
     scaled = [x / params.temperature for x in logits.double().tolist()]
     total = math.fsum(math.exp(x) for x in scaled)
     left = sorted(((math.exp(x) / total, -t) for t, x in enumerate(scaled)), reverse=True)
@@ -154,7 +156,7 @@ def exact(logits: torch.Tensor, params: SamplingParams) -> list[float]:
 
 
 def chi_square(counts: Counter[int], probs: list[float]) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; tokens expected fewer than 5 times are one class."""
+    """The statistic and its degrees of freedom; tokens with an expectation below 5 form one class."""
     num = sum(counts.values())
     classes = [(counts[t], p * num) for t, p in enumerate(probs) if p * num >= 5]
     rest = (num - sum(c for c, _ in classes), num - math.fsum(e for _, e in classes))
@@ -163,27 +165,27 @@ def chi_square(counts: Counter[int], probs: list[float]) -> tuple[float, int]:
     return math.fsum((c - e) ** 2 / e for c, e in classes), len(classes) - 1
 
 
-WAYS = [(filters, "n") for filters in FILTERS] + [(filters, "seeds") for filters in FILTERS[-2:]]
+SOURCES = [(filters, "n") for filters in FILTERS] + [(filters, "seeds") for filters in FILTERS[-2:]]
 
 
 @pytest.mark.parametrize(
-    ("filters", "how"), WAYS, ids=[f"{how} {' '.join(f'{k}={v}' for k, v in f.items())}" for f, how in WAYS]
+    ("filters", "source"), SOURCES, ids=[f"{s} {' '.join(f'{k}={v}' for k, v in f.items())}" for f, s in SOURCES]
 )
-def test_first_tokens_are_distributed_as_asked(
-    tmp_path_factory: pytest.TempPathFactory, filters: dict[str, Any], how: str
+def test_first_tokens_have_the_requested_distribution(
+    tmp_path_factory: pytest.TempPathFactory, filters: dict[str, Any], source: str
 ) -> None:
     path = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("soft"), seed=5)
     prompt = [7, 3, 11]
     (logits,) = transformers_logits(path, [prompt])
-    params = SamplingParams(**({"temperature": 1.0, "max_tokens": 1, "n": 128 if how == "n" else 1} | filters))
-    probs = exact(torch.tensor(changed(logits[-1].tolist(), prompt, [], params, set())), params)
+    params = SamplingParams(**({"temperature": 1.0, "max_tokens": 1, "n": 128 if source == "n" else 1} | filters))
+    probs = exact(torch.tensor(processed_logits(logits[-1].tolist(), prompt, [], params, set())), params)
     counts: Counter[int] = Counter()
     with LLM(str(path), skip_tokenizer_init=True, num_gpu_blocks_override=2048, max_num_seqs=1024, seed=3) as llm:
-        outputs = llm.generate([prompt] * (NUM_DRAWS // params.n), params, use_tqdm=False)
+        outputs = llm.generate([prompt] * (NUM_SAMPLES // params.n), params, use_tqdm=False)
     for output in outputs:
         counts.update(c.token_ids[0] for c in output.outputs)
-    assert sum(counts.values()) == NUM_DRAWS
-    assert all(probs[t] > 0 for t in counts)  # nothing that the filters leave out
+    assert sum(counts.values()) == NUM_SAMPLES
+    assert all(probs[t] > 0 for t in counts)  # no token that the filters remove
     statistic, freedom = chi_square(counts, probs)
     assert freedom >= 2 and len(probs) == VOCAB_SIZE
     # Wilson and Hilferty: the cube root of chi-square / freedom is nearly normal. 4 standard deviations: 3 in 100,000.

@@ -1,4 +1,4 @@
-"""A real model: SmolLM2 answers 20 real prompts, all in one batch, with the tokens that Transformers gives."""
+"""SmolLM2 gives Transformers' greedy tokens for 20 prompts in one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.models.loading.loader import load_model
 MODEL = "smollm2-135m-instruct"
 NUM_NEW = 48
 MT_BENCH = Path(__file__).parents[3] / "shared" / "data" / "prompts" / "mt_bench_question.jsonl"
-OWN_PROMPTS = [
+PROMPTS = [
     "What is the capital of Italy?",
     "Write a haiku about rain on a tin roof.",
     "Explain in two sentences why the sky is blue.",
@@ -47,19 +47,19 @@ pytestmark = [
     pytest.mark.proof,
     pytest.mark.skipif(
         not any(row.is_cached for row in catalog.list_models() if row.name == MODEL),
-        reason=f"{MODEL} is not in the cache; `octavo models fetch {MODEL}` gets it",
+        reason=f"{MODEL} is not in the cache; run `octavo models fetch {MODEL}`",
     ),
 ]
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(MODEL, dtype="float32", max_model_len=512, max_num_seqs=20, num_gpu_blocks_override=400) as made:
-        yield made
+    with LLM(MODEL, dtype="float32", max_model_len=512, max_num_seqs=20, num_gpu_blocks_override=400) as llm:
+        yield llm
 
 
 def transformers_model(llm: LLM) -> Any:
-    """Transformers' Llama over the numbers of the same file."""
+    """Transformers' Llama with the weights of the same file."""
     import transformers
 
     spec = llm.spec
@@ -78,7 +78,7 @@ def transformers_model(llm: LLM) -> Any:
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    # Read once more: those of the engine are packed.
+    # Loaded again: the engine's weights are packed.
     plain = load_model(
         open_checkpoint(llm.config.args.model), spec, dtype=torch.float32, device="cpu", ops=reference, max_len=1
     )
@@ -86,12 +86,12 @@ def transformers_model(llm: LLM) -> Any:
     if spec.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # made on "meta" above, without numbers
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers were created on "meta" above
     return model.eval()
 
 
 def check(llm: LLM, model: Any, prompts: list[str]) -> None:
-    """Each token is the likeliest after those before it, for Transformers too: so it would have generated the same."""
+    """Each token is the argmax of Transformers' logits after the tokens before it."""
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=False)
     assert llm.stats().peak_running == len(prompts) == 20
@@ -105,13 +105,13 @@ def check(llm: LLM, model: Any, prompts: list[str]) -> None:
 
 
 def test_same_tokens_as_transformers(llm: LLM) -> None:
-    check(llm, transformers_model(llm), OWN_PROMPTS)
+    check(llm, transformers_model(llm), PROMPTS)
 
 
 @pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.skipif(not MT_BENCH.exists(), reason="no ../shared/data/prompts")
-def test_same_tokens_as_transformers_that_reads_the_file_itself(llm: LLM) -> None:
+def test_same_tokens_as_transformers_gguf_loader(llm: LLM) -> None:
     import transformers
 
     path = catalog.cached_path(MODEL)

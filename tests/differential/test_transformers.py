@@ -1,4 +1,4 @@
-"""Greedy tokens equal Transformers', token for token, however the engine gets there."""
+"""Greedy tokens equal Transformers', in every engine configuration."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.core.policy import PreemptionMode
-from tests.differential.cases import LEVELS, Case, Shaky, all_cases, pairs_of, pairwise_cases
-from tests.differential.conftest import NUM_NEW, World
+from tests.differential.cases import LEVELS, Case, PreemptingScheduler, all_cases, pairs_of, pairwise_cases
+from tests.differential.conftest import NUM_NEW, TinyModel
 
 PAIRWISE = pairwise_cases()
 
 
-def run(case: Case, world: World) -> None:
-    prompts, answers = world.prompts, world.answers
+def run(case: Case, tiny_model: TinyModel) -> None:
+    prompts, expected = tiny_model.prompts, tiny_model.greedy
     if case.batch == 1:
-        which = random.Random(case.name).randrange(len(prompts))
-        prompts, answers = prompts[which : which + 1], answers[which : which + 1]
+        index = random.Random(case.name).randrange(len(prompts))
+        prompts, expected = prompts[index : index + 1], expected[index : index + 1]
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, n=case.n)
     with LLM(
-        str(world.path),
+        str(tiny_model.path),
         skip_tokenizer_init=True,
         block_size=case.block_size,
         num_gpu_blocks_override=3 * 20 * 45 // case.block_size + 20,
@@ -36,48 +36,50 @@ def run(case: Case, world: World) -> None:
         if case.warm:
             llm.generate(prompts, params, use_tqdm=False)
         if case.preemption:
-            assert isinstance(scheduler, Shaky)
-            scheduler.shake(PreemptionMode(case.preemption), seed=len(case.name), most=2 + case.batch)
+            assert isinstance(scheduler, PreemptingScheduler)
+            scheduler.preempt_randomly(
+                PreemptionMode(case.preemption), seed=len(case.name), max_preemptions=2 + case.batch
+            )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.kv_stats()
-        for output, answer in zip(outputs, answers, strict=True):
+        for output, tokens in zip(outputs, expected, strict=True):
             assert [c.index for c in output.outputs] == list(range(case.n))
             for completion in output.outputs:
-                assert completion.token_ids == answer, case.name
+                assert completion.token_ids == tokens, case.name
                 assert completion.finish_reason == "length"
-            if case.warm:  # whole blocks, and at least one token is left to compute
-                whole = (len(output.prompt_token_ids) - 1) // case.block_size * case.block_size
-                assert output.num_cached_tokens == whole
+            if case.warm:  # whole blocks; at least one token must be computed
+                num_cached = (len(output.prompt_token_ids) - 1) // case.block_size * case.block_size
+                assert output.num_cached_tokens == num_cached
         assert stats.num_used == 0 and stats.num_host_used == 0
         assert bool(scheduler.num_preemptions) == bool(case.preemption)
         assert bool(stats.num_swapped_out) == bool(stats.num_swapped_in) == (case.preemption == "swap")
-        # Only Mistral here has a window in every layer; behind it, blocks are given up while their sequences run on.
+        # Only Mistral has a sliding window in every layer here; blocks before it are freed while sequences run.
         assert not stats.num_dropped or case.kind == "mistral"
         assert stats.num_dropped or case.kind != "mistral" or case.batch == 1 or case.n > 1
         assert bool(stats.num_copied) == (case.n > 1 and case.block_size > 1) or case.batch == 1
 
 
 @pytest.fixture(autouse=True)
-def _shaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.frontend.build.Scheduler", Steady)
+def _use_manual_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.frontend.build.Scheduler", ManualScheduler)
 
 
-class Steady(Shaky):
-    """Calm until it is told to shake."""
+class ManualScheduler(PreemptingScheduler):
+    """Preempts nothing until `preempt_randomly` is called."""
 
-    _most = 0
+    _preemptions_left = 0
 
 
-def test_the_pairs_are_covered() -> None:
-    wanted = {pair for case in product(*LEVELS.values()) for pair in pairs_of(case)}
-    met = set().union(*(pairs_of(case) for case in PAIRWISE))
-    assert met == wanted
-    assert len(PAIRWISE) <= 24  # that is what makes it worth while
+def test_pairwise_cases_cover_all_pairs() -> None:
+    expected = {pair for case in product(*LEVELS.values()) for pair in pairs_of(case)}
+    covered = set().union(*(pairs_of(case) for case in PAIRWISE))
+    assert covered == expected
+    assert len(PAIRWISE) <= 24  # out of all combinations
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=[case.name for case in PAIRWISE])
-def test_same_tokens_as_transformers(case: Case, world: Callable[[str], World]) -> None:
-    run(case, world(case.kind))
+def test_same_tokens_as_transformers(case: Case, tiny_model: Callable[[str], TinyModel]) -> None:
+    run(case, tiny_model(case.kind))
 
 
 @pytest.mark.slow
@@ -85,8 +87,8 @@ def test_same_tokens_as_transformers(case: Case, world: Callable[[str], World]) 
 @pytest.mark.parametrize("preemption", LEVELS["preemption"])
 @pytest.mark.parametrize("kind", LEVELS["kind"])
 def test_same_tokens_as_transformers_in_every_case(
-    kind: str, preemption: str | None, block_size: int, world: Callable[[str], World]
+    kind: str, preemption: str | None, block_size: int, tiny_model: Callable[[str], TinyModel]
 ) -> None:
     for case in all_cases():
         if (case.kind, case.preemption, case.block_size) == (kind, preemption, block_size):
-            run(case, world(kind))
+            run(case, tiny_model(kind))

@@ -1,10 +1,10 @@
-"""Clients that mean harm, one at a time, beside 64 streams of another key (`make reliability`).
+"""Hostile clients, one at a time, during 64 streams of another key (`make reliability`).
 
-Each client runs in a process of its own, niced, and sends the same request over a few connections as fast as it is
-answered. The streams and the probes of /health run meanwhile. A client passes if it costs the streams at most a tenth
-of their tokens a second and leaves the 99th percentile of /health under 100 ms.
+Each client runs in its own niced process and repeats one request over a few connections as fast as it is answered.
+The streams and probes of /health run meanwhile. A trial passes if the streams lose at most a tenth of their tokens a
+second and the 99th percentile of /health stays under 100 ms.
 
-    python -m tests.proof.hostile_clients NAME PORT     one client, until it is killed
+    python -m tests.proof.hostile_clients NAME PORT     one client, until killed
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.serve.raw_client import RawClient, request_once
 
 HOSTILE_KEY = "hostile"
 NUM_STREAMS, PACE_S = 64, 0.025
-"""As many tokens a second as a GPU gives to a model of a few billion parameters: the API's process has work to do."""
+"""The tokens per second of a model with a few billion parameters on a GPU, so that the API process is busy."""
 NUM_CONNECTIONS = 4
 HEALTH_P99_S, STREAMS_SHARE = 0.1, 0.9
 PROBE_PERIOD_S = 0.02
@@ -51,7 +51,7 @@ def _call(arguments: str) -> dict[str, Any]:
 
 
 def requests() -> dict[str, tuple[str, bytes]]:
-    """Each hostile client's request: its path and its body."""
+    """The request of each hostile client: path and body."""
     schema: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
     nested: dict[str, Any] = {"type": "string"}
     for _ in range(24):
@@ -125,7 +125,7 @@ def requests() -> dict[str, tuple[str, bytes]]:
 
 
 async def attack(name: str, port: int) -> None:
-    """Sends one client's request over and over. Prints a line at every answer: its status and code."""
+    """Repeats one client's request. Prints the status and code of every response."""
     path, body = requests()[name]
 
     async def connection() -> None:
@@ -143,9 +143,10 @@ async def attack(name: str, port: int) -> None:
 
 @dataclass(slots=True)
 class Neighbours:
-    """The streams and the probes of /health beside a hostile client.
+    """The streams and the probes of /health during an attack.
 
-    token_at    when each token came, on the monotonic clock; health_s: seconds that each probe took
+    token_at  arrival of each token, on the monotonic clock
+    health_s  duration of each probe in seconds
     """
 
     tally: Tally
@@ -186,7 +187,7 @@ class Neighbours:
             await asyncio.sleep(max(0.0, begin + PROBE_PERIOD_S - time.monotonic()))
 
     async def rate(self, seconds: float) -> float:
-        """Tokens a second, over the next `seconds`."""
+        """Tokens per second over the next `seconds`."""
         begin = time.monotonic()
         await asyncio.sleep(seconds)
         end = time.monotonic()
@@ -195,7 +196,7 @@ class Neighbours:
 
 async def hostile(tally: Tally, world: World) -> None:
     """Each hostile client in turn."""
-    from tests.proof.server_trials import serving  # which lists this trial
+    from tests.proof.server_trials import serving  # server_trials imports this module
 
     names = list(requests())[:: max(1, round(1 / world.scale))]
     model = make_talking_checkpoint(world.folder / "long", max_position_embeddings=MAX_MODEL_LEN)
@@ -204,12 +205,12 @@ async def hostile(tally: Tally, world: World) -> None:
     figures = []
     async with serving(tally, replace(world, model=str(model)), *options, faults={"pace_s": PACE_S}) as server:
         for name in names:
-            figures.append(await beside(tally, server.port, name))
+            figures.append(await measure(tally, server.port, name))
     tally.figures = "\n    ".join(figures)
 
 
-async def beside(tally: Tally, port: int, name: str) -> str:
-    """One hostile client beside the streams; a line that says what it cost them."""
+async def measure(tally: Tally, port: int, name: str) -> str:
+    """Runs one hostile client during the streams; returns a line with its cost."""
     neighbours = Neighbours(tally, port)
     tasks = [asyncio.ensure_future(neighbours.stream(number)) for number in range(NUM_STREAMS)]
     tasks.append(asyncio.ensure_future(neighbours.probe()))

@@ -1,16 +1,16 @@
-"""An engine process on the oracle, which checks all of memory at every step, starts in no time, and fails on demand.
+"""An engine process on the oracle: it checks all of memory at every step, starts at once, and fails on demand.
 
     python tests/proof/oracle_engine.py '{"step_s": 0.01, "die_at": 7}' FD
 
-step_s      each step takes so long
-slow_at     [step, seconds]: this one takes longer; busy_at: with work that lets no other thread get its turn
-raise_in    [hook, number]: so many calls of a part of the loop (`HOOKS`) go well, the next raises as only a bug does
-die_at      the process is killed in this step; stop_at: it stops, but lives
-hold        a file: the second step ends only when it has gone; first steps may take their time
-poison      a prompt with this token kills the process as soon as it is computed
-no_answer   questions that the engine fails on
-fail_in     a phase of the start that raises; die_in: in which it is killed
-once        a file: all of this happens only while it is there, and the process takes it away
+step_s      duration of each step
+slow_at     [step, seconds]: a slow step; busy_at: one that also holds the GIL
+raise_in    [hook, number]: a part of the loop (`HOOKS`) raises a bug after that many successful calls
+die_at      the step in which the process is killed; stop_at: in which it is stopped (SIGSTOP)
+hold        a file: the second step ends only when the file is gone; first steps may be slow
+poison      a token that kills the process when a prompt with it is computed
+no_answer   RPC methods that fail
+fail_in     a phase of the start that raises; die_in: in which the process is killed
+once        a file: the faults happen only if it exists; the process removes it
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class FaultyOracle(Oracle):
 
 
 def trap(parts: dict[str, Any], hook: str, number: int) -> None:
-    """One call of a hook raises."""
+    """Makes one call of a hook raise."""
     part, _, name = hook.partition(".")
     inner, calls = getattr(parts[part], name), itertools.count()
 

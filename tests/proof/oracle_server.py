@@ -1,9 +1,9 @@
-"""`octavo serve` with an engine on the oracle: no device's time is spent, and every step checks all of memory.
+"""`octavo serve` with an engine on the oracle: no device computes, and every step checks all of memory.
 
     python tests/proof/oracle_server.py '{"step_s": 0.01}' serve MODEL --port 0 ...
 
-The first argument is what `oracle_engine.py` takes, or, with `pace_s`, `paced_engine.py`, which has a real model. A
-shell's usual limit of open files holds at the start: what is beyond it the server has to raise itself.
+The first argument goes to `oracle_engine.py`, or with `pace_s` to `paced_engine.py`, which has a real model. The limit
+of open files starts at a shell's usual one; the server has to raise it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINE_COMMAND = (sys.executable, str(Path(__file__).with_name(PROGRAM)), sys.ar
 USUAL_FILES = 1024
 
 if __name__ == "__main__":
-    with contextlib.suppress(ValueError):  # it is lower already
+    with contextlib.suppress(ValueError):  # the hard limit is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     launcher.EngineClient = functools.partial(EngineClient, command=ENGINE_COMMAND)  # type: ignore[assignment,misc]
     sys.exit(command(sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""An engine process with a real model, whose steps take at least as long as a larger model's would.
+"""An engine process with a real model and a minimal step duration, that of a larger model.
 
 python tests/proof/paced_engine.py '{"pace_s": 0.02}' FD
 """

@@ -1,15 +1,15 @@
-"""Faults by the hundred, over an engine in a process of its own, and over a whole server:
+"""Hundreds of faults in an engine process and in a whole server:
 `python -m tests.proof.reliability [--scale 1]`.
 
-Each trial prints a line: how many requests it ran, and how many of them were
+Each trial prints a line: the number of requests it ran, and how many of them were
 
-    lost     ended with an error that was not theirs
-    hung     had not ended long after they should have
-    wrong    told a token that the undisturbed engine does not tell, or one twice, or too few
-    leaked   left a process, a socket's directory or a block of memory behind (counted once a trial)
+    lost     ended with an error that they did not cause
+    hung     did not end in time
+    wrong    had other tokens than those of an undisturbed engine
+    leaked   left a process, a socket directory or a block of memory (counted once a trial)
 
-and the longest times that it took to notice a fault, and to be back; below it what else it measured. Exit code 1 unless
-all four are 0 everywhere and everything is within its bound.
+and the longest times to notice a fault and to recover. Further measurements follow. The exit code is 0 if all four are
+0 everywhere and every time is within its bound.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, para
 from tests.serve.event_loop import run
 
 NOTICED_S, BACK_S, SILENCE_S = 1.0, 10.0, 11.0
-"""A killed engine is noticed within the first and serves again within the second; a stopped one is noticed within the
-third."""
+"""Bounds in seconds: to notice a killed engine, to serve again, and to notice a stopped one."""
 ALONE_S = 5.0
-"""An engine whose parent has gone is gone as soon; one that is only being started, when it comes to look."""
+"""Bound in seconds for an engine to exit after its parent; one that is starting exits at its first check."""
 
 
-async def told(client: EngineClient, prompt: Any, params: SamplingParams) -> list[list[int]]:
-    """All that a stream tells of each sample; it must grow and never take back."""
+async def stream_tokens(client: EngineClient, prompt: Any, params: SamplingParams) -> list[list[int]]:
+    """The tokens of each sample of a stream, which must only grow."""
     so_far: dict[int, list[int]] = {}
     async for output in client.generate(prompt, params):
         for completion in output.outputs:
@@ -61,7 +60,7 @@ async def told(client: EngineClient, prompt: Any, params: SamplingParams) -> lis
 
 @contextlib.asynccontextmanager
 async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineClient]:
-    """After it nothing of the engine is left."""
+    """Context manager: afterwards nothing of the engine may be left."""
     before = residue()
     async with client:
         yield client
@@ -71,7 +70,7 @@ async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineCli
 
 
 async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: float) -> None:
-    """A signal for the engine, and what comes of it."""
+    """Sends a signal to the engine and measures the recovery."""
     if client.pid is None:
         return
     begin = time.monotonic()
@@ -83,18 +82,18 @@ async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: flo
 
 
 async def streams_under_fire(tally: Tally, world: World, number: int, times: int, timeouts: EngineTimeouts) -> None:
-    """16 streams without end, and a signal every now and then."""
+    """16 endless streams, and repeated signals."""
     chance, over = random.Random(0), asyncio.Event()
 
     async def stream(client: EngineClient, prompt: str) -> None:
         while not over.is_set():
-            await tally.check(told(client, prompt, params_of(prompt)), world.wanted[prompt])
+            await tally.check(stream_tokens(client, prompt, params_of(prompt)), world.wanted[prompt])
 
     async with at_rest(tally, real_client(world.model, timeouts=timeouts)) as client:
         streams = [asyncio.ensure_future(stream(client, prompt)) for prompt in PROMPTS]
         for _ in range(times):
-            before = num_told(client)
-            await tally.until(lambda: num_told(client) > before, LONG_S)  # noqa: B023
+            before = num_streamed(client)
+            await tally.until(lambda: num_streamed(client) > before, LONG_S)  # noqa: B023
             await asyncio.sleep(chance.uniform(0.0, 0.3))
             noticed_s = SILENCE_S if number == signal.SIGSTOP else NOTICED_S
             await strike(tally, client, number, noticed_s)
@@ -102,8 +101,8 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
         await asyncio.gather(*streams)
 
 
-def num_told(client: EngineClient) -> int:
-    """Tokens of the requests that run, or have ended."""
+def num_streamed(client: EngineClient) -> int:
+    """Number of tokens of running and finished requests."""
     ended = client._past.num_generation_tokens + client._stats.engine.num_generation_tokens
     return ended + sum(
         s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client._handles.values()
@@ -122,7 +121,7 @@ ORACLE_PARAMS = SamplingParams(max_tokens=40, seed=1)
 
 
 async def hooks(tally: Tally, world: World) -> None:
-    """An exception in each part of the loop, early and late."""
+    """Exceptions in each part of the loop, early and late."""
     for hook in HOOKS:
         for number in (0, 1, 7, 23)[: world.times(4)]:
             with tempfile.NamedTemporaryFile(delete=False) as once:
@@ -132,7 +131,7 @@ async def hooks(tally: Tally, world: World) -> None:
                 await asyncio.gather(
                     *[
                         tally.check(
-                            told(client, oracle_prompt(i), ORACLE_PARAMS),
+                            stream_tokens(client, oracle_prompt(i), ORACLE_PARAMS),
                             reference_outputs(oracle_prompt(i), ORACLE_PARAMS),
                         )
                         for i in range(8)
@@ -141,15 +140,15 @@ async def hooks(tally: Tally, world: World) -> None:
 
 
 async def leaving(tally: Tally, world: World) -> None:
-    """Readers that leave whenever they like: before their turn, in the middle, at the end."""
+    """Clients that disconnect while they wait, in the middle, and at the end."""
     chance = random.Random(1)
     room = asyncio.Semaphore(64)
 
     async def one(client: EngineClient, number: int) -> None:
         async with room:
             prompt, wanted = oracle_prompt(number % 50), reference_outputs(oracle_prompt(number % 50), ORACLE_PARAMS)
-            if number % 10 == 0:  # they stay, and must notice nothing
-                await tally.check(told(client, prompt, ORACLE_PARAMS), wanted)
+            if number % 10 == 0:  # these stay and must not be affected
+                await tally.check(stream_tokens(client, prompt, ORACLE_PARAMS), wanted)
                 return
             tally.runs += 1
             stream = client.generate(prompt, ORACLE_PARAMS)
@@ -165,7 +164,7 @@ async def leaving(tally: Tally, world: World) -> None:
 
 
 async def starts(tally: Tally, world: World) -> None:
-    """An engine that fails or dies in each phase of its start, the first time: its cause is told."""
+    """An engine that fails or dies in each phase of its first start: the cause is reported."""
     for phase in PHASES:
         for fault in ("fail_in", "die_in"):
             before = residue()
@@ -181,7 +180,7 @@ async def starts(tally: Tally, world: World) -> None:
 
 
 async def orphans(tally: Tally, world: World) -> None:
-    """The parent is killed, at any time of the engine's life."""
+    """The parent is killed at any time of the engine's life."""
     program = f"""
 import asyncio
 from tests.engine.process.engines import last_of, oracle_client
@@ -235,7 +234,7 @@ def main() -> int:
     )
     good = True
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        tempfile.tempdir = os.environ["TMPDIR"] = folder  # others' sockets are none of ours
+        tempfile.tempdir = os.environ["TMPDIR"] = folder  # ignore sockets of other processes
         model = str(make_talking_checkpoint(Path(folder) / "model"))
         with LLM(model, dtype="float32", block_size=4, num_gpu_blocks_override=200, max_num_seqs=16) as llm:
             outputs = llm.generate(PROMPTS, [params_of(prompt) for prompt in PROMPTS], use_tqdm=False)

@@ -1,5 +1,5 @@
-"""Trials of a whole server, over its sockets: it drains, holds a crowd, is asked for more than it can do, and runs
-without a single assert. Parts of `python -m tests.proof.reliability`.
+"""Trials of a whole server over its sockets: graceful shutdown, thousands of streams, overload, and a run without
+asserts. Parts of `python -m tests.proof.reliability`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Found = TypeVar("Found")
 
 ROOT = Path(__file__).parents[2]
 LEFT_S = 2.0
-"""A server that is told to leave has left so long after its time, or after the second time it was told."""
+"""Bound in seconds for a server to exit after its shutdown timeout, or after the second signal."""
 START_S = 60.0
 SHARE, SLO_S, RECOVERED_S = 0.9, 4.0, 5.0
-"""Of the best rate of good answers, what must be left of it under any load; one is good whose first token came in time.
-And how long after the load a request may be refused."""
+"""Minimal share of the best goodput under any load (a good response has its first token in time), and the time after
+the load for which requests may be refused."""
 MEMORY_BYTES = 2 << 30
 
 
 class Server:
-    """A process that serves, and what it has started."""
+    """A server process and its children."""
 
     def __init__(self, command: Sequence[str], **environment: str) -> None:
         self.log = Path(tempfile.mkstemp(prefix="log-")[1])
@@ -63,7 +63,7 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """Of its children the engine; the others read bodies and tokenise."""
+        """The engine's process id; other children parse bodies and tokenise."""
         children = children_of(self.process.pid)
         (pid,) = (
             pid for pid in children if b"octavo.frontend.engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -72,7 +72,7 @@ class Server:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that its processes ever had, each for itself; what they share is counted twice."""
+        """The sum of the peak memory of its processes; shared memory is counted twice."""
         total = 0
         for pid in self.pids:
             with contextlib.suppress(OSError):
@@ -81,12 +81,12 @@ class Server:
         return total
 
     async def load(self) -> int:
-        """Requests that are being answered; -1 where it does not say."""
+        """Number of requests in progress; -1 if unknown."""
         answer = await request_once(self.port, path="/load")
         return int(json.loads(answer.body)["server_load"]) if answer.status == 200 else -1
 
     async def at_rest(self) -> bool:
-        """Whether nothing of any request is left, some time soon."""
+        """Whether no request is left, after a short wait."""
         begin = time.monotonic()
         while time.monotonic() - begin < LONG_S:
             held = json.loads((await request_once(self.port, path="/debug/kv")).body)
@@ -96,7 +96,7 @@ class Server:
         return False
 
     async def left(self, limit_s: float) -> float | None:
-        """Seconds until it had left; None if it had not by then."""
+        """Seconds until it exited; None after a timeout."""
         begin = time.monotonic()
         while self.process.poll() is None:
             if time.monotonic() - begin > limit_s:
@@ -109,14 +109,14 @@ class Server:
 async def serving(
     tally: Tally, world: World, *options: str, faults: dict[str, Any] | None = None, interpreter: Sequence[str] = ()
 ) -> AsyncIterator[Server]:
-    """A server, on the oracle if there are `faults`, else with the tiny model. Whatever it leaves behind is counted."""
+    """A server, on the oracle if there are `faults`, else with the tiny model. Counts leaks at its end."""
     before = residue()
     program = ["-m", "octavo.cli.main"]
     if faults is not None:
         program = [str(Path(__file__).with_name("oracle_server.py")), json.dumps(faults)]
-    told = ["--port", "0", "--api-key", KEY, "--block-size", "4"]
+    arguments = ["--port", "0", "--api-key", KEY, "--block-size", "4"]
     quiet = [part for path in QUIET for part in ("--disable-access-log-for-endpoints", path)]
-    server = Server([sys.executable, *interpreter, *program, "serve", world.model, *told, *quiet, *options])
+    server = Server([sys.executable, *interpreter, *program, "serve", world.model, *arguments, *quiet, *options])
     try:
         await server.ready()
         yield server
@@ -147,7 +147,7 @@ QUIET = ("/v1/completions", "/load", "/debug/kv", "/health", "/ready")
 
 @cache
 def right(number: int, max_tokens: int) -> list[int]:
-    """What the oracle's model says to a prompt."""
+    """The output of the oracle's model for a prompt."""
     return reference_outputs(oracle_prompt(number), SamplingParams(max_tokens=max_tokens, temperature=0))[0]
 
 
@@ -163,7 +163,7 @@ def asked(number: int, max_tokens: int) -> dict[str, Any]:
 
 
 def check(tally: Tally, answer: RawResponse, number: int, max_tokens: int, *, refusal: str | None = None) -> None:
-    """A stream that must be whole; or that may have been refused, or cut short, with that code."""
+    """Checks a stream: complete, or refused or ended with the code `refusal`."""
     wanted = right(number, max_tokens)
     if answer.status == 200 and answer.is_whole:
         tally.wrong += answer.token_ids != [wanted]
@@ -171,14 +171,14 @@ def check(tally: Tally, answer: RawResponse, number: int, max_tokens: int, *, re
     tally.lost += answer.code != refusal or refusal is None
     if answer.code != refusal:
         tally.notes.append(f"{answer.status} {answer.code}: {answer.body[-200:]!r}")
-    if answer.status == 200:  # what came is right as far as it goes
+    if answer.status == 200:  # the received tokens are correct
         tally.wrong += answer.token_ids != [wanted[: len(answer.token_ids[0])]]
     else:
         tally.wrong += "retry-after" not in answer.headers
 
 
 async def landed(tally: Tally, tasks: Sequence[asyncio.Future[Found]], seconds: float) -> list[Found | None]:
-    """What became of each, in order; None, and counted, for those that still run by then or have failed."""
+    """The results in order; None, and counted, for tasks that still run or have failed."""
     _, pending = await asyncio.wait(tasks, timeout=seconds)
     found: list[Found | None] = []
     for task in tasks:
@@ -196,15 +196,15 @@ async def landed(tally: Tally, tasks: Sequence[asyncio.Future[Found]], seconds: 
 
 STREAMS = 64
 DRAINS = ((30.0, False), (30.0, False), (3.0, False), (0.0, False), (30.0, True))
-"""Seconds that requests get to end, and whether the server is told twice."""
+"""Shutdown timeouts in seconds, and whether a second signal is sent."""
 
 
 async def drains(tally: Tally, world: World) -> None:
-    """SIGTERM under 64 streams, 16 of which wait: they end, or are told why not; new ones are turned away."""
+    """SIGTERM during 64 streams, 16 of which wait: they finish or get an error; new requests are refused."""
     chance, worst_s = random.Random(3), 0.0
     for number in range(world.times(20)):
         timeout_s, twice = DRAINS[number % len(DRAINS)]
-        step_s = 0.01 if timeout_s == 30 and not twice else 0.03  # the others are cut off in the midst
+        step_s = 0.01 if timeout_s == 30 and not twice else 0.03  # the others are ended
         options = ["--max-num-seqs", "48", "--num-gpu-blocks-override", "4000", "--shutdown-timeout", str(timeout_s)]
         async with serving(tally, world, *options, faults={"step_s": step_s}) as server:
             sizes = [(i % 50, 150 + i % 60) for i in range(STREAMS)]
@@ -248,7 +248,7 @@ async def drains(tally: Tally, world: World) -> None:
 
 
 async def turned_away(tally: Tally, server: Server) -> None:
-    """While it drains."""
+    """Requests during the shutdown."""
     begin = time.monotonic()
     while (await request_once(server.port, path="/ready")).status != 503 and time.monotonic() - begin < LONG_S:
         await asyncio.sleep(0.01)
@@ -262,8 +262,8 @@ async def turned_away(tally: Tally, server: Server) -> None:
 
 
 async def hang_ups(tally: Tally, world: World) -> None:
-    """Clients that go away at any byte of what they send or get, in each way that there is; and others that stay, and
-    must notice nothing. The pool is too small for all, so that some go while they wait, or were preempted."""
+    """Clients that disconnect at any byte, in every way, and others that stay and must not be affected. The pool
+    is too small for all, so that some disconnect while they wait or are preempted."""
     chance, room = random.Random(5), asyncio.Semaphore(64)
     ends: list[str] = []
     options = ["--max-num-seqs", "16", "--num-gpu-blocks-override", "100"]
@@ -287,17 +287,17 @@ async def hang_ups(tally: Tally, world: World) -> None:
                     tally.notes.append(str(error))
 
         await asyncio.gather(*(one(number, server.port) for number in range(world.times(10_000))))
-        told = (await request_once(server.port, path="/metrics")).body.decode()
+        metrics = (await request_once(server.port, path="/metrics")).body.decode()
     if (num_late := sum(end != "abort" for end in ends)) > len(ends) // 10:
         tally.miss(f"{num_late} of {len(ends)} requests went on though their clients had gone")
     counts = {
-        line.split("{")[0]: float(line.split()[-1]) for line in told.splitlines() if line.startswith("vllm:num_p")
+        line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("vllm:num_p")
     }
     tally.figures = f"{counts['vllm:num_preemptions_total']:,.0f} preemptions meanwhile"
 
 
 async def end_of(number: int, port: int) -> str:
-    """How the engine's part of a long request ended whose client had gone after the first token."""
+    """How a long request ended in the engine after its client disconnected at the first token."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(asked(number % 50, 220)).encode()
     writer.write(head_of(body) + body)
@@ -346,7 +346,7 @@ async def hang_up(chance: random.Random, number: int, port: int) -> None:
             while await reader.read(1 << 16):
                 pass
     except ConnectionError:
-        pass  # it is the server that hung up, which it may when half a connection is gone
+        pass  # the server may close a half-closed connection
     finally:
         writer.close()
 
@@ -357,8 +357,8 @@ CROWD, QUEUE, SEATS = 10_000, 4096, 64
 
 
 async def crowd(tally: Tally, world: World) -> None:
-    """Ten thousand streams at once: all of them are taken; then with the queue as it is unless told, the rest gets 429.
-    They come while a step lasts, so that nobody has gone before the last is here."""
+    """Ten thousand streams at once: all are admitted. Then, with the default queue, the rest gets 429. They arrive
+    during one step, so that none has finished before the last arrives."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     number = min(world.times(CROWD), limit - 200)
@@ -417,7 +417,7 @@ WARM_UP_S = 2.0
 
 
 class Crush:
-    """What comes back from a server, and what of it is any good, whatever the rate at which it is asked."""
+    """Measures a server's throughput and goodput at any request rate."""
 
     def __init__(self, tally: Tally, port: int) -> None:
         self._tally = tally
@@ -433,7 +433,7 @@ class Crush:
         self._number += 1
         tally.runs += 1
         client = self._idle.pop() if self._idle else RawClient(self._port)
-        if time.monotonic() - client.idle_since > 3:  # the server is about to hang up, or has
+        if time.monotonic() - client.idle_since > 3:  # the server closes idle connections
             client.close()
         begin = time.monotonic()
         try:
@@ -456,7 +456,7 @@ class Crush:
             self.num_refused += 1
 
     def rate(self, since: float, to: float) -> float:
-        """Good answers a second."""
+        """Good responses per second."""
         return sum(since < at <= to for at in self.good_at) / (to - since)
 
     def close(self) -> None:
@@ -465,13 +465,13 @@ class Crush:
 
 
 async def overload(tally: Tally, world: World) -> None:
-    """As many good answers a second as at best, however many are asked for; the rest gets 429 at once."""
+    """Goodput stays at its best under overload; the rest gets 429 at once."""
     seconds = max(5.0, 60.0 * world.scale)
     options = ["--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", "2000"]
     options += ["--max-num-queued-reqs", str(WAITING)]
     async with serving(tally, world, *options, faults={"step_s": STEP_S}) as server:
         peak = await closed_loop(tally, server.port, max(5.0, 20.0 * world.scale))
-        said = [f"{peak:.1f} good answers/s at best"]
+        figures = [f"{peak:.1f} good responses/s at best"]
         for times in (2, 5, 10):
             crush = Crush(tally, server.port)
             got, offered = await open_loop(crush, times * peak, seconds)
@@ -484,19 +484,19 @@ async def overload(tally: Tally, world: World) -> None:
             if (recovered_s := time.monotonic() - begin) > RECOVERED_S:
                 tally.miss(f"{recovered_s:.1f} s after the load a request was still refused")
             if not crush.num_refused:
-                tally.miss(f"nobody was refused when it was asked for {offered:.0f}/s")
+                tally.miss(f"no request was refused at {offered:.0f}/s")
             if got < SHARE * peak:
                 tally.miss(f"{got:.1f} good answers/s, where {peak:.1f}/s are possible, when asked for {offered:.0f}/s")
-            said.append(
+            figures.append(
                 f"{got:.1f} when asked for {offered:.0f}/s ({crush.num_refused:,} refused, first token within "
                 f"{p99_s:.1f} s for 99 %)"
             )
             crush.close()
-    tally.figures = "; ".join(said)
+    tally.figures = "; ".join(figures)
 
 
 async def closed_loop(tally: Tally, port: int, seconds: float) -> float:
-    """As many callers as fit, each of whom asks again as soon as it is answered."""
+    """As many clients as fit, each with one request after another."""
     crush, end = Crush(tally, port), time.monotonic() + seconds
 
     async def caller() -> None:
@@ -509,7 +509,7 @@ async def closed_loop(tally: Tally, port: int, seconds: float) -> float:
 
 
 async def open_loop(crush: Crush, rate: float, seconds: float) -> tuple[float, float]:
-    """Requests that come at random, and do not mind how the others fare. Good answers, and requests, a second."""
+    """Poisson arrivals, independent of the server. Returns good responses and requests per second."""
     chance, begin, tasks = random.Random(4), time.monotonic(), set()
     due = begin
     num_sent = 0
@@ -562,12 +562,12 @@ BAD: tuple[tuple[str, Any], ...] = (
     ("/tokenize", {"prompt": 3}),
     ("/detokenize", {"tokens": [10**6]}),
 )
-"""Bodies that deserve a refusal."""
+"""Bodies that must be refused."""
 
 
 async def no_asserts(tally: Tally, world: World) -> None:
-    """`python -O`: the answers are those of the engine in this process, refusals are those of a server with asserts,
-    a killed engine costs a pause, and the official client's tests pass."""
+    """`python -O`: responses equal those of the engine in this process, refusals those of a server with asserts, a
+    killed engine restarts, and the tests of the official client pass."""
     options = ["--dtype", "float32", "--num-gpu-blocks-override", "200", "--max-num-seqs", "16"]
     refusals: list[list[tuple[int, str | None]]] = []
     for interpreter in (["-O"], []):
@@ -580,9 +580,9 @@ async def no_asserts(tally: Tally, world: World) -> None:
                 refused.append((answer.status, answer.code))
             refusals.append(refused)
             if interpreter:
-                await tell_all(tally, world, server)
+                await check_all(tally, world, server)
                 os.kill(server.engine_pid, signal.SIGKILL)
-                await tell_all(tally, world, server)
+                await check_all(tally, world, server)
     for (path, body), without, with_asserts in zip(BAD, *refusals, strict=True):
         if without != with_asserts or not 400 <= without[0] < 500:
             tally.wrong += 1
@@ -590,19 +590,19 @@ async def no_asserts(tally: Tally, world: World) -> None:
     await official_client(tally, world)
 
 
-async def tell_all(tally: Tally, world: World, server: Server) -> None:
-    async def told(prompt: str) -> list[list[int]]:
+async def check_all(tally: Tally, world: World, server: Server) -> None:
+    async def stream_tokens(prompt: str) -> list[list[int]]:
         p = params_of(prompt)
         body = {"prompt": prompt, "return_token_ids": True, "stream": True, "n": p.n, "max_tokens": p.max_tokens}
         body |= {"temperature": p.temperature, "seed": p.seed, "stop": p.stop, "ignore_eos": p.ignore_eos}
         answer = await request_once(server.port, body | {"repetition_penalty": p.repetition_penalty})
         return answer.token_ids if answer.is_whole else [[-1]]
 
-    await asyncio.gather(*(tally.check(told(prompt), world.wanted[prompt]) for prompt in PROMPTS))
+    await asyncio.gather(*(tally.check(stream_tokens(prompt), world.wanted[prompt]) for prompt in PROMPTS))
 
 
 async def official_client(tally: Tally, world: World) -> None:
-    """Its own environment is made if it is missing; where that cannot be, this is left out, and said."""
+    """Creates the client's environment if it is missing. If that fails, the trial is skipped with a note."""
     from scripts.clients import python_of
 
     from tests.clients.tiny_server import serving as tiny
@@ -624,10 +624,10 @@ async def official_client(tally: Tally, world: World) -> None:
 
 
 TRIALS: dict[str, tuple[str, Callable[[Tally, World], Awaitable[None]]]] = {
-    "drains": ("told to leave under 64 streams", drains),
+    "drains": ("graceful shutdown during 64 streams", drains),
     "hang-ups": ("clients hang up at any time", hang_ups),
     "crowd": ("10,000 connections", crowd),
     "overload": ("asked for 2, 5, 10 times too much", overload),
-    "hostile": ("one hostile client beside 64 streams", hostile),
+    "hostile": ("one hostile client during 64 streams", hostile),
     "no-asserts": ("under python -O", no_asserts),
 }

@@ -1,4 +1,4 @@
-"""What a trial of `make reliability` works with, and what it saw."""
+"""Inputs and results of the trials of `make reliability`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from octavo import SamplingParams
 from octavo.errors import OctavoError
 
 LONG_S = 60.0
-"""A request that takes longer, faults of its engine included, hangs."""
+"""A request that takes longer, engine faults included, counts as hung."""
 
 
 @dataclass
 class Tally:
-    """What a trial saw. `late`: something is beyond its bound, and a note says what. `figures`: what else it found."""
+    """The results of a trial. `late`: a time exceeded its bound, with a note. `figures`: further measurements."""
 
     name: str
     runs: int = 0
@@ -43,12 +43,12 @@ class Tally:
         return "\n    ".join([text, *filter(None, [self.figures])])
 
     def miss(self, note: str) -> None:
-        """Something is beyond its bound."""
+        """Records an exceeded bound."""
         self.late = True
         self.notes.append(note)
 
     async def check(self, answer: Awaitable[Any], wanted: Any) -> None:
-        """One request, to its end."""
+        """Runs one request to its end and counts its result."""
         self.runs += 1
         try:
             got = await asyncio.wait_for(answer, LONG_S)
@@ -63,7 +63,7 @@ class Tally:
                 self.notes.append(f"{got} is not {wanted}")
 
     async def until(self, is_so: Callable[[], bool], limit_s: float) -> float:
-        """Seconds that it took."""
+        """Measures a duration in seconds."""
         begin = time.monotonic()
         while not is_so() and time.monotonic() - begin < max(limit_s, LONG_S):
             await asyncio.sleep(0.005)
@@ -74,7 +74,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class World:
-    """A tiny model, what it says undisturbed, how much of everything to do, and a folder for files."""
+    """A tiny model, its undisturbed outputs, the scale of the trials, and a folder for files."""
 
     model: str
     wanted: dict[str, list[list[int]]]

@@ -1,4 +1,4 @@
-"""The event loop of every test of the server: uvloop, which is the one that `octavo serve` runs on."""
+"""Runs server tests on uvloop, the event loop of `octavo serve`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import uvloop
 
 T = TypeVar("T")
 SETTLE_S = 0.01
-"""For the ends of connections and of children to arrive: uvloop does not close above an open one."""
+"""Time for connections and child processes to close: uvloop cannot close while one is open."""
 
 
 def run(main: Coroutine[Any, Any, T], limit_s: float | None = 200) -> T:
-    """The coroutine's result. One that takes longer than `limit_s` fails."""
+    """Runs a coroutine and returns its result. Fails after `limit_s`."""
 
     async def in_time() -> T:
         try:

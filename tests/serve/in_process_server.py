@@ -1,4 +1,4 @@
-"""A server in this process, over a tiny model that speaks, and what talks to it."""
+"""A server with a tiny model in the test process, and an HTTP client for it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from octavo.serve.args import ServeArgs
 from octavo.serve.http.middleware import ApiKeys
 from octavo.serve.service import EngineLimits, Service
 from octavo.serve.tracing import Tracing
-from tests.serve.event_loop import run as run  # with the server, for those who test one
+from tests.serve.event_loop import run as run  # re-exported for tests of the server
 
 NAME = "tiny"
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 16}
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 LONGEST = 128
-"""The tiny model's context."""
+"""The context length of the tiny model."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Server:
         return await self.client.post(path, json=body)
 
     async def complete(self, prompt: Any = "Hello", /, **body: Any) -> dict[str, Any]:
-        """A completion that must succeed: greedy, of eight tokens, unless told."""
+        """A completion that must succeed; by default greedy, with eight tokens."""
         asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
         return good(await self.post("/v1/completions", **asked))
 
@@ -49,7 +49,7 @@ class Server:
         return good(await self.post("/v1/chat/completions", **asked))
 
     async def events(self, path: str, /, **body: Any) -> list[Any]:
-        """The events of a stream, `[DONE]` left off after it was seen."""
+        """The events of a stream, without the final `[DONE]`, which is checked."""
         async with self.client.stream("POST", path, json={**body, "stream": True}) as response:
             text = (await response.aread()).decode()
             assert response.status_code == 200, text
@@ -57,7 +57,7 @@ class Server:
         return events_of(text)
 
     async def at_rest(self) -> None:
-        """Nothing is left of any request."""
+        """Waits until no request and no block is left."""
         for _ in range(5000):
             if (await self.engine.kv_stats()).num_used == 0 and not self.app.service.admission.num_requests:
                 return

@@ -1,4 +1,4 @@
-"""A client of a server's that can be there ten thousand times: as much of HTTP as that takes, and no more."""
+"""A minimal HTTP client, cheap enough for ten thousand instances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "key"
 
 @dataclass(slots=True)
 class RawResponse:
-    """`head_at`: when its status came, on the monotonic clock; that of a stream comes with its first token."""
+    """A response. `head_at`: arrival of the status on the monotonic clock; for a stream, with its first token."""
 
     status: int
     headers: dict[str, str]
@@ -24,18 +24,18 @@ class RawResponse:
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream; what is no JSON, as text."""
+        """The events of a stream; those that are not JSON as text."""
         frames = [f.removeprefix("data: ") for f in self.body.decode().split("\n\n") if f]
         return [json.loads(f) if f.startswith("{") else f for f in frames]
 
     @property
     def is_whole(self) -> bool:
-        """Whether a stream came to the end that it should."""
+        """Whether a stream ended normally."""
         return self.body.endswith(b"data: [DONE]\n\n") and self.code is None
 
     @property
     def code(self) -> str | None:
-        """Of the error that it is, or ends in."""
+        """The code of the error that it is or ends with."""
         if self.headers.get("content-type", "").startswith("text/event-stream"):
             errors = [e["error"]["code"] for e in self.events if isinstance(e, dict) and "error" in e]
             return errors[0] if errors else None
@@ -45,7 +45,7 @@ class RawResponse:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """Of each choice."""
+        """Token ids of each choice."""
         if not self.headers.get("content-type", "").startswith("text/event-stream"):
             return [choice["token_ids"] for choice in json.loads(self.body)["choices"]]
         so_far: dict[int, list[int]] = {}
@@ -56,7 +56,7 @@ class RawResponse:
 
 
 class RawClient:
-    """One connection, and one request after another over it. What breaks raises `OSError`."""
+    """One connection with sequential requests. A broken connection raises `OSError`."""
 
     def __init__(self, port: int, *, key: str = KEY) -> None:
         self._port = port
@@ -74,7 +74,7 @@ class RawClient:
         on_data: Callable[[bytes], object] = lambda data: None,
         raw: bytes | None = None,
     ) -> RawResponse:
-        """POST `body`, or `raw`; GET without either. `on_head` is called when the status has come, `on_data` with each
+        """POST `body`, or `raw`; GET without either. `on_head` is called on arrival of the status, `on_data` with each
         part of a stream."""
         content = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
         method = "GET" if body is None and raw is None else "POST"

@@ -1,9 +1,9 @@
-"""Everything that reads a stranger's bytes takes time in proportion to their number.
+"""Every parser of untrusted input takes linear time.
 
     python -m tests.serve.test_linear        the table: milliseconds at n, 2n and 4n
 
-Each reader is timed on n bytes of the kind that is worst for it, then on 2n and 4n. A quadratic one takes 16 times as
-long for 4n, a linear one 4 times. n grows until the time can be measured, so that a bad reader fails in a moment.
+Each parser is timed on n, 2n and 4n bytes of its worst input. A quadratic one takes 16 times as long for 4n, a linear
+one 4 times. n grows until the time can be measured, so that a quadratic parser fails quickly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARSER = request.RequestParser(("tiny",), SamplingParams(), has_tools=True)
 
 
 class Case(NamedTuple):
-    """A reader, and what it reads: `make(n)` has about n bytes or characters."""
+    """A parser and its input: `make(n)` has about n bytes or characters."""
 
     name: str
     make: Callable[[int], Any]
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 def _quietly(read: Callable[[Any], object]) -> Callable[[Any], object]:
-    """What is refused was read all the same."""
+    """Ignores refusals: the input was read."""
 
     def quiet(given: Any) -> None:
         with contextlib.suppress(ApiError, OctavoError, SecurityError):
@@ -78,11 +78,11 @@ def _jsons() -> list[Case]:
         "a fraction": lambda n: b'{"a": 0.' + b"1" * n + b"}",
         "a fraction between two floats": lambda n: b'{"a": 9007199254740993.' + b"0" * n + b"1}",
         "an exponent": lambda n: b'{"a": 1e' + b"9" * n + b"}",
-        "NaN behind a long key of many values": lambda n: (
+        "NaN after a long key of many values": lambda n: (
             b'{"%s": [%s], "z": NaN}' % (b"k" * (n // 2), b",".join([b"1"] * (n // 4)))
         ),
-        "NaN behind long keys, nested": lambda n: b'{"%s": ' % (b"k" * (n // 60)) * 60 + b"NaN" + b"}" * 60,
-        "half a character behind a long key": lambda n: (
+        "NaN after long keys, nested": lambda n: b'{"%s": ' % (b"k" * (n // 60)) * 60 + b"NaN" + b"}" * 60,
+        "half a character after a long key": lambda n: (
             b'{"%s": [%s], "z": "\\ud800"}' % (b"k" * (n // 2), b",".join([b'""'] * (n // 6)))
         ),
         "surrogate pairs": lambda n: b'{"a": "' + b"\\ud83d\\ude00" * (n // 12) + b'"}',
@@ -117,7 +117,7 @@ def _jsons() -> list[Case]:
 
 
 def _parameters() -> list[Case]:
-    say = [{"role": "user", "content": "a"}]
+    messages = [{"role": "user", "content": "a"}]
     bodies: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[dict[str, Any]], object]]] = {
         "an unknown name": (lambda n: {"prompt": "a", "k" * n: 1}, PARSER.parse_completion),
         "unknown names": (lambda n: {f"k{i}": 1 for i in range(n // 8)}, PARSER.parse_completion),
@@ -146,17 +146,17 @@ def _parameters() -> list[Case]:
             PARSER.parse_completion,
         ),
         "a pattern": (lambda n: {"prompt": "a", "structured_outputs": {"regex": "(" * n}}, PARSER.parse_completion),
-        "messages": (lambda n: {"messages": say * (n // 40)}, PARSER.parse_chat),
+        "messages": (lambda n: {"messages": messages * (n // 40)}, PARSER.parse_chat),
         "parts of a message": (
             lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (n // 30)}]},
             PARSER.parse_chat,
         ),
         "a role": (lambda n: {"messages": [{"role": "r" * n}]}, PARSER.parse_chat),
         "a tool's name": (
-            lambda n: {"messages": say, "tools": [{"type": "function", "function": {"name": "f" * n}}]},
+            lambda n: {"messages": messages, "tools": [{"type": "function", "function": {"name": "f" * n}}]},
             PARSER.parse_chat,
         ),
-        "a choice of a tool": (lambda n: {"messages": say, "tool_choice": "t" * n}, PARSER.parse_chat),
+        "a choice of a tool": (lambda n: {"messages": messages, "tool_choice": "t" * n}, PARSER.parse_chat),
         "calls": (
             lambda n: {
                 "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * (n // 30)}],
@@ -179,7 +179,7 @@ def _parameters() -> list[Case]:
 
 
 class _Connection:
-    """A `LimitedHttpProtocol` without a socket, whose requests nobody answers."""
+    """A `LimitedHttpProtocol` without a socket, whose requests are never answered."""
 
     def __init__(self) -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None: ...
@@ -207,7 +207,7 @@ class _Connection:
 def _connections() -> list[Case]:
     get, post = b"GET / HTTP/1.1\r\nHost: a\r\n", b"POST / HTTP/1.1\r\nHost: a\r\n"
     upgrade = get + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-    read_bytes = 1 << 18  # that uvloop reads at once
+    read_bytes = 1 << 18  # the size of uvloop's reads
 
     def pieces(data: bytes, size: int) -> list[bytes]:
         return [data[i : i + size] for i in range(0, len(data), size)]
@@ -249,7 +249,7 @@ def _headers() -> list[Case]:
     ]
     for kind in (b"a", b".", b":", b"[", b"1", b"[::", b"a."):
         make_host = lambda n, kind=kind: {"headers": [(b"host", kind * (n // len(kind)))]}  # noqa: E731
-        cases.append(Case(f"headers: a host of {kind.decode()!r}", make_host, AllowedHosts().refusal, most))
+        cases.append(Case(f"headers: a host of {kind.decode()!r}", make_host, AllowedHosts().check, most))
     for name, query in {
         "ampersands": lambda n: b"&" * n,
         "percents": lambda n: b"a=" + b"%" * n,
@@ -281,7 +281,7 @@ def _headers() -> list[Case]:
 
 
 def _parsed(size: int, **options: Any) -> Callable[[str], object]:
-    """An answer in pieces; 0: at once."""
+    """An output in pieces; 0: at once."""
 
     def read(text: str) -> None:
         parser = OutputParser(**options)
@@ -298,7 +298,7 @@ def _answers() -> list[Case]:
     thinking: dict[str, Any] = {"reasoning": True, "starts_in_reasoning": True, "tools": "hermes"}
     texts: dict[str, tuple[dict[str, Any], Callable[[int], str]]] = {
         "white space": (hermes, lambda n: " " * n),
-        "white space behind reasoning": (hermes, lambda n: "<think></think>" + " \n" * (n // 2)),
+        "white space after reasoning": (hermes, lambda n: "<think></think>" + " \n" * (n // 2)),
         "beginnings of a call": (hermes, lambda n: "<tool_call" * (n // 10)),
         "a call without an end": (hermes, lambda n: "<tool_call>" + "a" * n),
         "white space in a call": (hermes, lambda n: "<tool_call>" + " " * n),
@@ -309,11 +309,11 @@ def _answers() -> list[Case]:
         "calls that are none": (hermes, lambda n: "<tool_call>a</tool_call>" * (n // 24)),
         "calls": (hermes, lambda n: '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * (n // 54)),
         "arguments": (hermes, lambda n: '<tool_call>{"name": "f", "arguments": {"a": "' + '\\"' * (n // 2)),
-        "behind the arguments": (hermes, lambda n: '<tool_call>{"name": "f", "arguments": {}' + "}" * n),
+        "after the arguments": (hermes, lambda n: '<tool_call>{"name": "f", "arguments": {}' + "}" * n),
         "reasoning": (thinking, lambda n: "</" * (n // 2)),
         "reasoning that ends often": (thinking, lambda n: "</think>" * (n // 8)),
         "Llama: white space": (llama, lambda n: " " * n),
-        "Llama: white space behind the tag": (llama, lambda n: "<|python_tag|>" + " " * n),
+        "Llama: white space after the tag": (llama, lambda n: "<|python_tag|>" + " " * n),
         "Llama: a head without an end": (llama, lambda n: '{"name"' + " " * n),
         "Llama: calls": (llama, lambda n: '{"name": "f", "parameters": {}};' * (n // 32)),
         "Llama: braces": (llama, lambda n: '{"name": "f", "parameters": {}' + "}" * n),
@@ -365,9 +365,9 @@ CASES = [*_jsons(), *_parameters(), *_connections(), *_headers(), *_answers(), *
 
 
 def seconds(case: Case, num_bytes: int, runs: int = RUNS, enough_s: float = 0.0) -> float:
-    """The least processor time of some runs; the runs end when one took no more than `enough_s`."""
+    """The minimal CPU time of some runs; stops when one took at most `enough_s`."""
     given, least = case.make(num_bytes), float("inf")
-    gc.disable()  # it looks through all objects again and again while many are made
+    gc.disable()  # full collections would distort the times
     try:
         for _ in range(runs):
             begin = time.thread_time()
@@ -381,7 +381,7 @@ def seconds(case: Case, num_bytes: int, runs: int = RUNS, enough_s: float = 0.0)
 
 
 def measured(case: Case) -> tuple[int, float, float, float]:
-    """n, and the seconds that n, 2n and 4n bytes take."""
+    """n, and the times for n, 2n and 4n bytes in seconds."""
     num_bytes = 1 << 10
     while seconds(case, num_bytes, 2) < LEAST_S and 8 * num_bytes <= case.max_bytes:
         num_bytes *= 2

@@ -1,4 +1,4 @@
-"""What /metrics and the log say, after work whose numbers are known."""
+"""/metrics and the log, after known requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.serve.in_process_server import run, serving
 
 
 def values_of(text: str) -> dict[str, float]:
-    """Every series, by its name and its labels but those that all have."""
+    """All series, by name and labels, without the common labels."""
     found = {}
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -43,7 +43,7 @@ def values_of(text: str) -> dict[str, float]:
     return found
 
 
-def test_the_numbers_after_known_work(model: str) -> None:
+def test_metrics_after_known_requests(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             for _ in range(2):
@@ -94,34 +94,36 @@ def test_the_numbers_after_known_work(model: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "gaps", "total"),
     [
-        pytest.param([(1, 2, 0.0), (5, 2, 4.0)], 8, 8.0, id="told as they came"),
-        pytest.param([(4, 2, 3.0), (5, 2, 4.0)], 8, 8.0, id="the first ones told late"),
+        pytest.param([(1, 2, 0.0), (5, 2, 4.0)], 8, 8.0, id="reported at once"),
+        pytest.param([(4, 2, 3.0), (5, 2, 4.0)], 8, 8.0, id="first ones reported late"),
         pytest.param([(5, 2, 4.0)], 8, 8.0, id="all at once"),
         pytest.param([(1, 1, 0.0)], 0, 0.0, id="one token"),
         pytest.param([(0, 1, None)], 0, 0.0, id="none"),
     ],
 )
-def test_a_gap_before_every_token_but_the_first_of_a_sample(
+def test_inter_token_latency_has_one_entry_per_token_after_the_first(
     monkeypatch: pytest.MonkeyPatch, tokens: list[tuple[int, int, float | None]], gaps: int, total: float
 ) -> None:
-    """However the outputs were merged on their way, of (tokens of each sample so far, samples, when)."""
+    """Independent of how outputs are merged. An output is (tokens per sample so far, samples, time)."""
     clock = [10.0]
     monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
     metrics = Metrics("tiny", 64)
     tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
     for so_far, samples, at in tokens:
-        told = RequestMetrics(9.0, 9.0, None if at is None else 10.0, None if at is None else 10.0 + at)
-        told.num_generation_tokens = so_far * samples
+        stats = RequestMetrics(9.0, 9.0, None if at is None else 10.0, None if at is None else 10.0 + at)
+        stats.num_generation_tokens = so_far * samples
         clock[0] = 10.0 + (at or 0.0)
         outputs = [CompletionOutput(i, "", []) for i in range(samples)]
-        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
-    got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
+        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
+    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == gaps
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
 
 
 @pytest.mark.parametrize("shown", [[0, 1], [1]], ids=["all shown again", "only what is new"])
-def test_the_gaps_of_a_sample_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch, shown: list[int]) -> None:
+def test_inter_token_latency_after_other_samples_have_finished(
+    monkeypatch: pytest.MonkeyPatch, shown: list[int]
+) -> None:
     clock = [10.0]
     monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
     metrics = Metrics("tiny", 64)
@@ -131,18 +133,20 @@ def test_the_gaps_of_a_sample_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch
         (10.0, 2, [finished, CompletionOutput(1, "", [])]),
         (16.0, 5, [c for c in (finished, CompletionOutput(1, "", [])) if c.index in shown]),
     ]:
-        clock[0], told = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
-        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
-    got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
+        clock[0], stats = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
+        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
+    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == 3
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
 
 
-def test_whom_the_door_turns_away_is_counted(model: str) -> None:
+def test_rejected_requests_are_counted(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 1}, max_num_queued_reqs=0) as server:
             got = values_of((await server.client.get("/metrics")).text)
-            assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 0  # there before the first
+            assert (
+                got['vllm:admission_rejections_total{reason="queue_full"}'] == 0
+            )  # exported before the first rejection
             with server.app.service.admission.admit(1, 1):
                 assert (await server.post("/v1/completions", prompt="a")).status_code == 429
             await server.complete()
@@ -169,7 +173,7 @@ def test_restarts_are_counted(model: str, monkeypatch: pytest.MonkeyPatch) -> No
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
 
 
-def test_the_dashboard_asks_for_what_there_is(model: str) -> None:
+def test_dashboard_queries_existing_metrics(model: str) -> None:
     queries = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"(?:vllm|octavo):\w+|http_\w+", query)}
     labels = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)} - {"le"}
@@ -178,7 +182,7 @@ def test_the_dashboard_asks_for_what_there_is(model: str) -> None:
         async with serving(model) as server:
             await server.complete()
             text = (await server.client.get("/metrics")).text
-            text += (await server.client.get("/metrics")).text  # now with the first one among the answers
+            text += (await server.client.get("/metrics")).text  # now including the first request
             assert asked <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
             assert all(f'{label}="' in text for label in labels)
 
@@ -186,7 +190,7 @@ def test_the_dashboard_asks_for_what_there_is(model: str) -> None:
     assert len(queries) > 30 and {"octavo:blocks", "octavo:waits_total", "http_requests_total"} <= asked
 
 
-def test_running_and_waiting_are_seen_while_they_are(model: str) -> None:
+def test_running_and_waiting_requests_are_exported(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 2}) as server:
             tasks = [asyncio.ensure_future(server.complete(max_tokens=100)) for _ in range(5)]
@@ -202,26 +206,30 @@ def test_running_and_waiting_are_seen_while_they_are(model: str) -> None:
     run(main())
 
 
-def test_how_many_tokens_a_step_is_about(model: str) -> None:
+def test_tokens_per_step_are_recorded(model: str) -> None:
     async def main() -> None:
         metrics, prompt = Metrics("m", 128), [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
         params = SamplingParams(max_tokens=5)
         async with oracle_client(model) as client:
             client.on_step = metrics.iteration_tokens.observe
             await last_of(client, prompt, params)
-            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            got = values_of(metrics.render(await client.stats(), client.health()).decode())
             name = "vllm:iteration_tokens_total"
             assert (got[f"{name}_count"], got[f"{name}_sum"]) == (5, 11 + 5)
-            assert [got[f'{name}_bucket{{le="{le}.0"}}'] for le in (1, 8, 16)] == [4, 4, 5]  # the first has the prompt
+            assert [got[f'{name}_bucket{{le="{le}.0"}}'] for le in (1, 8, 16)] == [
+                4,
+                4,
+                5,
+            ]  # the first step has the prompt
             again = await last_of(client, prompt, params)
             assert again.num_cached_tokens == 8
-            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            got = values_of(metrics.render(await client.stats(), client.health()).decode())
             assert (got[f"{name}_count"], got[f"{name}_sum"]) == (10, 16 + 3 + 5)
 
     run(main())
 
 
-def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Path) -> None:
+def test_requests_waiting_for_an_engine_are_deferred(model: str, tmp_path: Path) -> None:
     (hold := tmp_path / "hold").touch()
 
     async def main() -> None:
@@ -236,19 +244,19 @@ def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Pa
                 await asyncio.sleep(0.002)
             late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
             await asyncio.sleep(0.05)
-            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            got = values_of(metrics.render(await client.stats(), client.health()).decode())
             assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (2, 0)
             by_reason = [got[f'vllm:num_requests_waiting_by_reason{{reason="{r}"}}'] for r in ("capacity", "deferred")]
             assert by_reason == [0, 2]
             hold.unlink()
             await asyncio.gather(first, late)
-            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            got = values_of(metrics.render(await client.stats(), client.health()).decode())
             assert got["vllm:num_requests_waiting"] == 0
 
     run(main())
 
 
-def test_buckets_are_vllms() -> None:
+def test_buckets_equal_vllms() -> None:
     assert STEP_TOKEN_BUCKETS[0] == 1 and {8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384} < set(
         STEP_TOKEN_BUCKETS
     )
@@ -260,7 +268,7 @@ def test_buckets_are_vllms() -> None:
     assert token_buckets(128) == [1, 2, 5, 10, 20, 50, 100] and token_buckets(1) == [1]
 
 
-def test_the_line_of_numbers_reads_as_vllms() -> None:
+def test_stats_line_reads_like_vllms() -> None:
     metrics = Metrics("m", 128)
     line = StatsLogger(metrics, "CPU")
     kv = KVCacheManager(100, 4).stats()
@@ -277,17 +285,15 @@ def test_the_line_of_numbers_reads_as_vllms() -> None:
     assert re.fullmatch(pattern, text)
     last = line.line(StatsSnapshot(EngineStats(**engine), kv))
     assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
-    assert line.line(StatsSnapshot(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
+    assert line.line(StatsSnapshot(EngineStats(**engine), kv)) is None  # an idle server logs nothing
 
 
-def test_paths_that_are_not_logged_are_the_routes_behind_a_proxy_too(
-    model: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unlogged_paths_apply_behind_a_proxy(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.access")
 
     async def main() -> None:
         async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
-            transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as --root-path says it to uvicorn
+            transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as uvicorn passes --root-path
             async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
                 for path in ("/health", "/version"):
                     assert (await client.get(path)).status_code == 200
@@ -297,7 +303,7 @@ def test_paths_that_are_not_logged_are_the_routes_behind_a_proxy_too(
     assert [line["path"] for line in lines] == ["/api/version"]
 
 
-def test_every_line_of_a_log_may_be_an_object(model: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_can_be_json(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo")
 
     async def main() -> None:

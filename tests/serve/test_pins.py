@@ -1,4 +1,4 @@
-"""Prefixes that are pinned through a client, over engines that die, and by `octavo serve --pin-prefix`."""
+"""Pinned prefixes: through a client, across engine restarts, and by `octavo serve --pin-prefix`."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def ids(tokens: list[int]) -> dict[str, Any]:
 
 
 async def cached(client: EngineClient, prompt: list[int], salt: bytes = b"") -> int | None:
-    """Tokens that need no computing; nothing of the prefix cache is left of whoever asked before."""
+    """Cached tokens of a prompt; the prefix cache is emptied of earlier prompts."""
     await client.reset_prefix_cache()
     output = await last_of(client, ids(prompt), PARAMS, salt=salt)
     assert tokens_of(output) == reference_outputs(prompt, PARAMS) or salt
     return output.num_cached_tokens
 
 
-def test_a_pin_outlives_the_engine(model: str) -> None:
+def test_pin_survives_an_engine_restart(model: str) -> None:
     async def main() -> None:
         with nothing_left():
             async with oracle_client(model) as client:
@@ -62,7 +62,7 @@ def test_a_pin_outlives_the_engine(model: str) -> None:
                 for restarts in (1, 2):
                     os.kill(client.pid or 0, signal.SIGKILL)
                     await until(lambda: client.health().num_restarts == restarts and client._supervisor.is_up)  # noqa: B023
-                    # Who comes while the pin is being computed again finds its full blocks, and not yet its tail.
+                    # A request during the recomputation finds the pin's full blocks, but not its tail.
                     found = [await cached(client, PROMPT) for _ in range(3)]
                     assert found[-1] == len(PREFIX) and found == sorted(found)
                     assert (await client.kv_stats()).num_pinned == 3
@@ -73,13 +73,13 @@ def test_a_pin_outlives_the_engine(model: str) -> None:
     run(main())
 
 
-def test_a_pin_that_kills_engines_is_given_up(model: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As a request is; other pins stay, requests go on, and the engine that is left is not started again."""
+def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Like a request that kills engines. Other pins stay, requests continue, and the engine is not restarted again."""
 
     async def main() -> None:
         async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
             assert await client.pin_prefix(ids(PREFIX), "good") == "good"
-            client._pins["pin:bad"] = _Pin([1, 2, 50, 3], b"")  # as after an engine for which it was harmless
+            client._pins["pin:bad"] = _Pin([1, 2, 50, 3], b"")  # as after an engine that survived it
             running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
             os.kill(client.pid or 0, signal.SIGKILL)
             await until(lambda: "pin:bad" not in client._pins)
@@ -99,7 +99,7 @@ def test_a_pin_that_kills_engines_is_given_up(model: str, caplog: pytest.LogCapt
     assert "pin:bad is not pinned any more: " in caplog.text and "engines died while they ran it" in caplog.text
 
 
-def test_a_pin_may_be_given_up_while_it_is_computed_again(model: str) -> None:
+def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, slow_at=[0, 0.3])) as client:
             await client.pin_prefix(ids(PREFIX), "early")
@@ -115,7 +115,7 @@ def test_a_pin_may_be_given_up_while_it_is_computed_again(model: str) -> None:
     run(main())
 
 
-def test_a_pin_that_the_next_engine_refuses_leaves_nothing(model: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
             client._pins["pin:large"] = _Pin([1] * 250, b"")
@@ -130,7 +130,7 @@ def test_a_pin_that_the_next_engine_refuses_leaves_nothing(model: str, caplog: p
     assert "pin:larger is not pinned any more" in caplog.text
 
 
-def test_a_pin_that_is_refused_or_given_up_leaves_nothing(model: str) -> None:
+def test_refused_or_cancelled_pin_leaves_nothing(model: str) -> None:
     async def main() -> None:
         async with oracle_client(model) as client:
             name = await client.pin_prefix(ids(PREFIX), salt=b"tenant")
@@ -155,7 +155,7 @@ def test_a_pin_that_is_refused_or_given_up_leaves_nothing(model: str) -> None:
     run(main())
 
 
-def test_the_files_of_a_server(tmp_path: Path) -> None:
+def test_pin_prefix_files(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}]
     (tmp_path / "a.json").write_text(json.dumps(messages))
     (tmp_path / "b.txt").write_text("Be brief.\n")
@@ -172,8 +172,8 @@ def test_the_files_of_a_server(tmp_path: Path) -> None:
         load_pin_prefixes(ServeArgs(pin_prefix=[str(tmp_path / "d")]))
 
 
-def test_each_tenant_has_a_prefix_of_its_own() -> None:
-    """What goes on behind a pin is found under it; two who shared one could tell by the time what the other says."""
+def test_each_tenant_has_its_own_pin() -> None:
+    """Prompts after a pin are cached under it: tenants that shared one could infer each other's prompts from timing."""
     keys = ApiKeys(["one", "two"])
     salts = {combine_salts(found.salt) for key in (b"one", b"two") if (found := keys.find(key))}
     assert len(salts) == 2 and salts == {combine_salts(salt) for salt in keys.salts()}

@@ -1,4 +1,4 @@
-"""What one request may come to, and what it leaves to others."""
+"""Limits of one request, and the room that it leaves for others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refusal(limits: RequestLimits, params: Any, *lengths: int) -> ApiError:
 # -- what a request comes to -------------------------------------------------------------------------------------------
 
 
-def test_sequences_are_prompts_by_samples() -> None:
+def test_sequences_count_prompts_times_samples() -> None:
     limits = RequestLimits(6, None, None, max_model_len=100)
     limits.fit(SamplingParams(n=3), [5, 5])
     assert "9 sequences (3 prompts x 3)" in str(refusal(limits, SamplingParams(n=3), 5, 5, 5))
@@ -46,7 +46,7 @@ def test_sequences_are_prompts_by_samples() -> None:
     assert "lower beam_width" in str(refusal(limits, BeamSearchParams(beam_width=7, max_tokens=1), 5))
 
 
-def test_tokens_are_the_prompts_and_the_outputs_of_all() -> None:
+def test_tokens_count_prompts_and_outputs() -> None:
     limits = RequestLimits(None, 100, None, max_model_len=100)
     limits.fit(SamplingParams(n=3, max_tokens=30), [10])
     api_error = refusal(limits, SamplingParams(n=3, max_tokens=31), 10)
@@ -56,7 +56,7 @@ def test_tokens_are_the_prompts_and_the_outputs_of_all() -> None:
     refusal(limits, BeamSearchParams(beam_width=4, max_tokens=30), 10)
 
 
-def test_log_probabilities_are_those_of_all_positions() -> None:
+def test_logprobs_count_all_positions() -> None:
     limits = RequestLimits(None, None, 100, max_model_len=100)
     limits.fit(SamplingParams(logprobs=4, max_tokens=10, n=2), [90])
     assert "110 log-probabilities" in str(refusal(limits, SamplingParams(logprobs=4, max_tokens=11, n=2), 90))
@@ -68,7 +68,7 @@ def test_log_probabilities_are_those_of_all_positions() -> None:
     refusal(limits, BeamSearchParams(beam_width=2, max_tokens=26, logprobs=1), 50)
 
 
-def test_a_default_length_is_cut_to_what_is_allowed_and_a_number_never() -> None:
+def test_default_max_tokens_is_lowered_and_explicit_is_not() -> None:
     default = SamplingParams(max_tokens=None)
     assert ANY.fit(default, [40]) is default
     by_tokens = RequestLimits(None, 50, None, max_model_len=100)
@@ -81,21 +81,21 @@ def test_a_default_length_is_cut_to_what_is_allowed_and_a_number_never() -> None
     refusal(by_logprobs, SamplingParams(max_tokens=None, prompt_logprobs=5), 40)
 
 
-def test_a_default_length_that_the_cache_cuts_is_left_to_the_engine() -> None:
-    """It knows what fits to a block; a number that does not fit would be refused."""
+def test_default_max_tokens_beyond_the_cache_is_left_to_the_engine() -> None:
+    """The engine knows the exact limit in blocks; a lowered number that does not fit would be refused."""
     limits = RequestLimits(None, 40_000, None, max_model_len=9000, num_kv_tokens=10_000)
     wide = SamplingParams(max_tokens=None, n=8)
     assert limits.fit(wide, [100]) is wide
 
 
-def test_what_the_queue_could_never_take_is_refused_for_good() -> None:
+def test_prompts_larger_than_the_queue_are_refused() -> None:
     limits = ServeArgs(max_num_queued_tokens=50).request_limits(4, 100, 1000)
     api_error = refusal(limits, SamplingParams(max_tokens=1), 51)
     assert "the prompts have 51 tokens; the queue holds 50 (--max-num-queued-tokens)" in str(api_error)
     assert ServeArgs(max_num_queued_reqs=0, max_request_sequences=99).request_limits(4, 100, 1000).max_sequences == 4
 
 
-def test_limits_follow_the_size_of_the_server() -> None:
+def test_default_limits_follow_the_engine_size() -> None:
     limits = ServeArgs().request_limits(128, 8192, 100_000)
     assert (limits.max_sequences, limits.max_tokens, limits.max_logprobs) == (1024, 400_000, 131_072)
     assert ServeArgs(max_num_queued_reqs=8).request_limits(4, 100, 10).max_sequences == 6
@@ -119,7 +119,7 @@ def door(several: bool, **limits: int | None) -> Admission:
 
 
 def enter(admission: Admission, width: int, tokens: int, tenant: int) -> bool:
-    """Whether it is let in; then it stays."""
+    """Whether the request is admitted; it then stays."""
     try:
         STAYING.enter_context(admission.admit(width, tokens, tenant))
     except ApiError as api_error:
@@ -127,13 +127,13 @@ def enter(admission: Admission, width: int, tokens: int, tenant: int) -> bool:
     return True
 
 
-def test_an_idle_server_does_not_take_what_is_beyond_the_queue() -> None:
+def test_idle_server_refuses_requests_beyond_the_queue() -> None:
     assert not enter(door(False), 13, 1, 0)
     assert enter(door(False), 12, 1, 0)
     assert not enter(door(False, max_num_queued_tokens=9), 1, 10, 0)
 
 
-def test_one_key_leaves_room_in_the_queue_for_others() -> None:
+def test_one_key_leaves_queue_room_for_others() -> None:
     admission = door(True)
     assert [enter(admission, 1, 1, 0) for _ in range(7)] == [True] * 6 + [False]
     assert [enter(admission, 1, 1, 1) for _ in range(4)] == [True] * 3 + [False]
@@ -146,7 +146,7 @@ def test_one_key_leaves_room_in_the_queue_for_others() -> None:
     assert enter(by_tokens, 1, 50, 1), "the first of a key may take all that is free"
 
 
-def test_what_a_tenant_held_is_free_again() -> None:
+def test_tenant_counts_are_released() -> None:
     admission = door(True)
     for _ in range(3):
         with admission.admit(6, 5, 1) as ticket:
@@ -170,7 +170,7 @@ BEYOND: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_a_request_beyond_a_limit_is_refused_while_the_server_is_idle(model: str, name: str) -> None:
+def test_request_beyond_a_limit_is_refused_by_an_idle_server(model: str, name: str) -> None:
     path, body, param = BEYOND[name]
 
     async def main() -> None:
@@ -187,7 +187,7 @@ def test_a_request_beyond_a_limit_is_refused_while_the_server_is_idle(model: str
     run(main())
 
 
-def test_a_chat_of_default_length_is_cut_to_the_limit(model: str) -> None:
+def test_default_chat_length_is_lowered_to_the_limit(model: str) -> None:
     async def main() -> None:
         async with serving(model, max_request_tokens=60) as server:
             ask = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
@@ -199,8 +199,8 @@ def test_a_chat_of_default_length_is_cut_to_the_limit(model: str) -> None:
     run(main())
 
 
-def test_many_prompts_leave_rows_to_a_neighbour(model: str) -> None:
-    """Eight rows, of which one request's prompts have seven at most, however many they are."""
+def test_many_prompts_leave_rows_for_other_requests(model: str) -> None:
+    """Of eight rows, the prompts of one request use at most seven."""
 
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 8}, max_request_tokens=1 << 20) as server:
@@ -233,15 +233,15 @@ def two_keys(model: str) -> Iterator[str]:
         process.process.stderr.close()
 
 
-def test_the_defaults_of_a_server_refuse_a_request_without_measure(two_keys: str) -> None:
+def test_default_limits_refuse_excessive_requests(two_keys: str) -> None:
     for body in ({"prompt": ["a"] * 256, "n": 4}, {"prompt": ["a"] * 20}, {"prompt": "a", "n": 3, "best_of": 20}):
         status, answer = call(f"{two_keys}/v1/completions", body)
         error = json.loads(answer)["error"]
         assert status == 400 and error["code"] in ("request_too_large", "integer_out_of_range"), error
 
 
-def test_one_keys_crowd_leaves_room_and_turns_to_another_key(two_keys: str) -> None:
-    """Key one fills its part of the queue; key two is let in, and does not wait for all of that."""
+def test_many_requests_of_one_key_do_not_block_another_key(two_keys: str) -> None:
+    """Key one fills its share of the queue; key two is admitted and does not wait for all of key one."""
     url = f"{two_keys}/v1/completions"
     body = {"prompt": ["abcdefgh" * 8] * 4, "max_tokens": 60, "ignore_eos": True}
     ended: list[tuple[float, int]] = []

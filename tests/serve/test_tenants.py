@@ -1,4 +1,4 @@
-"""Several keys on one server: what each of them sees, over a real socket to `octavo serve`, and frame by frame."""
+"""Several keys on one server: what each of them can see, over a socket to `octavo serve` and in frames."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG: dict[str, Any] = {"prompt": "Hello, hello, hello, hello", "max_tokens": 90
 
 @pytest.fixture(scope="module")
 def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Keys one and two by options, an admin key by the environment, and a prefix that each tenant has pinned."""
+    """Keys one and two from options, an admin key from the environment, and a pinned prefix for each tenant."""
     prefix = tmp_path_factory.mktemp("pins") / "secret.txt"
     prefix.write_text("Once upon a time there was a prefix of some length")
     options = ["--api-key", ONE, "--api-key", TWO, "--served-model-name", "tiny", "--view-text", "--block-size", "4"]
@@ -39,7 +39,7 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     process = Process(model, *options, OCTAVO_ADMIN_KEY=ADMIN)
     try:
         url = process.wait_ready()
-        log = threading.Thread(target=process.wait)  # reads it, or the pipe would fill up
+        log = threading.Thread(target=process.wait)  # else the pipe would fill up
         log.start()
         yield url
     finally:
@@ -48,7 +48,7 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 
 class Watching(threading.Thread):
-    """A viewer of /view/events, which keeps its state and all that it was sent."""
+    """A viewer of /view/events that keeps its state and all received data."""
 
     def __init__(self, url: str, key: str) -> None:
         super().__init__(daemon=True)
@@ -91,7 +91,7 @@ class Watching(threading.Thread):
             self.held |= {block for block in table.block_ids.tolist() if block > 0}
 
     @property
-    def said(self) -> str:
+    def received_text(self) -> str:
         return b"".join(self.frames).decode()
 
 
@@ -111,7 +111,7 @@ def ask(url: str, path: str, key: str) -> Any:
 
 
 def busy(url: str, key: str, count: int = 1) -> list[threading.Thread]:
-    """Requests that go on for a moment."""
+    """Long requests."""
     body = {**LONG, "n": 2, "temperature": 1}
 
     def complete() -> None:
@@ -124,8 +124,8 @@ def busy(url: str, key: str, count: int = 1) -> list[threading.Thread]:
     return threads
 
 
-def test_a_key_sees_its_own_requests_and_an_admin_key_sees_all(server: str) -> None:
-    for key in (ONE, TWO):  # the last blocks of each are in the cache afterwards
+def test_key_sees_its_own_requests_and_admin_key_sees_all(server: str) -> None:
+    for key in (ONE, TWO):  # the last blocks of each stay cached
         assert call(f"{server}/v1/completions", {**LONG, "max_tokens": 4}, key)[0] == 200
     with watching(server, ONE, TWO, ADMIN) as viewers:
         one, two, admin = viewers
@@ -153,11 +153,11 @@ def test_a_key_sees_its_own_requests_and_an_admin_key_sees_all(server: str) -> N
         # The stream
         for own, other in ((one, TWO), (two, ONE)):
             assert own.state is not None and admin.state is not None
-            assert not any(name in own.said for name in ids[other])
-            assert any(name in own.said for name in ids[ONE if other == TWO else TWO])
+            assert not any(name in own.received_text for name in ids[other])
+            assert any(name in own.received_text for name in ids[ONE if other == TWO else TWO])
             assert np.array_equal(own.state.words, admin.state.words) and own.state.stats == admin.state.stats
             assert own.state.counts == admin.state.counts
-        assert all(name in admin.said for name in ids[ONE] | ids[TWO] if name in ids[ADMIN])
+        assert all(name in admin.received_text for name in ids[ONE] | ids[TWO] if name in ids[ADMIN])
 
         # Blocks
         cached = np.nonzero(admin.state.words)[0].tolist()
@@ -180,7 +180,7 @@ def test_a_key_sees_its_own_requests_and_an_admin_key_sees_all(server: str) -> N
         }
 
 
-def test_pins_of_others_are_not_named(server: str) -> None:
+def test_other_tenants_pins_are_hidden(server: str) -> None:
     pins = {key: set(map(str, _pins(server, key))) for key in (ONE, TWO, ADMIN)}
     assert len(pins[ONE]) == len(pins[TWO]) == 1 and not pins[ONE] & pins[TWO]
     assert pins[ADMIN] == pins[ONE] | pins[TWO]
@@ -192,7 +192,7 @@ def _pins(server: str, key: str) -> list[str]:
         return [name for name, request in viewer.state.requests.items() if request.status == "pinned"]
 
 
-def test_only_an_admin_is_shown_as_one(server: str) -> None:
+def test_only_admin_keys_are_shown_as_admin(server: str) -> None:
     assert ask(server, "/view/config", ONE)["only_own"] is True
     assert ask(server, "/view/config", ADMIN)["only_own"] is False
     assert call(f"{server}/v1/completions", {**LONG, "max_tokens": 1}, ADMIN)[0] == 200
@@ -200,8 +200,8 @@ def test_only_an_admin_is_shown_as_one(server: str) -> None:
     assert b"vllm:" in metrics and b"sk-" not in metrics and b"cmpl-" not in metrics
 
 
-def test_a_server_has_no_playground(server: str) -> None:
-    """A history of 157 bytes would take seconds of the API's process."""
+def test_server_has_no_playground(server: str) -> None:
+    """A history of 157 bytes could take seconds of the API process."""
     play = {"history": "4096x16;new,65536;" + "fork,A,63;" * 10 + "free,A"}
     begin = time.monotonic()
     for key in (ONE, ADMIN):
@@ -216,7 +216,7 @@ def test_a_server_has_no_playground(server: str) -> None:
 # -- without a server --------------------------------------------------------------------------------------------------
 
 
-def test_the_holder_of_the_only_key_is_the_operator() -> None:
+def test_holder_of_the_only_key_sees_all() -> None:
     for keys in (ApiKeys(["one"]), ApiKeys(["one", "one"]), ApiKeys([], ["one"])):
         found = keys.find(b"one")
         assert found == Tenant(b"", sees_all=True) and keys.has_operator and keys.users == (found,)
@@ -224,7 +224,7 @@ def test_the_holder_of_the_only_key_is_the_operator() -> None:
     assert ApiKeys([]).has_operator and not ApiKeys([]) and ApiKeys([]).users == (Tenant(),)
 
 
-def test_of_several_keys_only_admin_keys_see_all() -> None:
+def test_only_admin_keys_of_several_see_all() -> None:
     keys = ApiKeys(["one", "two"], ["root"])
     one, two, root = (keys.find(key) for key in (b"one", b"two", b"root"))
     assert one is not None and two is not None and root is not None
@@ -238,7 +238,7 @@ def test_of_several_keys_only_admin_keys_see_all() -> None:
         ApiKeys(["one"], ["one"])
 
 
-def test_an_id_says_whose_request_it_is() -> None:
+def test_request_id_identifies_its_tenant() -> None:
     one, two, root = Tenant(b"1" * 16, sees_all=False), Tenant(b"2" * 16, sees_all=False), Tenant(b"3" * 16)
     ids = [one.new_request_id() for _ in range(100)]
     assert len(set(ids)) == 100 and all(len(name) == 32 and int(name, 16) >= 0 for name in ids)
@@ -253,7 +253,7 @@ def test_an_id_says_whose_request_it_is() -> None:
     assert (one.sees(pin), two.sees(pin), root.sees(pin)) == (True, False, True)
 
 
-def test_others_are_not_named_in_ones_own_timeline() -> None:
+def test_other_tenants_are_hidden_in_a_timeline() -> None:
     one, two = Tenant(b"1" * 16, sees_all=False), Tenant(b"2" * 16, sees_all=False)
     own, other = one.new_request_id(), two.new_request_id()
     entries = [{"event": "preempted", "for_request": name} for name in (own, other)]

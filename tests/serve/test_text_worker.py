@@ -1,4 +1,4 @@
-"""Text work in processes of its own: the same results, bounded, and nothing of it on the event loop."""
+"""Text workers: the same results as the tokenizer, bounded, and off the event loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_checkpoint(open_checkpoint(model), chat_template=TEMPLATE)
 
 
-def test_a_worker_does_what_the_tokenizer_does(tokenizer: Tokenizer) -> None:
+def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         workers = TextWorkerPool(tokenizer)
         await workers.start()
@@ -62,7 +62,7 @@ def test_a_worker_does_what_the_tokenizer_does(tokenizer: Tokenizer) -> None:
         run(main())
 
 
-def test_a_worker_that_dies_or_hangs_fails_one_request_and_is_replaced(
+def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -71,7 +71,7 @@ def test_a_worker_that_dies_or_hangs_fails_one_request_and_is_replaced(
         (worker,) = workers._idle
         worker._process.kill()
         worker._process.wait()
-        assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]  # it was noticed before
+        assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]  # noticed before
         (worker,) = workers._idle
         os.kill(worker._process.pid, signal.SIGSTOP)
         monkeypatch.setattr(text_worker, "BASE_S", 0.3)
@@ -86,12 +86,12 @@ def test_a_worker_that_dies_or_hangs_fails_one_request_and_is_replaced(
         run(main())
 
 
-def test_slow_templates_leave_a_worker_for_others(tokenizer: Tokenizer) -> None:
+def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         workers = TextWorkerPool(tokenizer, num_workers=2)
         slow = [asyncio.ensure_future(workers.chat(HELLO, {"chat_template": ENDLESS})) for _ in range(3)]
         await asyncio.sleep(0)
-        slow[0].cancel()  # its worker finishes, and is used again
+        slow[0].cancel()  # its worker finishes and is reused
         await workers.chat(HELLO, {})
         assert not any(task.done() for task in slow[1:])
         for task in slow[1:]:
@@ -105,7 +105,7 @@ def test_slow_templates_leave_a_worker_for_others(tokenizer: Tokenizer) -> None:
         run(main())
 
 
-def test_long_texts_leave_a_worker_for_short_ones(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_leave_a_worker_free(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_worker, "CHARS_PER_S", 10)
 
     async def main() -> None:
@@ -123,7 +123,7 @@ def test_long_texts_leave_a_worker_for_short_ones(tokenizer: Tokenizer, monkeypa
     run(main())
 
 
-def test_jobs_that_wait_for_a_worker_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         workers = TextWorkerPool(tokenizer, num_workers=2)
         for name, most, texts in (("MAX_JOBS", 3, ["a"] * 3), ("MAX_JOB_BYTES", 2500, ["a" * 1000] * 2)):
@@ -136,14 +136,14 @@ def test_jobs_that_wait_for_a_worker_are_bounded(tokenizer: Tokenizer, monkeypat
                 assert (caught.value.status, caught.value.code) == (429, "queue_full")
                 assert caught.value.headers()["retry-after"]
                 assert await asyncio.gather(*waiting) == [[tokenizer.encode(text, False)] for text in texts]
-                assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # one alone is always taken
+                assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # a single job is always accepted
         await workers.close()
 
     with nothing_left():
         run(main())
 
 
-def test_a_template_that_raises_is_400_and_one_that_takes_too_long_is_the_servers_fault(model: str) -> None:
+def test_failing_template_is_400_and_server_template_timeout_is_500(model: str) -> None:
     async def main() -> None:
         refuses = "{% if messages[0].content == 'x' %}{{ raise_exception('no') }}{% endif %}"
         options = {"chat_template": f"{refuses}{{% if messages[0].content == 'y' %}}{ENDLESS}{{% endif %}}"}
@@ -181,7 +181,7 @@ def post(url: str, path: str, **body: Any) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process, without its children."""
+    """CPU time of a process, without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -206,8 +206,8 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_templates_cost_the_servers_own_process_next_to_nothing(server: tuple[str, int]) -> None:
-    """Eight of a second each: they held its loop for their eight seconds of processor time."""
+def test_templates_take_little_time_of_the_server_process(server: tuple[str, int]) -> None:
+    """Eight templates of one second each; they once blocked the event loop for eight seconds."""
     url, pid = server
     before, body = cpu_s(pid), {"messages": HELLO, "chat_template": ENDLESS}
     with ThreadPoolExecutor(8) as threads:
@@ -216,8 +216,8 @@ def test_templates_cost_the_servers_own_process_next_to_nothing(server: tuple[st
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_stop_strings_cost_little_however_many_samples_look_for_them(server: tuple[str, int]) -> None:
-    """They took 16 s: a matcher for each string and sample."""
+def test_stop_strings_of_many_samples_cost_little(server: tuple[str, int]) -> None:
+    """This once took 16 s, with a matcher for each string and sample."""
     url, pid = server
     stop = ["".join(chr(33 + (i * i + j * (i + 7)) % 90) for j in range(3900)) for i in range(64)]
     before = cpu_s(pid)

@@ -1,4 +1,4 @@
-"""A span for each prompt, in the caller's trace if there is one."""
+"""One span per prompt, in the caller's trace if there is one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spans() -> Any:
     return InMemorySpanExporter()
 
 
-def test_spans_say_what_became_of_requests(model: str, spans: Any) -> None:
+def test_spans_describe_requests(model: str, spans: Any) -> None:
     tracing = Tracing(otel.SimpleSpanProcessor(spans), NAME)
 
     async def main() -> None:
@@ -72,7 +72,7 @@ def test_spans_say_what_became_of_requests(model: str, spans: Any) -> None:
             spans.clear()
             await server.complete(["a", "b"])
             await server.chat()
-            await server.post("/v1/completions", prompt="a", temperature=9)  # refused: nothing ran
+            await server.post("/v1/completions", prompt="a", temperature=9)  # refused requests have no span
             roots = spans.get_finished_spans()
             assert len(roots) == 3 and all(span.parent is None for span in roots)
             assert len({span.attributes["gen_ai.request.id"] for span in roots}) == 3
@@ -80,7 +80,7 @@ def test_spans_say_what_became_of_requests(model: str, spans: Any) -> None:
     run(main())
 
 
-def test_a_failure_and_a_name_from_the_environment(spans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_span_and_service_name_from_environment(spans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo import SamplingParams
 
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
@@ -114,7 +114,9 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
-def test_what_is_left_is_sent_at_the_end(collector: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_spans_are_exported_on_close(
+    collector: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from octavo import SamplingParams
     from octavo.serve import tracing as module
 
@@ -127,14 +129,14 @@ def test_what_is_left_is_sent_at_the_end(collector: tuple[str, list[bytes]], mon
     assert len(got) == 1 and b"gen_ai.request.id" in got[0] and b"llm_request" in got[0]
 
 
-def test_without_the_packages_it_is_said_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ParameterError, match=r"pip install 'octavo\[otel\]'"):
         Tracing.to("http://localhost:4318/v1/traces", NAME)
 
 
 @pytest.mark.parametrize("url", ["localhost:4317", "", "grpc://localhost", 7])
-def test_an_address_is_a_url(url: Any) -> None:
+def test_endpoint_must_be_a_url(url: Any) -> None:
     with pytest.raises(ParameterError, match="must be a URL") as caught:
         ServeArgs(otlp_traces_endpoint=url)
     assert caught.value.param == "otlp_traces_endpoint"

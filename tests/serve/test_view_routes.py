@@ -1,4 +1,4 @@
-"""The view of a running server: what it shows while it works, to whom, and what not."""
+"""The view of a running server: its events, and who may see what."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "sk-secret"
 
 
 class Listener:
-    """A browser that listens to /view/events; `leave` is what it does when the tab is closed."""
+    """A browser that listens to /view/events; `leave` closes its tab."""
 
     def __init__(self, app: Any, headers: dict[str, str] | None = None) -> None:
         self.parts: asyncio.Queue[bytes] = asyncio.Queue()
@@ -59,7 +59,7 @@ class Listener:
 
     async def event(self) -> tuple[str, bytes]:
         event = b":"
-        while event.startswith(b":"):  # a comment, to keep the connection
+        while event.startswith(b":"):  # a keep-alive comment
             while b"\n\n" not in self.rest:
                 self.rest += await self.parts.get()
             event, _, self.rest = self.rest.partition(b"\n\n")
@@ -82,7 +82,7 @@ class Listener:
 
 
 async def agrees(listener: Listener, server: Server) -> None:
-    """Reads on until the state is the pool's, of an engine at rest."""
+    """Reads until the state equals the pool of an idle engine."""
     stats = (await server.engine.kv_stats()).as_dict()
     state = listener.state or await listener.read()
     while state.stats != stats or state.requests:
@@ -92,7 +92,7 @@ async def agrees(listener: Listener, server: Server) -> None:
     assert np.array_equal(state.words >> 15 == 1, np.array(pool.seal_id) != 0)
 
 
-def test_a_server_is_seen_while_it_works(model: str) -> None:
+def test_view_shows_a_running_server(model: str) -> None:
     async def main() -> None:
         options = {"num_gpu_blocks_override": 40, "preemption_mode": PreemptionMode.RECOMPUTE.value}
         async with serving(model, engine_options=options, view_text=True) as server:
@@ -102,7 +102,7 @@ def test_a_server_is_seen_while_it_works(model: str) -> None:
             await early.read()
             assert (early.status, early.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
             work = [asyncio.create_task(server.complete(f"Hello {i}", max_tokens=40)) for i in range(8)]
-            while early.state is None or not early.state.events:  # the requests may have left again by then
+            while early.state is None or not early.state.events:  # the requests may have finished by then
                 await early.read()
             late = Listener(server.app.asgi)
             await asyncio.gather(*work)
@@ -124,7 +124,7 @@ def test_a_server_is_seen_while_it_works(model: str) -> None:
     run(main())
 
 
-def test_text_is_shown_only_where_the_server_allows_it(model: str) -> None:
+def test_text_is_shown_only_with_view_text(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             assert (await server.client.get("/view/config")).json() == {
@@ -147,7 +147,7 @@ def test_text_is_shown_only_where_the_server_allows_it(model: str) -> None:
     run(main())
 
 
-def test_nothing_without_the_key(model: str) -> None:
+def test_view_needs_the_key(model: str) -> None:
     async def main() -> None:
         async with serving(model, keys=(KEY,)) as server:
             paths = ["", "/", "/config", "/play", "/events", "/blocks/1", "/static/index.html"]
@@ -166,14 +166,19 @@ def test_nothing_without_the_key(model: str) -> None:
                 ({"authorization": f"Basic {KEY}"}, 401),
             ]:
                 assert (await server.client.get("/view/config", headers=given)).status_code == status, given
-            for path in ("/v1/models", "/viewer", "/metrics", "/debug/kv"):  # browsers remember such keys: only here
+            for path in (
+                "/v1/models",
+                "/viewer",
+                "/metrics",
+                "/debug/kv",
+            ):  # browsers remember such keys, so only the view accepts them
                 answer = await server.client.get(path, headers=basic(f"me:{KEY}"))
                 assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
 
     run(main())
 
 
-def test_a_name_that_no_file_can_have_is_no_file(model: str) -> None:
+def test_invalid_file_name_is_not_found(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             assert (await server.client.get("/view/static/index.html")).status_code == 200
@@ -184,8 +189,8 @@ def test_a_name_that_no_file_can_have_is_no_file(model: str) -> None:
     run(main())
 
 
-def test_an_engine_in_a_process_of_its_own_is_seen_and_so_is_its_successor(model: str) -> None:
-    """Its frames come over the channel; when it is killed, the next one's snapshot comes in the same stream."""
+def test_view_follows_an_engine_process_across_a_restart(model: str) -> None:
+    """Frames of an engine process; after it is killed, the snapshot of its successor comes in the same stream."""
 
     async def main() -> None:
         client = oracle_client(model)
@@ -202,7 +207,7 @@ def test_an_engine_in_a_process_of_its_own_is_seen_and_so_is_its_successor(model
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             await last_of(client, [1, 2, 3], params, request_id="first")
             await until("first")
-            assert state.num_used == 0 and state.num_cached == 8  # of 33 tokens the last is never computed
+            assert state.num_used == 0 and state.num_cached == 8  # the last of 33 tokens is never computed
             epoch = state.epoch
             os.kill(client.pid or 0, signal.SIGKILL)
             while state.epoch == epoch:

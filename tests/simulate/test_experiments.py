@@ -16,10 +16,10 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     PaddedCost,
     Paper,
-    Row,
     config_for,
     era_cost,
     knee,
@@ -59,9 +59,9 @@ def test_figure_is_written_and_printed(waste: Figure, tmp_path: Path) -> None:
 
 
 def test_differences_are_points_or_per_cent() -> None:
-    assert Row("a", "b %", 40.0, 38.5).difference() == "-1.5"
-    assert Row("a", "b", 40.0, 50.0).difference() == "+25%"
-    assert Row("a", "b", None, 50.0).difference() == ""
+    assert Entry("a", "b %", 40.0, 38.5).difference() == "-1.5"
+    assert Entry("a", "b", 40.0, 50.0).difference() == "+25%"
+    assert Entry("a", "b", None, 50.0).difference() == ""
 
 
 def test_batch_sizes_are_in_the_order_of_the_paper() -> None:

@@ -201,10 +201,10 @@ class Scheduler:
         """Plan the next step. Returns an empty (falsy) plan if nothing can run before the next result."""
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
         draft = _Draft(plan, self.max_num_scheduled_tokens)
-        window, several = self._num_decode_steps(), self.tenants.several and not self.confined_to
+        num_decode_steps, several = self._num_decode_steps(), self.tenants.several and not self.confined_to
         if several:
-            draft.shares = self._prefill_shares(window)
-        all_planned = self._plan_running(draft, window)
+            draft.shares = self._prefill_shares(num_decode_steps)
+        all_planned = self._plan_running(draft, num_decode_steps)
         if all_planned and not draft.preempted:
             while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
                 pass
@@ -241,11 +241,11 @@ class Scheduler:
             return next((request for request in self.waiting if request in self.confined_to), None)
         return self.waiting[0] if self.waiting else None
 
-    def _plan_running(self, draft: _Draft, window: int) -> bool:
+    def _plan_running(self, draft: _Draft, num_decode_steps: int) -> bool:
         """Plan the running requests in order. Returns True if all of them were reached."""
         cache, pool, plan, running = self.cache, self.cache.pool, draft.plan, self.running
-        rows, starts, counts, samples, sequences = plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences
-        budget, i = draft.budget, 0
+        rows, starts, counts = plan.rows, plan.starts, plan.counts
+        num_sampled, sequences, budget, i = plan.num_sampled, plan.sequences, draft.budget, 0
         while i < len(running) and budget > 0:
             request = running[i]
             seq = request.only_sequence
@@ -256,8 +256,8 @@ class Scheduler:
                 if count <= 0:  # all positions are planned: only the last result is missing
                     i += 1
                     continue
-                if count > window:
-                    count = window
+                if count > num_decode_steps:
+                    count = num_decode_steps
                 if count > budget:
                     count = budget
                 if start + count > seq.room:
@@ -274,7 +274,7 @@ class Scheduler:
                 rows.append(seq.row)
                 starts.append(start)
                 counts.append(count)
-                samples.append(count)
+                num_sampled.append(count)
                 sequences.append(seq)
                 seq.num_computed = start + count
                 seq.num_pending += count
@@ -286,8 +286,8 @@ class Scheduler:
                 i += 1
                 continue
             # A prefill that shares a step decodes one token after its end: its share covers no more.
-            num_decode_steps = window if draft.shares is None or request.num_due <= 1 else 1
-            slices = self._slices_of(request, budget, num_decode_steps, chunk)
+            max_steps = num_decode_steps if draft.shares is None or request.num_due <= 1 else 1
+            slices = self._slices_of(request, budget, max_steps, chunk)
             if slices is None:  # its sequences together exceed the remaining budget
                 break
             # Not in groups: recomputing a sequence may need blocks of a sibling that the sibling no longer attends to.
@@ -307,7 +307,7 @@ class Scheduler:
         draft.budget = budget
         return i == len(running)
 
-    def _prefill_shares(self, window: int) -> dict[int, int]:
+    def _prefill_shares(self, num_decode_steps: int) -> dict[int, int]:
         """Return each tenant's share of the step for prefills, after all decodes.
 
         A tenant with a running prefill gets at least one position: it may hold the blocks that another tenant needs.
@@ -320,7 +320,7 @@ class Scheduler:
                 wants[request.tenant] += min(due, longest or due)
             elif not (request.needs_result and request.num_pending):
                 left = max(seq.max_length - 1 - seq.num_computed for seq in request.sequences)
-                steps = 1 if request.needs_result else window
+                steps = 1 if request.needs_result else num_decode_steps
                 decodes[request.tenant] += len(request.sequences) * max(0, min(steps, left))
         budget -= sum(decodes.values())
         prefilling = [number for number in wants if wants[number]]
@@ -355,11 +355,11 @@ class Scheduler:
             return 0 if full else min(budget, longest)
         return budget
 
-    def _slices_of(self, request: Request, budget: int, window: int, chunk: int) -> list[ScheduledSlice] | None:
+    def _slices_of(self, request: Request, budget: int, num_steps: int, chunk: int) -> list[ScheduledSlice] | None:
         """Return the next slices of a request: [] if it waits for a result, None if the budget is too small.
 
-        chunk   limit of prefill positions
-        window  limit of tokens to decode per sequence
+        num_steps  limit of tokens to decode per sequence
+        chunk      limit of prefill positions
         """
         sequences = request.sequences
         if request.needs_result and request.num_pending:
@@ -367,13 +367,13 @@ class Scheduler:
         if len(sequences) > 1:
             if (recomputed := self._recompute_group(request, chunk)) is not None:
                 return recomputed
-            window = min(window, budget // len(sequences))  # all sequences step together, or none
-            if window < 1:
+            num_steps = min(num_steps, budget // len(sequences))  # all sequences step together, or none
+            if num_steps < 1:
                 if budget < self.max_num_scheduled_tokens:
                     return None
-                window = 1
+                num_steps = 1
         if request.needs_result:
-            window = 1
+            num_steps = 1
         slices = []
         for seq in sequences:
             length = len(seq.token_ids) + seq.num_pending
@@ -382,7 +382,7 @@ class Scheduler:
             due = length - seq.num_computed  # tokens known to the host, or the one that the row holds
             if due > chunk:
                 return [ScheduledSlice(seq, chunk, 0)]
-            fed = min(window, seq.max_length - length, chunk - due + 1) - 1  # positions whose token the device samples
+            fed = min(num_steps, seq.max_length - length, chunk - due + 1) - 1  # tokens that the device feeds itself
             slices.append(ScheduledSlice(seq, due + fed, fed + 1))
         return slices
 

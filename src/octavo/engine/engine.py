@@ -141,7 +141,7 @@ class Engine:
         priority: int = 0,
         salt: bytes = b"",
         tenant: int = 0,
-        rank: int = 0,
+        index_in_call: int = 0,
         seed: int | None = None,
         resume: Mapping[int, Seq[int]] | None = None,
         grammar: Grammar | None = None,
@@ -151,7 +151,7 @@ class Engine:
     ) -> None:
         """Queue a request. With `stream`, `step` returns it whenever it has new tokens, otherwise when it has finished.
 
-        tenant, rank   see `core.request.Request`
+        tenant         see `core.request.Request`, also for `index_in_call`
         seed           used if the parameters have none; None: the engine generates one
         resume         outputs so far from another engine with the same seed (see `core.request.Request`); they are
                        returned again as if new
@@ -192,7 +192,7 @@ class Engine:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            index_in_call=rank,
+            index_in_call=index_in_call,
             width=None if beams is None else beams.beam_width,
             num_samples=None if search is None else search.num_candidates,
             select_beams=None if search is None else search.select_beams,

@@ -106,7 +106,7 @@ class AsyncLLM:
                         priority=priority,
                         salt=salt,
                         tenant=tenant,
-                        rank=rank,
+                        index_in_call=rank,
                         grammar=grammar,
                         make_detokenizer=self._input_processor.make_detokenizer,
                         stream=kind is not RequestOutputKind.FINAL_ONLY,

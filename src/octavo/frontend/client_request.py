@@ -44,7 +44,7 @@ class ClientRequest:
         priority: int = 0,
         salt: bytes = b"",
         tenant: int = 0,
-        rank: int = 0,
+        index_in_call: int = 0,
         pin: bool = False,
         make_detokenizer: MakeDetokenizer | None = None,
         vocab_size: int = INT32,
@@ -62,7 +62,7 @@ class ClientRequest:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            index_in_call=rank,
+            index_in_call=index_in_call,
             width=None if beams is None else beams.beam_width,
             pin=pin,
         )

@@ -219,7 +219,7 @@ class EngineClient:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            rank=rank,
+            index_in_call=rank,
             make_detokenizer=self._input_processor.make_detokenizer,
             vocab_size=info.vocab_size,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -36,13 +37,9 @@ class DecoderLayer:
         self.eps = spec.rms_norm_eps
         self.attention = Attention(spec, layer, ops=ops, tp=tp, dtype=dtype, device=device)
         self.mlp = GatedMLP(spec, ops=ops, tp=tp, dtype=dtype, device=device)
-        self.attention_norm, self.mlp_norm = (empty_norm(spec, spec.hidden_size, dtype, device) for _ in range(2))
-        self.post_norms: tuple[Tensor, Tensor] | None = None  # after attention, after the MLP
-        if spec.post_norms:
-            self.post_norms = (
-                empty_norm(spec, spec.hidden_size, dtype, device),
-                empty_norm(spec, spec.hidden_size, dtype, device),
-            )
+        norm = partial(empty_norm, spec, spec.hidden_size, dtype, device)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.post_norms = (norm(), norm()) if spec.post_norms else None  # after attention, after the MLP
 
     def __call__(
         self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor

@@ -16,16 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import ParameterError
-from octavo.kernels.cpu.packed_linear import (
-    PackedHead,
-    PackedWeight,
-    Quantization,
-    blockwise_linear,
-    embed,
-    pack,
-    pack_head,
-    packed_bytes,
-)
+from octavo.kernels.cpu import packed_linear
+from octavo.kernels.cpu.packed_linear import PackedHead, PackedWeight, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +79,13 @@ class PackableWeight:
 
     def pack(self, quantization: Quantization | None = None) -> None:
         """Pack the loaded weight and free the plain one. Does nothing if no packed layout is faster."""
-        self.packed = pack(self.weight, quantization)
+        self.packed = packed_linear.pack(self.weight, quantization)
         if self.packed is not None:
             self.weight = _empty_like(self.weight, "meta")
 
     def num_bytes(self, quantization: Quantization | None = None) -> int:
         """Bytes of the packed weight."""
-        return packed_bytes(self.weight, quantization)
+        return packed_linear.packed_bytes(self.weight, quantization)
 
 
 class Linear(PackableWeight):
@@ -161,7 +153,7 @@ class VocabEmbedding(PackableWeight):
         """[num_tokens] int64 -> [num_tokens, width]."""
         if self.tied and self.packed is not None:
             return self.packed.gather_rows(token_ids)
-        return embed(self.embedding, token_ids)
+        return packed_linear.embed(self.embedding, token_ids)
 
     def logits(self, x: Tensor) -> Tensor:
         """[num_rows, width] -> [num_rows, vocab_size] float32.
@@ -173,11 +165,11 @@ class VocabEmbedding(PackableWeight):
         if x.is_cuda:
             return F.linear(x, self.weight)
         if x.dtype in (torch.bfloat16, torch.float16):  # F.linear would round the logits
-            return blockwise_linear(x, self.weight)
+            return packed_linear.blockwise_linear(x, self.weight)
         return F.linear(x, self.weight).float()
 
     def pack(self, quantization: Quantization | None = None) -> None:
-        self.packed = pack_head(self.weight, quantization)
+        self.packed = packed_linear.pack_head(self.weight, quantization)
         if self.packed is None:
             return
         self.weight = _empty_like(self.weight, "meta")

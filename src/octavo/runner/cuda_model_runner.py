@@ -586,7 +586,7 @@ def _pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tupl
 
 
 def table_writes(writes: Seq[TableWrite], max_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(indices into the flat block tables, block ids). Of two writes to one index, only the later one."""
+    """(indices into the flat block tables, block ids). A later write to the same index replaces an earlier one."""
     if not writes:
         return EMPTY_PAIR
     firsts = [row * max_blocks + start for row, start, _ in writes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -41,7 +41,7 @@ from octavo.serve.openai.request import (
 from octavo.serve.openai.response import ResponseBuilder
 from octavo.serve.openai.responses_api import FIELDS as RESPONSE_FIELDS
 from octavo.serve.openai.responses_api import ResponseEventBuilder, to_chat, to_responses_error
-from octavo.serve.service import Service, TokenizedPrompt
+from octavo.serve.service import Prompts, Service, TokenizedPrompt
 from octavo.serve.view_routes import EVENTS, View
 from octavo.view.live.hub import Hub
 
@@ -77,13 +77,7 @@ class App:
         service.admission.multi_tenant = keys is not None and len(keys) > 1
         self._rate_limiter, self._kv_query = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
         settings = service.settings
-        app = FastAPI(
-            title="Octavo",
-            version=octavo.__version__,
-            docs_url=None,
-            redoc_url=None,
-            redirect_slashes=False,
-        )
+        app = FastAPI(title="Octavo", version=octavo.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
         app.add_exception_handler(HTTPException, on_http_exception)
         self._add(app, "POST", "/v1/completions", self.completions)
         self._add(app, "POST", "/v1/chat/completions", self.chat_completions)
@@ -171,12 +165,7 @@ class App:
         return await self._generate(context, request, name, [prompt], builder)
 
     async def _generate(
-        self,
-        context: RequestContext,
-        request: ParsedRequest,
-        name: str,
-        prompts: Sequence[TokenizedPrompt],
-        builder: ResponseBuilder,
+        self, context: RequestContext, request: ParsedRequest, name: str, prompts: Prompts, builder: ResponseBuilder
     ) -> HttpResponse | EventStream:
         service = self.service
         if service.settings.enable_log_requests:
@@ -192,12 +181,7 @@ class App:
         return json_response(response)
 
     async def _chunks(
-        self,
-        context: RequestContext,
-        request: ParsedRequest,
-        name: str,
-        prompts: Sequence[TokenizedPrompt],
-        builder: ResponseBuilder,
+        self, context: RequestContext, request: ParsedRequest, name: str, prompts: Prompts, builder: ResponseBuilder
     ) -> AsyncGenerator[Any, None]:
         generation = self.service.generate(request, prompts, name, context.tenant, context.trace_headers)
         async with contextlib.aclosing(generation) as outputs:

@@ -50,6 +50,9 @@ class TokenizedPrompt:
         return {"prompt": self.text, "prompt_token_ids": self.token_ids}
 
 
+Prompts = Sequence[TokenizedPrompt]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Limits and properties of the engine that the HTTP server needs. None: not known here."""
@@ -188,7 +191,7 @@ class Service:
     async def generate(
         self,
         request: ParsedRequest,
-        prompts: Sequence[TokenizedPrompt],
+        prompts: Prompts,
         name: str,
         tenant: Tenant = DEFAULT_TENANT,
         trace_headers: Mapping[str, str] | None = None,

@@ -139,9 +139,7 @@ class View:
     async def _play(self, context: RequestContext) -> HttpResponse:
         history, action = context.body.get("history"), context.body.get("action")
         if not isinstance(history, str) or not (action is None or isinstance(action, str)):
-            raise bad_request(
-                "invalid_type", 'the body is {"history": "64x16", "action": "new,64"}; both are text', "history"
-            )
+            raise bad_request("invalid_type", 'send {"history": "64x16", "action": "new,64"}, two strings', "history")
         assert self._playgrounds is not None
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._play_thread, self._playgrounds.answer, history, action or None)

@@ -78,7 +78,7 @@ MISTAKES = {
         "cannot read nowhere: No such file",
     ),
     "no prices": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--prices", "/dev/null"], "/dev/null has no prices"),
-    "cost": (["simulate", "--cost", "nowhere"], "cannot read nowhere: No such file or directory; `octavo calibrate"),
+    "cost": (["simulate", "--cost", "nowhere"], "cannot read nowhere: No such file or directory; run `octavo"),
 }
 
 

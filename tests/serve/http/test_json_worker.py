@@ -1,4 +1,4 @@
-"""Large bodies are read elsewhere, with the same answers, and nobody waits for it."""
+"""Large bodies are parsed in a worker process, with the same results and without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def answer_of(worker: JsonWorker, body: bytes) -> Any:
         return api_error.code, api_error.param
 
 
-def test_the_same_answers_wherever_a_body_is_read() -> None:
+def test_worker_and_direct_parsing_agree() -> None:
     tails = [
         b'"a": [1, -2, 2.5, true, null, {"b": "\xc3\xa9\\u0000"}]}',
         b'"a": NaN}',
@@ -62,7 +62,7 @@ def test_the_same_answers_wherever_a_body_is_read() -> None:
     run(both())
 
 
-def test_a_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def hung() -> None:
         worker = JsonWorker()
         body = json.dumps({"pad": PADDING}).encode()
@@ -83,13 +83,13 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     run(hung())
 
 
-def test_the_loop_goes_on_meanwhile(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_loop_is_not_blocked(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1, "metadata": {str(i): [[i]] for i in range(30_000)}}).encode()
 
     def parse(_: bytes) -> dict[str, Any]:
         raise AssertionError("it was read here")
 
-    async def beside() -> None:
+    async def respond_meanwhile() -> None:
         async with serving(model, max_body_bytes=8 << 20) as server:
             monkeypatch.setattr(json_worker.json_parser, "parse", parse)
             headers = {"content-type": "application/json"}
@@ -100,10 +100,10 @@ def test_the_loop_goes_on_meanwhile(model: str, monkeypatch: pytest.MonkeyPatch)
                 num_turns += 1
             assert post.result().status_code == 200 and num_turns > 10
 
-    run(beside())
+    run(respond_meanwhile())
 
 
-def test_the_worker_itself() -> None:
+def test_worker_protocol() -> None:
     bodies = [b'{"a": 1}', b"[]"]
     requests = io.BytesIO(b"".join(LENGTH.pack(len(body)) + body for body in bodies) + b"\0")
     answers = io.BytesIO()
@@ -111,8 +111,8 @@ def test_the_worker_itself() -> None:
     assert answers.getvalue().count(b"invalid_type") == 1
 
 
-def test_keys_and_parts_of_a_body_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes many times the memory that it takes in a body, and is freed on the event loop."""
+def test_keys_and_parts_of_a_body_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes many times its size in the body, and is freed on the event loop."""
     monkeypatch.setattr(json_parser, "MAX_KEYS", 100)
     monkeypatch.setattr(json_parser, "MAX_PARTS", 100)
 
@@ -126,22 +126,22 @@ def test_keys_and_parts_of_a_body_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert code_of({str(i): i for i in range(100)}) is None
     assert code_of({str(i): i for i in range(101)}) == "too_many_keys"
     assert code_of({"a": [{str(i): i for i in range(101)}]}) == "too_many_keys"
-    assert code_of({"a": [[]] * 98}) is None  # with the two around them a hundred
+    assert code_of({"a": [[]] * 98}) is None  # a hundred, with the two enclosing ones
     assert code_of({"a": [[]] * 99}) == code_of({"a": [{}] * 99}) == "too_many_parts"
-    assert code_of({"a": ["[]" * 5000]}) is None  # within a string they are text
+    assert code_of({"a": ["[]" * 5000]}) is None  # brackets in strings do not count
 
 
-def test_arguments_of_calls_are_read_in_slices_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_call_arguments_are_parsed_in_slices_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(num: int, arguments: str = '{"a": 1}') -> dict[str, Any]:
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         item = {"type": "function_call", "name": "f", "arguments": arguments}
         return {"messages": [{"role": "assistant", "tool_calls": [call]} for _ in range(num)], "input": [item]}
 
     given = json.loads(json.dumps(body(3)))
-    assert list(request.decode_tool_arguments(given)) == [YIELD_POINT] * 4  # others may have their turn after each
+    assert list(request.decode_tool_arguments(given)) == [YIELD_POINT] * 4  # other tasks can run after each
     assert [m["tool_calls"][0]["function"]["arguments"] for m in given["messages"]] == [{"a": 1}] * 3
     assert given["input"][0]["arguments"] == {"a": 1}
-    for wrong in ("{", "7", "[" * 70):  # refused where the message is read, which knows its place
+    for wrong in ("{", "7", "[" * 70):  # reported by parse_messages, which knows the path
         given = json.loads(json.dumps(body(1, wrong)))
         list(request.decode_tool_arguments(given))
         assert given == body(1, wrong)

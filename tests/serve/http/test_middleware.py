@@ -1,4 +1,4 @@
-"""Who is let in: keys, ids, queues, and what happens when the client or the server leaves."""
+"""Keys, request ids, queue limits, disconnecting clients and shutdown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 110, "temperature": 0, 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_path_but_two_takes_a_key(model: str) -> None:
+def test_every_path_except_probes_needs_a_key(model: str) -> None:
     async def main() -> None:
         async with serving(model, keys=("one", "two")) as server:
             server.client.headers.pop("authorization")
@@ -50,7 +50,7 @@ def test_every_path_but_two_takes_a_key(model: str) -> None:
             for path in ("/health", "/ready"):
                 assert (await server.client.get(path)).status_code == 200
                 assert (await server.client.post(path)).status_code == 401
-            assert (await server.client.get("/%68ealth")).status_code == 401  # the raw path decides
+            assert (await server.client.get("/%68ealth")).status_code == 401  # the raw path is checked
             assert (await server.post("/tokenize", prompt="a")).status_code == 401
             for value in ("", "Bearer", "Bearer three", "Basic one", "one", "Bearer one two", "Bearer onetwo"):
                 response = await server.client.get("/v1/models", headers={"authorization": value})
@@ -75,7 +75,7 @@ def test_public_metrics_and_allowed_origins(model: str) -> None:
             for origin, allowed in (("http://a", True), ("http://b", False)):
                 response = await server.client.get("/version", headers={"origin": origin})
                 assert response.headers.get("access-control-allow-origin") == (origin if allowed else None)
-                asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"  # OpenAI's package does
+                asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"  # OpenAI's package
                 preflight = {"access-control-request-method": "POST", "access-control-request-headers": asked}
                 response = await server.client.options(C, headers={"origin": origin, **preflight})
                 assert response.headers.get("access-control-allow-headers") == (asked if allowed else None)
@@ -83,7 +83,7 @@ def test_public_metrics_and_allowed_origins(model: str) -> None:
     run(main())
 
 
-def test_holders_of_different_keys_share_no_blocks(model: str) -> None:
+def test_different_keys_share_no_blocks(model: str) -> None:
     async def main() -> None:
         async def cached(server: Server, key: str, **more: Any) -> int:
             body = {"prompt": "Hello,world", "max_tokens": 1, **more}
@@ -99,7 +99,7 @@ def test_holders_of_different_keys_share_no_blocks(model: str) -> None:
     run(main())
 
 
-def test_keys_and_where_to_listen(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_and_exposure(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     for key in ("", "a b", "a\n", "ä"):
         with pytest.raises(ParameterError, match="api_key"):
             ServeArgs(api_key=[key])
@@ -133,7 +133,7 @@ def test_keys_and_where_to_listen(tmp_path: Any, caplog: pytest.LogCaptureFixtur
 # -- ids ---------------------------------------------------------------------------------------------------------------
 
 
-def test_ids_are_our_own(model: str) -> None:
+def test_request_ids_are_generated_by_the_server(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             for given, shown in (("abc-1", "abc-1"), ("x" * 1000, "x" * 128), ("a b\tc", "abc")):
@@ -154,7 +154,7 @@ def test_ids_are_our_own(model: str) -> None:
 # -- queues ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_answers_429_at_once(model: str) -> None:
+def test_full_queue_returns_429_at_once(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 2}, max_num_queued_reqs=1) as server:
             running = [asyncio.ensure_future(server.client.post(C, json=LONG)) for _ in range(5)]
@@ -170,7 +170,7 @@ def test_a_full_queue_answers_429_at_once(model: str) -> None:
         async with serving(model, max_num_queued_tokens=12) as server:
             answers = await asyncio.gather(*(server.client.post(C, json=LONG) for _ in range(4)))
             assert sorted(a.status_code for a in answers) == [200, 200, 429, 429]
-            refused = await server.post(C, prompt="a" * 40, max_tokens=1)  # also alone: the queue never takes it
+            refused = await server.post(C, prompt="a" * 40, max_tokens=1)  # larger than the queue
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "request_too_large")
 
     run(main())
@@ -195,7 +195,7 @@ def test_admission_counts() -> None:
     run(main())
 
 
-def test_who_waits_too_long_for_a_turn_is_told(model: str) -> None:
+def test_queue_timeout_returns_503(model: str) -> None:
     async def main() -> None:
         options = {"max_num_seqs": 1, "enforce_eager": True}
         async with serving(model, engine_options=options, queue_timeout=0.4) as server:
@@ -213,7 +213,7 @@ def test_who_waits_too_long_for_a_turn_is_told(model: str) -> None:
 
 
 class Call:
-    """One exchange with the application, by hand: what it sends, and a client that can go."""
+    """One ASGI request by hand: records what the application sends, and can disconnect."""
 
     def __init__(self, server: Server, body: dict[str, Any], path: str = C) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -260,7 +260,7 @@ class Call:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_takes_its_request_along(model: str, stream: bool) -> None:
+def test_disconnect_aborts_the_request(model: str, stream: bool) -> None:
     async def main() -> None:
         async with serving(model) as server:
             for num_seen in (0, 3) if stream else (0,):
@@ -280,7 +280,7 @@ def test_a_client_that_goes_takes_its_request_along(model: str, stream: bool) ->
     run(main())
 
 
-def test_a_reader_that_does_not_read_is_given_up(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_does_not_read_is_aborted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "SEND_TIMEOUT_S", 0.05)
 
     async def main() -> None:
@@ -296,8 +296,8 @@ def test_a_reader_that_does_not_read_is_given_up(model: str, monkeypatch: pytest
     run(main())
 
 
-def test_a_reader_that_does_not_even_take_a_ping(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the engine is silent, so that its next output is waited for all the while."""
+def test_client_that_does_not_read_keep_alives_is_aborted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine produces no output meanwhile, so the stream sends only keep-alives."""
     monkeypatch.setattr(endpoint_module, "SEND_TIMEOUT_S", 0.05)
 
     async def main() -> None:
@@ -328,7 +328,7 @@ def test_a_reader_that_does_not_even_take_a_ping(model: str, monkeypatch: pytest
     run(main())
 
 
-def test_what_a_shutdown_cuts_short_says_so(model: str) -> None:
+def test_shutdown_ends_requests_with_an_error(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             stream, whole = Call(server, LONG | {"stream": True}), Call(server, LONG)
@@ -351,7 +351,7 @@ def test_what_a_shutdown_cuts_short_says_so(model: str) -> None:
     run(main())
 
 
-def test_a_body_that_trickles_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_body_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "BODY_RATE_WINDOW_S", 0.05)
     monkeypatch.setattr(endpoint_module, "LINGER_S", 0.05)
 
@@ -365,7 +365,7 @@ def test_a_body_that_trickles_is_refused(model: str, monkeypatch: pytest.MonkeyP
     run(main())
 
 
-def test_numbers_that_are_not_finite_end_one_request_alone(model: str) -> None:
+def test_non_finite_logits_end_only_one_request(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"enforce_eager": True}) as server:
             poison = server.engine.get_tokenizer().encode("~")[0]
@@ -387,7 +387,7 @@ def test_numbers_that_are_not_finite_end_one_request_alone(model: str) -> None:
     run(main())
 
 
-def test_a_dead_engine_is_told_and_nothing_hangs(model: str) -> None:
+def test_dead_engine_is_reported_and_nothing_hangs(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             call = Call(server, LONG | {"stream": True})

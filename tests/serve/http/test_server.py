@@ -1,4 +1,4 @@
-"""Over sockets: what comes before a request, drains, and a server as its users start it."""
+"""The server over sockets: header limits, graceful shutdown, and `octavo serve` as a process."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def request(body: dict[str, Any], path: str = C) -> bytes:
     return head.encode() + content
 
 
-async def say(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
-    """Send parts; everything that comes back until the server closes."""
+async def send_raw(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """Sends the parts; returns all received bytes until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = bytearray()
 
     async def listen() -> None:
-        """All the while: who goes on speaking after the server has closed loses what he has not read."""
+        """Reads all the time: a client that still sends after the server has closed loses unread data."""
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 answer.extend(data)
@@ -88,32 +88,34 @@ def status_of(answer: bytes) -> tuple[int, str | None]:
     return int(head.split()[1]), None if code is None else code[1].decode()
 
 
-def test_headers_have_a_time_and_a_size(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_have_a_timeout_and_a_size_limit(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.3)
 
     async def main() -> None:
         async with listening(model) as (server, _, port):
-            slow = [asyncio.ensure_future(say(port, b"GET /health HTTP/1.1\r\n")) for _ in range(20)]
-            nothing = asyncio.ensure_future(say(port))
+            slow = [asyncio.ensure_future(send_raw(port, b"GET /health HTTP/1.1\r\n")) for _ in range(20)]
+            nothing = asyncio.ensure_future(send_raw(port))
             begin = time.monotonic()
-            assert b"200 OK" in await say(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert b"200 OK" in await send_raw(
+                port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
             for answer in await asyncio.gather(*slow):
                 assert status_of(answer) == (408, "request_timeout") and b"connection: close" in answer
             assert status_of(await nothing)[0] == 408
             assert 0.25 < time.monotonic() - begin < 60
             trickle = [b"GET /health HTTP/1.1\r\n", *[b"a: b\r\n"] * 50]
-            assert status_of(await say(port, *trickle, pause_s=0.02))[0] == 408
+            assert status_of(await send_raw(port, *trickle, pause_s=0.02))[0] == 408
             large = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n"
-            assert status_of(await say(port, large))[0] == 431
-            assert status_of(await say(port, large[:-4]))[0] == 431  # it does not wait for their end
+            assert status_of(await send_raw(port, large))[0] == 431
+            assert status_of(await send_raw(port, large[:-4]))[0] == 431  # refused before the headers are complete
             many = b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(2000)) + b"\r\n"
-            assert status_of(await say(port, many))[0] == 431
+            assert status_of(await send_raw(port, many))[0] == 431
             await server.complete()
 
     run(main())
 
 
-def test_every_refusal_has_an_id(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_refusal_has_a_request_id(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
     get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -127,18 +129,18 @@ def test_every_refusal_has_an_id(model: str, monkeypatch: pytest.MonkeyPatch) ->
                 get + b"X: 1\r\n" * 100 + b"\r\n": 431,
             }
             for raw, status in refused.items():
-                answer = await say(port, raw)
+                answer = await send_raw(port, raw)
                 assert status_of(answer)[0] == status, raw[:60]
                 assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}\r\n", answer), answer
-            answer = await say(port, get + b"X-Request-Id: mine\r\n" + b"X: 1\r\n" * 200 + b"\r\n")
+            answer = await send_raw(port, get + b"X-Request-Id: mine\r\n" + b"X: 1\r\n" * 200 + b"\r\n")
             assert b"\r\nx-request-id: mine\r\n" in answer
             fine = get + b"Connection: close\r\n" + b"X: 1\r\n" * 98 + b"\r\n"
-            assert status_of(await say(port, fine))[0] == 200
+            assert status_of(await send_raw(port, fine))[0] == 200
 
     run(main())
 
 
-def test_chunked_is_the_only_transfer_coding(model: str) -> None:
+def test_only_chunked_transfer_coding_is_supported(model: str) -> None:
     async def main() -> None:
         async with listening(model) as (_, _, port):
             content = b'{"prompt": "Hello", "max_tokens": 1}'
@@ -147,7 +149,7 @@ def test_chunked_is_the_only_transfer_coding(model: str) -> None:
 
             async def status(coding: bytes, version: bytes = b"1.1") -> int:
                 line = b"POST /v1/completions HTTP/" + version + b"\r\n"
-                return status_of(await say(port, line + head + coding + b"\r\n\r\n" + body))[0]
+                return status_of(await send_raw(port, line + head + coding + b"\r\n\r\n" + body))[0]
 
             for coding in (b"chunked", b"Chunked"):
                 assert await status(coding) == 200, coding
@@ -174,11 +176,11 @@ NO_HOST = (
 )
 
 
-def test_a_server_answers_to_its_own_names_alone(model: str) -> None:
+def test_only_allowed_hosts_are_accepted(model: str) -> None:
     async def status(port: int, *hosts: str, path: str = "/version", version: str = "1.1") -> int:
         lines = "".join(f"Host: {host}\r\n" for host in hosts)
         raw = f"GET {path} HTTP/{version}\r\n{lines}Connection: close\r\n\r\n"
-        return status_of(await say(port, raw.encode()))[0]
+        return status_of(await send_raw(port, raw.encode()))[0]
 
     async def main() -> None:
         async with listening(model) as (server, _, port):
@@ -187,13 +189,13 @@ def test_a_server_answers_to_its_own_names_alone(model: str) -> None:
             for host in EVIL:
                 for path in ("/version", "/metrics", "/debug/kv", "/view/", "/nope", "/ping"):
                     assert await status(port, host, path=path) == 403, (host, path)
-                assert await status(port, host, path="/health") == 200  # whoever probes does so by any address
+                assert await status(port, host, path="/health") == 200  # probes may use any Host
             for host in NO_HOST:
                 assert await status(port, host) == await status(port, host, path="/health") == 400, host
             assert await status(port) == await status(port, "localhost", "localhost") == 400
             assert await status(port, version="1.0") == 200
             evil = request(LONG).replace(b"Host: localhost", b"Host: evil.example\r\nConnection: close")
-            assert status_of(await say(port, evil)) == (403, "wrong_host")
+            assert status_of(await send_raw(port, evil)) == (403, "wrong_host")
             assert server.app.service.admission.num_requests == 0
         async with listening(model, allowed_hosts=["llm.example.com", "*.internal"]) as (_, _, port):
             for host in ("llm.example.com", "LLM.example.com.", "a.internal"):
@@ -205,13 +207,15 @@ def test_a_server_answers_to_its_own_names_alone(model: str) -> None:
     run(main())
 
 
-def test_who_may_be_called_by_any_name() -> None:
+def test_servers_that_accept_any_host() -> None:
     def takes(called: str, **options: Any) -> bool:
-        told = {"host": "127.0.0.1", "uds": None, "has_keys": False, "names": ()} | options
-        return AllowedHosts.for_server(**told).check({"headers": [(b"host", called.encode())]}) is None
+        arguments = {"host": "127.0.0.1", "uds": None, "has_keys": False, "names": ()} | options
+        return AllowedHosts.for_server(**arguments).check({"headers": [(b"host", called.encode())]}) is None
 
     assert not takes("llm.example.com")
-    assert takes("llm.example.com", has_keys=True) and takes("a", uds="/run/octavo.sock")  # no page reaches them
+    assert takes("llm.example.com", has_keys=True) and takes(
+        "a", uds="/run/octavo.sock"
+    )  # out of a foreign page's reach
     assert not takes("llm.example.com", has_keys=True, names=("other",))
     for host in ("0.0.0.0", "::", ""):
         assert all(takes(called, host=host) for called in ("10.1.2.3", "[fd00::1]:80", socket.gethostname()))
@@ -223,7 +227,7 @@ def test_who_may_be_called_by_any_name() -> None:
             ServeArgs(allowed_hosts=[name])
 
 
-def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_limit(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "PROBE_TIMEOUT_S", 0.2)
     get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     health = b"GET /health?a HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -233,36 +237,36 @@ def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatc
             here = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             while len(http.server_state.connections) < 3:
                 await asyncio.sleep(0.002)
-            answer = await say(port, get)
+            answer = await send_raw(port, get)
             assert status_of(answer) == (503, "too_many_connections") and b"retry-after: 1" in answer
-            assert status_of(await say(port)) == (503, "too_many_connections")  # who says nothing does not stay
-            assert b"200 OK" in await say(port, health)
+            assert status_of(await send_raw(port)) == (503, "too_many_connections")  # silent connections are closed
+            assert b"200 OK" in await send_raw(port, health)
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
-            assert b"200 OK" in await say(port, health)  # though all beside it are taken
+            assert b"200 OK" in await send_raw(port, health)  # although all other connections are in use
             for _, writer in idle:
                 writer.close()
             while len(http.server_state.connections) > 3:
                 await asyncio.sleep(0.002)
             here[0][1].write(get)
-            assert b"200 OK" in await here[0][0].read()  # those who are here go on
+            assert b"200 OK" in await here[0][0].read()  # open connections continue
             for _, writer in here:
                 writer.close()
             while http.server_state.connections:
                 await asyncio.sleep(0.002)
-            assert b"200 OK" in await say(port, get)
+            assert b"200 OK" in await send_raw(port, get)
 
     run(main())
 
 
-def test_the_limit_of_open_files_is_raised() -> None:
-    code = "import resource as r; from octavo.serve.http.server import raised_file_limit as raised\n"
+def test_open_file_limit_is_raised() -> None:
+    code = "import resource as r; from octavo.serve.http.server import raise_file_limit as raised\n"
     code += "hard = min(r.getrlimit(r.RLIMIT_NOFILE)[1] % 2**63, 3000)\nr.setrlimit(r.RLIMIT_NOFILE, (200, hard))\n"
     code += "print(raised() == r.getrlimit(r.RLIMIT_NOFILE)[0] == hard)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "True"
 
 
-def test_what_is_no_http(model: str) -> None:
+def test_invalid_http_is_refused(model: str) -> None:
     async def main() -> None:
         async with listening(model) as (server, _, port):
             both = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -270,12 +274,12 @@ def test_what_is_no_http(model: str) -> None:
             chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             chunked += b"Transfer-Encoding: chunked\r\n\r\n"
             for raw in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", both + b"0\r\n\r\n", chunked + b"zz\r\nab\r\n"):
-                assert status_of(await say(port, raw))[0] == 400, raw
+                assert status_of(await send_raw(port, raw))[0] == 400, raw
             short = request({"prompt": "a"})[:-3]
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(short)
             writer.write_eof()
-            assert await asyncio.wait_for(reader.read(), 50) == b""  # it has gone; nobody is there to be told
+            assert await asyncio.wait_for(reader.read(), 50) == b""  # closed without a response
             writer.close()
             await server.at_rest()
 
@@ -287,7 +291,7 @@ WEBSOCKETS = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Versio
 
 
 @pytest.mark.parametrize("asking", [JAVAS, WEBSOCKETS])
-def test_who_asks_for_another_protocol_is_answered_in_this_one(model: str, asking: bytes) -> None:
+def test_upgrade_requests_are_answered_in_http_1_1(model: str, asking: bytes) -> None:
     async def main() -> None:
         async with listening(model) as (server, _, port):
             want = (await server.complete("Hello"))["choices"][0]["text"]
@@ -296,18 +300,20 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(model: str, askin
             get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n"
             end = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
             head, _, content = post.partition(b"\r\n\r\n")
-            # In one piece, the body by itself, byte by byte.
+            # In one piece, the body separately, and byte by byte.
             for parts in ([post + get + post + end], [head + b"\r\n\r\n", content, get, end], [*_bytes(post), end]):
-                answer = await say(port, *parts, pause_s=0.0 if len(parts) > 9 else 0.05)
+                answer = await send_raw(port, *parts, pause_s=0.0 if len(parts) > 9 else 0.05)
                 num_posts = b"".join(parts).count(b"POST")
                 assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1 ") == b"".join(parts).count(b"Host:")
                 assert answer.count(json.dumps(want).encode()) == num_posts
-            # What it says is never taken for a request.
+            # The body is never parsed as a request.
             bad = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
             smuggled = head.replace(b"Length: %d" % len(content), b"Length: %d" % len(bad)) + b"\r\n\r\n"
-            answer = await say(port, smuggled, bad, end, pause_s=0.05)
+            answer = await send_raw(port, smuggled, bad, end, pause_s=0.05)
             assert (answer.count(b"HTTP/1.1 "), status_of(answer)) == (2, (400, "invalid_json"))
-            assert b" 200 " not in await say(port, b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n")
+            assert b" 200 " not in await send_raw(
+                port, b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n"
+            )
 
     run(main())
 
@@ -316,7 +322,7 @@ def _bytes(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
 
 
-def test_trailers_have_a_size_and_say_nothing(model: str) -> None:
+def test_trailers_are_limited_and_ignored(model: str) -> None:
     async def main() -> None:
         async with listening(model) as (_, http, port):
             chunked = b"Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -324,9 +330,9 @@ def test_trailers_have_a_size_and_say_nothing(model: str) -> None:
             body = b"%x\r\n" % len(content) + content + b"\r\n0\r\n"
             trailers = b"X-Request-Id: mine\r\n\r\n"
             end = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-            answer = await say(port, b"POST /v1/completions HTTP/1.1\r\n" + chunked + body + trailers, end)
+            answer = await send_raw(port, b"POST /v1/completions HTTP/1.1\r\n" + chunked + body + trailers, end)
             assert answer.count(b"HTTP/1.1 200 OK") == 2 and b"mine" not in answer
-            for line in (b"a: b\r\n" * 2_000, b"a: " + b"b" * 16_000):  # many, and one without an end
+            for line in (b"a: b\r\n" * 2_000, b"a: " + b"b" * 16_000):  # many trailers, and an unterminated one
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(b"GET /health HTTP/1.1\r\n" + chunked + b"0\r\n")
                 await reader.readuntil(b"\r\n\r\n")
@@ -344,7 +350,7 @@ def test_trailers_have_a_size_and_say_nothing(model: str) -> None:
 
 
 def _slow(server: Server, seconds: float) -> None:
-    """Its steps take that long."""
+    """Delays every engine step."""
     engine = server.built.engine
     advance = engine.step_states
 
@@ -356,7 +362,7 @@ def _slow(server: Server, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_sends_two_requests_at_once_and_goes(model: str, stream: bool) -> None:
+def test_disconnect_with_pipelined_requests(model: str, stream: bool) -> None:
     async def main() -> None:
         async with listening(model) as (server, _, port):
             _slow(server, 0.05)
@@ -368,12 +374,12 @@ def test_who_sends_two_requests_at_once_and_goes(model: str, stream: bool) -> No
                 writer.close()
                 begin = time.monotonic()
                 await server.at_rest()
-                assert time.monotonic() - begin < 2.5  # all of it takes five seconds at least
+                assert time.monotonic() - begin < 2.5  # the whole response takes at least five seconds
 
     run(main())
 
 
-def test_nothing_is_written_into_the_midst_of_an_answer(model: str) -> None:
+def test_errors_are_never_written_inside_a_response(model: str) -> None:
     async def main() -> None:
         async with listening(model) as (server, _, port):
             _slow(server, 0.02)
@@ -390,7 +396,7 @@ def test_nothing_is_written_into_the_midst_of_an_answer(model: str) -> None:
 
 
 @pytest.mark.parametrize("closes", [b"", b"Connection: close\r\n"])
-def test_a_whole_answer_that_nobody_takes(model: str, closes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_complete_response_is_aborted(model: str, closes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.3)
 
     async def main() -> None:
@@ -415,22 +421,22 @@ def test_a_whole_answer_that_nobody_takes(model: str, closes: bytes, monkeypatch
     run(main())
 
 
-def test_a_large_body_is_answered_before_it_has_come(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_body_is_refused_before_it_has_arrived(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "LINGER_S", 0.2)
 
     async def main() -> None:
         async with listening(model, max_body_bytes=10_000) as (_, _, port):
             head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             declared = head + b"Content-Length: 100000000\r\n\r\n"
-            assert status_of(await say(port, declared, b" " * 1_000_000)) == (413, "body_too_large")
+            assert status_of(await send_raw(port, declared, b" " * 1_000_000)) == (413, "body_too_large")
             chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
-            answer = await say(port, head + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
+            answer = await send_raw(port, head + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
             assert status_of(answer) == (413, "body_too_large")
 
     run(main())
 
 
-def test_connections_that_break_in_every_state(model: str) -> None:
+def test_connections_broken_in_every_state(model: str) -> None:
     async def main() -> None:
         async with listening(model) as (server, _, port):
             want = (await server.complete("Hello"))["choices"][0]["text"]
@@ -446,7 +452,7 @@ def test_connections_that_break_in_every_state(model: str) -> None:
                     writer.close()
                 else:
                     with contextlib.suppress(OSError):
-                        writer.write_eof()  # half closed
+                        writer.write_eof()  # half-closed
                     await asyncio.wait_for(reader.read(), 50)
                     writer.close()
             await server.at_rest()
@@ -457,16 +463,16 @@ def test_connections_that_break_in_every_state(model: str) -> None:
 
 @pytest.mark.parametrize(("timeout", "finishes"), [(30.0, True), (0.0, False)])
 @pytest.mark.parametrize("pings", [0.0, 5.0])
-def test_a_drain(model: str, timeout: float, finishes: bool, pings: float) -> None:
+def test_graceful_shutdown(model: str, timeout: float, finishes: bool, pings: float) -> None:
     async def main() -> None:
         async with listening(model, shutdown_timeout=timeout, sse_keep_alive_interval=pings) as (server, http, port):
-            streams = [asyncio.ensure_future(say(port, request(LONG | {"stream": True}))) for _ in range(8)]
+            streams = [asyncio.ensure_future(send_raw(port, request(LONG | {"stream": True}))) for _ in range(8)]
             while server.app.service.admission.num_requests < 8:
                 await asyncio.sleep(0.002)
-            http.stop()  # what a signal calls
+            http.stop()  # the signal handler
             await asyncio.sleep(0.005)
             if finishes:
-                assert status_of(await say(port, request(LONG))) == (503, "shutting_down")
+                assert status_of(await send_raw(port, request(LONG))) == (503, "shutting_down")
             for answer in await asyncio.gather(*streams):
                 text = answer.partition(b"\r\n\r\n")[2].decode()
                 frames = "".join(re.findall(r"^(?:data: .*)$", text, re.MULTILINE)).replace("data: ", "\n\ndata: ")
@@ -514,8 +520,8 @@ class Process:
 
 @pytest.fixture(scope="module")
 def process(model: str) -> Iterator[tuple[Process, str]]:
-    told = ["--api-key", "one", "--served-model-name", "tiny", "--max-body-bytes", "1000000"]
-    process = Process(model, *told, OCTAVO_API_KEY="two")
+    arguments = ["--api-key", "one", "--served-model-name", "tiny", "--max-body-bytes", "1000000"]
+    process = Process(model, *arguments, OCTAVO_API_KEY="two")
     try:
         yield process, process.wait_ready()
     finally:
@@ -541,17 +547,17 @@ def children_of(pid: int) -> list[int]:
 
 
 def listening_ports(pid: int) -> list[int]:
-    """Of a process, over TCP."""
+    """The URL of a server process on TCP."""
     links = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             links.append(os.readlink(path))
     rows = [line.split() for n in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{n}").read_text().splitlines()[1:]]
     listening = [(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"]
     return [port for port, inode in listening if f"socket:[{inode}]" in links]
 
 
-def test_a_body_of_more_than_256_kib_is_answered(process: tuple[Process, str]) -> None:
+def test_large_body_is_answered(process: tuple[Process, str]) -> None:
     _, url = process
     for prompt in ([65] * 100, "Hello"):
         content = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
@@ -562,7 +568,7 @@ def test_a_body_of_more_than_256_kib_is_answered(process: tuple[Process, str]) -
     assert (status, json.loads(body)["error"]["param"]) == (400, "seed")
 
 
-def test_a_string_without_an_end_holds_nobody_up(process: tuple[Process, str]) -> None:
+def test_unterminated_string_does_not_block_the_server(process: tuple[Process, str]) -> None:
     _, url = process
     deep = b"[" * 70 + b'"' + b'\\"' * 50_000
     call_of = {"id": "a", "function": {"name": "f", "arguments": deep.decode()}}
@@ -574,11 +580,11 @@ def test_a_string_without_an_end_holds_nobody_up(process: tuple[Process, str]) -
         ("responses", {"input": [item]}),
     ):
         assert call(f"{url}/v1/{path}", body)[0] == 400
-    assert time.monotonic() - begin < 10  # it was 27 s of a frozen server for each
+    assert time.monotonic() - begin < 10  # each once froze the server for 27 s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
+def test_server_from_the_command_line(process: tuple[Process, str]) -> None:
     server, url = process
     assert "KV cache size: " in server.log and "Maximum concurrency for 128 tokens per request" in server.log
     assert re.search(r"start-up: tokenizer [\d.]+ s, engine [\d.]+ s", server.log)
@@ -586,7 +592,7 @@ def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
     status, body = call(f"{url}/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 4})
     assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
     assert b"vllm:prompt_tokens_total" in call(f"{url}/metrics", key="one")[1]
-    children = children_of(server.process.pid)  # the engine, and the reader of large bodies
+    children = children_of(server.process.pid)  # the engine and the JSON worker
     port = int(url.rpartition(":")[2])
     assert listening_ports(server.process.pid) == [port] and not any(map(listening_ports, children))
     server.process.send_signal(signal.SIGTERM)
@@ -599,7 +605,7 @@ def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_stopped_while_it_starts(model: str, number: signal.Signals) -> None:
+def test_signal_during_the_start_stops_the_server(model: str, number: signal.Signals) -> None:
     server = Process(model)
     try:
         while not (children := children_of(server.process.pid)):
@@ -623,7 +629,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_of_two_servers_that_start_on_one_port_one_ends(model: str) -> None:
+def test_second_server_on_a_port_fails(model: str) -> None:
     port = free_port()
     servers = [Process(model, port=port) for _ in range(2)]
     try:
@@ -645,7 +651,7 @@ def test_of_two_servers_that_start_on_one_port_one_ends(model: str) -> None:
                 server.wait()
 
 
-def test_a_server_that_loads_its_model_says_so(model: str) -> None:
+def test_requests_during_the_start_get_503(model: str) -> None:
     port = free_port()
     server = Process(model, port=port)
     url = f"http://127.0.0.1:{port}"
@@ -667,14 +673,14 @@ def test_a_server_that_loads_its_model_says_so(model: str) -> None:
 
 
 @pytest.mark.parametrize("max_files", [16, 32, 63])
-def test_too_few_open_files_are_said_at_once(model: str, max_files: int) -> None:
+def test_too_few_open_files_fail_at_once(model: str, max_files: int) -> None:
     server = Process(model, max_files=max_files)
     assert server.wait() == 1
     needed = f"error: the limit of open files is {max_files}; a server needs 64; raise the limit: ulimit -n 4096"
     assert server.log.strip().splitlines() == [needed]
 
 
-def test_health_is_answered_where_few_files_may_be_open(model: str) -> None:
+def test_health_is_answered_with_few_open_files(model: str) -> None:
     server = Process(model, "--max-body-bytes", "1000000", max_files=64)
     try:
         url = server.wait_ready()
@@ -687,7 +693,7 @@ def test_health_is_answered_where_few_files_may_be_open(model: str) -> None:
             assert call(f"{url}/version")[0] == 503
         body = b'{"prompt": "Hello", "max_tokens": 2}' + b" " * 300_000
         begin = time.monotonic()
-        while call(f"{url}/v1/completions", body)[0] != 200:  # with a process to read it in
+        while call(f"{url}/v1/completions", body)[0] != 200:  # needs a JSON worker process
             assert time.monotonic() - begin < 60
     finally:
         server.process.send_signal(signal.SIGTERM)
@@ -706,7 +712,7 @@ def test_health_is_answered_where_few_files_may_be_open(model: str) -> None:
         (["--lora-modules", "x"], 2, "vLLM flag --lora-modules is not supported here"),
     ],
 )
-def test_mistakes_on_the_command_line(
+def test_invalid_command_lines(
     model: str, capsys: pytest.CaptureFixture[str], args: list[str], code: int, text: str
 ) -> None:
     from octavo.cli.main import run as command
@@ -716,7 +722,7 @@ def test_mistakes_on_the_command_line(
     assert error[-1].startswith("error: ") and text in error[-1]
 
 
-def test_an_address_in_use_is_found_before_a_model_is_loaded(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_address_in_use_fails_before_the_model_is_loaded(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     from octavo.cli.main import run as command
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -727,7 +733,7 @@ def test_an_address_in_use_is_found_before_a_model_is_loaded(model: str, capsys:
     assert command(["serve", "/nonexistent/model", "--port", "0"]) == 1
 
 
-def test_a_path_in_use_stays_its_servers(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unix_socket_in_use_is_kept(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from octavo.cli.main import run as command
 
     path = str(tmp_path / "octavo.sock")
@@ -738,7 +744,7 @@ def test_a_path_in_use_stays_its_servers(model: str, tmp_path: Path, capsys: pyt
         assert error == f"error: address in use: {path}; choose another path"
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as caller:
             caller.connect(path)
-    with contextlib.closing(bind("", 0, path)):  # what a server that died has left is taken
+    with contextlib.closing(bind("", 0, path)):  # the socket of a dead server is replaced
         assert Path(path).is_socket()
 
 
@@ -751,7 +757,7 @@ def test_a_path_in_use_stays_its_servers(model: str, tmp_path: Path, capsys: pyt
         (["--ssl-ca-certs", "junk.pem"], "ssl_ca_certs needs TLS"),
     ],
 )
-def test_files_of_tls_are_read_before_a_model_is_loaded(
+def test_tls_files_are_checked_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: list[str], text: str
 ) -> None:
     from octavo.cli.main import run as command
@@ -762,7 +768,7 @@ def test_files_of_tls_are_read_before_a_model_is_loaded(
     assert text in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_help_loads_no_server() -> None:
+def test_help_does_not_import_the_server() -> None:
     code = "import sys; sys.argv = ['octavo', 'serve', '--help']\nfrom octavo.cli.main import run\nrun(sys.argv[1:])\n"
     code += "print([m for m in ('torch', 'fastapi', 'uvicorn', 'tokenizers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

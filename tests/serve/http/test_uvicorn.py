@@ -1,4 +1,4 @@
-"""What the server relies on inside uvicorn: a release that moves any of it fails here, not in silence.
+"""The uvicorn internals that the server relies on: a release that changes one fails here, not silently.
 
 `LimitedHttpProtocol` and `HTTPServer` override methods that uvicorn calls, and read attributes that it sets. If uvicorn
 renames such a method, the override is never called and its limit is lost. `pyproject.toml` admits tested releases only.
@@ -51,7 +51,7 @@ KEPT = (
 )
 OF_CYCLES = ("response_started", "response_complete", "disconnected", "message_event", "keep_alive")
 CALLERS = {
-    # Ours: who of uvicorn's must call it.
+    # Overridden method: the uvicorn methods that must call it.
     "_start_asgi_task": ("on_headers_complete", "on_response_complete"),
     "_unset_keepalive_if_required": ("data_received", "on_response_complete", "connection_lost"),
     "send_400_response": ("data_received",),
@@ -64,12 +64,12 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("name", "parameters"), sorted((OVERRIDDEN | CALLED).items()))
-def test_uvicorn_has_the_methods_that_are_overridden_or_called(name: str, parameters: tuple[str, ...]) -> None:
+def test_uvicorn_has_the_overridden_and_called_methods(name: str, parameters: tuple[str, ...]) -> None:
     assert _parameters(getattr(HttpToolsProtocol, name)) == parameters
     assert name in CALLED or _parameters(getattr(LimitedHttpProtocol, name)) == parameters
 
 
-def test_every_override_of_uvicorns_methods_is_listed() -> None:
+def test_every_override_is_listed() -> None:
     def shared(ours: type, theirs: type) -> set[str]:
         return {name for name, value in vars(ours).items() if callable(value) and hasattr(theirs, name)}
 
@@ -79,13 +79,13 @@ def test_every_override_of_uvicorns_methods_is_listed() -> None:
 
 
 @pytest.mark.parametrize(("name", "callers"), sorted(CALLERS.items()))
-def test_uvicorn_calls_what_is_overridden(name: str, callers: tuple[str, ...]) -> None:
+def test_uvicorn_calls_the_overridden_methods(name: str, callers: tuple[str, ...]) -> None:
     for caller in callers:
         assert name in getattr(HttpToolsProtocol, caller).__code__.co_names, caller
     assert "capture_signals" in uvicorn.Server.serve.__code__.co_names
 
 
-def test_uvicorn_keeps_what_is_read() -> None:
+def test_uvicorn_has_the_attributes_that_are_read() -> None:
     config = uvicorn.Config(mock.Mock(), log_config=None, lifespan="off")
     protocol = HttpToolsProtocol(config, uvicorn.server.ServerState(), {}, mock.Mock())
     assert [name for name in KEPT if not hasattr(protocol, name)] == []
@@ -100,9 +100,9 @@ def test_uvicorn_keeps_what_is_read() -> None:
     assert server.server_state.connections == set() and config.timeout_graceful_shutdown is None
 
 
-def test_the_release_of_uvicorn_is_one_that_was_tried() -> None:
+def test_installed_uvicorn_release_is_a_tested_one() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     (wanted,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "uvicorn")
     assert version("uvicorn") in wanted.specifier
-    assert not wanted.specifier.contains("0.40")  # which has no _start_asgi_task
+    assert not wanted.specifier.contains("0.40")  # the release without _start_asgi_task
     assert not wanted.specifier.contains("0.99")

@@ -1,6 +1,6 @@
-"""The table of answers to bad input, row by row, against `octavo serve` over its socket: status, code and param.
+"""The table of responses to invalid input, row by row, against `octavo serve` over its socket: status, code and param.
 
-What takes a fault, a full queue or time is elsewhere: test_http_door, test_http_server, test_supervisor.
+Faults, full queues and timeouts are tested in test_middleware, test_server and test_supervisor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.clients.tiny_server import serving
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 AUTH = ("Authorization", "Bearer key")
 JSON = ("Content-Type", "application/json")
-SAY = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
 DROP = object()
 ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 VOCAB = 97
@@ -34,7 +34,7 @@ class Response:
 
     @property
     def error(self) -> tuple[int, str, str | None]:
-        """Checked for what holds for every error."""
+        """Checks the common properties of errors."""
         assert self.headers["x-request-id"] and len(self.body) <= MAX_ERROR_BYTES
         error = json.loads(self.body)["error"]
         assert json.loads(self.body).keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
@@ -52,7 +52,7 @@ class Peer:
         self.address = parts.hostname, parts.port
 
     def raw(self, data: bytes) -> Response:
-        """What comes back until the server closes the connection, to a request that asks it to."""
+        """The response to a request with Connection: close, read until the server closes."""
         with socket.create_connection(self.address, timeout=30) as connection:
             connection.sendall(data)
             parts = []
@@ -252,7 +252,7 @@ CHATS: list[tuple[int, dict[str, Any], str, str | None]] = [
         (60, {"messages": [{"role": role, "content": "a"}]}, "invalid_value", "messages[0].role")
         for role in ("king", "__proto__", "", None, 7, [])
     ),
-    (60, {"messages": [*SAY, {"content": "a"}]}, "invalid_value", "messages[1].role"),
+    (60, {"messages": [*MESSAGES, {"content": "a"}]}, "invalid_value", "messages[1].role"),
     (60, {"messages": [{"role": "user", "content": None}]}, "invalid_value", "messages[0].content"),
     *(
         (60, {"messages": [{"role": "user", "content": [part]}]}, "unsupported_content", "messages[0].content[0].type")
@@ -295,30 +295,30 @@ CHATS: list[tuple[int, dict[str, Any], str, str | None]] = [
 ]
 
 
-def test_a_problem_with_a_form_has_the_name_that_the_request_has_for_it(peer: Peer) -> None:
+def test_schema_errors_name_the_requests_parameter(peer: Peer) -> None:
     properties = {f"p{i}": {"type": "string"} for i in range(1200)}
     schemas = {"invalid_json_schema": {"type": "nope"}, "grammar_too_complex": {"properties": properties}}
     for code, schema in schemas.items():
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", **schema}}}
         tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
         tools = [{"type": "function", "function": tool}]
-        said = {"input": "Hi", "text": {"format": {**form["json_schema"], "type": "json_schema"}}}  # type: ignore[dict-item]
+        responses_body = {"input": "Hi", "text": {"format": {**form["json_schema"], "type": "json_schema"}}}  # type: ignore[dict-item]
         for path, body, param in (
             (C, {"prompt": "Hi", "structured_outputs": {"json": schema}}, "structured_outputs"),
             (C, {"prompt": "Hi", "response_format": form}, "response_format"),
-            (H, {"messages": SAY, "response_format": form}, "response_format"),
-            (H, {"messages": SAY, "tools": tools, "tool_choice": "required"}, "tools"),
-            (R, said, "text.format"),
+            (H, {"messages": MESSAGES, "response_format": form}, "response_format"),
+            (H, {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}, "tools"),
+            (R, responses_body, "text.format"),
         ):
             limit = "max_output_tokens" if path == R else "max_tokens"
             response = peer.post(path, {**body, limit: 100})
             if code == "grammar_too_complex" and response.status == 200:
-                continue  # the model wrote something else
+                continue  # the model generated something else
             assert response.error == (400, code, param), response.body
 
 
 @pytest.mark.parametrize("row", sorted({row for row, *_ in BODIES}))
-def test_bodies_that_cannot_be_read(peer: Peer, row: int) -> None:
+def test_unreadable_bodies(peer: Peer, row: int) -> None:
     for _, body, code, param in (case for case in BODIES if case[0] == row):
         assert peer.post(C, body).error == (400, code, param), body[:100]
 
@@ -327,8 +327,8 @@ def test_bodies_that_cannot_be_read(peer: Peer, row: int) -> None:
     ("path", "row"),
     [(path, row) for path, cases in ((C, COMPLETIONS), (H, CHATS)) for row in sorted({c[0] for c in cases})],
 )
-def test_parameters_that_are_wrong(peer: Peer, path: str, row: int) -> None:
-    wrong, good_body = [], {"max_tokens": 8} | ({"prompt": "Hi"} if path == C else {"messages": SAY})
+def test_invalid_parameters(peer: Peer, path: str, row: int) -> None:
+    mismatches, good_body = [], {"max_tokens": 8} | ({"prompt": "Hi"} if path == C else {"messages": MESSAGES})
     for _, change, code, param in (case for case in (COMPLETIONS if path == C else CHATS) if case[0] == row):
         body = {name: value for name, value in (good_body | change).items() if value is not DROP}
         if "max_completion_tokens" in body:
@@ -336,11 +336,11 @@ def test_parameters_that_are_wrong(peer: Peer, path: str, row: int) -> None:
         response = peer.post(path, body)
         found = response.error if response.status != 200 else (200, "", None)
         if found != (400, code, param):
-            wrong.append((str(change)[:150], found, (400, code, param), response.body[:200]))
-    assert not wrong
+            mismatches.append((str(change)[:150], found, (400, code, param), response.body[:200]))
+    assert not mismatches
 
 
-def test_an_answer_comes_to_what_looks_wrong_and_is_legal(peer: Peer) -> None:
+def test_unusual_but_valid_requests_succeed(peer: Peer) -> None:
     for change in (
         {"prompt": "a\u0000\u0007b"},
         {"user": "u", "metadata": {"a": 1}, "store": True, "service_tier": "auto"},
@@ -360,7 +360,7 @@ def test_an_answer_comes_to_what_looks_wrong_and_is_legal(peer: Peer) -> None:
         assert peer.post(C, {"prompt": "Hi", "max_tokens": 2, **change}).status == 200, change
 
 
-def test_bodies_of_another_size_kind_or_coding(peer: Peer) -> None:
+def test_bodies_of_other_sizes_types_and_encodings(peer: Peer) -> None:
     ok = b'{"prompt": "Hi", "max_tokens": 1}'
     assert peer.send("POST", C, ok, JSON).status == 200
     for kind in ("text/plain", "multipart/form-data; boundary=x", ""):
@@ -390,7 +390,7 @@ def test_bodies_of_another_size_kind_or_coding(peer: Peer) -> None:
         b"Content-Length: nope\r\n\r\n{}",
     ],
 )
-def test_framing_that_is_wrong_ends_the_connection(peer: Peer, framing: bytes) -> None:
+def test_invalid_framing_closes_the_connection(peer: Peer, framing: bytes) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\n"
     response = peer.raw(head + b"Content-Type: application/json\r\n" + framing)
     assert response.error[0] == 400
@@ -419,16 +419,16 @@ def test_paths_methods_and_keys(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 3000, "\u00e9\u00ff", "a b\tc", "../../etc", "cmpl-1"])
-def test_a_request_id_of_the_clients_own_is_harmless(peer: Peer, name: str) -> None:
+def test_client_request_ids_are_sanitized(peer: Peer, name: str) -> None:
     response = peer.send("POST", C, b'{"prompt": "Hi", "max_tokens": 1}', JSON, ("X-Request-Id", name))
     assert response.status == 200
     assert len(response.headers["x-request-id"]) <= 128 and response.headers["x-request-id"].isprintable()
     assert json.loads(response.body)["id"] != name
 
 
-def test_what_is_not_there(peer: Peer) -> None:
+def test_unknown_models_and_ids(peer: Peer) -> None:
     assert peer.post(C, {"prompt": "Hi", "model": "other"}).error == (404, "model_not_found", "model")
-    assert peer.post(H, {"messages": SAY, "model": "other"}).error == (404, "model_not_found", "model")
+    assert peer.post(H, {"messages": MESSAGES, "model": "other"}).error == (404, "model_not_found", "model")
     assert peer.send("GET", "/v1/models/other").error == (404, "model_not_found", "model")
     assert peer.send("GET", "/debug/requests/other").error == (404, "not_found", "id")
     for path in ("/v1/embeddings", "/v1/score", "/rerank"):

@@ -1,4 +1,4 @@
-"""Every wrong request has its answer: status, type, code and param, in a body of at most 4 KiB."""
+"""Every invalid request has its error: status, type, code and param, in a body of at most 4 KiB."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from octavo.serve.openai.errors import MAX_ERROR_BYTES, ApiError, to_api_error
 from tests.serve.in_process_server import LONGEST, Server, good, run, serving
 
 C, H = "/v1/completions", "/v1/chat/completions"
-SAY = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
 ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
-    """Checked for what holds for every error."""
+    """Checks the common properties of errors."""
     assert len(response.content) <= MAX_ERROR_BYTES
     assert response.headers["x-request-id"]
     body = response.json()
@@ -36,11 +36,11 @@ def deep(levels: int) -> str:
 
 
 def nested(levels: int) -> str:
-    """The arguments of a call."""
+    """The arguments of a tool call."""
     return '{"a":' * levels + "1" + "}" * levels
 
 
-# Bodies as they are: (body, code, param).
+# Raw bodies: (body, code, param).
 RAW: list[tuple[bytes, str, str | None]] = [
     (b"", "invalid_json", None),
     (b"  ", "invalid_json", None),
@@ -75,7 +75,7 @@ RAW: list[tuple[bytes, str, str | None]] = [
     (b'{"metadata": ' + b'{"a":' * 70 + b"1" + b"}" * 70 + b"}", "too_deep", None),
 ]
 
-# Completions: (what is added to a good body, code, param). DROP takes the parameter out.
+# Completions: (changes to a valid body, code, param). DROP removes the parameter.
 DROP = object()
 COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"model": None}, "missing_required_parameter", "model"),
@@ -86,7 +86,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"suffix": "end"}, "unsupported_parameter", "suffix"),
     ({"audio": {}}, "unsupported_parameter", "audio"),
     ({"guided_json": {}}, "unsupported_parameter", "guided_json"),
-    ({"messages": SAY}, "unsupported_parameter", "messages"),
+    ({"messages": MESSAGES}, "unsupported_parameter", "messages"),
     ({"n": True}, "invalid_type", "n"),
     ({"n": "7"}, "invalid_type", "n"),
     ({"n": 2.0}, "invalid_type", "n"),
@@ -213,10 +213,10 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": None}, "missing_required_parameter", "messages"),
     ({"messages": []}, "empty_array", "messages"),
     ({"messages": "Hi"}, "invalid_type", "messages"),
-    ({"messages": SAY * 5000}, "array_above_max_length", "messages"),
+    ({"messages": MESSAGES * 5000}, "array_above_max_length", "messages"),
     ({"messages": ["Hi"]}, "invalid_type", "messages"),
     ({"messages": [{"role": "king", "content": "a"}]}, "invalid_value", "messages[0].role"),
-    ({"messages": [*SAY, {"content": "a"}]}, "invalid_value", "messages[1].role"),
+    ({"messages": [*MESSAGES, {"content": "a"}]}, "invalid_value", "messages[1].role"),
     ({"messages": [{"role": "__proto__", "content": "a"}]}, "invalid_value", "messages[0].role"),
     ({"messages": [{"role": "user", "content": None}]}, "invalid_value", "messages[0].content"),
     ({"messages": [{"role": "user"}]}, "invalid_value", "messages[0].content"),
@@ -280,12 +280,12 @@ def changed(body: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 async def is_unmoved(server: Server) -> None:
-    """After all of them the server answers as before, and holds nothing."""
+    """Afterwards the server works as before and holds no blocks."""
     await server.complete()
     await server.at_rest()
 
 
-def test_bodies_that_are_no_json_object(model: str) -> None:
+def test_bodies_that_are_not_json_objects(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             for raw, code, param in RAW:
@@ -300,7 +300,7 @@ def test_bodies_that_are_no_json_object(model: str) -> None:
     run(main())
 
 
-def test_depth_is_counted_and_the_limit_itself_is_fine(model: str) -> None:
+def test_depth_limit_is_inclusive(model: str) -> None:
     async def main() -> None:
         async with serving(model, max_body_bytes=1 << 20) as server:
             headers = {"content-type": "application/json"}
@@ -315,8 +315,8 @@ def test_depth_is_counted_and_the_limit_itself_is_fine(model: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "cases"), [(C, COMPLETIONS), (H, CHATS)], ids=["completions", "chats"])
-def test_parameters_that_are_wrong(model: str, path: str, cases: list[tuple[dict[str, Any], str, str | None]]) -> None:
-    good_body: dict[str, Any] = {"max_tokens": 8} | ({"prompt": "Hi"} if path == C else {"messages": SAY})
+def test_invalid_parameters(model: str, path: str, cases: list[tuple[dict[str, Any], str, str | None]]) -> None:
+    good_body: dict[str, Any] = {"max_tokens": 8} | ({"prompt": "Hi"} if path == C else {"messages": MESSAGES})
 
     async def main() -> None:
         async with serving(model, max_body_bytes=1 << 20) as server:
@@ -331,12 +331,16 @@ def test_parameters_that_are_wrong(model: str, path: str, cases: list[tuple[dict
     run(main())
 
 
-def test_what_is_legal_though_it_looks_wrong(model: str) -> None:
+def test_unusual_but_valid_parameters(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             for arguments in (nested(64), '{"a": "' + "[" * 99 + '"}', ""):
                 call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
-                messages = [*SAY, {"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": None}]
+                messages = [
+                    *MESSAGES,
+                    {"role": "assistant", "tool_calls": [call]},
+                    {"role": "assistant", "content": None},
+                ]
                 good(await server.post(H, messages=messages, max_tokens=1))
             for body in (
                 {"prompt": "a\u0000b\u0007"},
@@ -373,7 +377,7 @@ TYPE_OF = {"string": str, "array": list, "object": dict, "null": type(None), "in
 
 
 def fits(schema: dict[str, Any], value: Any) -> bool:
-    """As much of JSON Schema as a message's takes."""
+    """The subset of JSON Schema that messages need."""
     kinds = schema.get("type", list(TYPE_OF))
     kinds = [kinds] if isinstance(kinds, str) else kinds
     inside = value if isinstance(value, dict) else {}
@@ -388,7 +392,7 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
     )
 
 
-def test_the_document_says_what_is_taken(model: str) -> None:
+def test_openapi_document_matches_the_parser(model: str) -> None:
     contents: list[dict[str, Any]] = [{}, *({"content": c} for c in (None, "a", [{"type": "text", "text": "a"}], 7))]
 
     async def main() -> None:
@@ -401,7 +405,7 @@ def test_the_document_says_what_is_taken(model: str) -> None:
                     response = await server.post("/tokenize", messages=[message])
                     num_taken += response.status_code == 200
                     assert fits(schemas["Message"], message) == (response.status_code == 200), message
-            assert num_taken == 4 * 2 + 2  # an assistant may have said nothing
+            assert num_taken == 4 * 2 + 2  # an assistant's content may be null
             for number in (-1, 0, 1):
                 response = await server.post(C, prompt="ab", max_tokens=1, truncate_prompt_tokens=number)
                 schema = schemas["CompletionRequest"]["properties"]["truncate_prompt_tokens"]
@@ -429,7 +433,7 @@ def test_paths_and_methods(model: str) -> None:
     run(main())
 
 
-def test_bodies_of_another_kind_and_size(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_of_other_types_and_sizes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "LINGER_S", 0.01)
 
     async def main() -> None:
@@ -461,7 +465,7 @@ def test_bodies_of_another_kind_and_size(model: str, monkeypatch: pytest.MonkeyP
     run(main())
 
 
-def test_pool_and_context_are_told_apart(model: str) -> None:
+def test_kv_capacity_and_context_length_errors_differ(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"num_gpu_blocks_override": 10}) as server:
             limit = server.engine.max_model_len
@@ -477,7 +481,7 @@ def test_pool_and_context_are_told_apart(model: str) -> None:
     run(main())
 
 
-def test_options_that_are_stricter_or_laxer(model: str) -> None:
+def test_stricter_and_more_lenient_options(model: str) -> None:
     async def main() -> None:
         async with serving(model, strict_openai=True) as server:
             assert error_of(await server.post(C, prompt="a")) == (400, "missing_required_parameter", "model")
@@ -493,20 +497,20 @@ def test_options_that_are_stricter_or_laxer(model: str) -> None:
         async with serving(model, engine_options={"scheduling_policy": "priority"}) as server:
             await server.complete(priority=-5)
         async with serving(model, engine_options={"chat_template": None}) as server:
-            assert error_of(await server.post(H, messages=SAY)) == (400, "no_chat_template", "messages")
+            assert error_of(await server.post(H, messages=MESSAGES)) == (400, "no_chat_template", "messages")
 
     run(main())
 
 
-def test_what_a_bug_says_reaches_no_client() -> None:
+def test_internal_error_hides_the_exception() -> None:
     api_error = to_api_error(RuntimeError("the secret is 42"), "abc")
     assert (api_error.status, api_error.code) == (500, "internal_error") and b"secret" not in api_error.body()
     assert api_error.headers()["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("part", ["json_worker.parse", "service.encode", "service.generate"])
-def test_a_bug_has_an_answer_too(model: str, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """Wherever it is: while the body is read, before the engine is asked, or in it."""
+def test_bugs_become_internal_errors(model: str, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """A bug while the body is parsed, before the engine is called, or in it."""
 
     def bug(*args: Any) -> Any:
         raise RuntimeError("the secret is 42")
@@ -523,7 +527,7 @@ def test_a_bug_has_an_answer_too(model: str, monkeypatch: pytest.MonkeyPatch, pa
     run(main())
 
 
-def test_a_body_is_never_longer_than_4_kib() -> None:
+def test_error_body_is_at_most_4_kib() -> None:
     for text in ("x" * 100_000, "\u20ac" * 4000, '"' * 4000, "\ud800" * 2000, "\x00\n" * 3000):
         body = ApiError(400, "c", text, text).body()
         assert len(body) <= MAX_ERROR_BYTES and json.loads(body)["error"]["code"] == "c"

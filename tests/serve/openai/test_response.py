@@ -1,4 +1,4 @@
-"""What comes back: shapes, streams, and the traps that a drop-in server falls into."""
+"""Responses and streams: shapes, and traps of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.serve.in_process_server import NAME, OPTIONS, TEMPLATE, good, run, se
 
 C, H = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-SAY = [{"role": "user", "content": "Hello"}]
+MESSAGES = [{"role": "user", "content": "Hello"}]
 RENDERED = "user:Hello;a:"
 
 
@@ -25,7 +25,7 @@ def offline(model: str, prompt: str, **params: Any) -> Any:
         return llm.generate(prompt, SamplingParams(temperature=0, ignore_eos=True, **params), use_tqdm=False)[0]
 
 
-def test_a_completion_is_the_engines(model: str) -> None:
+def test_completion_equals_the_engines_output(model: str) -> None:
     want = offline(model, "Hello", max_tokens=8).outputs[0]
 
     async def main() -> None:
@@ -43,14 +43,14 @@ def test_a_completion_is_the_engines(model: str) -> None:
                 "completion_tokens_details": None,
             }
             again = await server.complete("Hello", model=NAME)
-            assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # on without a flag
+            assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # enabled by default
             assert again["id"] != body["id"] and again["choices"] == body["choices"]
             await server.at_rest()
 
     run(main())
 
 
-def test_a_stream_adds_up_to_the_whole(model: str) -> None:
+def test_stream_adds_up_to_the_complete_response(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             want = (await server.complete("Hello", max_tokens=12, logprobs=2, n=2))["choices"]
@@ -60,7 +60,7 @@ def test_a_stream_adds_up_to_the_whole(model: str) -> None:
             assert len({chunk["id"] for chunk in chunks}) == 1
             *parts, last = chunks
             assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24
-            assert last["usage"]["prompt_tokens"] == 5  # of two samples once
+            assert last["usage"]["prompt_tokens"] == 5  # counted once for two samples
             assert all(part["usage"] is None for part in parts)
             for index in (0, 1):
                 own = [c for part in parts for c in part["choices"] if c["index"] == index]
@@ -81,7 +81,7 @@ def test_a_stream_adds_up_to_the_whole(model: str) -> None:
     run(main())
 
 
-def test_a_chat(model: str) -> None:
+def test_chat_completion(model: str) -> None:
     want = offline(model, RENDERED, max_tokens=8).outputs[0]
 
     async def main() -> None:
@@ -92,28 +92,30 @@ def test_a_chat(model: str) -> None:
             assert choice["message"] == {"role": "assistant", "content": want.text, "refusal": None}
             assert choice["finish_reason"] == "length"
             parts = [{"type": "text", "text": "Hel"}]
-            said = {"role": "developer", "content": parts}
-            answer = good(await server.post(H, messages=[said], max_completion_tokens=2, max_tokens=9, **GREEDY))
+            message = {"role": "developer", "content": parts}
+            answer = good(await server.post(H, messages=[message], max_completion_tokens=2, max_tokens=9, **GREEDY))
             assert answer["usage"]["completion_tokens"] == 2
             assert answer["usage"]["prompt_tokens"] == len("system:Hel;a:")
-            goes_on = [*SAY, {"role": "assistant", "content": "so"}]
+            goes_on = [*MESSAGES, {"role": "assistant", "content": "so"}]
             open_end = good(
                 await server.post(H, messages=goes_on, max_tokens=1, continue_final_message=True, return_token_ids=True)
             )
             assert open_end["usage"]["prompt_tokens"] == len("user:Hello;assistant:so")
             assert len(open_end["choices"][0]["token_ids"]) == 1
             assert len(open_end["choices"][0]["prompt_token_ids"]) == len("user:Hello;assistant:so")
-            longest = good(await server.post(H, messages=SAY, **GREEDY))
-            assert longest["usage"]["total_tokens"] == 128  # a default is cut to fit
+            longest = good(await server.post(H, messages=MESSAGES, **GREEDY))
+            assert longest["usage"]["total_tokens"] == 128  # the default is lowered to fit
 
     run(main())
 
 
-def test_a_streamed_chat(model: str) -> None:
+def test_streamed_chat_completion(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             want = await server.chat("Hello", n=2, logprobs=True, top_logprobs=2)
-            chunks = await server.events(H, messages=SAY, max_tokens=8, n=2, logprobs=True, top_logprobs=2, **GREEDY)
+            chunks = await server.events(
+                H, messages=MESSAGES, max_tokens=8, n=2, logprobs=True, top_logprobs=2, **GREEDY
+            )
             assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
             for index in (0, 1):
                 own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
@@ -132,7 +134,7 @@ def test_a_streamed_chat(model: str) -> None:
     run(main())
 
 
-def test_prompts_in_four_forms_flatten_to_index_order(model: str) -> None:
+def test_prompt_forms_and_choice_order(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             ids = server.engine.get_tokenizer().encode("Hello")
@@ -162,8 +164,8 @@ def test_prompts_in_four_forms_flatten_to_index_order(model: str) -> None:
     run(main())
 
 
-def test_log_probabilities_of_echoed_prompts(model: str) -> None:
-    """What evaluation harnesses ask for: echo, no or one new token, and the first entry null."""
+def test_logprobs_of_echoed_prompts(model: str) -> None:
+    """The requests of evaluation harnesses: echo, zero or one new token, and a null first entry."""
     want = offline(model, "Hello", max_tokens=1, prompt_logprobs=1)
 
     async def main() -> None:
@@ -187,7 +189,7 @@ def test_log_probabilities_of_echoed_prompts(model: str) -> None:
     run(main())
 
 
-def test_zero_logprobs_are_not_none(model: str) -> None:
+def test_zero_logprobs_differ_from_none(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             (choice,) = (await server.complete("Hello", logprobs=0))["choices"]
@@ -204,7 +206,7 @@ def test_zero_logprobs_are_not_none(model: str) -> None:
     run(main())
 
 
-def test_stop_strings_over_two_tokens_never_show(model: str) -> None:
+def test_stop_strings_across_tokens_are_never_shown(model: str) -> None:
     text = offline(model, "Hello", max_tokens=20).outputs[0].text
     stop = text[6:9]
     before = text[: text.index(stop)]
@@ -214,7 +216,7 @@ def test_stop_strings_over_two_tokens_never_show(model: str) -> None:
             asked = {"prompt": "Hello", "max_tokens": 20, "stop": stop, "return_token_ids": True, **GREEDY}
             (choice,) = good(await server.post(C, **asked))["choices"]
             assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (before, "stop", stop)
-            assert len(choice["token_ids"]) >= len(before) + 3  # the tokens still hold it
+            assert len(choice["token_ids"]) >= len(before) + 3  # its tokens remain
             chunks = await server.events(C, **asked)
             shown = [c["choices"][0] for c in chunks]
             assert "".join(c["text"] for c in shown) == before
@@ -225,8 +227,8 @@ def test_stop_strings_over_two_tokens_never_show(model: str) -> None:
     run(main())
 
 
-def test_a_chats_token_ids_are_all_there(model: str) -> None:
-    """Also those of tokens whose text is held back."""
+def test_chat_token_ids_are_complete(model: str) -> None:
+    """Token ids are complete even while their text is held back."""
 
     async def main() -> None:
         async with serving(model) as server:
@@ -244,7 +246,7 @@ def test_a_chats_token_ids_are_all_there(model: str) -> None:
     run(main())
 
 
-def test_beams(model: str) -> None:
+def test_beam_search(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             body = good(await server.post(C, prompt="Hello", use_beam_search=True, n=2, beam_width=4, max_tokens=6))
@@ -282,7 +284,7 @@ def test_structured_output(model: str) -> None:
     run(main())
 
 
-def test_text_that_spells_a_special_token_is_text(model: str) -> None:
+def test_spelled_special_tokens_are_text(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             body = await server.complete("</s>", return_token_ids=True)
@@ -291,15 +293,15 @@ def test_text_that_spells_a_special_token_is_text(model: str) -> None:
             tokens = good(await server.post("/tokenize", prompt="</s>", return_token_strs=True))
             assert tokens == {"count": 4, "max_model_len": 128, "tokens": tokens["tokens"], "token_strs": list("</s>")}
             assert good(await server.post("/detokenize", tokens=tokens["tokens"])) == {"prompt": "</s>"}
-            chat = good(await server.post("/tokenize", messages=SAY))
+            chat = good(await server.post("/tokenize", messages=MESSAGES))
             assert chat["count"] == len(RENDERED)
-            wrong = await server.post("/detokenize", tokens=[5, 97])
-            assert wrong.json()["error"]["param"] == "tokens[1]"
+            mismatches = await server.post("/detokenize", tokens=[5, 97])
+            assert mismatches.json()["error"]["param"] == "tokens[1]"
 
     run(main())
 
 
-def test_small_routes(model: str) -> None:
+def test_models_version_and_tokenizer_routes(model: str) -> None:
     async def main() -> None:
         async with serving(model, served_model_name=["first", "second"]) as server:
             get = server.client.get
@@ -333,7 +335,7 @@ def test_small_routes(model: str) -> None:
     run(main())
 
 
-def test_why_a_request_waits(model: str) -> None:
+def test_debug_request_reports_the_wait_reason(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 1}) as server:
             asked = {"prompt": "Hello", "max_tokens": 110, **GREEDY}
@@ -371,8 +373,8 @@ def test_errors_name_the_parameter_that_was_sent(model: str) -> None:
     run(main())
 
 
-def test_text_offsets_are_places_in_the_returned_text() -> None:
-    """Ids that the text leaves out stand where the next one does, as do the parts of one character."""
+def test_text_offsets_index_the_returned_text() -> None:
+    """Skipped tokens, and parts of one character, have the offset of the next token."""
     specials = ["<s>"]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0} | _bytes_vocab(), []))
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""/v1/responses: the same chat in other words, and its events."""
+"""/v1/responses and its events, compared with chat completions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 async def events(server: Server, **body: Any) -> list[dict[str, Any]]:
     response = await server.client.post(R, json={**body, "stream": True})
     assert response.status_code == 200, response.text
-    told = []
+    received = []
     for frame in response.text.split("\n\n")[:-1]:
         name, data = frame.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        told.append(event)
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    return told
+        received.append(event)
+    assert [event["sequence_number"] for event in received] == list(range(len(received)))
+    return received
 
 
-def test_a_response_is_the_chats(model: str) -> None:
+def test_response_equals_the_chat_completion(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             chat = await server.chat("Hello")
@@ -37,25 +37,25 @@ def test_a_response_is_the_chats(model: str) -> None:
             assert item["type"] == "message" and item["role"] == "assistant"
             text = chat["choices"][0]["message"]["content"]
             assert item["content"][0] == {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-            assert body["status"] == item["status"] == "incomplete"  # it ended by its length
+            assert body["status"] == item["status"] == "incomplete"  # stopped by max_output_tokens
             assert body["incomplete_details"] == {"reason": "max_output_tokens"}
             assert body["usage"]["output_tokens"] == 8 and body["usage"]["input_tokens"] == len("user:Hello;a:")
             parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
             same = good(await server.post(R, input=parts, max_output_tokens=8, store=False, **GREEDY))
             assert same["output"][0]["content"] == item["content"]
-            told = await events(server, input="Hello", max_output_tokens=8, **GREEDY)
-            names = [event["type"].removeprefix("response.") for event in told]
+            received = await events(server, input="Hello", max_output_tokens=8, **GREEDY)
+            names = [event["type"].removeprefix("response.") for event in received]
             assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
             assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
             assert set(names[4:-4]) == {"output_text.delta"}
-            assert "".join(event.get("delta", "") for event in told) == text
-            assert told[-1]["response"]["output"][0]["content"] == item["content"]
+            assert "".join(event.get("delta", "") for event in received) == text
+            assert received[-1]["response"]["output"][0]["content"] == item["content"]
             await server.at_rest()
 
     run(main())
 
 
-def test_reasoning_and_calls_are_items(model: str) -> None:
+def test_reasoning_and_tool_calls_are_items(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"chat_template": HERMES}) as server:
             answers(server, f"<think>hm</think>I see.{CALL}")
@@ -70,8 +70,8 @@ def test_reasoning_and_calls_are_items(model: str) -> None:
             named = {"type": "function", "name": "weather"}
             body = good(await server.post(R, input="Hi", tools=tools, tool_choice=named, instructions="Be brief."))
             assert (body["instructions"], body["tool_choice"]) == ("Be brief.", named)
-            told = await events(server, input="Hi", tools=tools)
-            arguments = [e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta"]
+            received = await events(server, input="Hi", tools=tools)
+            arguments = [e["delta"] for e in received if e["type"] == "response.function_call_arguments.delta"]
             assert json.loads("".join(arguments)) == {"city": "Oslo"} and len(arguments) > 1
             goes_on = [
                 {"role": "user", "content": "Hi"},
@@ -85,7 +85,7 @@ def test_reasoning_and_calls_are_items(model: str) -> None:
     run(main())
 
 
-def test_what_is_wrong_is_told_in_its_own_words(model: str) -> None:
+def test_errors_use_the_responses_parameter_names(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             for asked, code, param in (
@@ -109,9 +109,9 @@ def test_what_is_wrong_is_told_in_its_own_words(model: str) -> None:
     run(main())
 
 
-def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
-    """Items are not the chat's messages: some are none, some are a part of one, and instructions come before."""
-    say, skipped = {"role": "user", "content": "a"}, {"type": "reasoning", "summary": []}
+def test_errors_name_the_input_item(model: str) -> None:
+    """Input items and chat messages are numbered differently: items may be dropped or merged."""
+    message, skipped = {"role": "user", "content": "a"}, {"type": "reasoning", "summary": []}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "1", "output": "b"}
     deep = '{"a":' * 900 + "1" + "}" * 900
@@ -122,11 +122,15 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
                 ({"input": [{"role": "king"}], "instructions": "b"}, "input[0].role", "input[0].role is 'king'"),
                 ({"input": [skipped, skipped, {"role": "king"}]}, "input[2].role", "input[2].role is 'king'"),
                 ({"input": [{"content": "x"}, call]}, "input[0].role", "input[0].role is None"),
-                ({"input": [say, call, call, {"role": "user"}]}, "input[3].content", "input[3].content must be"),
-                ({"input": [say, call | {"name": None}]}, "input[1].name", "input[1].name must be"),
-                ({"input": [say, call, call | {"arguments": "["}]}, "input[2].arguments", "input[2].arguments must be"),
-                ({"input": [say, call | {"arguments": deep}]}, "input[1].arguments", "input[1].arguments must be"),
-                ({"input": [say, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
+                ({"input": [message, call, call, {"role": "user"}]}, "input[3].content", "input[3].content must be"),
+                ({"input": [message, call | {"name": None}]}, "input[1].name", "input[1].name must be"),
+                (
+                    {"input": [message, call, call | {"arguments": "["}]},
+                    "input[2].arguments",
+                    "input[2].arguments must be",
+                ),
+                ({"input": [message, call | {"arguments": deep}]}, "input[1].arguments", "input[1].arguments must be"),
+                ({"input": [message, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
                 ({"input": [skipped]}, "input", "input has only reasoning items"),
                 ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
                 ({"input": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not supported here; use max_output"),
@@ -135,7 +139,7 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
                     "structured_outputs",
                     "structured_outputs is not supported here; use text.format",
                 ),
-                ({"input": "a", "messages": [say]}, "messages", "messages is not supported"),
+                ({"input": "a", "messages": [message]}, "messages", "messages is not supported"),
                 ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format", "text.format.type is 'yaml'"),
                 ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must"),
                 (
@@ -153,7 +157,7 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
     run(main())
 
 
-def test_a_remedy_has_its_own_words_too() -> None:
+def test_remedies_use_the_responses_parameter_names() -> None:
     text = "the request needs 9 blocks; max_tokens of at most 5 fits"
-    told = to_responses_error(bad_request("exceeds_kv_capacity", text, "prompt"))
-    assert (told.param, told.message) == ("input", text.replace("max_tokens", "max_output_tokens"))
+    received = to_responses_error(bad_request("exceeds_kv_capacity", text, "prompt"))
+    assert (received.param, received.message) == ("input", text.replace("max_tokens", "max_output_tokens"))

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning, over answers that are given: a random model calls nothing."""
+"""Tool calls and reasoning, with scripted outputs: a random model calls no tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 
 
 def answers(server: Server, text: str, piece: int = 3) -> None:
-    """From now on every request is answered with `text`, in pieces."""
+    """Makes every request generate `text`, in pieces."""
 
     async def generate(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         pieces = [text[i : i + piece] for i in range(0, len(text), piece)]
@@ -47,7 +47,7 @@ def answers(server: Server, text: str, piece: int = 3) -> None:
 
 
 async def both_ways(server: Server, **body: Any) -> dict[str, Any]:
-    """The choice of a whole answer, after the streamed one was seen to add up to it."""
+    """The choice of a complete response; checks that the stream adds up to it."""
     asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], **body}
     whole = good(await server.client.post(H, json=asked))["choices"][0]
     message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
@@ -62,7 +62,7 @@ async def both_ways(server: Server, **body: Any) -> dict[str, Any]:
                     assert call["id"].startswith("call_") and call["type"] == "function" and call["function"]["name"]
                     message["tool_calls"].append(call)
                 else:
-                    assert set(call) == {"index", "function"}  # name and id in the first alone
+                    assert set(call) == {"index", "function"}  # name and id only in the first
                     message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     assert message["content"] == (whole["message"]["content"] or "")
     assert message["reasoning"] == whole["message"].get("reasoning", "")
@@ -72,7 +72,7 @@ async def both_ways(server: Server, **body: Any) -> dict[str, Any]:
     return dict(whole)
 
 
-def test_calls_and_reasoning(model: str) -> None:
+def test_tool_calls_and_reasoning(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"chat_template": HERMES, "max_model_len": None}) as server:
             answers(server, f"<think>hm</think>Let me see. {CALL}{CALL}")
@@ -90,8 +90,8 @@ def test_calls_and_reasoning(model: str) -> None:
             assert "reasoning" not in quiet["message"]
             answers(server, CALL)
             assert (await both_ways(server))["message"]["content"] is None
-            told = await both_ways(server, tool_choice="none")
-            assert told["message"]["content"] == CALL and told["finish_reason"] == "stop"
+            uncalled = await both_ways(server, tool_choice="none")
+            assert uncalled["message"]["content"] == CALL and uncalled["finish_reason"] == "stop"
             answers(server, "<think>hm")
             body = good(await server.post(H, messages=[{"role": "user", "content": "Hi"}]))
             assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
@@ -99,8 +99,8 @@ def test_calls_and_reasoning(model: str) -> None:
     run(main())
 
 
-def test_reasoning_that_the_prompt_opens(model: str) -> None:
-    """Also one whose beginning is cut off."""
+def test_reasoning_opened_by_the_prompt(model: str) -> None:
+    """Also with a truncated prompt."""
     template = HERMES + "{% if add_generation_prompt %}<think>\n{% endif %}"
 
     async def main() -> None:
@@ -109,7 +109,7 @@ def test_reasoning_that_the_prompt_opens(model: str) -> None:
             for options in ({}, {"truncate_prompt_tokens": 16}):
                 message = (await both_ways(server, **options))["message"]
                 assert (message["reasoning"], message["content"]) == ("hm", "Yes.")
-            # A form is kept from the first word on: there is no reasoning, whatever the prompt has opened.
+            # The grammar applies from the first token: no reasoning, even if the prompt opens it.
             answers(server, '{"a": 1}')
             for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": ".*"}}):
                 message = (await both_ways(server, **form))["message"]
@@ -122,10 +122,10 @@ def test_reasoning_that_the_prompt_opens(model: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(10,), (4, 6), (3, 7), (1,) * 10, (5, 5), (2, 2, 6)])
-def test_reasoning_is_counted_to_the_token_that_ends_it(
+def test_reasoning_tokens_are_counted_up_to_the_end_tag(
     model: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many tokens come at once."""
+    """Independent of the number of tokens per delta."""
     texts = ["<think>", "h", "m", "</think>", *"answer"]
     encode = Tokenizer.encode
 
@@ -152,7 +152,7 @@ def test_reasoning_is_counted_to_the_token_that_ends_it(
     run(main())
 
 
-def test_a_tool_that_must_be_called(model: str) -> None:
+def test_required_tool_constrains_the_output(model: str) -> None:
     async def main() -> None:
         template = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
         async with serving(model, engine_options={"chat_template": template}) as server:
@@ -165,7 +165,7 @@ def test_a_tool_that_must_be_called(model: str) -> None:
                 (call,) = answer["message"]["tool_calls"]
                 assert call["function"]["name"] == "weather"
                 assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
-            # References are from each schema's own beginning, and none needs to say that it is an object.
+            # References resolve inside each schema, and "type": "object" is optional.
             schemas = [
                 {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"const": city}}}
                 for city in ("Oslo", "Rome")
@@ -192,7 +192,7 @@ def test_a_tool_that_must_be_called(model: str) -> None:
     run(main())
 
 
-def test_a_conversation_with_calls_in_it(model: str) -> None:
+def test_messages_with_tool_calls(model: str) -> None:
     template = (
         "{% if tools %}<tool_call>{% endif %}"
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"

@@ -85,7 +85,7 @@ def print_table(tried: list) -> None:  # type: ignore[type-arg]
     for name in ("gpus", "replicas", "settings", "keep the SLO", "first token p95", "each token p95", "price"):
         table.add_column(name, justify="left" if name == "settings" else "right")
     for c in tried:
-        first, each = (c.told.get(name, {}).get("p95", math.nan) * 1e3 for name in ("ttft_s", "tpot_s"))
+        first, each = (c.report.get(name, {}).get("p95", math.nan) * 1e3 for name in ("ttft_s", "tpot_s"))
         table.add_row(
             f"{c.num_gpus} x {c.device.name}",
             str(c.num_replicas),

@@ -80,7 +80,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     resume: dict[Index, bytes] | None = None
     pin: bool = False
     tenant: int = 0
-    rank: int = 0
+    index_in_call: int = 0
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag="abort"):

@@ -241,7 +241,7 @@ class EngineServer:
             priority=add.priority,
             salt=add.salt,
             tenant=add.tenant,
-            rank=add.rank,
+            index_in_call=add.index_in_call,
             seed=add.seed,
             resume=add.resume and {index: ipc.unpack_tokens(output) for index, output in add.resume.items()},
             grammar=grammar,

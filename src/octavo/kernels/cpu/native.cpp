@@ -1,10 +1,10 @@
-// The CPU's kernels where torch has none that will do: what a step spends its time on when few tokens meet many
-// weights.
+// CPU kernels for operations that torch lacks or computes slowly: those of a decode step, which multiplies few tokens
+// with many weights.
 //
-// Compiled on the machine that runs it, by `native.py`, which is also where each function's arguments are explained;
-// the names and the arithmetic are those of `reference.py`. Portable C++ with GCC's and Clang's vector types, which the
-// compiler maps on whatever registers there are. Data are float32 or bfloat16, sums float32. Nothing is allocated
-// across calls but scratch of each thread, and no pointer outlives a call.
+// `native.py` compiles this file on the machine that runs it and documents the arguments of each function. Names and
+// arithmetic are those of `kernels/reference`. Portable C++ with vector types of GCC and Clang, which the compiler maps
+// to the processor's registers. Data are float32 or bfloat16, sums float32. Between calls, only each thread's scratch
+// memory is kept, and no pointer outlives a call.
 
 #include <algorithm>
 #include <cmath>
@@ -42,7 +42,7 @@ template <class T> inline T narrow(float x);
 
 template <> inline float narrow<float>(float x) { return x; }
 
-template <> inline bfloat16 narrow<bfloat16>(float x) {  // to the nearest, ties to even; a NaN stays one
+template <> inline bfloat16 narrow<bfloat16>(float x) {  // to nearest, ties to even; keeps NaN
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -61,8 +61,8 @@ template <class V, class T> inline V load(const T *from) {
     return v;
 }
 
-// The numbers of one register as float32: those of bfloat16, twice as many, as the even ones and then the odd ones.
-// What sums over all, or is put back in order in the end, does not mind.
+// The numbers of one register as float32. A register of bfloat16 has twice as many: first the even ones, then the odd
+// ones. Callers sum over all of them or restore the order at the end.
 template <class T> constexpr int WIDTH = 4 * LANES / sizeof(T);
 template <class T> constexpr int PARTS = WIDTH<T> / LANES;
 
@@ -73,7 +73,7 @@ inline void spread(const bfloat16 *from, Floats *to) {
     to[0] = (Floats)(pairs << 16), to[1] = (Floats)(pairs & 0xffff0000u);
 }
 
-inline Floats broadcast(float x) { return x - Floats{}; }  // a sum with 0 would be computed
+inline Floats broadcast(float x) { return x - Floats{}; }  // `x + Floats{}` would compute an addition
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -81,7 +81,7 @@ inline Floats broadcast(float x) { return x - Floats{}; }  // a sum with 0 would
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// Halves of runs of lanes added: of a in the lower half of each run of twice as many, of b in the upper.
+// Add the two halves of each run of 2 * N lanes: sums of a in the lower half of the run, of b in the upper half.
 inline Floats fold_8(Floats a, Floats b) {
     return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -102,7 +102,7 @@ inline Floats fold_1(Floats a, Floats b) {
            SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-// The sums of 16 vectors, a lane each, in 15 foldings: v[0] and v[8] share a vector first, then v[4] and v[12], ...
+// The sums of 16 vectors, one in each lane, in 15 folds: v[0] and v[8] share a vector first, then v[4] and v[12], ...
 inline Floats sums_of(const Floats *v) {
     Floats eight[8], four[4];
     for (int i = 0; i < 8; i++) eight[i] = fold_8(v[i], v[i + 8]);
@@ -116,8 +116,8 @@ inline float sum(Floats v) {
     return folded[0];
 }
 
-// e^x for x <= 0, to 2e-7 of its value: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor series. In
-// this form compilers vectorise a loop of it, which they don't with the library's.
+// e^x for x <= 0, with a relative error of 2e-7: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor
+// series. Compilers vectorise loops of it, unlike loops of the library's exp.
 inline float exp_of_negative(float x) {
     float t = std::max(x, -87.0f) * 1.44269504f;
     float n = std::floor(t + 0.5f), f = (t - n) * 0.693147181f;
@@ -129,33 +129,33 @@ inline float exp_of_negative(float x) {
     return x < -87.0f ? 0.0f : series * power;
 }
 
-// Scratch that stays with its thread, so that a call costs no allocation.
+// Scratch memory of a thread, kept between calls to avoid allocations.
 template <int USE> inline float *scratch(size_t size) {
     static thread_local std::vector<float> memory;
     if (memory.size() < size) memory.resize(size);
     return memory.data();
 }
 
-// Below so many numbers, waking another thread costs more than it saves.
+// Below this many numbers, waking another thread costs more than it saves.
 constexpr long WORTH_A_THREAD = 1 << 15;
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
-// Weights lie in tiles, each of some outputs for all inputs, so that a thread reads one run of memory and no sum ever
-// crosses lanes:
+// Weights are stored in tiles of some outputs and all inputs. So a thread reads contiguous memory, and no sum crosses
+// lanes.
 //
 //     bfloat16, 32 or 64 outputs a tile     input 0 1 of output 0, 0 1 of output 1, ...; then inputs 2 3; ...
 //     int8, 64 outputs a tile               input 0 1 2 3 of output 0, ... of output 63; then inputs 4 5 6 7; ...
 //
-// A step takes one word of 4 bytes of each output and of each row of x. A row's sums are added in the order of its
-// inputs, whatever rows it is computed with: its result has the same bits alone and among others.
+// A step reads one word of 4 bytes of each output and of each row of x. The sums of a row are added in the order of its
+// inputs in every batch, so its result always has the same bits.
 
-constexpr long AHEAD = 4096;           // bytes: what is prefetched now is used about half a microsecond later
-constexpr long STEP_BYTES = 32 << 10;  // of a tile, which all rows meet while they are in a near cache
-constexpr long MAX_CHUNK = 256;        // rows of x at once: their sums stay in the second-level cache
+constexpr long AHEAD = 4096;           // bytes to prefetch ahead: used about half a microsecond later
+constexpr long STEP_BYTES = 32 << 10;  // of a tile, multiplied with all rows while they are in a near cache
+constexpr long MAX_CHUNK = 256;        // rows of x at a time: their sums stay in the second-level cache
 constexpr int INT8_TILE = 64;
 
-// What one register holds, and how many rows times registers of sums fit beside the weights.
+// Words of a register, and registers of outputs in one pass over the rows.
 #if defined(__AVX512BW__)
 constexpr int WORDS = 16, GROUPS = 4;
 #elif defined(__AVX2__)
@@ -168,7 +168,7 @@ typedef int32_t IntWords __attribute__((vector_size(4 * WORDS)));
 typedef uint32_t UintWords __attribute__((vector_size(4 * WORDS)));
 typedef int16_t ShortWords __attribute__((vector_size(4 * WORDS)));
 
-// Each of these says how words of weights meet a word of x: what it keeps of either, and what it adds to a sum.
+// Each of these structs defines the product of words of weights and a word of x for one dtype and instruction set.
 
 #ifdef __AVX512BF16__
 #define BFLOAT16_INSTRUCTIONS "vdpbf16ps"
@@ -206,7 +206,7 @@ struct Bfloat16Words {
 #endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-// The instruction wants one factor without a sign: 128 more than the weight, which comes off again at the start.
+// The instruction needs one unsigned factor: weight + 128. The initial sums subtract the difference.
 #define INT8_INSTRUCTIONS "vpdpbusd"
 struct Int8Words {
     typedef int8_t Weight;
@@ -226,7 +226,7 @@ struct Int8Words {
     }
 };
 #else
-// Bytes become 16 bits first: products of two bytes without a sign may overflow there, of two with one they do not.
+// Bytes are extended to 16 bits first. Products of two signed bytes fit 16 bits, products of unsigned ones might not.
 #define INT8_INSTRUCTIONS "int16"
 struct Int8Words {
     typedef int8_t Weight;
@@ -257,8 +257,8 @@ struct Int8Words {
 };
 #endif
 
-// `count` steps of ROWS rows and NUM registers of outputs, added to sums [ROWS, TILE]. With each step, `lines` of 64
-// bytes are prefetched from `ahead` on.
+// Add `count` steps of ROWS rows and NUM registers of outputs to sums [ROWS, TILE]. Each step prefetches `lines` cache
+// lines of 64 bytes from `ahead` on.
 template <class K, int TILE, int ROWS, int NUM>
 void take_steps(const char *tile, const typename K::X *x, long x_stride, long count, typename K::Sum *sums,
                 const char *ahead, long lines) {
@@ -276,7 +276,7 @@ void take_steps(const char *tile, const typename K::X *x, long x_stride, long co
     for (int row = 0; row < ROWS; row++) memcpy(sums + row * (TILE / WORDS), total[row], sizeof total[row]);
 }
 
-// The same of all outputs of a tile, for up to K::ROWS rows.
+// `take_steps` for all outputs of a tile and up to K::ROWS rows.
 template <class K, int TILE, int ROWS = K::ROWS>
 void take_rows(int rows, const char *tile, const typename K::X *x, long x_stride, long count, typename K::Sum *sums,
                const char *ahead, long lines) {
@@ -290,19 +290,19 @@ void take_rows(int rows, const char *tile, const typename K::X *x, long x_stride
 struct Linear {
     const void *tiles;
     const bfloat16 *x;   // [num_rows, num_in]
-    const float *scale;  // [num_out], of int8
+    const float *scale;  // [num_out], for int8
     const bfloat16 *bias;
     void *y;  // [num_rows, num_out], float32 or bfloat16
     long num_rows, num_in, padded_in, num_out;
-    int wide_y, num_threads;
+    int float32_out, num_threads;
 };
 
-// Rows of x in words, as a product takes them: row i begins at words + i * stride, and starts its sums at start[i].
+// Rows of x as words for a product: row i begins at words + i * stride, and its sums begin at start[i].
 template <class K> struct Rows {
     const typename K::X *words;
     long stride;
-    const float *scale;    // of int8
-    const int32_t *start;  // of int8
+    const float *scale;    // for int8
+    const int32_t *start;  // for int8
 };
 
 // y = x @ w.T * scale * x_scale + bias, rows [first, last).
@@ -310,7 +310,7 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     constexpr long LINES = TILE * 4 / 64, STEPS = STEP_BYTES / (4 * TILE);
     long num_tiles = (a.num_out + TILE - 1) / TILE, num_steps = (a.num_in + K::INPUTS - 1) / K::INPUTS;
     long num_rows = last - first, num_blocks = (num_rows + K::ROWS - 1) / K::ROWS;
-    // A run of tiles for each thread: what is prefetched past a tile's end is used.
+    // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
 #pragma omp parallel for num_threads(a.num_threads)
     for (long t = 0; t < num_tiles; t++) {
         auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * long(sizeof(typename K::Weight));
@@ -329,7 +329,7 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
             long count = std::min(STEPS, num_steps - k);
             const char *now = tile + k * 4 * TILE;
             for (long block = 0; block < num_blocks; block++) {
-                // One block alone asks for what it needs soon; of several, each asks for a part of the next steps.
+                // A single block prefetches its own next steps. Several blocks share the prefetch of the next steps.
                 long lines = num_blocks == 1 ? LINES : (LINES + num_blocks - 1) / num_blocks;
                 const char *ahead = num_blocks == 1 ? now + AHEAD : now + count * 4 * TILE + block * lines * count * 64;
                 if (block * lines >= LINES) lines = 0;
@@ -356,23 +356,23 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     }
 }
 
-// The largest of a row becomes 127 -> what undoes it.
+// Quantise a row to int8, its largest magnitude to 127 -> the scale.
 inline float quantize_row(const bfloat16 *x, long size, int8_t *out) {
-    uint16_t bits = 0;  // without signs they are in the order of the numbers, NaN above all: a row with one has no scale
+    uint16_t bits = 0;  // unsigned bits have the order of magnitudes; NaN is the largest, and its row gets a NaN scale
     for (long i = 0; i < size; i++) bits = std::max(bits, uint16_t(x[i].bits & 0x7fff));
-    float most = wide(bfloat16{bits});
-    float inverse = most > 0 ? 127 / most : 0;
+    float max_abs = wide(bfloat16{bits});
+    float inverse = max_abs > 0 ? 127 / max_abs : 0;
     for (long i = 0; i < size; i++) out[i] = int8_t(std::nearbyint(wide(x[i]) * inverse));
-    return most / 127;
+    return max_abs / 127;
 }
 
-// Rows of x, each `stride` words in scratch, their ends padded with zeros.
+// Convert rows of x to words in scratch memory, `stride` words each, padded with zeros.
 template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num_rows) {
     long stride = (a.num_in + K::INPUTS - 1) / K::INPUTS;
     constexpr long FLOATS = sizeof(typename K::X) / sizeof(float);
     if constexpr (std::is_same_v<typename K::X, uint32_t>)
         if (a.num_in % 2 == 0) return {reinterpret_cast<const typename K::X *>(x), stride, nullptr, nullptr};
-    float *memory = scratch<2>(num_rows * (stride * FLOATS + 2));  // and behind the rows what goes with each
+    float *memory = scratch<2>(num_rows * (stride * FLOATS + 2));  // then the scale and the start of each row
     float *scale = memory + num_rows * stride * FLOATS;
     auto *start = reinterpret_cast<int32_t *>(scale + num_rows);
 #pragma omp parallel for num_threads(a.num_threads) if (num_rows * a.num_in > WORTH_A_THREAD)
@@ -399,7 +399,7 @@ template <class K, int TILE> void linear(const Linear &a) {
     for (long first = 0; first < a.num_rows; first += MAX_CHUNK) {
         long last = std::min(a.num_rows, first + MAX_CHUNK);
         Rows<K> x = words_of<K>(a, a.x + first * a.num_in, last - first);
-        if (a.wide_y)
+        if (a.float32_out)
             tiled_product<K, TILE>(a, x, first, last, static_cast<float *>(a.y));
         else
             tiled_product<K, TILE>(a, x, first, last, static_cast<bfloat16 *>(a.y));
@@ -417,12 +417,12 @@ struct Quantize {
 struct Embed {
     const int64_t *token_ids;
     const void *tiles;
-    const float *scale;  // of int8
+    const float *scale;  // for int8
     bfloat16 *out;       // [num_tokens, size]
     long num_tokens, size, padded;
 };
 
-// Rows of a tiled weight.
+// Read rows of a tiled weight.
 template <class W, int TILE, int INPUTS> void embed(const Embed &a) {
     for (long t = 0; t < a.num_tokens; t++) {
         long token = a.token_ids[t];
@@ -439,7 +439,7 @@ template <class W, int TILE, int INPUTS> void embed(const Embed &a) {
 
 // -- norms, activations, rope -----------------------------------------------------------------------------------------
 
-// reference.rms_norm: rounded before the weight of x's dtype, not before one in float32.
+// reference.rms_norm: rounds before a weight of x's dtype is applied, not before a float32 weight.
 template <class T, class W> inline void rms_norm_row(const float *x, const W *weight, float eps, long size, T *out) {
     Floats squares = {};
     long whole = size / LANES * LANES;
@@ -458,16 +458,16 @@ template <class T, class W> inline void rms_norm_row(const float *x, const W *we
 
 struct Norm {
     const void *x, *residual, *weight;  // residual may be null
-    void *out, *stream;
+    void *out, *residual_out;
     float eps;
     long num_rows, size;
-    int wide_weight, num_threads;
+    int float32_weight, num_threads;
 };
 
 template <class T, class W> void add_rms_norm(const Norm &a) {
     auto *x = static_cast<const T *>(a.x), *residual = static_cast<const T *>(a.residual);
     auto *weight = static_cast<const W *>(a.weight);
-    auto *out = static_cast<T *>(a.out), *stream = static_cast<T *>(a.stream);
+    auto *out = static_cast<T *>(a.out), *residual_out = static_cast<T *>(a.residual_out);
     long num_rows = a.num_rows, size = a.size;
 #pragma omp parallel for num_threads(a.num_threads) if (num_rows * size > WORTH_A_THREAD)
     for (long row = 0; row < num_rows; row++) {
@@ -476,7 +476,7 @@ template <class T, class W> void add_rms_norm(const Norm &a) {
             float value = wide(x[row * size + i]);
             if (residual) {
                 T total = narrow<T>(value + wide(residual[row * size + i]));
-                stream[row * size + i] = total;
+                residual_out[row * size + i] = total;
                 value = wide(total);
             }
             sums[i] = value;
@@ -511,16 +511,16 @@ struct RopeWrite {
     const float *cos_sin;
     float eps;
     long num_tokens, num_heads, num_kv_heads, head_dim;
-    long q_stride, k_stride, v_stride;  // from token to token; a token's heads are neighbours
-    long block_stride, block_size;      // of the layer's K and V, in elements; in tokens
+    long q_stride, k_stride, v_stride;  // between tokens; the heads of a token are contiguous
+    long block_stride, block_size;      // of kv_layer: in elements; in tokens
     const void *q, *k, *v, *q_norm, *k_norm;
     void *q_out, *kv_layer;
-    int wide_norm, num_threads;
+    int float32_norm, num_threads;
 };
 
-// One head: normed where there is a weight, turned by its position's angles.
+// Rotary embedding of one head, after an RMS norm if there is a weight.
 template <class T, class W>
-inline void turn_head(const T *head, const W *norm, float eps, const float *cos_sin, long head_dim, T *out) {
+inline void rotate_head(const T *head, const W *norm, float eps, const float *cos_sin, long head_dim, T *out) {
     T *normed = reinterpret_cast<T *>(scratch<0>(2 * head_dim) + head_dim);
     if (norm) {
         float *values = scratch<0>(2 * head_dim);
@@ -546,21 +546,21 @@ template <class T, class W> void rope_kv_write(const RopeWrite &r) {
     for (long t = 0; t < r.num_tokens; t++) {
         const float *cos_sin = r.cos_sin + r.positions[t] * r.head_dim;
         for (long h = 0; h < r.num_heads; h++)
-            turn_head(q + t * r.q_stride + h * r.head_dim, q_norm, r.eps, cos_sin, r.head_dim,
-                      q_out + (t * r.num_heads + h) * r.head_dim);
+            rotate_head(q + t * r.q_stride + h * r.head_dim, q_norm, r.eps, cos_sin, r.head_dim,
+                        q_out + (t * r.num_heads + h) * r.head_dim);
         T *place = kv_layer + r.slots[t] / r.block_size * r.block_stride + r.slots[t] % r.block_size * r.head_dim;
         for (long h = 0; h < r.num_kv_heads; h++) {
-            turn_head(k + t * r.k_stride + h * r.head_dim, k_norm, r.eps, cos_sin, r.head_dim, place + h * row_size);
+            rotate_head(k + t * r.k_stride + h * r.head_dim, k_norm, r.eps, cos_sin, r.head_dim, place + h * row_size);
             memcpy(place + (r.num_kv_heads + h) * row_size, v + t * r.v_stride + h * r.head_dim,
                    r.head_dim * sizeof(T));
         }
     }
 }
 
-// -- attention of single queries --------------------------------------------------------------------------------------
+// -- decode attention -------------------------------------------------------------------------------------------------
 
 struct Attention {
-    const int64_t *rows;      // [num_seqs] each sequence's row of q
+    const int64_t *rows;      // [num_seqs], the row of q of each sequence
     const int32_t *seq_lens;  // [num_seqs]
     const int32_t *tables;    // [num_seqs, table_width]
     float scale;
@@ -571,19 +571,19 @@ struct Attention {
     int num_threads;
 };
 
-constexpr long PART_KEYS = 512;  // keys that one task attends to: long contexts are shared among threads
+constexpr long PART_KEYS = 512;  // keys of one task: threads share long contexts
 constexpr int MAX_GROUP_SIZE = 16, MAX_HEAD_DIM = 256;
-constexpr int CHUNK = LANES;   // keys at once: a lane each for their scores
-constexpr int MAX_HEADS = 4;  // query heads at once: what is loaded of K and V serves all of them
+constexpr int CHUNK = LANES;   // keys at a time: one lane for each score
+constexpr int MAX_HEADS = 4;  // query heads at a time: they share the loads of K and V
 
-// The query heads that share a K/V head, and their softmax in progress: over the keys so far, the values weighted by
-// exp(score - highest), and the sum of the weights. Rows are as `spread` leaves them.
+// The query heads of one K/V head and the state of their online softmax: the sum of the values weighted by
+// exp(score - highest), and the sum of the weights. Rows have the order of `spread`.
 struct Heads {
     alignas(64) float query[MAX_GROUP_SIZE][MAX_HEAD_DIM], weighted[MAX_GROUP_SIZE][MAX_HEAD_DIM];
     float highest[MAX_GROUP_SIZE], total[MAX_GROUP_SIZE];
 };
 
-// Numbers from i on of a row of `size`, zeros behind its end; WHOLE: the end is not among them.
+// The numbers from i on of a row of `size`, padded with zeros; WHOLE: no padding is needed.
 template <bool WHOLE, class T> inline void spread_row(const T *row, long i, long size, Floats *to) {
     if constexpr (WHOLE) return spread(row + i, to);
     alignas(64) T padded[WIDTH<T>] = {};
@@ -591,7 +591,7 @@ template <bool WHOLE, class T> inline void spread_row(const T *row, long i, long
     spread(padded, to);
 }
 
-// Keys [0, n) of a block, for HEADS heads from `first` on.
+// Attention of HEADS heads from `first` on over keys [0, n) of a block.
 template <int HEADS, bool WHOLE, class T>
 void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long n, long size) {
     Floats products[HEADS][CHUNK] = {};
@@ -644,7 +644,8 @@ void attend_chunk_of(int num_heads, Heads &heads, int first, const T *keys, cons
     }
 }
 
-// Keys [first, last) of one sequence and one K/V head -> part [group, head_dim + 2]: weighted, highest, total.
+// Attention over keys [first, last) of one sequence and one K/V head -> part [group, head_dim + 2]: weighted, highest,
+// total.
 template <class T>
 void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, long head, long first, long last,
                  float *part) {
@@ -680,7 +681,7 @@ void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, lo
             attend(std::min<int>(MAX_HEADS, a.group - g), heads, g, keys, values, end - begin, a.head_dim);
     }
     for (long g = 0; g < a.group; g++, part += a.head_dim + 2) {
-        for (long i = 0; i < a.head_dim; i++) {  // as they were before they were spread
+        for (long i = 0; i < a.head_dim; i++) {  // undo the order of `spread`
             long within = i % WIDTH<T>;
             part[i] = heads.weighted[g][i - within + within % PARTS<T> * LANES + within / PARTS<T>];
         }
@@ -688,7 +689,7 @@ void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, lo
     }
 }
 
-// reference.merge_attention of a query head's parts, `stride` floats apart; there is at least one key in each.
+// reference.merge_attention of the parts of a query head, `stride` floats apart. Each part has at least one key.
 template <class T>
 void merge_parts(const float *parts, long num_parts, long stride, long head_dim, T *out, float *lse) {
     float highest = -INFINITY, total = 0;
@@ -711,7 +712,7 @@ template <class T> void decode_attention(const Attention &a) {
         long seq, head, first, last;
     };
     std::vector<Task> tasks;
-    std::vector<long> firsts;  // [num_seqs * num_kv_heads + 1] each pair's first task
+    std::vector<long> firsts;  // [num_seqs * num_kv_heads + 1], the first task of each pair
     long num_keys = 0;
     for (long s = 0; s < a.num_seqs; s++) {
         long start = a.window ? std::max(0L, a.seq_lens[s] - a.window) : 0;
@@ -730,7 +731,7 @@ template <class T> void decode_attention(const Attention &a) {
     for (size_t i = 0; i < tasks.size(); i++)
         attend_part(a, q, kv_layer, tasks[i].seq, tasks[i].head, tasks[i].first, tasks[i].last, parts + i * part_size);
     for (long pair = 0; pair + 1 < long(firsts.size()); pair++) {
-        if (firsts[pair] == firsts[pair + 1]) continue;  // padding: nothing to attend to
+        if (firsts[pair] == firsts[pair + 1]) continue;  // padding: no keys
         long seq = pair / a.num_kv_heads, head = pair % a.num_kv_heads;
         for (long g = 0; g < a.group; g++) {
             long place = (a.rows[seq] * a.num_kv_heads + head) * a.group + g;
@@ -742,21 +743,22 @@ template <class T> void decode_attention(const Attention &a) {
 
 // -- sampling ---------------------------------------------------------------------------------------------------------
 
-// A draw is a race (`reference.sample`): each token's score is its logit / temperature minus the logarithm of a waiting
-// time, and the largest wins. Two logarithms for each token of a vocabulary would take most of a small model's step, but
-// few tokens can win: a waiting time is at least the uniform number that it is made of, and the logarithm of that is at
-// least its binary exponent's. Only who beats the leader with that gets an exact score: some dozens.
+// Sampling is an exponential race (`reference.sample`): the score of a token is its logit / temperature minus the
+// logarithm of a waiting time, and the largest score wins. Two logarithms for each token of the vocabulary would take
+// most of a small model's step. But few tokens can win: a waiting time is at least its uniform number, whose logarithm
+// is at least that of its binary exponent. Only tokens that beat the leader with this bound get an exact score: some
+// dozens.
 
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15, MIX_1 = 0xbf58476d1ce4e5b9, MIX_2 = 0x94d049bb133111eb;
-constexpr long LAP = 128;  // tokens between two looks at who leads
+constexpr long LAP = 128;  // tokens between two updates of the leader
 
 inline float uniform_of(uint32_t bits) { return (float(bits) + 0.5f) * 0x1p-32f; }
 
-inline float least_log_wait(uint32_t bits) {
+inline float min_log_wait(uint32_t bits) {
     float uniform = uniform_of(bits);
     int32_t word;
     memcpy(&word, &uniform, sizeof word);
-    return 0.6931472f * float((word >> 23) - 127) - 1e-3f;  // less what rounding may make of the exact one
+    return 0.6931472f * float((word >> 23) - 127) - 1e-3f;  // minus the rounding error of the exact value
 }
 
 inline float log_wait(uint32_t bits) {
@@ -767,12 +769,12 @@ struct Sample {
     const void *logits;        // [num_rows, size]
     const float *temperature;  // [num_rows], each above 0
     const int64_t *keys;       // [num_rows], of the noise
-    int64_t *token_ids;        // [num_rows], who wins
+    int64_t *token_ids;        // [num_rows], the sampled tokens
     long num_rows, size;
     int num_threads;
 };
 
-template <class T> long winner_of(const T *logits, long size, float temperature, uint64_t key) {
+template <class T> long sample_row(const T *logits, long size, float temperature, uint64_t key) {
     float lead = -INFINITY, scores[LAP];
     uint32_t bits[LAP];
     long winner = 0;
@@ -784,13 +786,13 @@ template <class T> long winner_of(const T *logits, long size, float temperature,
             z = (z ^ (z >> 27)) * MIX_2;
             bits[i] = uint32_t(z >> 32);
         }
-        int num_hopeful = 0;
+        int num_candidates = 0;
         for (long i = 0; i < count; i++) {
             scores[i] = wide(logits[begin + i]) / temperature;
-            num_hopeful += scores[i] - least_log_wait(bits[i]) > lead;
+            num_candidates += scores[i] - min_log_wait(bits[i]) > lead;
         }
-        for (long i = 0; num_hopeful && i < count; i++) {
-            if (!(scores[i] - least_log_wait(bits[i]) > lead)) continue;
+        for (long i = 0; num_candidates && i < count; i++) {
+            if (!(scores[i] - min_log_wait(bits[i]) > lead)) continue;
             float score = scores[i] - log_wait(bits[i]);
             if (score > lead) lead = score, winner = begin + i;
         }
@@ -802,14 +804,14 @@ template <class T> void sample(const Sample &a) {
     auto *logits = static_cast<const T *>(a.logits);
 #pragma omp parallel for num_threads(a.num_threads) if (a.num_rows > 1)
     for (long row = 0; row < a.num_rows; row++)
-        a.token_ids[row] = winner_of(logits + row * a.size, a.size, a.temperature[row], uint64_t(a.keys[row]));
+        a.token_ids[row] = sample_row(logits + row * a.size, a.size, a.temperature[row], uint64_t(a.keys[row]));
 }
 
 }  // namespace
 
-// -- what native.py calls ---------------------------------------------------------------------------------------------
+// -- functions for native.py ------------------------------------------------------------------------------------------
 
-// Each takes one pointer, to a struct of its arguments, so that calls can be written down and done again.
+// Each function has one argument, a pointer to a struct, so that calls can be recorded and replayed.
 
 #define EXPORT extern "C" __attribute__((visibility("default"))) void
 
@@ -818,7 +820,7 @@ EXPORT linear_bf16_64(const Linear *a) { linear<Bfloat16Words, 64>(*a); }
 EXPORT linear_int8_64(const Linear *a) { linear<Int8Words, INT8_TILE>(*a); }
 EXPORT embed_bf16_32(const Embed *a) { embed<bfloat16, 32, 2>(*a); }
 EXPORT embed_bf16_64(const Embed *a) { embed<bfloat16, 64, 2>(*a); }
-EXPORT embed_plain(const Embed *a) { embed<bfloat16, 1, 2>(*a); }  // a tile of one row is a row
+EXPORT embed_plain(const Embed *a) { embed<bfloat16, 1, 2>(*a); }  // a plain table has tiles of one row
 EXPORT embed_int8_64(const Embed *a) { embed<int8_t, INT8_TILE, 4>(*a); }
 
 EXPORT quantize_rows(const Quantize *a) {
@@ -829,11 +831,11 @@ EXPORT quantize_rows(const Quantize *a) {
 
 #define EXPORT_FOR(T, NAME)                                                         \
     EXPORT add_rms_norm_##NAME(const Norm *a) {                                     \
-        a->wide_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a);       \
+        a->float32_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a);    \
     }                                                                               \
     EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                      \
     EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                               \
-        a->wide_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);       \
+        a->float32_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);    \
     }                                                                               \
     EXPORT decode_attention_##NAME(const Attention *a) { decode_attention<T>(*a); } \
     EXPORT sample_##NAME(const Sample *a) { sample<T>(*a); }
@@ -846,7 +848,7 @@ struct Call {
     const void *arguments;
 };
 
-// What products of bfloat16 and of int8 are computed with, and how many numbers at once.
+// Instructions for products of bfloat16 and of int8, and the width of registers.
 extern "C" __attribute__((visibility("default"))) const char *const instructions[] = {
     BFLOAT16_INSTRUCTIONS, INT8_INSTRUCTIONS, WORDS == 16 ? "512 bits" : WORDS == 8 ? "256 bits" : "128 bits"};
 

@@ -55,7 +55,7 @@ _Linear = _struct(
     "Linear",
     (POINTER, "tiles x scale bias y"),
     (LONG, "num_rows num_in padded_in num_out"),
-    (INT, "wide_y num_threads"),
+    (INT, "float32_out num_threads"),
 )
 _Quantize = _struct("Quantize", (POINTER, "x out scale"), (LONG, "num_rows size"), (INT, "num_threads"))
 _Embed = _struct("Embed", (POINTER, "token_ids tiles scale out"), (LONG, "num_tokens size padded"))
@@ -64,7 +64,7 @@ _Norm = _struct(
     (POINTER, "x residual weight out residual_out"),
     (FLOAT, "eps"),
     (LONG, "num_rows size"),
-    (INT, "wide_weight num_threads"),
+    (INT, "float32_weight num_threads"),
 )
 _Gate = _struct("Gate", (POINTER, "gate_up out"), (LONG, "num_rows size"), (INT, "num_threads"))
 _RopeWrite = _struct(
@@ -73,7 +73,7 @@ _RopeWrite = _struct(
     (FLOAT, "eps"),
     (LONG, "num_tokens num_heads num_kv_heads head_dim q_stride k_stride v_stride block_stride block_size"),
     (POINTER, "q k v q_norm k_norm q_out kv_layer"),
-    (INT, "wide_norm num_threads"),
+    (INT, "float32_norm num_threads"),
 )
 _Attention = _struct(
     "Attention",

@@ -139,7 +139,7 @@ def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
     """Packed `token_logprobs` of each row's top token; logits [num_rows, vocab_size] -> [num_rows, 2 + 2 * num] int32.
 
     The words are: the bits of its log-probability as float32; its rank, 1, or 0 for non-finite logits; the top tokens;
-    the bits of their log-probabilities. num is at most vocab_size.
+    the bits of their log-probabilities. A vocabulary of fewer than num tokens is returned whole.
     """
     best, ids = logits.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     best, ids = best[:, :num].contiguous().view(torch.int32), ids[:, :num].int()

@@ -210,10 +210,10 @@ class Sampler:
         )
 
     def _append_history(self, samples: Seq[SampleSpec], active: ActiveProcessors, chosen: Tensor) -> None:
-        kept = [i for i, p in active if p.needs_history and samples[i].continues_row]
-        if kept:
-            rows, positions = [samples[i].setup.row for i in kept], [samples[i].position for i in kept]
-            self.history[self._ids(rows), self._ids(positions)] = chosen[self._ids(kept)].int()
+        indices = [i for i, p in active if p.needs_history and samples[i].continues_row]
+        if indices:
+            rows, positions = [samples[i].setup.row for i in indices], [samples[i].position for i in indices]
+            self.history[self._ids(rows), self._ids(positions)] = chosen[self._ids(indices)].int()
 
     # -- logits processors ---------------------------------------------------------------------------------------------
 

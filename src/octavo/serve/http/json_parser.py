@@ -90,9 +90,7 @@ def parse_value(body: bytes) -> Any:
     if is_too_deep:
         raise bad_request("too_deep", f"the body is nested deeper than {MAX_DEPTH} levels")
     if (num_parts := len(brackets) // 2) > MAX_PARTS:
-        raise bad_request(
-            "too_many_parts", f"the body has {num_parts} objects and arrays, at most {MAX_PARTS} are allowed"
-        )
+        raise bad_request("too_many_parts", f"the body has {num_parts} objects and arrays; the limit is {MAX_PARTS}")
     if suspicious or may_be_long:
         keys: list[str | int] = []
         if (invalid := _find_invalid(value, keys)) is not None:
@@ -102,9 +100,7 @@ def parse_value(body: bytes) -> Any:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_KEYS:
-        raise bad_request(
-            "too_many_keys", f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed; send fewer"
-        )
+        raise bad_request("too_many_keys", f"an object has {len(pairs)} keys; the limit is {MAX_KEYS}")
     value = dict(pairs)
     if len(value) < len(pairs):
         seen: set[str] = set()

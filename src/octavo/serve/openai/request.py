@@ -42,9 +42,8 @@ MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id
 IGNORED_MESSAGE_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "id", "index"})
 """Fields of response messages that clients send back; the model does not get them."""
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-BEAM_SEARCH_UNSUPPORTED = (frozenset(SAMPLING) | {"echo", "response_format", "structured_outputs"}) - frozenset(
-    ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
-)
+BEAM_SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
+BEAM_SEARCH_UNSUPPORTED = (SAMPLING.keys() - BEAM_SAMPLING) | {"echo", "response_format", "structured_outputs"}
 """Parameters that a beam search refuses unless they have their neutral value (`NEUTRAL_VALUES`, else false)."""
 NEUTRAL_VALUES = {
     "presence_penalty": 0,
@@ -136,11 +135,9 @@ class RequestParser:
         messages = parse_messages(given.get("messages"))
         template = self.chat_template_options(given)
         tools, required = self._parse_tools(given)
-        top_logprobs = self._check_count(
-            "top_logprobs", given.get("top_logprobs"), min(MAX_TOP_LOGPROBS, self.max_logprobs)
-        )
+        top = self._check_count("top_logprobs", given.get("top_logprobs"), min(MAX_TOP_LOGPROBS, self.max_logprobs))
         wants_logprobs = given.get("logprobs", False)
-        if top_logprobs is not None and not wants_logprobs:
+        if top is not None and not wants_logprobs:
             raise bad_request("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         if given.get("echo"):
@@ -150,7 +147,7 @@ class RequestParser:
             request = self._parse_common(
                 given,
                 model,
-                (top_logprobs or 0) if wants_logprobs else None,
+                (top or 0) if wants_logprobs else None,
                 max_tokens=given.get(name),
                 default_max_tokens=None,
             )
@@ -226,13 +223,11 @@ class RequestParser:
             _check_stream_options(options, stream)
         beams = given.get("use_beam_search", False) or "beam_width" in given
         if self.strict_openai and isinstance(given.get("stop"), list) and len(given["stop"]) > 4:
-            raise bad_request(
-                "array_above_max_length", f"stop has {len(given['stop'])} strings; the limit is 4", "stop"
-            )
+            raise bad_request("array_above_max_length", f"stop has {len(given['stop'])} items; the limit is 4", "stop")
         param_aliases = {"structured_outputs": "response_format"} if given.get("structured_outputs") is None else {}
         try:
             if beams:
-                params: SamplingParams | BeamSearchParams = self._beam_search_params(given, logprobs, max_tokens)
+                params: SamplingParams | BeamSearchParams = self._beam_params(given, logprobs, max_tokens)
             else:
                 params = self._sampling_params(given, logprobs, max_tokens, default_max_tokens)
         except UsageError as error:
@@ -267,14 +262,10 @@ class RequestParser:
         values: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
         if "logit_bias" in values:
             values["logit_bias"] = _parse_logit_bias(values["logit_bias"])
-        if (
-            limit := self._check_count("prompt_logprobs", values.get("prompt_logprobs"), self.max_logprobs)
-        ) is not None:
+        if (num := self._check_count("prompt_logprobs", values.get("prompt_logprobs"), self.max_logprobs)) is not None:
             if given.get("stream"):
-                raise bad_request(
-                    "invalid_value", "prompt_logprobs cannot be streamed; remove stream", "prompt_logprobs"
-                )
-            values["prompt_logprobs"] = limit
+                raise bad_request("invalid_value", "prompt_logprobs are not streamed; remove stream", "prompt_logprobs")
+            values["prompt_logprobs"] = num
         if "best_of" in given:
             if given.get("stream"):
                 raise bad_request("invalid_value", "best_of cannot be streamed; remove stream", "best_of")
@@ -301,9 +292,7 @@ class RequestParser:
             text = f"bad_words has {size} characters; the limit is {MAX_BAD_CHARS}; send fewer or shorter words"
             raise bad_request("array_above_max_length", text, "bad_words")
 
-    def _beam_search_params(
-        self, given: dict[str, Any], logprobs: int | None, max_tokens: int | None
-    ) -> BeamSearchParams:
+    def _beam_params(self, given: dict[str, Any], logprobs: int | None, max_tokens: int | None) -> BeamSearchParams:
         self._check_sizes(given)
         if given.get("stream"):
             raise bad_request("invalid_value", "a beam search cannot be streamed; remove stream", "stream")
@@ -344,9 +333,7 @@ class RequestParser:
             raise bad_request(
                 "invalid_value", "tool_choice already constrains the output; remove the other constraint", "tool_choice"
             )
-        _check_schema_size(
-            [tool["function"].get("parameters") for tool in tools], "the parameters of tools have", "tools"
-        )
+        _check_schema_size([tool["function"].get("parameters") for tool in tools], "tools' parameters have", "tools")
         calls = [
             {
                 "type": "object",

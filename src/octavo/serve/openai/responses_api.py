@@ -66,9 +66,7 @@ def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     """The equivalent chat body. Raises `ApiError` 400."""
     for name in STATEFUL:
         if body.get(name):
-            raise bad_request(
-                "unsupported_parameter", f"{name} is not supported, nothing is stored; send the whole input", name
-            )
+            raise bad_request("unsupported_parameter", f"{name} is not supported; send the whole input", name)
     for name in PARAM_ALIASES.keys() & body.keys():
         raise bad_request("unsupported_parameter", f"{name} is not supported here; use {PARAM_ALIASES[name]}", name)
     given = schema.parse_fields({k: v for k, v in body.items() if k not in STATEFUL}, FIELDS, warn=warn)

@@ -15,12 +15,12 @@ from octavo.simulate.executor import OUTPUT_TOKEN
 
 OPEN_SHARE = 0.1
 """Share of positions at which the next token is open."""
-APART_NATS = 1.0
+GAP_NATS = 1.0
 """At an open position, mean gap of log-probability from 0 to the best candidate and between successive candidates."""
 NUM_LISTS, MAX_CANDIDATES = 4096, 64
 
 
-class MadeUpBeams:
+class SyntheticBeams:
     """`TokenSource` for beam searches of up to 32 beams."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -32,7 +32,7 @@ class MadeUpBeams:
             return [(-12.0 * rank, OUTPUT_TOKEN + rank) for rank in range(MAX_CANDIDATES)]
         logprob, found = 0.0, []
         for rank in range(MAX_CANDIDATES):
-            logprob -= self._random.expovariate(1 / APART_NATS)
+            logprob -= self._random.expovariate(1 / GAP_NATS)
             found.append((logprob, OUTPUT_TOKEN + rank))
         return found
 

@@ -14,9 +14,9 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     Paper,
-    Row,
     Server,
     config_for,
     era_cost,
@@ -113,6 +113,6 @@ def _compare(
         guess = RATES[system][alpaca][-2] * (server.num_slots / OPT_13B.num_slots if server is not OPT_13B else 1.0)
         ask = partial(_latency, paper, system, server, lengths, duration_s, share, alpaca)
         knees[system] = knee(ask, guess / 2, guess * 1.5, steps=5)
-        figure.rows.append(Row(system, f"{about}: requests/s", None, knees[system]))
+        figure.rows.append(Entry(system, f"{about}: requests/s", None, knees[system]))
     for system in systems[1:]:
-        figure.rows.append(Row(OURS, f"{about}: over {system}", None, knees[OURS] / knees[system]))
+        figure.rows.append(Entry(OURS, f"{about}: over {system}", None, knees[OURS] / knees[system]))

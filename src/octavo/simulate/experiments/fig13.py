@@ -9,9 +9,9 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     poisson_trace,
@@ -50,7 +50,7 @@ def run(paper: Paper) -> Figure:
             records = simulate(config_for(system, OPT_13B, cost), arrivals, until_s=end_s)
             samples = within(records, begin_s, end_s)
             ours.append(sum(s.num_running for s in samples) / len(samples))
-            figure.rows.append(Row(system, name, theirs[column], ours[-1]))
+            figure.rows.append(Entry(system, name, theirs[column], ours[-1]))
         bars = [Bars("paper", [theirs[column] for theirs in PAPER.values()]), Bars("Octavo's simulator", ours)]
         figure.charts.append(Chart(name, "", "requests", bars=bars, labels=list(PAPER)))
     return figure

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from octavo.simulate import traces
-from octavo.simulate.experiments.beams import MadeUpBeams
+from octavo.simulate.experiments.beams import SyntheticBeams
 from octavo.simulate.experiments.paper import (
     KNEE_S,
     OPT_13B,
     ORACLE,
     OURS,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     knee,
@@ -61,9 +61,9 @@ def run(paper: Paper) -> Figure:
             paper.progress(f"{system}, {name}")
             ask = partial(_latency, paper, system, lengths, width, beams)
             rates.append(knee(ask, guess / 1.4, guess * 1.4, steps=3 if beams else 4))
-            figure.rows.append(Row(system, f"{name}: requests/s", None, rates[-1]))
+            figure.rows.append(Entry(system, f"{name}: requests/s", None, rates[-1]))
         gains.append(rates[0] / rates[1])
-        figure.rows.append(Row(OURS, f"{name}: over {ORACLE}", PAPER.get((width, beams)), gains[-1]))
+        figure.rows.append(Entry(OURS, f"{name}: over {ORACLE}", PAPER.get((width, beams)), gains[-1]))
     labels = [f"{'beam' if beams else 'n'} {width}" for width, beams, _, _ in CASES]
     bars = [Bars("gain over Oracle", gains)]
     figure.charts.append(Chart(figure.title, "", "times", bars=bars, labels=labels))
@@ -74,7 +74,7 @@ def _latency(paper: Paper, system: str, lengths: Lengths, width: int, beams: boo
     """Normalised by the length of a sample; a request has several."""
     seconds = SECONDS[beams] * paper.time
     arrivals = poisson_trace(lengths, rate, seconds, seed=paper.seed, n=width, beams=beams)
-    tokens = MadeUpBeams(seed=paper.seed) if beams else None
+    tokens = SyntheticBeams(seed=paper.seed) if beams else None
     config = config_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1)
     records = simulate(config, arrivals, token_source=tokens, interval_s=1e9)
     return normalized_latency(records) * width

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from octavo.simulate import traces
-from octavo.simulate.experiments.beams import OPEN_SHARE, MadeUpBeams
+from octavo.simulate.experiments.beams import OPEN_SHARE, SyntheticBeams
 from octavo.simulate.experiments.paper import (
     OPT_13B,
     OURS,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     poisson_trace,
@@ -54,7 +54,7 @@ def run(paper: Paper) -> Figure:
             kind = "beam search" if beams else "parallel sampling"
             paper.progress(f"{name}, {kind} of {width}")
             ours.append(100 * saving(paper, name, width, beams))
-            figure.rows.append(Row(OURS, f"{name}, {kind} of {width} %", value, ours[-1]))
+            figure.rows.append(Entry(OURS, f"{name}, {kind} of {width} %", value, ours[-1]))
         labels = [f"{kind} {width}" for width in WIDTHS]
         bars = [Bars("paper", [value or 0.0 for value in theirs]), Bars("Octavo's simulator", ours)]
         figure.charts.append(Chart(f"{name}, {kind}", "", "% of blocks", bars=bars, labels=labels))
@@ -68,7 +68,7 @@ def saving(paper: Paper, name: str, width: int, beams: bool) -> float:
     num = int(rate * end_s * 1.5) + 100
     lengths: Lengths = paper.sharegpt(num) if name == "ShareGPT" else traces.alpaca_like(num, paper.seed)
     arrivals = poisson_trace(lengths, rate, end_s, seed=paper.seed, n=width, beams=beams)
-    tokens = MadeUpBeams(seed=paper.seed) if beams else None
+    tokens = SyntheticBeams(seed=paper.seed) if beams else None
     config = config_for(OURS, OPT_13B, era_cost(OPT_13B), swap=True)
     records = simulate(config, arrivals, until_s=end_s, token_source=tokens)
     ratios = [(s.num_used + s.num_saved) / s.num_used for s in within(records, begin_s, end_s) if s.num_used]

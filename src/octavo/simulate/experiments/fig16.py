@@ -10,9 +10,9 @@ from octavo.simulate.experiments.paper import (
     LLAMA_13B,
     ORACLE,
     OURS,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     knee,
@@ -45,10 +45,10 @@ def run(paper: Paper) -> Figure:
             paper.progress(f"{system}, {name}")
             ask = partial(_latency, paper, system, lengths, prefix)
             rates.append(knee(ask, guess / 1.5, guess * 1.5, steps=5))
-            figure.rows.append(Row(system, f"{name}, {prefix} tokens: requests/s", None, rates[-1]))
+            figure.rows.append(Entry(system, f"{name}, {prefix} tokens: requests/s", None, rates[-1]))
             xs = [rates[-1] * share for share in (0.5, 0.75, 0.9, 0.97, 1.03, 1.1)]
             lines.append(Line(system, xs, [ask(x) for x in xs]))
-        figure.rows.append(Row(OURS, f"{name}: over {ORACLE}", theirs, rates[0] / rates[1]))
+        figure.rows.append(Entry(OURS, f"{name}: over {ORACLE}", theirs, rates[0] / rates[1]))
         figure.charts.append(Chart(f"{name}, {prefix} tokens", "requests/s", "s/token", lines=lines, top=1.0))
     return figure
 

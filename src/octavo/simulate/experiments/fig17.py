@@ -12,9 +12,9 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     knee,
@@ -53,17 +53,17 @@ def run(paper: Paper) -> Figure:
             paper.progress(f"{system}, {chance:.0%} new")
             ask = partial(_latency, paper, system, lengths, chance)
             knees[system] = knee(ask, guess / 1.4, guess * 1.2, steps=5)
-            figure.rows.append(Row(system, f"{chance:.0%} new: requests/s", None, knees[system]))
+            figure.rows.append(Entry(system, f"{chance:.0%} new: requests/s", None, knees[system]))
             xs = [knees[system] * share for share in (0.5, 0.75, 0.9, 1.1)]
             lines.append(Line(system, xs, [ask(x) for x in xs]))
         for system in (ORACLE, POW2, MAX):
-            figure.rows.append(Row(OURS, f"{chance:.0%} new: over {system}", PAPER_GAIN, knees[OURS] / knees[system]))
-        figure.rows.append(Row(CACHED, f"{chance:.0%} new: over {ORACLE}", None, knees[CACHED] / knees[ORACLE]))
+            figure.rows.append(Entry(OURS, f"{chance:.0%} new: over {system}", PAPER_GAIN, knees[OURS] / knees[system]))
+        figure.rows.append(Entry(CACHED, f"{chance:.0%} new: over {ORACLE}", None, knees[CACHED] / knees[ORACLE]))
         title = f"{chance:.0%} of the requests begin a conversation"
         figure.charts.append(Chart(title, "requests/s", "s/token", lines=lines, top=1.0))
     often, seldom = NEW_CHANCES[:2]
     gain = found[often][OURS] / found[seldom][ORACLE]
-    figure.rows.append(Row(OURS, f"{often:.0%} new, over {ORACLE} at {seldom:.0%} new", PAPER_GAIN, gain))
+    figure.rows.append(Entry(OURS, f"{often:.0%} new, over {ORACLE} at {seldom:.0%} new", PAPER_GAIN, gain))
     return figure
 
 

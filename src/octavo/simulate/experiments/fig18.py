@@ -6,9 +6,9 @@ from octavo.simulate import traces
 from octavo.simulate.experiments.paper import (
     OPT_13B,
     OURS,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     poisson_trace,
@@ -45,8 +45,8 @@ def run(paper: Paper) -> Figure:
             config = config_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
             records = simulate(config, poisson_trace(lengths, rate, end_s, seed=paper.seed), interval_s=end_s / 500)
             latencies.append(normalized_latency(records))
-            figure.rows.append(Row(OURS, f"{name}, blocks of {size}: s/token", None, latencies[-1]))
-            figure.rows.append(Row(OURS, f"{name}, blocks of {size}: unfilled %", None, 100 * unfilled(records)))
+            figure.rows.append(Entry(OURS, f"{name}, blocks of {size}: s/token", None, latencies[-1]))
+            figure.rows.append(Entry(OURS, f"{name}, blocks of {size}: unfilled %", None, 100 * unfilled(records)))
         lines.append(Line(name, SIZES, latencies))
     figure.charts.append(Chart(figure.title, "tokens a block", "s/token", lines=lines, log_x=True, log_y=True))
     return figure

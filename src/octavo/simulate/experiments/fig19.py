@@ -10,9 +10,9 @@ from octavo.simulate.experiments.paper import (
     LINK,
     OPT_13B,
     OURS,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     move_s,
@@ -66,10 +66,10 @@ def run(paper: Paper) -> Figure:
             latencies[name].append(normalized_latency(simulate(config, arrivals, interval_s=1e9)))
     for name, values in micro.items():
         for size, value in zip(SIZES, values, strict=True):
-            figure.rows.append(Row(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", None, 1e3 * value))
+            figure.rows.append(Entry(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", None, 1e3 * value))
     for name, values in latencies.items():
         for size, value in zip(SIZES, values, strict=True):
-            figure.rows.append(Row(name, f"end to end, blocks of {size}: s/token", None, value))
+            figure.rows.append(Entry(name, f"end to end, blocks of {size}: s/token", None, value))
     for title, label, found, scale in (
         (f"{NUM_TOKENS} tokens", "ms, out and in again", micro, 1e3),
         (f"ShareGPT, {RATE} requests/s", "s/token", latencies, 1.0),

@@ -8,9 +8,9 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
+    Entry,
     Figure,
     Paper,
-    Row,
     config_for,
     era_cost,
     poisson_trace,
@@ -52,7 +52,7 @@ def run(paper: Paper) -> Figure:
         ours[system] = [100 * float(part) for part in (split["tokens"], split["reserved"], internal, rest)]
         for part, value, theirs_value in zip(PARTS, ours[system], theirs, strict=True):
             if theirs_value is not None:
-                figure.rows.append(Row(system, f"{part} %", theirs_value, value))
+                figure.rows.append(Entry(system, f"{part} %", theirs_value, value))
     bars = [Bars(part, [values[i] for values in ours.values()]) for i, part in enumerate(PARTS)]
     figure.charts.append(Chart(figure.title, "", "%", bars=bars, labels=list(ours), stacked=True, top=100))
     return figure

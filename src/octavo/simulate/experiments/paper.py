@@ -30,8 +30,8 @@ KNEE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One number of the paper and of the simulation. `paper` is None if the paper has none."""
+class Entry:
+    """One line of a figure's table: the paper's number, None if it has none, and the simulated one."""
 
     system: str
     metric: str
@@ -54,7 +54,7 @@ class Figure:
     name: str
     title: str
     setup: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Entry] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -653,8 +653,7 @@ class Playgrounds:
         actions = check_history(history, action)
         with self._lock:
             playground = self._playgrounds.pop(history, None)
-            explanation = Explanation("", "")
-            done = True
+            explanation, done = Explanation("", ""), True
             if playground is None or not action:  # without an action, the reply explains the last one
                 playground, explanation = self._replay(actions)
             before = ";".join(actions[:-1]) if len(actions) > 1 else history

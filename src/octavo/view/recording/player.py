@@ -125,8 +125,7 @@ class Recording:
             if len(data) > MAX_BYTES:
                 raise TraceError(f"{path} has over {MAX_BYTES >> 30} GiB; a dump of the flight recorder has less")
             raw = msgspec.msgpack.decode(data, type=dict[str, Any])
-            version = raw.get("version")
-            if version not in (5, VERSION):
+            if (version := raw.get("version")) not in (5, VERSION):
                 raise TraceError(f"{path} has version {version} of another Octavo; this one reads {VERSION}")
             file = msgspec.convert(_renamed(raw) if version == 5 else raw, RecordingFile)
         except (gzip.BadGzipFile, EOFError, zlib.error, msgspec.MsgspecError) as error:
@@ -264,8 +263,7 @@ class Player:
             scheduler.add(request)
             return ReplayedCall(kind, time_s, None, request)
         if kind is CallKind.ABORT:
-            request_id, is_error = str(next(numbers)), next(numbers)
-            aborted = scheduler.abort(request_id, "error" if is_error else "abort")
+            aborted = scheduler.abort(str(next(numbers)), "error" if next(numbers) else "abort")
             return ReplayedCall(kind, time_s, None, aborted)
         if kind is CallKind.STOP:
             request, index = scheduler.requests[str(next(numbers))], next(numbers)

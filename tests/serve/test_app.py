@@ -1,5 +1,5 @@
-"""Traps of a drop-in server that need a model of their own: characters over several tokens, and what a model's files
-say of sampling and of ends. The others stand beside the answers that they are about.
+"""Traps of an OpenAI-compatible server that need special models: multi-token characters, and a generation config with
+sampling parameters and stop tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEXT = "日本語 😀é!"
 
 @pytest.fixture(scope="module")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Every token is a byte."""
+    """A model whose tokens are bytes."""
     directory = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("bytes"), vocab_size=259)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
@@ -35,7 +35,7 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def test_characters_over_several_tokens_come_whole(byte_model: str) -> None:
+def test_multi_token_characters_are_streamed_whole(byte_model: str) -> None:
     async def main() -> None:
         async with serving(byte_model) as server:
             asked: dict[str, Any] = {"max_tokens": 60, "structured_outputs": {"choice": [TEXT]}}
@@ -43,7 +43,7 @@ def test_characters_over_several_tokens_come_whole(byte_model: str) -> None:
             shown = [chunk["choices"][0]["text"] for chunk in chunks]
             assert "".join(shown) == TEXT and "\ufffd" not in "".join(shown)
             num_tokens = sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks)
-            assert num_tokens == len(TEXT.encode()) + 1  # and the end
+            assert num_tokens == len(TEXT.encode()) + 1  # and the stop token
             whole = await server.complete("Hi", ignore_eos=False, **asked)
             assert whole["choices"][0]["text"] == TEXT
             chat = await server.events(H, messages=[{"role": "user", "content": "Hi"}], logprobs=True, **asked)
@@ -51,15 +51,15 @@ def test_characters_over_several_tokens_come_whole(byte_model: str) -> None:
             raw = [e["bytes"] for c in chat for e in ((c["choices"][0]["logprobs"] or {}).get("content") or ())]
             assert bytes(b for part in raw for b in part).startswith(TEXT.encode())
             cut = await server.complete("Hi", **(asked | {"max_tokens": 2}))
-            assert cut["choices"][0]["text"] == "\ufffd"  # a character that will never be whole, once it is certain
+            assert cut["choices"][0]["text"] == "\ufffd"  # an incomplete character, once it cannot be completed
 
     run(main())
 
 
-def test_what_the_models_files_say_is_done(model: str, tmp_path: Path) -> None:
+def test_generation_config_of_the_model_is_applied(model: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(model, directory)
-    ids = list(range(5, 97))  # every second one ends a text
+    ids = list(range(5, 97))  # every second token is a stop token
     words = {"temperature": 0.0, "eos_token_id": [2, *ids[::2]]}
     (directory / "generation_config.json").write_text(json.dumps(words))
 
@@ -69,10 +69,10 @@ def test_what_the_models_files_say_is_done(model: str, tmp_path: Path) -> None:
             for _ in range(4):
                 response = await server.post(C, prompt="Hello", max_tokens=60)
                 texts.add(response.json()["choices"][0]["text"])
-            assert len(texts) == 1  # greedy, as the file has it
+            assert len(texts) == 1  # greedy, from the file
             reason = response.json()["choices"][0]["finish_reason"]
             assert reason == "stop" and response.json()["usage"]["completion_tokens"] < 60
-            await server.complete("Hello", max_tokens=60)  # ignore_eos is for all of the ends
+            await server.complete("Hello", max_tokens=60)  # ignore_eos ignores all stop tokens
         async with serving(str(directory), engine_options={"generation_config": "vllm"}) as server:
             drawn = set()
             for seed in range(4):
@@ -83,7 +83,7 @@ def test_what_the_models_files_say_is_done(model: str, tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_sentence_that_frameworks_look_for(model: str) -> None:
+def test_context_length_error_starts_like_openais(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             response = await server.post(C, prompt="Hello", max_tokens=200)

@@ -1,4 +1,4 @@
-"""`--max-json-whitespace`: how much white space a request's constrained JSON may hold between two of its parts."""
+"""`--max-json-whitespace`: the white space allowed between two tokens of constrained JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prompts() -> Iterator[InputProcessor]:
 
 
 def takes(prompts: InputProcessor, most: int, body: dict[str, Any], text: str) -> bool:
-    """Whether a server with that option lets a model answer so."""
+    """Whether a server with that option allows the model to generate the text."""
     parser = RequestParser(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=most)
     request = parser.parse_completion(body) if "prompt" in body else parser.parse_chat(body)
     grammar = prompts.compile_grammar(request.params)
@@ -53,7 +53,7 @@ def takes(prompts: InputProcessor, most: int, body: dict[str, Any], text: str) -
 @pytest.mark.parametrize(
     ("most", "allowed", "refused"), [(0, [0], [1, 12]), (12, [0, 12], [13]), (40, [0, 40], [41]), (-1, [0, 300], [])]
 )
-def test_white_space_is_bounded_by_the_option(
+def test_json_whitespace_is_limited_by_the_option(
     prompts: InputProcessor, body: dict[str, Any], most: int, allowed: list[int], refused: list[int]
 ) -> None:
     value = {"a": 1} if "prompt" in body else {"name": "f", "arguments": {"a": 1}}
@@ -63,7 +63,7 @@ def test_white_space_is_bounded_by_the_option(
         assert takes(prompts, most, body, spaced) == (num_spaces in allowed), num_spaces
 
 
-def test_a_request_that_says_it_itself_has_its_way(prompts: InputProcessor) -> None:
+def test_a_requests_own_whitespace_setting_wins(prompts: InputProcessor) -> None:
     for most in (0, 40, -1):
         body = {"prompt": "x", "structured_outputs": {"json": SCHEMA, "whitespace_pattern": " {2}"}}
         assert takes(prompts, most, body, '{  "a":  1  }') and not takes(prompts, most, body, '{"a":   1}')
@@ -71,7 +71,7 @@ def test_a_request_that_says_it_itself_has_its_way(prompts: InputProcessor) -> N
         assert takes(prompts, most, body, '{"a":1}') and not takes(prompts, most, body, '{"a": 1}')
 
 
-def test_the_option_has_a_range() -> None:
+def test_option_range_is_checked() -> None:
     for most in (-1, 0, 40, 1000):
         assert ServeArgs(max_json_whitespace=most).max_json_whitespace == most
     for wrong in (-2, 1001):
