@@ -1,4 +1,4 @@
-"""A command line in this process, over a fake LLM."""
+"""Fixtures: run a command line in this process, with a fake LLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Call = Callable[..., Done]
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
-    """`call("generate", "-p", "x")` runs a command line and gives exit code, stdout and stderr."""
+    """`call("generate", "-p", "x")` runs a command line and returns exit code, stdout and stderr."""
     monkeypatch.delenv("OCTAVO_DEBUG", raising=False)
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -44,7 +44,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    """`octavo.LLM` is a `FakeLLM`; those made are in `fake.made`."""
+    """Replaces `octavo.LLM` by `FakeLLM`; its instances are in `fake.made`."""
     monkeypatch.setattr(octavo, "LLM", FakeLLM, raising=False)
     monkeypatch.setattr(octavo, "SamplingParams", SamplingParams, raising=False)
     monkeypatch.setattr(preflight, "check_model", lambda args: None)

@@ -1,7 +1,7 @@
-"""An LLM without a model: it answers a prompt with the prompt's own tokens in reverse, one at a time.
+"""An LLM without a model: it completes a prompt with the prompt's own tokens in reverse, one at a time.
 
-A token is a word; its id is its place in `VOCABULARY`, which grows. Enough of `octavo.LLM` for the commands, so that
-their tests say what the commands do and not what models do.
+A token is a word; its id is its index in `VOCABULARY`, which grows. Implements the part of `octavo.LLM` that the
+commands use.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def decode(ids: list[int]) -> str:
     return " ".join(VOCABULARY[i] for i in ids)
 
 
-def known(token_id: int, num_top: int) -> dict[int, Logprob]:
-    """A token that is the second likeliest, and the likeliest, which is the first word of all."""
-    best = {0: Logprob(-0.25, 1, decode([0]))} if num_top else {}
-    return {token_id: Logprob(-1.5, 2, decode([token_id]))} | best
+def logprobs_of(token_id: int, num_top: int) -> dict[int, Logprob]:
+    """Log-probabilities of a token with rank 2, and of the top token, the first word of `VOCABULARY`."""
+    top = {0: Logprob(-0.25, 1, decode([0]))} if num_top else {}
+    return {token_id: Logprob(-1.5, 2, decode([token_id]))} | top
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Tokenizer:
 
 
 class FakeLLM:
-    """Records how it was made and asked. `FAIL` in a prompt fails that request, `TOO LONG` refuses the call."""
+    """Records options and requests. `FAIL` in a prompt fails that request, `TOO LONG` raises `ContextLengthError`."""
 
     made: ClassVar[list[FakeLLM]] = []
     sampling_defaults: ClassVar[SamplingDefaults] = SamplingDefaults()
@@ -77,7 +77,7 @@ class FakeLLM:
         if model.startswith("absent"):
             raise ModelNotFoundError(f"no model {model!r}")
         self.model, self.engine = model, engine
-        self.asked: list[tuple[list[Any], SamplingParams]] = []
+        self.requests: list[tuple[list[Any], SamplingParams]] = []
         self.tokenizer = Tokenizer()
         self.kv = KVCacheManager(64, 4)
         self.closed = False
@@ -100,14 +100,14 @@ class FakeLLM:
         return self.kv.stats()
 
     def stream(self, prompts: list[Any], params: SamplingParams) -> Iterator[Output]:
-        """All the prompts' first words, then all their second ones, and so on; cumulative text."""
-        self.asked.append((prompts, params))
-        return self._answers([self._output(str(i), prompt, params.n) for i, prompt in enumerate(prompts)], params)
+        """Yields the first token of every prompt, then the second ones, and so on, with cumulative text."""
+        self.requests.append((prompts, params))
+        return self._generate([self._output(str(i), prompt, params.n) for i, prompt in enumerate(prompts)], params)
 
-    def _answers(self, outputs: list[Output], params: SamplingParams) -> Iterator[Output]:
+    def _generate(self, outputs: list[Output], params: SamplingParams) -> Iterator[Output]:
         try:
-            while growing := [output for output in outputs if not output.finished]:
-                for output in growing:
+            while unfinished := [output for output in outputs if not output.finished]:
+                for output in unfinished:
                     self._step(output, params)
                     if output.finished or params.output_kind is not RequestOutputKind.FINAL_ONLY:
                         yield output
@@ -132,11 +132,11 @@ class FakeLLM:
                 completion.token_ids = [*completion.token_ids, output.prompt_token_ids[-1 - num]]
                 completion.text = decode(completion.token_ids)
                 if params.logprobs is not None:
-                    completion.logprobs = [known(i, params.logprobs) for i in completion.token_ids]
+                    completion.logprobs = [logprobs_of(i, params.logprobs) for i in completion.token_ids]
                 if num + 1 == len(output.prompt_token_ids):
                     completion.finish_reason = "stop"
                 elif num + 1 == params.max_tokens:
                     completion.finish_reason = "length"
         if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *(known(i, 0) for i in output.prompt_token_ids[1:])]
+            output.prompt_logprobs = [None, *(logprobs_of(i, 0) for i in output.prompt_token_ids[1:])]
         output.finished = output.outputs[0].finish_reason is not None

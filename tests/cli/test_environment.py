@@ -1,4 +1,4 @@
-"""Misspelt environment variables."""
+"""Unknown and misspelt environment variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo.cli.environment import KNOWN, check_environment
+from octavo.cli.environment import KNOWN_VARIABLES, check_environment
 from octavo.errors import UsageError
 from tests.cli.conftest import Call
 
@@ -16,7 +16,7 @@ ROOT = Path(octavo.__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("OCTAVO_API_KEYS", "OCTAVO_API_KEY"),
         ("OCTAVO_APIKEY", "OCTAVO_API_KEY"),
@@ -31,12 +31,14 @@ ROOT = Path(octavo.__file__).parent
         ("OCTAVO_CAHCE", "OCTAVO_CACHE"),
     ],
 )
-def test_server_refuses_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch, call: Call, name: str, meant: str) -> None:
+def test_server_refuses_a_misspelt_variable(
+    monkeypatch: pytest.MonkeyPatch, call: Call, name: str, suggestion: str
+) -> None:
     monkeypatch.setenv(name, "secret-value")
     done = call("serve", "/nonexistent")
     assert done.code == 2
     assert done.err.count("\n") == 1
-    assert name in done.err and f"did you mean {meant}?" in done.err
+    assert name in done.err and f"did you mean {suggestion}?" in done.err
     assert "secret-value" not in done.err
 
 
@@ -46,7 +48,7 @@ def test_server_refuses_an_empty_key(monkeypatch: pytest.MonkeyPatch, call: Call
     assert (done.code, done.err) == (2, "error: OCTAVO_API_KEY is set, but empty; give a key, or unset it\n")
 
 
-def test_other_commands_warn_of_a_misspelt_variable(
+def test_other_commands_warn_about_a_misspelt_variable(
     monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path
 ) -> None:
     (tmp_path / "script").write_text("stats\n")
@@ -56,7 +58,7 @@ def test_other_commands_warn_of_a_misspelt_variable(
     assert done.err.startswith("warning: OCTAVO_API_KEYS is set") and done.err.count("\n") == 1
 
 
-def test_help_says_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+def test_help_does_not_check_the_environment(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setenv("OCTAVO_API_KEYS", "x")
     assert call("serve", "--help").err == ""
 
@@ -64,7 +66,7 @@ def test_help_says_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch, c
 @pytest.mark.parametrize(
     "name",
     [
-        *KNOWN,
+        *KNOWN_VARIABLES,
         "VLLM_LOGGING_LEVEL",
         "VLLM_CACHE_ROOT",
         "OPENAI_API_KEY",
@@ -76,24 +78,24 @@ def test_help_says_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch, c
         "OCTAVO_TEST_SERVER",
     ],
 )
-def test_variables_of_others_are_let_alone(name: str) -> None:
+def test_known_and_foreign_variables_are_accepted(name: str) -> None:
     assert check_environment({name: "x"}, for_server=True) == []
 
 
-def test_unknown_variable_is_a_warning_to_a_server() -> None:
+def test_server_warns_about_an_unknown_variable() -> None:
     (warning,) = check_environment({"OCTAVO_FLAVOUR": "x"}, for_server=True)
     assert warning.startswith("OCTAVO_FLAVOUR is set, but Octavo reads no such variable")
 
 
-def test_a_long_name_makes_no_long_message() -> None:
+def test_message_for_a_long_name_is_short() -> None:
     with pytest.raises(UsageError) as caught:
         check_environment({"OCTAVO_" + "X_" * 50_000 + "KEY": "x"}, for_server=True)
     assert len(str(caught.value)) < 400
 
 
-def test_all_variables_that_the_package_reads_are_known() -> None:
+def test_all_variables_read_by_the_package_are_known() -> None:
     read = {
         name for file in ROOT.rglob("*.py") for name in re.findall(r'"((?:OCTAVO|VLLM)_[A-Z_]+)"', file.read_text())
     }
-    assert {name for name in read if name in KNOWN} == set(KNOWN)
-    assert read <= {*KNOWN, "VLLM_API_KEY"}
+    assert {name for name in read if name in KNOWN_VARIABLES} == set(KNOWN_VARIABLES)
+    assert read <= {*KNOWN_VARIABLES, "VLLM_API_KEY"}

@@ -1,4 +1,4 @@
-"""Exit codes, one-line errors, options: what holds for every command."""
+"""Properties of all commands: exit codes, one-line errors, and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cli.fake_llm import FakeLLM
 
 OCTAVO = [sys.executable, "-m", "octavo.cli.main"]
 BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
-"""What users have: output that is written when a buffer is full, or at the end."""
+"""The environment with buffered output, as users have it."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
         (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_an_error_is_one_line_and_a_code(
+def test_error_is_one_line_with_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, call: Call, error: Exception, code: int, message: str
 ) -> None:
     def fail(args: list[str]) -> int:
@@ -52,7 +52,9 @@ def test_an_error_is_one_line_and_a_code(
 
 
 @pytest.mark.parametrize("args", [("--debug", "generate", "-p", "x"), ("generate", "-p", "x", "--debug")])
-def test_debug_shows_the_traceback_wherever_it_stands(call: Call, fake: type[FakeLLM], args: tuple[str, ...]) -> None:
+def test_debug_option_prints_the_traceback_at_any_position(
+    call: Call, fake: type[FakeLLM], args: tuple[str, ...]
+) -> None:
     done = call(*args, "--model", "absent")
     assert done.code == 1
     assert "Traceback" in done.err
@@ -60,7 +62,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(call: Call, fake: type[Fak
 
 
 @pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
-def test_octavo_debug(
+def test_octavo_debug_variable(
     monkeypatch: pytest.MonkeyPatch, call: Call, fake: type[FakeLLM], value: str, shown: bool
 ) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", value)
@@ -99,7 +101,7 @@ def test_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, call: Call) -> None
         (("--version", "--version"), "--version is given 2 times"),
     ],
 )
-def test_a_mistake_in_the_call_is_one_line_and_2(call: Call, args: tuple[str, ...], message: str) -> None:
+def test_usage_error_is_one_line_with_exit_code_2(call: Call, args: tuple[str, ...], message: str) -> None:
     done = call(*args)
     assert done.code == 2
     assert done.err.startswith("error: ")
@@ -135,31 +137,31 @@ LONG = "x" * 120_000
     ],
     ids=lambda args: " ".join(args).replace(LONG, "LONG"),
 )
-def test_a_huge_argument_makes_no_huge_message(call: Call, args: tuple[str, ...]) -> None:
+def test_message_for_a_huge_argument_is_short(call: Call, args: tuple[str, ...]) -> None:
     done = call(*args)
     assert done.code in (1, 2)
     assert done.err.startswith("error: ") and done.err.count("\n") == 1
     assert len(done.err) < 1500
 
 
-def test_an_argument_cannot_control_the_terminal(call: Call) -> None:
+def test_control_characters_of_arguments_are_removed_from_errors(call: Call) -> None:
     done = call("blocks", "--script", "\x1b[2J\x07nowhere")
     assert done.code == 2
     assert "nowhere" in done.err and "\x1b" not in done.err and "\x07" not in done.err
 
 
-def test_underscores_are_dashes(call: Call, fake: type[FakeLLM]) -> None:
+def test_underscores_in_options_equal_dashes(call: Call, fake: type[FakeLLM]) -> None:
     assert call("generate", "--prompt", "a b c", "--max_tokens", "1").out == "c\n"
 
 
-def test_nothing_at_all_is_help(call: Call) -> None:
+def test_no_arguments_print_help(call: Call) -> None:
     done = call()
     assert done.code == 0
     assert "generate" in done.out
     assert call("--help").out == done.out
 
 
-def test_an_option_named_debug_is_found_in_help(call: Call) -> None:
+def test_help_lists_debug(call: Call) -> None:
     assert "--debug" in call("--help").out
 
 
@@ -170,15 +172,15 @@ def test_version(call: Call) -> None:
 
 
 def test_run_never_exits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "--help"]) == 0  # typer itself would leave the process
+    assert run(["generate", "--help"]) == 0  # typer itself would exit
     assert "--temperature" in capsys.readouterr().out
 
 
-def test_option_of_many_values_may_be_repeated(call: Call, fake: type[FakeLLM]) -> None:
+def test_list_options_may_be_repeated(call: Call, fake: type[FakeLLM]) -> None:
     assert call("generate", "-p", "a b", "-p", "c d", "--stop", "x", "--stop", "y").code == 0
 
 
-def test_module_is_the_command(tmp_path: Path) -> None:
+def test_python_m_octavo_is_the_octavo_command(tmp_path: Path) -> None:
     for args in (["--version"], ["generate", "--max-tokns", "3"], []):
         module, command = (
             subprocess.run(
@@ -197,13 +199,13 @@ def test_full_or_closed_stderr_does_not_end_a_command(tmp_path: Path, stderr: st
     command = f"'{sys.executable}' -m octavo blocks --script {script} 2{stderr}"
     environment = BUFFERED | {"OCTAVO_FLAVOUR": "x"}  # a warning
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 1  # of the script's nonsense
+    assert done.returncode == 1  # the script has an invalid line
     assert "Hits: 0" in done.stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("args", ["--version", "--help", "models", "generate --help", "simulate alpaca --requests 5"])
-def test_full_stdout_is_one_line_and_1(args: str) -> None:
+def test_full_stdout_is_a_one_line_error_with_exit_code_1(args: str) -> None:
     command = f"'{sys.executable}' -m octavo {args} >/dev/full"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=BUFFERED)
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
@@ -237,7 +239,7 @@ def test_a_pipe_closed_before_the_first_line_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_ctrl_c_while_it_waits_for_input() -> None:
+def test_ctrl_c_while_waiting_for_input() -> None:
     process = subprocess.Popen(
         [*OCTAVO, "blocks"],
         stdin=subprocess.PIPE,
@@ -249,7 +251,7 @@ def test_ctrl_c_while_it_waits_for_input() -> None:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     process.stdin.write("stats\n")
     process.stdin.flush()
-    assert process.stdout.readline() == "Hits: 0\n"  # it runs
+    assert process.stdout.readline() == "Hits: 0\n"  # the process is running
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

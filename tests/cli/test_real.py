@@ -1,4 +1,4 @@
-"""The commands over a real engine and a tiny random model."""
+"""The commands with a real engine and a tiny random model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDLESS = ("--max-tokens", "30000", "--ignore-eos", "--num-gpu-blocks-override",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Llama whose tokens are characters, with a chat template, and a context that takes long to fill."""
+    """A random Llama with one token per character, a chat template, and a long context."""
     folder = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=40_000)
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(32 + i): 3 + i for i in range(VOCAB_SIZE - 3)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_json_is_what_the_library_gives(call: Call, model: str) -> None:
+def test_json_output_equals_the_library_output(call: Call, model: str) -> None:
     from octavo import LLM, SamplingParams
 
     prompts = ["three four", "six", "three four seven"]
@@ -65,7 +65,7 @@ def test_json_is_what_the_library_gives(call: Call, model: str) -> None:
     ]
 
 
-def test_the_prefix_cache_is_counted_and_can_be_left_out(call: Call, model: str) -> None:
+def test_prefix_cache_hits_are_reported_and_can_be_disabled(call: Call, model: str) -> None:
     prompt = "seventeen letters"
     args = ["generate", "--model", model, "--json", "--max-tokens", "1", "--block-size", "8"]
     args += ["-p", prompt, "-p", prompt]
@@ -74,7 +74,7 @@ def test_the_prefix_cache_is_counted_and_can_be_left_out(call: Call, model: str)
     assert [json.loads(line)["num_cached_tokens"] for line in done.lines] == [0, 0]
 
 
-def test_a_seed_reproduces(call: Call, model: str) -> None:
+def test_seed_makes_sampling_reproducible(call: Call, model: str) -> None:
     args = ("generate", "--model", model, "-p", "once", "--temperature", "1", "--seed")
     first, again, other = call(*args, "7"), call(*args, "7"), call(*args, "8")
     assert first.code == other.code == 0
@@ -103,7 +103,7 @@ def test_a_seed_reproduces(call: Call, model: str) -> None:
         (("--chat-template", "{{ messages.__class__ }}"), 1, "'__class__', which is Python's own"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_invalid_input_is_a_one_line_error(
     call: Call, model: str, tmp_path: Path, args: tuple[str, ...], code: int, message: str
 ) -> None:
     given = [str(tmp_path) if arg == "EMPTY" else arg for arg in args]
@@ -116,7 +116,7 @@ def test_bad_input_is_one_line(
     assert done.err.rstrip("\n").count("\n") == 0
 
 
-def test_demo_shares_the_system_prompt_while_all_arrive_at_once(call: Call, model: str) -> None:
+def test_demo_shares_the_system_prompt_of_simultaneous_requests(call: Call, model: str) -> None:
     done = call("demo", "--model", model, "--max-tokens", "4", "--num-gpu-blocks-override", "200")
     assert done.code == 0, done.err
     rows = {line[:25].strip(): line[25:].strip() for line in done.lines[-8:]}
@@ -132,7 +132,7 @@ def test_demo_shares_the_system_prompt_while_all_arrive_at_once(call: Call, mode
 
 @contextlib.contextmanager
 def started(*args: str, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A command line in a process of its own, gone at the end whatever happens."""
+    """Runs a command line in its own process, which is killed at the end."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command, env = [sys.executable, "-m", "octavo.cli.main", *args], os.environ | {"PYTHONUNBUFFERED": ""}
     with subprocess.Popen(command, env=env, **(pipes | settings)) as process:
@@ -143,14 +143,14 @@ def started(*args: str, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def read_some(fd: int, num_bytes: int = 40) -> bytes:
-    """Output, until there is enough to say that it flows."""
+    """Read at least `num_bytes` of output, less at its end."""
     seen = b""
     while len(seen) < num_bytes and (more := os.read(fd, 1024)):
         seen += more
     return seen
 
 
-def test_ctrl_c_while_an_answer_is_streamed(model: str) -> None:
+def test_ctrl_c_stops_a_streamed_completion(model: str) -> None:
     ours, theirs = pty.openpty()
     with started("generate", "--model", model, "-p", "once", *ENDLESS, stdout=theirs) as process:
         os.close(theirs)
@@ -163,7 +163,7 @@ def test_ctrl_c_while_an_answer_is_streamed(model: str) -> None:
     os.close(ours)
 
 
-def test_results_of_a_file_are_there_at_once_and_stay_after_ctrl_c(model: str, tmp_path: Path) -> None:
+def test_results_are_written_at_once_and_kept_after_ctrl_c(model: str, tmp_path: Path) -> None:
     prompts, results = tmp_path / "prompts", tmp_path / "results"
     prompts.write_text('{"prompt_token_ids": [1, 2, 3]}\n' + '{"prompt_token_ids": [5, 6, 7]}\n' * 7)
     args = ["--prompts-file", str(prompts), "--json", "--max-num-seqs", "1", "--max-tokens", "3000", "--ignore-eos"]
@@ -171,7 +171,7 @@ def test_results_of_a_file_are_there_at_once_and_stay_after_ctrl_c(model: str, t
         deadline = time.monotonic() + 100
         while not results.read_bytes().endswith(b"\n") and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert process.poll() is None  # seven are still to come
+        assert process.poll() is None  # seven requests are unfinished
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     records = [json.loads(line) for line in results.read_text().splitlines()]
@@ -190,19 +190,19 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(model: str) -> None:
             process.stdin.flush()
             read_some(process.stdout.fileno(), 200)
             process.send_signal(signal.SIGINT)
-            told = process.stderr.readline().decode()  # stopped, and says what it took
-            counts.append(re.findall(r"(\d+) of (\d+) prompt tokens cached", told)[0])
+            stats = process.stderr.readline().decode()  # printed after the stopped answer
+            counts.append(re.findall(r"(\d+) of (\d+) prompt tokens cached", stats)[0])
         assert counts[0] == ("0", "6")
-        assert 16 <= int(counts[1][0]) < int(counts[1][1])  # the first turn was found again
-        process.communicate(timeout=60)  # the end of its input
+        assert 16 <= int(counts[1][0]) < int(counts[1][1])  # a cache hit for the first turn
+        process.communicate(timeout=60)  # closes its input
         assert process.returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_end_in_the_middle_leaves_nothing_behind(model: str, number: signal.Signals) -> None:
-    """Pressed twice, too: whoever does that does not want to read of threads."""
+def test_signal_while_running_leaves_no_process_or_shared_memory(model: str, number: signal.Signals) -> None:
+    """Also when it is sent twice: stderr stays empty."""
     if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip(f"{number.name} is ignored here, as under nohup, and stays so in what is started")
+        pytest.skip(f"{number.name} is ignored in this process, as under nohup, and its children inherit that")
     shared = set(os.listdir("/dev/shm"))
     ours, theirs = pty.openpty()
     with started("generate", "--model", model, "-p", "once", *ENDLESS, stdout=theirs, process_group=0) as process:
@@ -215,21 +215,21 @@ def test_an_end_in_the_middle_leaves_nothing_behind(model: str, number: signal.S
         _, err = process.communicate(timeout=60)
         assert process.returncode in (130 if number is signal.SIGINT else -number, -number) and err == b""
         assert time.monotonic() - begun < 50
-        with pytest.raises(ProcessLookupError):  # no child is left in its group
+        with pytest.raises(ProcessLookupError):  # its process group is empty
             os.killpg(process.pid, 0)
     os.close(ours)
     new = set(os.listdir("/dev/shm")) - shared
     assert not [name for name in new if str(process.pid) in name or "octavo" in name]
 
 
-def test_a_stdout_that_was_closed(model: str) -> None:
+def test_closed_stdout(model: str) -> None:
     command = f'"{sys.executable}" -m octavo.cli.main generate --model "{model}" -p once --max-tokens 3 >&-'
     done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_ctrl_c_where_python_drops_it() -> None:
-    """In a weak reference's callback, as imports have them."""
+def test_ctrl_c_in_a_weak_reference_callback() -> None:
+    """Python drops the exception there; the command repeats the signal. Imports run such callbacks."""
     program = """
 import os, signal, sys, time, weakref
 import octavo.cli.app
@@ -252,8 +252,8 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
-def test_who_takes_ctrl_c_over_where_the_handler_is_the_default_one_finds_it() -> None:
-    """An engine in a step, whose core would be torn, and asyncio, whose tasks end in order."""
+def test_engine_and_asyncio_recognise_the_default_sigint_handler() -> None:
+    """An engine defers SIGINT to the end of a step, and asyncio cancels its tasks."""
     program = """
 import asyncio, os, signal, sys
 import octavo.cli.app
@@ -272,7 +272,7 @@ def call(args):
     try:
         with DeferredSigint():
             os.kill(os.getpid(), signal.SIGINT)
-            print("to the step's end")
+            print("step finished")
     except KeyboardInterrupt:
         asyncio.run(wait())
 
@@ -282,11 +282,11 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
-    assert done.stdout.splitlines() == [b"to the step's end", b"cancelled"]
+    assert done.stdout.splitlines() == [b"step finished", b"cancelled"]
 
 
-def test_ctrl_c_inside_torchs_own_import(tmp_path: Path) -> None:
-    """Where an exception would go through its C++, and abort the process."""
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    """An exception in torch's C++ code would abort the process."""
     program = """
 import os, signal, time
 try:
@@ -305,7 +305,7 @@ finally:
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("after_s", [0.3, 0.9])
-def test_ctrl_c_while_it_loads(model: str, after_s: float, times: int) -> None:
+def test_ctrl_c_while_the_model_loads(model: str, after_s: float, times: int) -> None:
     with started("generate", "--model", model, "-p", "once", *ENDLESS) as process:
         time.sleep(after_s)
         for _ in range(times):

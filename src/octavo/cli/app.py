@@ -1,4 +1,4 @@
-"""The command line's table of contents: which commands there are. Nothing heavy is imported before a command runs."""
+"""The `octavo` application: registers the commands. Each command imports torch and other large modules when it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     invoke_without_command=True,
-    # --max_tokens is --max-tokens.
+    # --max_tokens is the same as --max-tokens.
     context_settings={
         "token_normalize_func": lambda name: name.replace("_", "-"),
         "help_option_names": ["-h", "--help"],
@@ -60,10 +60,10 @@ app.add_typer(bench, name="bench")
 @app.callback()
 def options(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print a traceback on errors.")] = False,
 ) -> None:
-    # `main.run` has taken --debug out already, so that it may stand anywhere; it is declared for the help's sake.
+    # `main.run` removes --debug from the arguments, so that it may appear anywhere; declared here for --help.
     del debug
     if version:
         print(f"octavo {octavo.__version__}")
@@ -72,7 +72,7 @@ def options(
 
 
 def warn_of_environment(args: Sequence[str]) -> None:
-    """Check environment variables, unless only help or the version is wanted. Raises `UsageError` for a server."""
+    """Print warnings about environment variables, not for --help and --version. `serve` raises `UsageError` instead."""
     if not args or {"-h", "--help", "--version"} & set(args):
         return
     command = next((arg for arg in args if not arg.startswith("-")), "")
@@ -81,24 +81,24 @@ def warn_of_environment(args: Sequence[str]) -> None:
 
 
 def call(args: list[str]) -> int:
-    """Run a command line. Returns its exit code, or raises what the command raised."""
+    """Run a command line and return its exit code. Exceptions of the command propagate."""
     code = typer.main.get_command(app).main(args, prog_name="octavo", standalone_mode=False)
     return code if isinstance(code, int) else 0
 
 
 def usage_problem(error: Exception) -> str | None:
-    """What is wrong with the command line, if that is what this error says."""
+    """The message of an error in the command line; None for other errors."""
     if not isinstance(error, typer.TyperException):
         return None
     option = getattr(error, "option_name", "")
     if option.startswith("-") and type(error).__name__ == "NoSuchOption":
         context = getattr(error, "ctx", None)
         params = context.command.params if context else []
-        known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
-        near = difflib.get_close_matches(option, known, n=1, cutoff=0.6)
+        options = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+        near = difflib.get_close_matches(option, options, n=1, cutoff=0.6)
         command = context.command_path if context else "octavo"
-        if (known_there := unsupported(option)) is not None:
-            return f"vLLM flag {known_there} is not supported here; see {command} --help"
+        if (vllm_flag := unsupported(option)) is not None:
+            return f"vLLM flag {vllm_flag} is not supported here; see {command} --help"
         return f"no option {option}; " + (f"did you mean {near[0]}?" if near else f"see {command} --help")
     message = error.format_message().rstrip(".").replace(": Value error, ", ": ")
     return message[:1].lower() + message[1:]

@@ -1,8 +1,8 @@
-"""The `octavo` command: runs one, and turns what went wrong into one line and an exit code.
+"""The `octavo` command: runs a command line and reports an error as one line and an exit code.
 
-0  done      1  it failed      2  a mistake in the call      130  interrupted (Ctrl-C)
+0  success      1  failure      2  invalid command line      130  interrupted (Ctrl-C)
 
-A traceback is shown only with `--debug`, or OCTAVO_DEBUG=1.
+A traceback is printed only with `--debug` or OCTAVO_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
-PYTHONS_OWN = signal.default_int_handler
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
+DEFAULT_SIGINT_HANDLER = signal.default_int_handler
 
 
 def main() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started us: Python leaves nothing there to print to
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
-    sys.stderr = lossy(sys.stderr)
-    sys.unraisablehook = press_again
-    if signal.getsignal(signal.SIGINT) is PYTHONS_OWN:
-        # Its place, too: asyncio, and an engine in a step, take Ctrl-C over where the handler is the default one.
-        setattr(signal, "default_int_handler", interrupt)  # noqa: B010 - mypy knows it for a function
-        signal.signal(signal.SIGINT, interrupt)
+        if getattr(sys, name) is None:  # closed by the parent process: Python leaves None
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
+    sys.stderr = without_errors(sys.stderr)
+    sys.unraisablehook = repeat_interrupt
+    if signal.getsignal(signal.SIGINT) is DEFAULT_SIGINT_HANDLER:
+        # Replaces the default handler too: asyncio and the engine only take over SIGINT from the default handler.
+        setattr(signal, "default_int_handler", handle_sigint)  # noqa: B010 - mypy rejects assignment to a function
+        signal.signal(signal.SIGINT, handle_sigint)
     signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     code = run(sys.argv[1:]) or flush()
     if code == INTERRUPTED:
-        # Whoever presses Ctrl-C again while threads are being joined wants it to end, not to read about threads.
+        # Another Ctrl-C while threads are joined ends the process at once, without tracebacks of threads.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
 
 class LossyFile(io.FileIO):
-    """A file that forgets what it cannot write."""
+    """A file that discards data that it cannot write."""
 
     def write(self, data: Any) -> int:
         try:
@@ -48,38 +48,38 @@ class LossyFile(io.FileIO):
             return len(data)
 
 
-def lossy(stderr: Any) -> Any:
-    """stderr without errors. A full disk behind it must not end a command: its work is on stdout, or on a socket."""
+def without_errors(stderr: Any) -> Any:
+    """Wraps stderr so that writing never raises: a full disk must not end a command whose output is elsewhere."""
     try:
         file = LossyFile(stderr.fileno(), "w", closefd=False)
-    except OSError:  # a replacement that is no file
+    except OSError:  # a replacement without a file descriptor
         return stderr
     return io.TextIOWrapper(file, encoding=stderr.encoding, errors="backslashreplace", write_through=True)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C. While torch is being imported there is nothing to put in order yet, and an exception that is raised where
-    its C++ calls Python ends in an abort."""
+def handle_sigint(number: int, frame: FrameType | None) -> None:
+    """SIGINT handler. It exits at once while torch is being imported: a Python exception in a callback of torch's C++
+    code would abort the process, and there is nothing to clean up yet."""
     torch = sys.modules.get("torch")
     if getattr(getattr(torch, "__spec__", None), "_initializing", False):
         os._exit(INTERRUPTED)
-    PYTHONS_OWN(number, frame)
+    DEFAULT_SIGINT_HANDLER(number, frame)
 
 
-def press_again(dropped: sys.UnraisableHookArgs) -> None:
-    """Python drops a Ctrl-C that arrives inside a weak reference's callback, and imports have many of these. It comes
-    again a moment later, when that is over."""
-    if dropped.exc_type is KeyboardInterrupt:
+def repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+    """Unraisable hook that repeats SIGINT after 10 ms. Python drops a KeyboardInterrupt in a weak reference's callback,
+    and imports run many of these."""
+    if unraisable.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
-        sys.__unraisablehook__(dropped)
+        sys.__unraisablehook__(unraisable)
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Prints, but never raises and never exits."""
+    """Run one command line and return its exit code. Errors are printed; the function neither raises nor exits."""
     debug = "--debug" in args or os.environ.get("OCTAVO_DEBUG", "0") not in ("", "0")
     try:
-        # Imported here, not above: Ctrl-C during imports is answered like Ctrl-C anywhere else.
+        # Imported here, so that Ctrl-C during imports is handled below.
         from octavo.cli.app import call, warn_of_environment
 
         warn_of_environment(args)
@@ -88,7 +88,7 @@ def run(args: Sequence[str]) -> int:
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has left (`octavo ... | head`)
+    except BrokenPipeError:  # the reader closed the pipe (`octavo ... | head`)
         return flush() or FAILED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else FAILED
@@ -102,7 +102,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def flush() -> int:
-    """Write out what is left for stdout, or drop it where that fails: Python would try again at exit, and complain."""
+    """Flush stdout. If that fails, discard the rest: Python would try again at exit and print an error."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -112,15 +112,15 @@ def flush() -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """An exception as one line, and the exit code that goes with it."""
+    """An exception's message in one line, and its exit code."""
     from octavo.cli.app import usage_problem
     from octavo.cli.terminal import printable
     from octavo.errors import OctavoError, UsageError, bounded
 
     if (problem := usage_problem(error)) is not None:
-        message, code = problem, MISUSED
+        message, code = problem, USAGE_ERROR
     elif isinstance(error, UsageError):
-        message, code = str(error), MISUSED
+        message, code = str(error), USAGE_ERROR
     elif isinstance(error, OctavoError):
         message, code = str(error), FAILED
     elif isinstance(error, OSError) and error.strerror:
@@ -128,7 +128,7 @@ def explain(error: Exception) -> tuple[str, int]:
         message, code = f"{error.strerror}{name}", FAILED
     else:
         kind = type(error).__name__
-        message, code = f"{kind}: {error} (a bug of Octavo's; --debug shows where)", FAILED
+        message, code = f"{kind}: {error} (a bug in Octavo; --debug prints the traceback)", FAILED
     return bounded(printable(" ".join(message.split()))), code
 
 

@@ -1,8 +1,8 @@
-"""The options that several commands share. Their names, types and defaults are those of `EngineArgs` and
-`SamplingParams`; here stands only what is said about them.
+"""Options that several commands share, and their help texts. Names, types and defaults come from the fields of
+`EngineArgs`, `SamplingParams` and the like.
 
-`options_of` gives a command such options in the place of one dict parameter. The dict holds what was said on the
-command line and nothing else, so that defaults live in one place.
+`options_of` replaces one dict parameter of a command by such options. The dict holds only options that are on the
+command line: defaults stay in the dataclasses.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Model = Annotated[
 DEFAULT_MODEL = "smollm2"
 
 
-def refuse_idle(context: typer.Context, names: Iterable[str], beside: str) -> None:
-    """`UsageError` for the first of these parameters of a command that was said, though it has no part there."""
+def refuse_unused_options(context: typer.Context, names: Iterable[str], mode: str) -> None:
+    """Raises `UsageError` if one of these parameters is on the command line, since it has no effect in this mode."""
     options = {param.name: param.opts[0] for param in context.command.params}
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"{options[name]} has no part in {beside}; leave it out")
+            raise UsageError(f"{options[name]} has no effect with {mode}; remove it")
 
 
 def parse_object(text: str, example: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is no JSON object such as {example}")
+        raise typer.BadParameter(f"{text!r} is not a JSON object such as {example}")
     return value
 
 
@@ -58,81 +58,81 @@ def parse_kv_events(text: str) -> dict[str, Any]:
 
 
 Variables = Annotated[
-    dict | None,  # type: ignore[type-arg]  # typer asks for a plain class
+    dict | None,  # type: ignore[type-arg]  # typer needs a plain class
     typer.Option(
         "--chat-template-kwargs",
         parser=parse_variables,
         metavar="JSON",
-        help='Further variables of the template, such as {"enable_thinking": false}.',
+        help='Chat template variables, such as {"enable_thinking": false}.',
     ),
 ]
 
 ENGINE = {
     "revision": "Branch, tag or commit of a hub repository.",
-    "chat_template": "A file, or the template itself, in the place of the model's.",
-    "device": "Where the model runs.",
-    "dtype": "What it computes in.",
-    "load_format": "dummy: random weights, for measuring speed without a download.",
-    "quantization": "int8: matrix products in 8 bits, on a CPU.",
-    "block_size": "Tokens a block, a power of two.",
-    "num_gpu_blocks_override": "Usable KV blocks, on whatever device; else as many as fit.",
-    "kv_cache_memory_bytes": "Memory for KV blocks; else what fits.",
-    "gpu_memory_utilization": "Share of the memory, of whatever device, for weights and KV blocks.",
-    "max_model_len": "Longest sequence, such as 4096 or 4k; auto: as long as fits.",
-    "max_num_batched_tokens": "Tokens that a step computes at most.",
-    "max_num_seqs": "Sequences that run at most.",
-    "enable_prefix_caching": "Find the beginnings of prompts among the blocks computed before.",
-    "preemption_mode": "How a request makes room for others; auto: by what takes less time to undo.",
-    "preemption_victim": "Who makes room: the last in line, or whose return takes the least time.",
-    "swap_space": "GiB of host memory for what is swapped out; else as much as the pool, at most 4.",
-    "generation_config": "Where sampling defaults come from: auto (the model), vllm (not from a file), or a path.",
-    "max_logprobs": "The most that --logprobs may be; -1: the whole vocabulary.",
-    "scheduling_policy": "Who goes first.",
-    "priority_ageing": "Later arrivals that may overtake a request for each step of priority between them; 0: any.",
-    "long_prefill_token_threshold": "A prompt of more tokens computes so many a step at most; 0: as many as fit.",
-    "max_long_partial_prefills": "Long prompts of one API key that are computed at a time; short ones pass the next.",
-    "watermark": "Share of the blocks that an admission leaves free.",
-    "decode_window": "Positions that the device decodes by itself in one step.",
+    "chat_template": "File with a chat template, or the template itself. Default: the model's.",
+    "device": "Device that runs the model.",
+    "dtype": "Data type of weights and activations.",
+    "load_format": "dummy: random weights, to measure speed without a download.",
+    "quantization": "int8: int8 weights and activations in matrix products, on a CPU.",
+    "block_size": "Tokens per block, a power of two.",
+    "num_gpu_blocks_override": "Usable KV blocks, on any device. Default: as many as fit.",
+    "kv_cache_memory_bytes": "Bytes for the KV pool. Default: as much as fits.",
+    "gpu_memory_utilization": "Share of the device's memory for weights and KV pool, on a GPU or a CPU.",
+    "max_model_len": "Maximum length of a sequence, such as 4096 or 4k; auto: as long as fits.",
+    "max_num_batched_tokens": "Maximum tokens per step.",
+    "max_num_seqs": "Maximum running sequences.",
+    "enable_prefix_caching": "Reuse cached blocks for prompt prefixes computed before.",
+    "preemption_mode": "How a preempted request frees its blocks; auto: the one that is cheaper to undo.",
+    "preemption_victim": "Request to preempt: the last in line (latest), or the cheapest to resume (least_lost).",
+    "swap_space": "GiB of host memory for swapped blocks. Default: as much as the pool, at most 4.",
+    "generation_config": "Source of the sampling defaults: auto (the model's file), vllm (none), or a path.",
+    "max_logprobs": "Maximum of --logprobs; -1: the whole vocabulary.",
+    "scheduling_policy": "Order of requests: first come, first served, or by priority (lower first).",
+    "priority_ageing": "Later arrivals that may overtake a request per step of priority between them; 0: any number.",
+    "long_prefill_token_threshold": "Longer prompts prefill at most this many tokens per step; 0: no limit.",
+    "max_long_partial_prefills": "Long prompts of one API key that prefill concurrently; short prompts may pass them.",
+    "watermark": "Share of the blocks that an admission must leave free.",
+    "decode_window": "Tokens that the device decodes per sequence in one step.",
     "enforce_eager": "Launch kernels one by one, without CUDA graphs.",
-    "async_scheduling": "Plan the next step while the device computes this one.",
-    "kv_events_config": "What routers are told of cached blocks, as JSON.",
+    "async_scheduling": "Plan the next step while the device computes the current one.",
+    "kv_events_config": "Prefix cache events for routers (vLLM's KV events), as JSON.",
 }
 SAMPLING = {
-    "max_tokens": "Tokens to generate at most.",
-    "min_tokens": "Tokens to generate before anything may end it.",
+    "max_tokens": "Maximum tokens to generate.",
+    "min_tokens": "Tokens to generate before a stop condition applies.",
     "temperature": "0 is greedy; up to 2.",
-    "top_p": "Keep the likeliest tokens of this total probability.",
-    "top_k": "Keep that many tokens; 0 keeps all.",
-    "min_p": "Keep tokens at least this likely, relative to the likeliest.",
+    "top_p": "Keep the most likely tokens up to this total probability.",
+    "top_k": "Keep this many of the most likely tokens; 0 keeps all.",
+    "min_p": "Keep tokens with at least this share of the top token's probability.",
     "repetition_penalty": "Above 1, tokens of prompt and output become less likely.",
-    "presence_penalty": "Taken off the logits of tokens that the output has; -2 to 2.",
-    "frequency_penalty": "The same, for each time that it has them.",
+    "presence_penalty": "Subtracted from the logits of tokens in the output; -2 to 2.",
+    "frequency_penalty": "Subtracted once for each time that a token is in the output; -2 to 2.",
     "logit_bias": "Add to a token's logit, -100 to 100; may be repeated, or a JSON object.",
     "allowed_token_ids": "Sample only this token; may be repeated.",
-    "bad_words": "A text that must not come up; may be repeated.",
-    "structured_outputs": "The form of the output: an object with json, json_object, regex, choice or grammar.",
-    "seed": "Makes sampling reproducible.",
-    "stop": "End before this text; may be repeated.",
-    "stop_token_ids": "End with this token; may be repeated.",
-    "include_stop_str_in_output": "Keep the stop text.",
-    "ignore_eos": "Go on after the model's own end.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
-    "spaces_between_special_tokens": "Also put spaces there, where the tokenizer puts some between words.",
-    "logprobs": "Show each token's log-probability, and so many of the likeliest.",
+    "bad_words": "Text that the output must not contain; may be repeated.",
+    "structured_outputs": "Constrain the output: an object with json, json_object, regex, choice or grammar.",
+    "seed": "Seed for reproducible sampling.",
+    "stop": "Stop before this text; may be repeated.",
+    "stop_token_ids": "Stop at this token; may be repeated.",
+    "include_stop_str_in_output": "Keep the stop text in the output.",
+    "ignore_eos": "Do not stop at the model's end-of-sequence token.",
+    "skip_special_tokens": "Omit special tokens from the text.",
+    "spaces_between_special_tokens": "Put spaces between special tokens, if the tokenizer puts them between words.",
+    "logprobs": "Print each token's log-probability, and this many top tokens.",
     "prompt_logprobs": "The same for the prompt's tokens.",
-    "echo": "Begin with the prompt.",
-    "n": "Samples of each prompt.",
-    "best_of": "Samples generated, of which the n likeliest are told.",
+    "echo": "Begin the output with the prompt.",
+    "n": "Samples per prompt.",
+    "best_of": "Samples to generate; the n with the highest log-probability are returned.",
 }
-UNSAID = {
+NO_OPTIONS = {
     EngineArgs: {"model", "seed", "skip_tokenizer_init", "flight_recorder"},
     SamplingParams: {"bad_words_token_ids", "detokenize", "output_kind", "skip_reading_prefix_cache"},
 }
-"""Fields that are no options: --model is each command's own, --seed the request's, and the rest is for programs."""
+"""Fields without an option: commands declare --model themselves, --seed belongs to requests, the rest is API only."""
 
 
 def parse_length(text: str) -> int:
-    """A number of tokens: 4096, 4k (4,000), 4K (4,096); auto or -1 for the largest that fits."""
+    """Parse a number of tokens: 4096, 4k (4,000), 4K (4,096); auto or -1: as many as fit."""
     if text == "auto":
         return -1
     scale = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}.get(text[-1:], 1)
@@ -143,7 +143,7 @@ def parse_length(text: str) -> int:
 
 
 def parse_bias(text: str) -> dict[int, float]:
-    """`ID=BIAS`, or a JSON object of such pairs."""
+    """Parse `ID=BIAS`, or a JSON object of such pairs."""
     try:
         pairs = json.loads(text).items() if text.lstrip().startswith("{") else [text.split("=", 1)]
         return {int(token): float(bias) for token, bias in pairs}
@@ -152,15 +152,15 @@ def parse_bias(text: str) -> dict[int, float]:
 
 
 def parse_structure(text: str) -> dict[str, Any]:
-    """A JSON object with the fields of `StructuredOutputsParams`."""
+    """Parse a JSON object with the fields of `StructuredOutputsParams`."""
     return parse_object(text, '{"choice": ["yes", "no"]}')
 
 
-def merge(parts: Iterable[Mapping[int, float]]) -> dict[int, float]:
+def merge_biases(parts: Iterable[Mapping[int, float]]) -> dict[int, float]:
     return {token: bias for part in parts for token, bias in part.items()}
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
+OPTION_SETTINGS: dict[str, dict[str, Any]] = {
     "max_model_len": {"parser": parse_length, "metavar": "TOKENS"},
     "flight_recorder": {"metavar": "DIR"},
     "kv_events_config": {"parser": parse_kv_events, "metavar": "JSON"},
@@ -184,8 +184,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stop": {"metavar": "TEXT"},
     "stop_token_ids": {"metavar": "ID"},
 }
-TYPES: dict[str, Any] = {
-    "logit_bias": list[dict],  # type: ignore[type-arg]  # what parse_bias gives; typer asks for a plain class
+OPTION_TYPES: dict[str, Any] = {
+    "logit_bias": list[dict],  # type: ignore[type-arg]  # the type of parse_bias; typer needs a plain class
     "allowed_token_ids": list[int],
     "bad_words": list[str],
     "structured_outputs": dict,
@@ -204,26 +204,26 @@ TYPES: dict[str, Any] = {
     "header": list[str],
     "metadata": list[str],
 }
-GATHER: dict[str, Callable[..., Any]] = {"logit_bias": merge}
+COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
 ALIASES = {"swap_space": ["--kv-offloading-size"], "gpu_memory_utilization": ["--device-memory-utilization"]}
-"""vLLM's other names."""
-REMOVED = {
+"""Other names that vLLM has for these options."""
+OBSOLETE = {
     "enable_chunked_prefill": bool,
     "disable_log_requests": bool,
     "use_v2_block_manager": bool,
     "guided_decoding_backend": str,
     "num_lookahead_slots": int,
 }
-"""Flags of vLLM that copied commands still have, and that mean nothing any more: taken with a warning."""
+"""Obsolete flags of vLLM with no effect: accepted with a warning, for copied command lines."""
 
 
 def options_of(
-    settings: type[Any], said: Mapping[str, str], *, into: str
+    settings: type[Any], help_texts: Mapping[str, str], *, into: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command with an option for each field of `settings` that something is `said` about."""
-    declared = [_option_of(settings, name, text) for name, text in said.items()]
-    removed = REMOVED if settings is EngineArgs else {}
-    declared += [_removed_option(name, kind) for name, kind in removed.items()]
+    """Decorator that adds an option for each field of `settings` in `help_texts` and collects the values in `into`."""
+    declared = [_option_of(settings, name, text) for name, text in help_texts.items()]
+    obsolete = OBSOLETE if settings is EngineArgs else {}
+    declared += [_obsolete_option(name, kind) for name, kind in obsolete.items()]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command, eval_str=True)
@@ -231,19 +231,19 @@ def options_of(
 
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
-            for name in removed:
+            for name in obsolete:
                 if values.pop(name) is not None:
-                    print(f"warning: vLLM flag {flag(name)} means nothing any more and is ignored", file=sys.stderr)
-            given = {name: values.pop(name) for name in said}
-            given = {k: GATHER[k](v) if k in GATHER else v for k, v in given.items() if v not in (None, [])}
+                    print(f"warning: vLLM flag {flag(name)} has no effect any more and is ignored", file=sys.stderr)
+            given = {name: values.pop(name) for name in help_texts}
+            given = {k: COMBINE[k](v) if k in COMBINE else v for k, v in given.items() if v not in (None, [])}
             try:
                 return command(**values, **{into: given})
             except UsageError as error:
-                if error.param in given:  # in the words of whoever typed it
+                if error.param in given:  # name the option, not the field
                     error.args = (f"{flag(str(error.param))}: {error}",)
                 raise
 
-        # What typer reads: it has no other way to take options from elsewhere.
+        # typer reads a command's options from its signature and annotations.
         wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapped
@@ -256,19 +256,19 @@ def flag(name: str) -> str:
 
 
 def _option_of(settings: type[Any], name: str, text: str) -> inspect.Parameter:
-    """The field as a keyword parameter; None or [], whatever the field's default is, when it is not on the line."""
+    """The field as a keyword parameter. Without the option its value is None or [], whatever the field's default is."""
     field = next(f for f in dataclasses.fields(settings) if f.name == name)
-    kind = TYPES.get(name) or typing.get_type_hints(settings)[name]
+    kind = OPTION_TYPES.get(name) or typing.get_type_hints(settings)[name]
     default = field.default
     names = [flag(name), *ALIASES.get(name, [])]
     if isinstance(default, bool):
         names, default = [f"{flag(name)}/--no-{flag(name)[2:]}"], "on" if default else "off"
     shown = False if default is None or default == () else str(default)
-    option = typer.Option(*names, help=text, show_default=shown, **SETTINGS.get(name, {}))
+    option = typer.Option(*names, help=text, show_default=shown, **OPTION_SETTINGS.get(name, {}))
     return _keyword(name, kind, option)
 
 
-def _removed_option(name: str, kind: type) -> inspect.Parameter:
+def _obsolete_option(name: str, kind: type) -> inspect.Parameter:
     names = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)
     return _keyword(name, kind, typer.Option(names, hidden=True))
 

@@ -1,4 +1,4 @@
-"""Commands that take an option once. Of `--port 1 --port 2`, typer by itself would silently take the last."""
+"""Commands that refuse a repeated option. For `--port 1 --port 2`, typer would silently use the last value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_once(command: Any, context: typer.Context, args: list[str]) -> None:
-    """Raises `UsageError` for an option of one value that is given twice."""
+    """Raises `UsageError` for a single-valued option that is given more than once."""
     _, _, order = command.make_parser(context).parse_args(args=list(args))
     counts = Counter(param.name for param in order)
     for param in command.get_params(context):

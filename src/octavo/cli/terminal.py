@@ -1,4 +1,4 @@
-"""What the commands know about the terminal."""
+"""Terminal input and output: control characters, Ctrl-C and line editing."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import signal
 import sys
 from collections.abc import Iterator
 
-# A model may say anything, escape sequences included; the terminal must not obey it.
+# Model output may contain escape sequences, which must not reach the terminal.
 _CONTROL = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:
-    """`text` without the control characters that a terminal would act on."""
+    """`text` without control characters, except for newlines and tabs."""
     return text.translate(_CONTROL)
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed; set by `catch_interrupt`."""
+    """Set by `catch_interrupt`: `pressed` is True after a Ctrl-C."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -25,7 +25,7 @@ class Interrupt:
 
 @contextlib.contextmanager
 def catch_interrupt() -> Iterator[Interrupt]:
-    """Within it, the first Ctrl-C only sets a flag, so that no step is torn apart; a second one interrupts."""
+    """In this context the first Ctrl-C only sets a flag, so that it interrupts no step; the second one interrupts."""
     interrupt = Interrupt()
 
     def press(signum: int, frame: object) -> None:
@@ -41,22 +41,22 @@ def catch_interrupt() -> Iterator[Interrupt]:
 
 
 def on_terminal() -> bool:
-    """Whether a person types."""
+    """True if stdin is a terminal."""
     return sys.stdin.isatty()
 
 
 def read_line(prompt: str) -> str | None:
-    """A line of stdin, with `prompt` and editing on a terminal; None at the end."""
+    """Read a line of stdin, on a terminal with `prompt` and editing. Returns None at the end of the input."""
     if not on_terminal():
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # gives input() its editing and history
+        import readline  # noqa: F401  # adds editing and history to input()
     try:
         return input(prompt)
     except EOFError:
         print()
         return None
     except KeyboardInterrupt:
-        print()  # else the shell's prompt stands behind ours
+        print()  # the shell's prompt starts on a new line
         raise

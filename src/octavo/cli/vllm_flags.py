@@ -1,4 +1,4 @@
-"""Flags of vLLM that no command has: whoever copies a command line is told so, and not that he cannot spell."""
+"""Flags of vLLM that Octavo lacks. The error line names them as such, instead of suggesting a similar option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNSUPPORTED = frozenset(_NAMES.split())
 
 
 def unsupported(option: str) -> str | None:
-    """vLLM's flag that `option` is (`--enforce-eager`, `--no-enforce-eager`, `--speculative-config.method`)."""
+    """The unsupported vLLM flag in `option`, without a suffix such as `.method` of `--speculative-config.method`."""
     name = option.removeprefix("--").partition(".")[0].replace("_", "-")
     if not option.startswith("--") or not {name, name.removeprefix("no-")} & UNSUPPORTED:
         return None

@@ -1,4 +1,4 @@
-"""`octavo bench`: what reaches the workloads, which have tests of their own."""
+"""`octavo bench`: the arguments that it passes to the benchmarks, which have their own tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_core(call: Call, ran: list[Any]) -> None:
     assert ran == [("core", (), {"as_json": False}), ("core", (), {"as_json": True})]
 
 
-def test_attention_says_only_what_was_given(call: Call, ran: list[Any]) -> None:
+def test_attention_passes_only_given_options(call: Call, ran: list[Any]) -> None:
     call("bench", "attention")
     call("bench", "attention", "--variant", "ragged", "--lengths", "9,5", "--block_size", "8", "--json")
     assert ran == [
@@ -34,7 +34,7 @@ def test_attention_says_only_what_was_given(call: Call, ran: list[Any]) -> None:
     ]
 
 
-def test_attention_really_runs(call: Call) -> None:
+def test_attention_runs(call: Call) -> None:
     done = call("bench", "attention", "--variant", "ragged", "--lengths", "5,2", "--max-tokens", "2", "--json")
     assert done.code == 0, done.err
     assert '"variant": "ragged"' in done.lines[0]
@@ -49,13 +49,13 @@ def test_attention_really_runs(call: Call) -> None:
         (("--max-tokens", "0"), "max_tokens is 0"),
     ],
 )
-def test_attention_refuses_what_makes_no_sense(call: Call, args: tuple[str, ...], message: str) -> None:
+def test_attention_refuses_invalid_options(call: Call, args: tuple[str, ...], message: str) -> None:
     done = call("bench", "attention", *args)
     assert done.code == 2
     assert message in done.err
 
 
-def test_without_a_workload_it_lists_them(call: Call) -> None:
+def test_bench_without_a_benchmark_prints_help(call: Call) -> None:
     done = call("bench")
     assert done.code == 0
     assert "attention" in done.out
@@ -68,7 +68,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[BenchArgs]:
     return found
 
 
-def test_serve_takes_command_lines_made_for_vllm(call: Call, loads: list[BenchArgs]) -> None:
+def test_serve_accepts_vllm_command_lines(call: Call, loads: list[BenchArgs]) -> None:
     line = "--backend vllm --dataset-name prefix_repetition --request-rate inf --num_prompts 9 --ignore-eos"
     line += ' --goodput ttft:200 tpot:50 --metadata a=1 b=2 --extra-body {"seed":3} --port 8001 --save-result'
     done = call("bench", "serve", *line.split())
@@ -102,13 +102,11 @@ def test_serve_takes_command_lines_made_for_vllm(call: Call, loads: list[BenchAr
             "--base-url: base_url is 'http://localhost:99999'; write one such as",
         ),
         (("--host", "[::1"), "--host: host is '[::1'; write one such as"),
-        (("--backend", "nobody"), "error: invalid value for '--backend': 'nobody' is not one of"),
+        (("--backend", "other"), "error: invalid value for '--backend': 'other' is not one of"),
         (("--ramp-up-strategy", "linear"), "vLLM flag --ramp-up-strategy is not supported here"),
     ],
 )
-def test_serve_refuses_what_makes_no_sense(
-    call: Call, loads: list[BenchArgs], args: tuple[str, ...], message: str
-) -> None:
+def test_serve_refuses_invalid_options(call: Call, loads: list[BenchArgs], args: tuple[str, ...], message: str) -> None:
     done = call("bench", "serve", *args)
     assert done.code == 2 and message in done.err
     assert not loads

@@ -1,4 +1,4 @@
-"""`octavo generate`: where prompts come from, what is printed, and what reaches the engine."""
+"""`octavo generate`: sources of prompts, output, and the options that reach the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from octavo.checkpoint.generation_config import SamplingDefaults
 from octavo.cli.commands.generate import read_prompts
-from octavo.cli.options import ENGINE, SAMPLING, UNSAID, flag, parse_length
+from octavo.cli.options import ENGINE, NO_OPTIONS, SAMPLING, flag, parse_length
 from octavo.cli.vllm_flags import UNSUPPORTED
 from octavo.config import EngineArgs
 from octavo.errors import PromptError
@@ -26,13 +26,13 @@ from tests.cli.fake_llm import FakeLLM, decode, encode
 KEYS = ["prompt", "text", "token_ids", "finish_reason", "num_cached_tokens"]
 
 
-def test_one_prompt_prints_its_completion_and_nothing_else(call: Call, fake: type[FakeLLM]) -> None:
+def test_single_prompt_prints_only_its_completion(call: Call, fake: type[FakeLLM]) -> None:
     done = call("generate", "--prompt", "one two three")
     assert (done.code, done.out, done.err) == (0, "three two one\n", "")
     assert fake.made[0].closed
 
 
-def test_several_prompts_stand_over_their_completions(call: Call, fake: type[FakeLLM]) -> None:
+def test_several_completions_are_printed_below_their_prompts(call: Call, fake: type[FakeLLM]) -> None:
     assert call("generate", "-p", "a b", "-p", "c d").out == ">>> a b\nb a\n\n>>> c d\nd c\n\n"
 
 
@@ -40,9 +40,9 @@ def test_json_of_one_prompt(call: Call, fake: type[FakeLLM]) -> None:
     assert list(json.loads(call("generate", "--json", "-p", "a b c").out)) == KEYS
 
 
-def test_json_is_one_object_a_line_with_the_place_of_the_prompt(call: Call, fake: type[FakeLLM]) -> None:
+def test_json_is_one_object_per_line_with_the_prompt_index(call: Call, fake: type[FakeLLM]) -> None:
     done = call("generate", "--json", "-p", "a b c", "-p", "d", "--max-tokens", "2")
-    second, first = map(json.loads, done.lines)  # the shorter one ends first
+    second, first = map(json.loads, done.lines)  # the shorter prompt finishes first
     assert list(first) == list(second) == [*KEYS, "prompt_index"]
     assert (first["prompt_index"], second["prompt_index"]) == (0, 1)
     assert first["prompt"] == "a b c"
@@ -53,13 +53,15 @@ def test_json_is_one_object_a_line_with_the_place_of_the_prompt(call: Call, fake
     assert (second["prompt"], second["text"], second["finish_reason"]) == ("d", "d", "stop")
 
 
-def test_json_numbers_the_samples_of_a_prompt(call: Call, fake: type[FakeLLM]) -> None:
+def test_json_has_the_index_of_each_sample(call: Call, fake: type[FakeLLM]) -> None:
     records = [json.loads(line) for line in call("generate", "--json", "-p", "a b", "--n", "3").lines]
     assert [record["index"] for record in records] == [0, 1, 2]
     assert [record["prompt"] for record in records] == ["a b"] * 3
 
 
-def test_one_prompt_on_a_terminal_is_streamed(call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_prompt_is_streamed_to_a_terminal(
+    call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Terminal(io.StringIO):
         flushed: list[str]
 
@@ -73,11 +75,11 @@ def test_one_prompt_on_a_terminal_is_streamed(call: Call, fake: type[FakeLLM], m
     terminal.flushed = []
     monkeypatch.setattr(sys, "stdout", terminal)
     assert call("generate", "-p", "one \x1b[31mtwo three").code == 0
-    assert terminal.getvalue() == "three [31mtwo one\n"  # the escape character is gone
+    assert terminal.getvalue() == "three [31mtwo one\n"  # without the escape character
     assert terminal.flushed[:3] == ["three", "three [31mtwo", "three [31mtwo one"]
 
 
-def test_only_what_was_given_reaches_the_engine(call: Call, fake: type[FakeLLM]) -> None:
+def test_only_given_options_reach_the_engine(call: Call, fake: type[FakeLLM]) -> None:
     assert call("generate", "-p", "a", "--model", "dir").code == 0
     assert (fake.made[0].model, fake.made[0].engine) == ("dir", {})
 
@@ -112,7 +114,7 @@ def test_sampling_options(call: Call, fake: type[FakeLLM]) -> None:
         *("--min-p", "0.1", "--seed", "3", "--stop", "x", "--stop", "y z"),
     )
     assert done.code == 0, done.err
-    _, params = fake.made[0].asked[0]
+    _, params = fake.made[0].requests[0]
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.5, 0.9, 5)
     assert (params.min_p, params.seed, params.stop_strings) == (0.1, 3, ("x", "y z"))
 
@@ -125,7 +127,7 @@ def test_more_sampling_options(call: Call, fake: type[FakeLLM]) -> None:
         *("--prompt-logprobs", "2", "--no-skip-special-tokens", "--include-stop-str-in-output"),
     )
     assert done.code == 0, done.err
-    _, params = fake.made[0].asked[0]
+    _, params = fake.made[0].requests[0]
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, -1.0, 2.0)
     assert dict(params.logit_bias or {}) == {3: -5.0, 4: 1.5, 5: 2.0}
     assert (params.min_tokens, params.bad_words, params.allowed_token_ids) == (2, ("x y",), (3, 4))
@@ -133,48 +135,48 @@ def test_more_sampling_options(call: Call, fake: type[FakeLLM]) -> None:
     assert (params.logprobs, params.prompt_logprobs) == (0, 2)
 
 
-def test_the_model_s_own_defaults_are_told_and_give_way(
+def test_sampling_defaults_are_printed_and_overridden_by_options(
     call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"temperature": 0.6, "top_p": 0.95}
     monkeypatch.setattr(fake, "sampling_defaults", SamplingDefaults(SamplingParams(**values), values, "x.json"))
     done = call("generate", "-p", "a", "--top-p", "0.5", "--max-tokens", "3")
     assert done.err == "sampling defaults from x.json: temperature 0.6, top_p 0.95\n"
-    _, params = fake.made[0].asked[0]
+    _, params = fake.made[0].requests[0]
     assert (params.temperature, params.top_p, params.max_tokens) == (0.6, 0.5, 3)
 
 
-@pytest.mark.parametrize(("settings", "said"), [(EngineArgs, ENGINE), (SamplingParams, SAMPLING)])
-def test_every_field_is_an_option_or_left_out_on_purpose(settings: type[Any], said: dict[str, str]) -> None:
+@pytest.mark.parametrize(("settings", "help_texts"), [(EngineArgs, ENGINE), (SamplingParams, SAMPLING)])
+def test_every_field_is_an_option_or_listed_as_none(settings: type[Any], help_texts: dict[str, str]) -> None:
     fields = {field.name for field in dataclasses.fields(settings) if field.init}
-    assert set(said) | UNSAID[settings] == fields and not set(said) & UNSAID[settings]
-    assert not {flag(name)[2:] for name in said} & UNSUPPORTED
+    assert set(help_texts) | NO_OPTIONS[settings] == fields and not set(help_texts) & NO_OPTIONS[settings]
+    assert not {flag(name)[2:] for name in help_texts} & UNSUPPORTED
 
 
-def test_the_form_of_the_output(call: Call, fake: type[FakeLLM]) -> None:
+def test_structured_outputs(call: Call, fake: type[FakeLLM]) -> None:
     call("generate", "-p", "a", "--structured-outputs", '{"choice": ["yes", "no"]}')
-    _, params = fake.made[0].asked[0]
+    _, params = fake.made[0].requests[0]
     assert params.structured_outputs == StructuredOutputsParams(choice=["yes", "no"])
-    for text, message in (("yes", "is no JSON object such as"), ('{"regex": ""}', "--structured-outputs: ")):
+    for text, message in (("yes", "is not a JSON object such as"), ('{"regex": ""}', "--structured-outputs: ")):
         done = call("generate", "-p", "a", "--structured-outputs", text)
         assert done.code == 2 and message in done.err.replace("\n", " ")
     assert len(fake.made) == 1
 
 
-def test_special_tokens_may_be_meant(call: Call, fake: type[FakeLLM]) -> None:
+def test_parse_special(call: Call, fake: type[FakeLLM]) -> None:
     call("generate", "-p", "a", "--parse-special")
-    assert fake.made[0].asked[0][0] == [{"prompt": "a", "parse_special": True}]
+    assert fake.made[0].requests[0][0] == [{"prompt": "a", "parse_special": True}]
 
 
-def test_logprobs_are_a_table(call: Call, fake: type[FakeLLM]) -> None:
+def test_logprobs_are_printed_as_a_table(call: Call, fake: type[FakeLLM]) -> None:
     first, second = "a", "bb"
     done = call("generate", "-p", f"{first} {second}", "--logprobs", "1", "--prompt-logprobs", "0")
     assert done.code == 0, done.err
     table = [line.split() for line in done.lines]
     start = next(i for i, row in enumerate(table) if row[:1] == ["token"])
-    best = decode([0])
-    assert done.lines[start - 1] == "bb a" and table[start] == ["token", "logprob", "rank", "likeliest"]
-    assert table[start + 1] == ['"bb"', "-1.500", "2", f'"{best}"', "-0.250", '"bb"', "-1.500"]
+    top = decode([0])
+    assert done.lines[start - 1] == "bb a" and table[start] == ["token", "logprob", "rank", "top"]
+    assert table[start + 1] == ['"bb"', "-1.500", "2", f'"{top}"', "-0.250", '"bb"', "-1.500"]
     assert ["prompt"] in table and table[-1] == ['"bb"', "-1.500", "2"]
 
 
@@ -183,7 +185,7 @@ def test_logprobs_in_json(call: Call, fake: type[FakeLLM]) -> None:
     (line,) = call("generate", "--json", "-p", "a bb", "--logprobs", "1", "--prompt-logprobs", "0").lines
     record = json.loads(line)
     ids = record["token_ids"]
-    assert [known["token_id"] for known in record["logprobs"]] == ids
+    assert [entry["token_id"] for entry in record["logprobs"]] == ids
     assert record["logprobs"][0] == {
         "token_id": ids[0],
         "token": "bb",
@@ -238,7 +240,7 @@ def test_logprobs_in_json(call: Call, fake: type[FakeLLM]) -> None:
         (("--chat-template", ""), "--chat-template: chat_template must be a file"),
     ],
 )
-def test_a_bad_value_is_refused_before_the_model_is_loaded(
+def test_invalid_value_is_refused_before_the_model_is_loaded(
     call: Call, fake: type[FakeLLM], args: tuple[str, ...], message: str
 ) -> None:
     done = call("generate", "-p", "a", *args)
@@ -249,21 +251,21 @@ def test_a_bad_value_is_refused_before_the_model_is_loaded(
 
 
 def test_flags_of_vllm(call: Call, fake: type[FakeLLM]) -> None:
-    """Those that are gone are taken with a warning, those that are missing are named."""
+    """Obsolete flags are accepted with a warning; unsupported flags are named in the error."""
     done = call(
         *("generate", "-p", "a", "--disable-log-requests", "--enable-chunked-prefill", "--num-lookahead-slots", "3"),
         *("--guided-decoding-backend", "x", "--use_v2_block_manager", "--kv-offloading-size", "0.5"),
     )
     assert (done.code, done.out) == (0, "a\n") and fake.made[0].engine == {"swap_space": 0.5}
-    assert done.err.count("warning: vLLM flag --") == done.err.count("means nothing any more") == 5
+    assert done.err.count("warning: vLLM flag --") == done.err.count("has no effect any more") == 5
     assert "--use-v2-block-manager" in done.err
-    for typed, named in (
+    for option, named in (
         ("--kv-cache-dtype", "--kv-cache-dtype"),
         ("--tensor_parallel_size", "--tensor-parallel-size"),
         ("--no-enable-log-requests", "--no-enable-log-requests"),
         ("--speculative-config.method", "--speculative-config"),
     ):
-        done = call("generate", "-p", "a", typed, "2")
+        done = call("generate", "-p", "a", option, "2")
         assert (done.code, done.out) == (2, "")
         assert done.err == f"error: vLLM flag {named} is not supported here; see octavo generate --help\n"
     assert len(fake.made) == 1
@@ -280,14 +282,14 @@ def test_no_such_model(call: Call, fake: type[FakeLLM]) -> None:
     assert (done.code, done.out, done.err) == (1, "", "error: no model 'absent/model'\n")
 
 
-def test_a_prompt_that_is_too_long(call: Call, fake: type[FakeLLM]) -> None:
+def test_prompt_that_is_too_long(call: Call, fake: type[FakeLLM]) -> None:
     done = call("generate", "-p", "TOO LONG")
     assert done.code == 2
     assert done.err.startswith("error: This model's maximum context length is 7 tokens.")
     assert fake.made[0].closed
 
 
-def test_a_request_that_fails_harms_no_other(call: Call, fake: type[FakeLLM]) -> None:
+def test_failed_request_does_not_affect_others(call: Call, fake: type[FakeLLM]) -> None:
     done = call("generate", "--json", "-p", "a b", "-p", "FAIL", "-p", "c")
     assert done.code == 1
     reasons = {record["prompt_index"]: record["finish_reason"] for record in map(json.loads, done.lines)}
@@ -303,7 +305,7 @@ def test_results_are_written_as_they_finish_and_kept_on_ctrl_c(
 
     def watched(self: FakeLLM, output: Any, params: SamplingParams) -> None:
         seen.append(capfd.readouterr().out)
-        if "c b" in output.outputs[0].text:  # the longest has two tokens
+        if "c b" in output.outputs[0].text:  # the longest completion has two tokens
             raise KeyboardInterrupt
         step(self, output, params)
 
@@ -312,11 +314,11 @@ def test_results_are_written_as_they_finish_and_kept_on_ctrl_c(
     assert (done.code, done.err) == (130, "")
     written = [json.loads(line)["prompt"] for text in [*seen, done.out] for line in text.splitlines()]
     assert written == ["d", "e f"]
-    assert '"d"' in "".join(seen[:4])  # there before the others' second tokens
+    assert '"d"' in "".join(seen[:4])  # written before the second tokens of the others
     assert fake.made[0].closed
 
 
-def test_prompts_of_options_come_before_those_of_a_file(call: Call, fake: type[FakeLLM], tmp_path: Path) -> None:
+def test_prompts_of_options_precede_prompts_of_a_file(call: Call, fake: type[FakeLLM], tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text("b\nc\n")
     done = call("generate", "--json", "--prompts-file", str(file), "-p", "a")
@@ -335,7 +337,7 @@ def test_prompts_of_options_come_before_those_of_a_file(call: Call, fake: type[F
         (b'{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [1, 2], "x": 1}\n', ["a\nb", {"prompt_token_ids": [1, 2]}]),
     ],
 )
-def test_prompts_of_a_file(tmp_path: Path, text: bytes, prompts: list[object]) -> None:
+def test_read_prompts(tmp_path: Path, text: bytes, prompts: list[object]) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(text)
     assert read_prompts(file) == prompts
@@ -350,10 +352,10 @@ def test_prompts_of_a_file(tmp_path: Path, text: bytes, prompts: list[object]) -
         (b'{"prompt": "a"}\n{"prompt": 1}\n', 'line 2 has neither a "prompt"'),
         (b'{"prompt": "a"}\n\n[1]\n', "line 3 has neither"),
         (b'{"text": "a"}\n', "line 1 has neither"),
-        (b'{"prompt": "a"}\n{"prompt": \n', "line 2 is no JSON"),
+        (b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
     ],
 )
-def test_a_file_without_proper_prompts(tmp_path: Path, text: bytes, message: str) -> None:
+def test_invalid_prompts_file(tmp_path: Path, text: bytes, message: str) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(text)
     with pytest.raises(PromptError, match="prompts") as caught:
@@ -361,7 +363,7 @@ def test_a_file_without_proper_prompts(tmp_path: Path, text: bytes, message: str
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_absent(call: Call, fake: type[FakeLLM], tmp_path: Path) -> None:
+def test_missing_prompts_file(call: Call, fake: type[FakeLLM], tmp_path: Path) -> None:
     done = call("generate", "--prompts-file", str(tmp_path / "absent"))
     assert done.code == 2
     assert "absent: No such file or directory" in done.err
@@ -377,12 +379,12 @@ def test_prompts_from_stdin() -> None:
     ("text", "tokens"),
     [("4096", 4096), ("4k", 4000), ("4K", 4096), ("0.5K", 512), ("1M", 1 << 20), ("auto", -1), ("-1", -1)],
 )
-def test_lengths(text: str, tokens: int) -> None:
+def test_parse_length(text: str, tokens: int) -> None:
     assert parse_length(text) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "k", "4kk", "1e400k", "nank", "4.5", "four"])
-def test_what_is_no_length(text: str) -> None:
+def test_invalid_lengths(text: str) -> None:
     import typer
 
     with pytest.raises(typer.BadParameter, match="not a number of tokens"):

@@ -1,4 +1,4 @@
-"""`octavo models`, and how a command gets its LLM."""
+"""`octavo models`, and loading of models by other commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cli.fake_llm import FakeLLM
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """An empty cache, and a catalogue that notes what is fetched and fetches nothing."""
+    """Names that were fetched: an empty cache, and a catalogue that records names without a download."""
     names: list[str] = []
 
     def fetch(name: str, progress: catalog.Progress) -> Path:
@@ -29,7 +29,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return names
 
 
-def test_the_table_names_every_model_and_whether_it_is_here(call: Call, fetched: list[str], tmp_path: Path) -> None:
+def test_table_lists_models_and_whether_they_are_cached(call: Call, fetched: list[str], tmp_path: Path) -> None:
     done = call("models")
     assert done.code == 0
     (line,) = [line for line in done.lines if line.startswith("smollm2-135m-instruct")]
@@ -37,13 +37,13 @@ def test_the_table_names_every_model_and_whether_it_is_here(call: Call, fetched:
     assert str(tmp_path / "models") in done.out
 
 
-def test_fetch_prints_where_the_model_is(call: Call, fetched: list[str], tmp_path: Path) -> None:
+def test_fetch_prints_the_path_of_the_model(call: Call, fetched: list[str], tmp_path: Path) -> None:
     done = call("models", "fetch", "smollm2")
     assert (done.code, done.out) == (0, f"{tmp_path / 'model.gguf'}\n")
     assert fetched == ["smollm2"]
 
 
-def test_fetch_of_a_name_that_is_not_there(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fetch_of_an_unknown_name(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     done = call("models", "fetch", "smolm")
     assert done.code == 1
@@ -51,18 +51,18 @@ def test_fetch_of_a_name_that_is_not_there(call: Call, monkeypatch: pytest.Monke
     assert done.err.count("\n") == 1
 
 
-def test_a_named_model_is_fetched_first(fake: type[FakeLLM], fetched: list[str]) -> None:
+def test_named_model_is_fetched_before_loading(fake: type[FakeLLM], fetched: list[str]) -> None:
     assert load("smollm2", {"block_size": 8}).engine == {"block_size": 8}  # type: ignore[attr-defined]
     assert fetched == ["smollm2"]
 
 
-def test_a_mistake_in_an_option_is_found_before_anything_is_fetched(fake: type[FakeLLM], fetched: list[str]) -> None:
+def test_invalid_option_is_refused_before_a_download(fake: type[FakeLLM], fetched: list[str]) -> None:
     with pytest.raises(ParameterError, match="block_size is 3"):
         load("smollm2", {"block_size": 3})
     assert fetched == []
 
 
-def test_a_path_is_no_name(
+def test_model_directory_takes_precedence_over_a_name(
     fake: type[FakeLLM], fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -71,6 +71,6 @@ def test_a_path_is_no_name(
     load("smollm2", {})
     load("some/dir", {})
     assert fetched == []
-    (tmp_path / "smollm2" / "config.json").unlink()  # a folder without a model hides no name
+    (tmp_path / "smollm2" / "config.json").unlink()  # a directory without a model does not take precedence
     load("smollm2", {})
     assert fetched == ["smollm2"]

@@ -1,4 +1,4 @@
-"""`octavo simulate`, `reproduce` and `plan` on the command line."""
+"""`octavo simulate`, `octavo reproduce` and `octavo plan`."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from octavo.cli.main import run
 Output = pytest.CaptureFixture[str]
 
 
-def test_a_workload(capsys: Output, tmp_path: Path) -> None:
+def test_simulate_a_workload(capsys: Output, tmp_path: Path) -> None:
     report, plot = tmp_path / "r.json", tmp_path / "p.svg"
     line = ["simulate", "--requests", "50", "--rate", "5", "--slo", "ttft=1s", "--output", str(report)]
     assert run([*line, "--plot", str(plot)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("50 requests in ") and "first token" in text and "memory" in text
-    told = json.loads(report.read_text())
-    assert told["num_requests"] == 50 and told["model"] == "llama-3.1-8b" and 0 < told["slo_kept"] <= 1
+    result = json.loads(report.read_text())
+    assert result["num_requests"] == 50 and result["model"] == "llama-3.1-8b" and 0 < result["slo_kept"] <= 1
     ElementTree.parse(plot)
 
 
 @pytest.mark.parametrize("workload", ["sharegpt", "alpaca", "prefix", "chat"])
-def test_each_workload_has_json(capsys: Output, workload: str) -> None:
+def test_json_report_of_each_workload(capsys: Output, workload: str) -> None:
     assert run(["simulate", workload, "--requests", "40", "--rate", "20", "--gpu", "a100-80", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["num_requests"] == 40
-    assert (told["hit_rate"] > 0.2) == (workload in ("prefix", "chat"))
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_requests"] == 40
+    assert (result["hit_rate"] > 0.2) == (workload in ("prefix", "chat"))
 
 
-def test_a_file_and_the_engines_options(capsys: Output, tmp_path: Path) -> None:
+def test_simulate_a_file_with_engine_options(capsys: Output, tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text(
         "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(f"{i / 100},100,50\n" for i in range(1, 60))
     )
     line = ["simulate", str(trace), "--num-gpu-blocks-override", "40", "--preemption-mode", "swap", "--json"]
     assert run(line) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["num_blocks"] == 40 and told["num_requests"] == 59 and told["num_preempted"].get("swap", 0) > 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_blocks"] == 40 and result["num_requests"] == 59 and result["num_preempted"].get("swap", 0) > 0
     assert run([*line, "--replicas", "8", "--n", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["num_requests"] == 59
 
 
-MISTAKES = {
-    "trace": (["simulate", "nowhere"], "no file 'nowhere', and no workload; known: sharegpt"),
+USAGE_ERRORS = {
+    "trace": (["simulate", "nowhere"], "no file or workload 'nowhere'; known: sharegpt"),
     "gpu": (["simulate", "--gpu", "h20"], "did you mean h200"),
     "slo": (["simulate", "--slo", "fast"], "pass times with units, s or ms, such as ttft=500ms"),
     "slo without units": (["simulate", "--slo", "ttft=500,tpot=50"], "pass times with units"),
@@ -60,13 +60,13 @@ MISTAKES = {
     "seed of a plan": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--seed", "-1"], "invalid value for '--seed'"),
     "scale": (
         ["simulate", "prefix", "--scale", "0.5"],
-        "scale is 0.5; it is for a file's lengths, and those of prefix",
+        "scale is 0.5; it has no effect with the workload prefix",
     ),
-    "scale 0": (["simulate", "--scale", "0"], "scale is 0.0; it is for a file's lengths"),
+    "scale 0": (["simulate", "--scale", "0"], "scale is 0.0; it has no effect with the workload sharegpt"),
     "scale of a plan": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--scale", "2"], "scale is 2.0"),
     "burstiness": (
         ["simulate", __file__, "--burstiness", "0.5"],
-        "burstiness is 0.5; it is for requests made up",
+        "burstiness is 0.5; it has no effect with a file",
     ),
     "burstiness 0": (["simulate", "--burstiness", "0"], "burstiness is 0.0, it must be above 0"),
     "figure": (["reproduce", "fig1"], "no experiment 'fig1'; known: fig2"),
@@ -82,22 +82,25 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_line(capsys: Output, case: str) -> None:
-    line, message = MISTAKES[case]
+@pytest.mark.parametrize("case", USAGE_ERRORS)
+def test_usage_error_is_one_line(capsys: Output, case: str) -> None:
+    line, message = USAGE_ERRORS[case]
     assert run(line) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and message in said.err and said.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert (
+        captured.out == ""
+        and captured.err.startswith("error: ")
+        and message in captured.err
+        and captured.err.count("\n") == 1
+    )
 
 
-def test_no_room_is_a_failure(capsys: Output) -> None:
+def test_model_that_does_not_fit_is_a_failure(capsys: Output) -> None:
     assert run(["simulate", "--model", "opt-175b", "--gpu", "l4"]) == 1
     assert "no room for KV blocks" in capsys.readouterr().err
 
 
-def test_reproduce_leaves_the_documents_of_a_repository_alone(
-    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reproduce_does_not_write_to_docs(capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs" / "paper").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert run(["reproduce", "fig2", "--time", "0.05"]) == 0
@@ -106,18 +109,18 @@ def test_reproduce_leaves_the_documents_of_a_repository_alone(
     assert "written: octavo-paper/fig2.json" in capsys.readouterr().err
 
 
-def test_reproduce_finds_out_first_that_it_cannot_write(capsys: Output) -> None:
+def test_reproduce_checks_the_output_directory_first(capsys: Output) -> None:
     assert run(["reproduce", "fig2", "--output", "/dev/null/x"]) == 2
     assert capsys.readouterr().err.startswith("error: output is '/dev/null/x', which cannot be a directory")
 
 
 def test_reproduce(capsys: Output, tmp_path: Path) -> None:
     assert run(["reproduce", "fig2", "--time", "0.05", "--output", str(tmp_path), "--json"]) == 0
-    said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert said.err == f"written: {tmp_path / 'fig2.json'} {tmp_path / 'fig2.svg'}\n"
-    assert told["figure"] == "fig2" and len(told["rows"]) == 14
-    assert json.loads((tmp_path / "fig2.json").read_text()) == told
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert captured.err == f"written: {tmp_path / 'fig2.json'} {tmp_path / 'fig2.svg'}\n"
+    assert result["figure"] == "fig2" and len(result["rows"]) == 14
+    assert json.loads((tmp_path / "fig2.json").read_text()) == result
 
 
 def test_plan(capsys: Output, tmp_path: Path) -> None:
@@ -128,5 +131,5 @@ def test_plan(capsys: Output, tmp_path: Path) -> None:
     text = capsys.readouterr().out
     assert text.startswith("1 x a100-80: 1 replicas of llama-3.1-8b") and "times this load" in text
     assert run([*line, "--gpu", "h100", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["best"]["gpu"] == "h100" and told["margin"] >= 1 and told["tried"][0]["slo_kept"] >= 0.95
+    result = json.loads(capsys.readouterr().out)
+    assert result["best"]["gpu"] == "h100" and result["margin"] >= 1 and result["tried"][0]["slo_kept"] >= 0.95

@@ -102,9 +102,9 @@ def test_save_to_a_pipe(call: Call, trace: Path, tmp_path: Path) -> None:
         (["--save", "out.frames"], "save requires a FILE"),
         (["--attach", "tcp://127.0.0.1:1", "--save", "out.frames"], "save requires a FILE"),
         (["{trace}", "--save", "nowhere/out.frames"], "nowhere: No such file or directory"),
-        (["{trace}.frames", "--block-size", "8"], "--block-size has no part in a recording"),
-        (["--requests", "4"], "--requests has no part in the playground"),
-        (["--attach", "tcp://127.0.0.1:1", "--gpu", "l4"], "--gpu has no part in --attach"),
+        (["{trace}.frames", "--block-size", "8"], "--block-size has no effect with a recording"),
+        (["--requests", "4"], "--requests has no effect with the playground"),
+        (["--attach", "tcp://127.0.0.1:1", "--gpu", "l4"], "--gpu has no effect with --attach"),
     ],
 )
 def test_invalid_arguments_are_refused(

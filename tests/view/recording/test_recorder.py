@@ -543,4 +543,4 @@ def test_simulate_replay_command(busy: Path, capsys: pytest.CaptureFixture[str])
     assert "no file 'nowhere' to replay" in capsys.readouterr().err
     for options in (["chat"], ["--n", "2"], ["--model", "opt-13b"], ["--rate", "3"]):
         assert octavo(["simulate", "--replay", str(busy), *options]) == 2
-        assert "has no part in a replay" in capsys.readouterr().err
+        assert "has no effect with a replay" in capsys.readouterr().err

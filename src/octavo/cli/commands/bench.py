@@ -1,4 +1,4 @@
-"""`octavo bench`: the named workloads of `octavo.bench`, and their tables."""
+"""`octavo bench`: runs the benchmarks of `octavo.bench` and prints tables."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
 bench = typer.Typer(cls=Group, invoke_without_command=True)
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 SERVE = {
     "backend": "completions (openai, vllm) or chats (openai-chat).",
-    "base_url": "The server, such as http://localhost:8000.",
-    "host": "Or where it is,",
-    "port": "and its port.",
-    "endpoint": "Path of the requests; else the backend's.",
-    "model": "What requests name; else the first that the server lists.",
-    "tokenizer": "A model on this machine, to count tokens with; else the server counts them.",
+    "base_url": "Address of the server, such as http://localhost:8000.",
+    "host": "Host of the server, without --base-url.",
+    "port": "Port of the server, without --base-url.",
+    "endpoint": "Path of the requests. Default: the backend's.",
+    "model": "Model name in requests. Default: the first that the server lists.",
+    "tokenizer": "Local model whose tokenizer counts tokens. Default: the server counts them.",
     "header": "A further header; may be repeated.",
-    "dataset_name": "What is sent.",
-    "dataset_path": "The file of sharegpt or timed_trace.",
-    "num_prompts": "Requests; of a trace, the first so many.",
-    "request_rate": "Requests a second; inf: all at once, or when the trace says.",
+    "dataset_name": "Workload to send.",
+    "dataset_path": "File of sharegpt or timed_trace.",
+    "num_prompts": "Number of requests; of a trace, the first ones.",
+    "request_rate": "Requests per second; inf: all at once, or at the trace's times.",
     "burstiness": "1: a Poisson process; less is burstier.",
-    "max_concurrency": "Requests under way together at most.",
-    "seed": "What is drawn depends on it.",
-    "random_input_len": "random: tokens of a prompt.",
-    "random_output_len": "random: tokens of an answer.",
-    "random_range_ratio": "random: how far lengths spread around these; 0: not at all.",
-    "random_prefix_len": "random: tokens before them that all prompts share.",
-    "sharegpt_output_len": "sharegpt: tokens of every answer; else the file's.",
+    "max_concurrency": "Maximum number of concurrent requests.",
+    "seed": "Seed of lengths, words and gaps.",
+    "random_input_len": "random: tokens per prompt.",
+    "random_output_len": "random: tokens per output.",
+    "random_range_ratio": "random: relative spread of lengths around these; 0: none.",
+    "random_prefix_len": "random: tokens of a prefix that all prompts share.",
+    "sharegpt_output_len": "sharegpt: tokens per output. Default: the file's.",
     "disable_shuffle": "sharegpt, prefix_repetition: keep the order.",
-    "prefix_repetition_prefix_len": "prefix_repetition: tokens of a shared prefix.",
-    "prefix_repetition_suffix_len": "prefix_repetition: tokens behind it.",
-    "prefix_repetition_num_prefixes": "prefix_repetition: how many prefixes there are.",
-    "prefix_repetition_output_len": "prefix_repetition: tokens of an answer.",
+    "prefix_repetition_prefix_len": "prefix_repetition: tokens per shared prefix.",
+    "prefix_repetition_suffix_len": "prefix_repetition: tokens after the prefix.",
+    "prefix_repetition_num_prefixes": "prefix_repetition: number of prefixes.",
+    "prefix_repetition_output_len": "prefix_repetition: tokens per output.",
     "timed_trace_scale": "timed_trace: multiply lengths by this, to fit a short context.",
-    "ignore_eos": "Every answer has its length.",
+    "ignore_eos": "Generate the full output length.",
     "temperature": "0 is greedy.",
-    "top_p": "As the server has it, unless told.",
-    "top_k": "Likewise.",
-    "min_p": "Likewise.",
+    "top_p": "Default: the server's.",
+    "top_k": "Default: the server's.",
+    "min_p": "Default: the server's.",
     "extra_body": "Further fields of each request.",
     "percentile_metrics": "Tables to print.",
-    "metric_percentiles": "Percentiles in them.",
-    "goodput": "Objectives that good requests keep, such as ttft:500 tpot:50.",
-    "num_warmups": "Requests before the first that counts.",
-    "ready_check_timeout_sec": "Seconds that the server gets to become ready.",
+    "metric_percentiles": "Percentiles in the tables.",
+    "goodput": "Objectives that a request must meet to count for goodput, such as ttft:500 tpot:50.",
+    "num_warmups": "Requests before the measurement.",
+    "ready_check_timeout_sec": "Seconds to wait until the server is ready.",
     "save_result": "Write a JSON file.",
-    "save_detailed": "With every request in it.",
-    "append_result": "Behind what the file has.",
-    "result_dir": "Where it goes.",
-    "result_filename": "Its name; else after the load.",
+    "save_detailed": "Write a JSON file with every request.",
+    "append_result": "Append to the JSON file.",
+    "result_dir": "Directory of the file.",
+    "result_filename": "Name of the file. Default: derived from the load.",
     "metadata": "A further field of the file; may be repeated.",
-    "label": "What its name begins with; else the backend.",
-    "disable_tqdm": "No progress bar.",
+    "label": "Beginning of the file's name. Default: the backend.",
+    "disable_tqdm": "Show no progress bar.",
 }
 
 
 @bench.callback()
 def workloads(context: typer.Context) -> None:
-    """Measure a server, an engine, the core on the host, or attention."""
+    """Measure a server, an engine, the scheduler on the host, or attention."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 @bench.command(cls=Command)
 def core(as_json: Json = False) -> None:
-    """What scheduling costs on the host.
+    """Measure the scheduler's time per step on the host.
 
-    Schedule and update at several numbers of requests, contexts and windows, with no model behind them.
+    Schedule and update at several numbers of requests, context lengths and decode windows, without a model.
     """
     from octavo.bench.core import main
 
@@ -86,17 +86,17 @@ def core(as_json: Json = False) -> None:
 
 @bench.command(cls=Command)
 def attention(
-    variant: Annotated[str, typer.Option(help="baseline, a rung of the ladder, cpu, or all.")] = "all",
+    variant: Annotated[str, typer.Option(help="baseline, another variant's name, cpu, or all.")] = "all",
     lengths: Annotated[str | None, typer.Option(metavar="N,N,...", help="Tokens of each prompt.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens a block.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate for each prompt.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Times are the best of so many runs.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate per prompt.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Number of runs; the best time counts.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The same prompts through every kind of attention.
+    """Compare attention variants on the same prompts.
 
-    From padded contiguous keys and values to one ragged call over blocks: equal tokens, then time, memory, and work
-    spent on padding.
+    From padded contiguous keys and values to one ragged call over blocks: checks that tokens are equal, then reports
+    time, memory, and work spent on padding.
     """
     from octavo.bench.attention import main
 
@@ -118,10 +118,10 @@ def throughput(
     as_json: Json = False,
     engine: dict[str, Any],
 ) -> None:
-    """Tokens a second on named workloads.
+    """Measure tokens per second on named workloads.
 
-    Token ids in, lengths forced, so that every engine has the same work; the default is mixed256, which is nano-vllm's.
-    With --load-format dummy a directory with a config.json alone will do.
+    Prompts are token ids and output lengths are fixed, so that every engine has the same work. The default workload is
+    mixed256, nano-vllm's. With --load-format dummy, a directory with a config.json is enough.
     """
     from octavo.bench.throughput import main
 
@@ -131,9 +131,9 @@ def throughput(
 @bench.command(cls=Command)
 @options_of(EngineArgs, ENGINE, into="engine")
 def latency(*, model: Model = DEFAULT_MODEL, as_json: Json = False, engine: dict[str, Any]) -> None:
-    """Time to the first token, and per token after it.
+    """Measure the time to the first token, and per token after it.
 
-    At batches of 1, 32 and 256 prompts of 1,024 tokens; and to the first token of one prompt of 128.
+    Batches of 1, 32 and 256 prompts of 1,024 tokens, and the time to the first token of one prompt of 128.
     """
     from octavo.bench.throughput import main
 
@@ -147,15 +147,15 @@ def serve(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     given: dict[str, Any],
 ) -> None:
-    """Load for a server with OpenAI's API, and what it made of it.
+    """Send a load to a server with OpenAI's API, and report throughput and latencies.
 
-    With vllm bench serve's options, labels and JSON. Ctrl-C ends the load and tells what came so far.
+    Options, labels and JSON are those of vllm bench serve. Ctrl-C ends the load and reports the results so far.
     """
-    for part in more or ():  # vLLM takes several values behind one --goodput or --metadata
-        name = next((n for n, mark in (("metadata", "="), ("goodput", ":")) if n in given and mark in part), None)
+    for value in more or ():  # vLLM accepts several values after one --goodput or --metadata
+        name = next((n for n, mark in (("metadata", "="), ("goodput", ":")) if n in given and mark in value), None)
         if name is None:
-            raise typer.BadParameter(f"got unexpected extra argument {part!r}")
-        given[name] = [*given[name], part]
+            raise typer.BadParameter(f"got unexpected extra argument {value!r}")
+        given[name] = [*given[name], value]
     args = BenchArgs(**given)
     from octavo.bench.serve import main
 
@@ -165,7 +165,7 @@ def serve(
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """On a terminal, nothing elsewhere. Gives the function that a load calls; at the last call the bar goes."""
+    """A progress bar on a terminal, removed at the end. Yields the function that reports progress."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -173,8 +173,8 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int, int], No
     with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task("requests", total=total)
 
-        def show(num_done: int, num_all: int) -> None:
-            progress.update(task, completed=num_done, total=num_all, description=f"requests, {num_done:,} done")
+        def show(num_done: int, num_total: int) -> None:
+            progress.update(task, completed=num_done, total=num_total, description=f"requests, {num_done:,} done")
 
         yield show
 

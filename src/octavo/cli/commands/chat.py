@@ -1,4 +1,4 @@
-"""`octavo chat`: a conversation on the terminal. Each turn's prompt begins with all of the last, found in the cache."""
+"""`octavo chat`: a conversation on the terminal. Each prompt begins with the previous turns, a prefix cache hit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.engine.outputs import RequestOutput
     from octavo.frontend.llm import LLM
 
-HELP = "/new begins again, /exit leaves; Ctrl-C stops an answer, twice leaves"
+HELP = "/new: new conversation; /exit: exit; Ctrl-C: stop the answer, twice: exit"
 
 
 @options_of(EngineArgs, ENGINE, into="engine")
@@ -35,11 +35,11 @@ def chat(
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with a model. Answers are streamed, and the conversation so far is found in the prefix cache."""
-    sampling = {"max_tokens": None} | sampling  # an answer may be as long as fits, unless told
+    """Chat with a model. Answers are streamed; the prefix cache holds the conversation so far."""
+    sampling = {"max_tokens": None} | sampling  # by default, as long as the context allows
     params = SamplingParams(**sampling)
     if params.n != 1:
-        raise UsageError(f"n is {params.n}; a conversation goes on from one answer: leave --n out", param="n")
+        raise UsageError(f"n is {params.n}; a conversation continues with one answer; remove --n", param="n")
     with load(model, engine) as llm:
         if llm.get_tokenizer().chat_template is None:
             raise TemplateError(
@@ -51,7 +51,7 @@ def chat(
 
 
 class Conversation:
-    """Messages in, answers out, until the reader has enough."""
+    """A conversation: reads messages and streams answers until the user exits."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, variables: Mapping[str, Any] | None = None
@@ -59,8 +59,8 @@ class Conversation:
         self.llm = llm
         self.params = params
         self.variables = variables or {}
-        self.opening: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self.opening)
+        self.initial_messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.initial_messages)
 
     def run(self) -> None:
         terminal = on_terminal()
@@ -74,20 +74,20 @@ class Conversation:
                 if just_interrupted or not terminal:
                     raise
                 just_interrupted = True
-                print("(Ctrl-C again leaves)")
+                print("(press Ctrl-C again to exit)")
                 continue
             if line is None or line.strip() in ("/exit", "/quit"):
                 return
             just_interrupted = False
             if line.strip() == "/new":
-                self.messages = list(self.opening)
+                self.messages = list(self.initial_messages)
             elif line.strip() == "/help":
                 print(HELP)
             elif line.strip():
-                just_interrupted = self.ask(line)
+                just_interrupted = self.answer_message(line)
 
-    def ask(self, text: str) -> bool:
-        """Answer one message; whether Ctrl-C cut the answer short. What was said stays in the conversation."""
+    def answer_message(self, text: str) -> bool:
+        """Answer one message. Returns True if Ctrl-C stopped the answer; the conversation keeps the partial answer."""
         messages = [*self.messages, {"role": "user", "content": text}]
         started = time.perf_counter()
         first = None
@@ -96,10 +96,10 @@ class Conversation:
         with catch_interrupt() as interrupt:
             try:
                 stream = self.llm.stream([chat_prompt(self.llm, messages, self.variables)], self.params)
-            except UsageError as error:  # too long a conversation, most of all
-                print(f"error: {error}; /new begins again", file=sys.stderr)
+            except UsageError as error:  # usually the conversation is too long
+                print(f"error: {error}; /new begins a new conversation", file=sys.stderr)
                 return False
-            # Closing it aborts the request, whoever leaves and why; its full blocks stay in the cache.
+            # On any exit, closing the stream aborts the request; its full blocks stay in the prefix cache.
             with contextlib.closing(cast("Generator[RequestOutput]", stream)) as answers:
                 for output in answers:
                     first = first or time.perf_counter()
@@ -111,10 +111,10 @@ class Conversation:
         print()
         if output is not None and not report_failures([output]):
             self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
-            self._tell(output, started, first or started)
+            self._print_stats(output, started, first or started)
         return interrupt.pressed
 
-    def _tell(self, output: RequestOutput, started: float, first: float) -> None:
+    def _print_stats(self, output: RequestOutput, started: float, first: float) -> None:
         from rich.console import Console
 
         num_tokens = len(output.outputs[0].token_ids)
@@ -126,6 +126,6 @@ class Conversation:
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, str]], variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Messages as the prompt that the model's chat template makes of them, up to where the answer begins."""
+    """Render messages with the model's chat template, up to the beginning of the answer."""
     text, ids = llm.get_tokenizer().encode_chat(messages, **(variables or {}))
     return {"prompt": text, "prompt_token_ids": ids}

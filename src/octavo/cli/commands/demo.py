@@ -1,4 +1,4 @@
-"""`octavo demo`: eight questions answered together, and what paged memory made of them."""
+"""`octavo demo`: answers eight questions in one batch and prints KV cache statistics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.engine.outputs import RequestOutput
     from octavo.frontend.llm import LLM
 
-# Long enough for several blocks: what three readers of the same instructions need not keep, nor compute, three times.
+# Fills several blocks, which three requests share: they are computed and stored once.
 LIBRARIAN = (
     "You are the librarian of a small public library by the sea. You answer visitors in two or three short, friendly "
     "sentences. You never invent a title, you prefer plain words to technical ones, and you like to name one thing "
@@ -45,15 +45,15 @@ QUESTIONS: tuple[tuple[str | None, str], ...] = (
 )
 
 
-class Measured(NamedTuple):
-    """What was seen from outside while the answers came."""
+class Measurements(NamedTuple):
+    """Measurements of a run."""
 
     num_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
     elapsed_s: float
     first_token_s: list[float]
-    peak: KVStats  # when most blocks were in use
+    peak: KVStats  # at the maximum of used blocks
     last: KVStats
 
 
@@ -61,51 +61,50 @@ class Measured(NamedTuple):
 def demo(
     *,
     model: Model = DEFAULT_MODEL,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer at most.")] = 56,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 56,
     engine: dict[str, Any],
 ) -> None:
-    """Answer eight questions together, and show the memory.
+    """Answer eight questions in one batch, and show the KV cache's use.
 
-    All eight are answered in one continuous batch. Three of them share a long system prompt, which is computed once
-    although all eight arrive at the same time.
+    Three of the questions share a long system prompt. It is computed once, although all eight arrive at the same time.
     """
     with load(model, engine) as llm:
-        measured = watch(llm, max_tokens)
+        measured = measure(llm, max_tokens)
     from rich.console import Console
 
     Console().print(report(measured))
 
 
-def watch(llm: LLM, max_tokens: int) -> Measured:
-    """Ask all questions at once; show each answer as it grows, and again when it is whole."""
+def measure(llm: LLM, max_tokens: int) -> Measurements:
+    """Submit all questions at once; show each answer while it grows, and again when it is complete."""
     from rich.console import Console
     from rich.live import Live
 
     prompts = [chat_prompt(llm, _messages(system, question)) for system, question in QUESTIONS]
-    asked = {prompt["prompt"]: i for i, prompt in enumerate(prompts)}
+    question_index = {prompt["prompt"]: i for i, prompt in enumerate(prompts)}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     console = Console(highlight=False)
-    growing: dict[int, RequestOutput] = {}
+    unfinished: dict[int, RequestOutput] = {}
     done: list[RequestOutput] = []
     first_token_s: dict[int, float] = {}
     peak = llm.kv_stats()
     started = time.perf_counter()
-    # Not a terminal: no lines that grow, only whole answers.
+    # Without a terminal, only complete answers are printed.
     with Live(console=console, transient=True) if console.is_terminal else contextlib.nullcontext() as live:
         for output in llm.stream(prompts, params):
-            i = asked[output.prompt or ""]
+            i = question_index[output.prompt or ""]
             if output.outputs[0].token_ids:
                 first_token_s.setdefault(i, time.perf_counter() - started)
             peak = max(peak, llm.kv_stats(), key=lambda stats: stats.num_used)
-            growing[i] = output
+            unfinished[i] = output
             if output.finished:
-                done.append(growing.pop(i))
-                console.print(_whole(QUESTIONS[i][1], output), end="\n\n")
+                done.append(unfinished.pop(i))
+                console.print(_finished_answer(QUESTIONS[i][1], output), end="\n\n")
             if live is not None:
-                live.update(_lines(growing))
+                live.update(_live_table(unfinished))
     if report_failures(done):
         raise typer.Exit(1)
-    return Measured(
+    return Measurements(
         num_tokens=sum(len(output.outputs[0].token_ids) for output in done),
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in done),
         num_cached_tokens=sum(output.num_cached_tokens for output in done),
@@ -116,20 +115,20 @@ def watch(llm: LLM, max_tokens: int) -> Measured:
     )
 
 
-def report(seen: Measured) -> Table:
-    """The short table at the end."""
+def report(run: Measurements) -> Table:
+    """The summary table."""
     from rich.table import Table
 
-    peak, last = seen.peak, seen.last
+    peak, last = run.peak, run.last
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     rows = {
-        "tokens generated": f"{seen.num_tokens} in {seen.elapsed_s:.1f} s",
-        "tokens/s": f"{seen.num_tokens / seen.elapsed_s:.1f}",
-        "time to first token": f"{seen.first_token_s[0]:.2f} s, the last of the eight {seen.first_token_s[-1]:.2f} s",
+        "tokens generated": f"{run.num_tokens} in {run.elapsed_s:.1f} s",
+        "tokens/s": f"{run.num_tokens / run.elapsed_s:.1f}",
+        "time to first token": f"{run.first_token_s[0]:.2f} s, the last of eight {run.first_token_s[-1]:.2f} s",
         "blocks used at peak": f"{peak.num_used} of {peak.num_blocks:,}, {peak.block_size} tokens each",
         "blocks saved by sharing": f"{peak.num_saved_by_sharing}, at that peak",
-        "prefix-cache hit rate": f"{last.hit_rate:.1%} of blocks; {seen.num_cached_tokens} of "
-        f"{seen.num_prompt_tokens} prompt tokens were not computed",
+        "prefix-cache hit rate": f"{last.hit_rate:.1%} of blocks; {run.num_cached_tokens} of "
+        f"{run.num_prompt_tokens} prompt tokens were not computed",
         "unfilled slots": f"{peak.num_unfilled_slots} of {peak.num_used * peak.block_size}, at that peak",
         "blocks used now": f"{last.num_used}, {last.num_cached} kept in the cache",
     }
@@ -143,7 +142,7 @@ def _messages(system: str | None, question: str) -> list[dict[str, str]]:
     return [*opening, {"role": "user", "content": question}]
 
 
-def _whole(question: str, output: RequestOutput) -> Text:
+def _finished_answer(question: str, output: RequestOutput) -> Text:
     from rich.text import Text
 
     answer = output.outputs[0]
@@ -151,14 +150,14 @@ def _whole(question: str, output: RequestOutput) -> Text:
     return Text.assemble((question, "bold"), "\n", printable(answer.text).strip() + ellipsis)
 
 
-def _lines(growing: dict[int, RequestOutput]) -> Table:
-    """The answers that are being written, each on one line: its end, where the new words are."""
+def _live_table(unfinished: dict[int, RequestOutput]) -> Table:
+    """Unfinished answers, one line each: the question and the answer's last 60 characters."""
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False, expand=True)
     table.add_column(width=28, no_wrap=True, style="bold")
     table.add_column(ratio=1, no_wrap=True)
-    for i in sorted(growing):
-        tail = " ".join(printable(growing[i].outputs[0].text).split())[-200:]
+    for i in sorted(unfinished):
+        tail = " ".join(printable(unfinished[i].outputs[0].text).split())[-200:]
         table.add_row(QUESTIONS[i][1], f"...{tail[-60:]}" if len(tail) > 60 else tail)
     return table

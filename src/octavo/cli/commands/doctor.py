@@ -1,4 +1,4 @@
-"""`octavo doctor`: whether a model fits, before any of it is loaded."""
+"""`octavo doctor`: checks whether a model fits, without loading it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, options_of
 from octavo.config import EngineArgs
 
-ASKED = (
+MEMORY_OPTIONS = (
     "revision",
     "device",
     "dtype",
@@ -26,25 +26,25 @@ ASKED = (
     "swap_space",
     "enforce_eager",
 )
-"""The engine's options that memory depends on."""
+"""Engine options that affect memory."""
 
 
-@options_of(EngineArgs, {name: ENGINE[name] for name in ASKED}, into="engine")
+@options_of(EngineArgs, {name: ENGINE[name] for name in MEMORY_OPTIONS}, into="engine")
 def doctor(
     *,
     model: Annotated[
         str, typer.Argument(help="Directory with a config.json, .gguf file, name in `octavo models`, or hub id.")
     ] = DEFAULT_MODEL,
     gpu: Annotated[
-        str | None, typer.Option(help="h200, h100, a100-80, a100-40, l4, or GiB such as 48GiB; else this machine.")
+        str | None, typer.Option(help="h200, h100, a100-80, a100-40, l4, or GiB such as 48GiB. Default: this machine.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     engine: dict[str, Any],
 ) -> int:
-    """Whether a model fits, and how many requests it then serves at once.
+    """Check whether a model fits, and how many requests it can serve at once.
 
-    From config.json alone: weights need not be here, and nothing is downloaded. Exit code 1 where it does not fit, with
-    the flag that makes it.
+    Reads config.json only: needs no weights and downloads nothing. The exit code is 1 if the model does not fit; the
+    report then names the flag that makes it fit.
     """
     from octavo.doctor import examine, format_report
 

@@ -1,4 +1,4 @@
-"""`octavo generate`: complete prompts, all of them together."""
+"""`octavo generate`: completes prompts in one continuous batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.frontend.llm import LLM
 
 Prompt: TypeAlias = str | dict[str, Any]
-"""Text, or {"prompt_token_ids": [...]}, or {"prompt": text, "parse_special": True}."""
+"""Text, {"prompt_token_ids": [...]}, or {"prompt": text, "parse_special": True}."""
 
 
 @options_of(EngineArgs, ENGINE, into="engine")
@@ -38,22 +38,22 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='A prompt a line, as text or as JSON with "prompt" or "prompt_token_ids"; - reads stdin.',
+            help='One prompt per line, text or JSON with "prompt" or "prompt_token_ids"; - reads stdin.',
         ),
     ] = None,
     model: Model = DEFAULT_MODEL,
     parse_special: Annotated[
-        bool, typer.Option("--parse-special", help="Special tokens spelled in prompts are meant; else they are text.")
+        bool, typer.Option("--parse-special", help="Parse special tokens in prompts. Default: they are text.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Complete prompts, all in one continuous batch.
+    """Complete prompts in one continuous batch.
 
-    One prompt on a terminal is streamed. Of several, each result is written when it is there, so that Ctrl-C loses none
-    of them. --json prints one object a line: prompt, text, token_ids, finish_reason and num_cached_tokens; of several
-    prompts also prompt_index, from 0; and what --logprobs and --prompt-logprobs ask for.
+    A single prompt is streamed to a terminal. With several prompts, each result is printed when it is complete, so that
+    Ctrl-C loses none. --json prints one object per line: prompt, text, token_ids, finish_reason, num_cached_tokens;
+    with several prompts prompt_index, from 0; with --logprobs and --prompt-logprobs also these.
     """
     prompts: list[Prompt] = list(prompt or [])
     if prompts_file is not None:
@@ -63,7 +63,7 @@ def generate(
 
     if parse_special:
         prompts = [{"prompt": p, "parse_special": True} if isinstance(p, str) else p for p in prompts]
-    SamplingParams(**sampling)  # before the model is loaded: a mistake in it costs no wait
+    SamplingParams(**sampling)  # refuse invalid options before the model is loaded
     with load(model, engine) as llm:
         params = sampling_params(llm, sampling)
         shows_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
@@ -75,17 +75,17 @@ def generate(
         raise typer.Exit(1)
 
 
-def sampling_params(llm: LLM, said: dict[str, Any]) -> SamplingParams:
-    """What was said on the command line over what the model's makers recommend, which is told."""
-    if told := str(llm.sampling_defaults):
-        print(told, file=sys.stderr)
-    return dataclasses.replace(llm.get_default_sampling_params(), **said)
+def sampling_params(llm: LLM, options: dict[str, Any]) -> SamplingParams:
+    """The command line's options over the model's sampling defaults, which are printed on stderr."""
+    if defaults := str(llm.sampling_defaults):
+        print(defaults, file=sys.stderr)
+    return dataclasses.replace(llm.get_default_sampling_params(), **options)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, "-" for stdin. Its first line says whether all of them are JSON objects.
+    """Read the prompts of a file; "-" is stdin. If the first line is a JSON object, all lines must be.
 
-    Raises `PromptError` with the line's number for one that is not a prompt.
+    Raises `PromptError` with the line number for an invalid prompt.
     """
     try:
         text = sys.stdin.buffer.read().decode() if str(path) == "-" else path.read_text(encoding="utf-8")
@@ -93,10 +93,10 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise PromptError(f"cannot read {path}: {error.strerror}", param="prompts_file") from None
     except UnicodeDecodeError as error:
         raise PromptError(f"{path} is not UTF-8 (byte {error.start})", param="prompts_file") from None
-    # Not splitlines(): a prompt may hold characters that Unicode, but no editor, takes for the end of a line.
+    # Not splitlines(): a prompt may contain characters, such as U+2028, that only Unicode counts as line ends.
     lines = [(i, line) for i, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1) if line.strip()]
     if not lines:
-        raise PromptError(f"{path} has no prompt; it needs one a line", param="prompts_file")
+        raise PromptError(f"{path} has no prompt; write one per line", param="prompts_file")
     if not _is_object(lines[0][1]):
         return [line.rstrip("\r") for _, line in lines]
     return [_prompt_of(line, f"{path}, line {i}") for i, line in lines]
@@ -109,21 +109,21 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _prompt_of(line: str, where: str) -> Prompt:
+def _prompt_of(line: str, location: str) -> Prompt:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise PromptError(f"{where} is no JSON: {error}", param="prompts_file") from None
+        raise PromptError(f"{location} is not JSON: {error}", param="prompts_file") from None
     if isinstance(record, dict):
         if isinstance(text := record.get("prompt"), str):
             return text
         if isinstance(ids := record.get("prompt_token_ids"), list):
             return {"prompt_token_ids": ids}
-    raise PromptError(f'{where} has neither a "prompt" of text nor "prompt_token_ids"', param="prompts_file")
+    raise PromptError(f'{location} has neither a "prompt" (text) nor "prompt_token_ids"', param="prompts_file")
 
 
 def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> bool:
-    """Print one completion as it grows; whether it failed."""
+    """Stream one completion to stdout. Returns True if it failed."""
     shown = 0
     for output in llm.stream([prompt], params):
         completion = output.outputs[0]
@@ -134,23 +134,23 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> bool:
 
 
 def show_all(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, *, as_json: bool) -> bool:
-    """Print each request's result as soon as it ends; whether any failed."""
+    """Print each request's result when it finishes. Returns True if any failed."""
     from tqdm import tqdm
 
     params = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-    bare = len(prompts) == 1 and params.n == 1
+    titled = len(prompts) > 1 or params.n > 1
     failed: list[RequestOutput] = []
-    no_bar = not sys.stderr.isatty() or sys.stdout.isatty()  # on a terminal, results are the progress
+    no_bar = not sys.stderr.isatty() or sys.stdout.isatty()  # results on a terminal show the progress
     with (
         tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=no_bar, dynamic_ncols=True) as bar,
         contextlib.closing(cast("Generator[RequestOutput]", llm.stream(prompts, params))) as outputs,
     ):
         for output in outputs:
-            with catch_interrupt() as interrupt:  # not in the middle of a result
+            with catch_interrupt() as interrupt:  # do not interrupt a result
                 if as_json:
                     show_json(output, index=None if len(prompts) == 1 else int(output.request_id))
                 else:
-                    show_text(output, bare=bare)
+                    show_text(output, titled=titled)
                 sys.stdout.flush()
             if interrupt.pressed:
                 raise KeyboardInterrupt
@@ -160,12 +160,12 @@ def show_all(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, *, as_
     return report_failures(failed)
 
 
-def show_text(output: RequestOutput, *, bare: bool) -> None:
-    """A single completion bare, several under their prompts."""
-    if not bare:
+def show_text(output: RequestOutput, *, titled: bool) -> None:
+    """Print completions, below their prompt if `titled`."""
+    if titled:
         print(f">>> {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
     for completion in output.outputs:
-        print(printable(completion.text) if sys.stdout.isatty() else completion.text, end="\n" if bare else "\n\n")
+        print(printable(completion.text) if sys.stdout.isatty() else completion.text, end="\n\n" if titled else "\n")
         if completion.logprobs is not None:
             print_table(completion.logprobs, completion.token_ids)
     echoed = output.outputs[0].logprobs is not None and None in output.outputs[0].logprobs
@@ -175,44 +175,44 @@ def show_text(output: RequestOutput, *, bare: bool) -> None:
 
 
 def print_table(positions: Sequence[Mapping[int, Logprob] | None], token_ids: Sequence[int]) -> None:
-    """A line a token: the token, its log-probability and rank, and the likeliest in its place."""
+    """Print one line per token: the token, its log-probability and rank, and the top tokens at its position."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("token", "logprob", "rank", "likeliest", box=None, pad_edge=False)
-    for token_id, known in zip(token_ids, positions, strict=True):
-        row = logprob_record(token_id, known)
-        best = "  ".join(f"{_shown(each['token'])} {each['logprob']:.3f}" for each in row.get("top", []))
+    table = Table("token", "logprob", "rank", "top", box=None, pad_edge=False)
+    for token_id, logprobs in zip(token_ids, positions, strict=True):
+        row = logprob_record(token_id, logprobs)
+        top = "  ".join(f"{_quoted(each['token'])} {each['logprob']:.3f}" for each in row.get("top", []))
         figures = (f"{row['logprob']:.3f}", str(row["rank"])) if row["logprob"] is not None else ("", "")
-        table.add_row(_shown(row["token"]) if row["token"] is not None else str(token_id), *figures, best)
+        table.add_row(_quoted(row["token"]) if row["token"] is not None else str(token_id), *figures, top)
     Console(markup=False, highlight=False).print(table)
 
 
-def _shown(token: str) -> str:
-    """In quotes, so that spaces and the ends of lines can be seen."""
+def _quoted(token: str) -> str:
+    """The token in quotes, which makes spaces and line ends visible."""
     return json.dumps(token, ensure_ascii=False)
 
 
-def logprob_record(token_id: int, known: Mapping[int, Logprob] | None) -> dict[str, Any]:
-    """What is known of one position; nothing of a prompt's first token."""
-    if known is None or token_id not in known:
+def logprob_record(token_id: int, logprobs: Mapping[int, Logprob] | None) -> dict[str, Any]:
+    """The log-probabilities of one position as JSON. A prompt's first token has none."""
+    if logprobs is None or token_id not in logprobs:
         return {"token_id": token_id, "token": None, "logprob": None, "rank": None}
-    own = known[token_id]
-    ranked = sorted(known.items(), key=lambda item: (item[1].rank or 0, item[0]))
+    entry = logprobs[token_id]
+    ranked = sorted(logprobs.items(), key=lambda item: (item[1].rank or 0, item[0]))
     top = [{"token_id": i, "token": each.decoded_token or "", "logprob": each.logprob} for i, each in ranked]
-    record = {"token_id": token_id, "token": own.decoded_token or "", "logprob": own.logprob, "rank": own.rank}
+    record = {"token_id": token_id, "token": entry.decoded_token or "", "logprob": entry.logprob, "rank": entry.rank}
     return record | ({"top": top} if len(top) > 1 else {})
 
 
 def show_json(output: RequestOutput, *, index: int | None) -> None:
-    """index: the prompt's place, where there are several prompts; requests end in any order."""
-    place = {} if index is None else {"prompt_index": index}
+    """Print JSON records. index: position of the prompt if there are several; requests finish in any order."""
+    position = {} if index is None else {"prompt_index": index}
     for record in records(output):
-        print(json.dumps(record | place, ensure_ascii=False))
+        print(json.dumps(record | position, ensure_ascii=False))
 
 
 def records(output: RequestOutput) -> Iterator[dict[str, Any]]:
-    """What --json prints: one object a completion, numbered where a prompt has several."""
+    """The objects that --json prints, one per completion, with an index if a prompt has several."""
     for completion in output.outputs:
         record: dict[str, Any] = {
             "prompt": output.prompt if output.prompt is not None else list(output.prompt_token_ids),
@@ -233,7 +233,7 @@ def has_failed(output: RequestOutput) -> bool:
 
 
 def report_failures(outputs: Sequence[RequestOutput]) -> bool:
-    """One line on stderr for each request that failed on its own, all others being fine."""
+    """Print one line on stderr for each failed request. Returns True if there is one."""
     failed = [output for output in outputs if has_failed(output)]
     sys.stdout.flush()
     for output in failed:

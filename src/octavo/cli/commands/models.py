@@ -1,4 +1,4 @@
-"""`octavo models`: the models that have a name here, and getting them. `load` is how every command gets its LLM."""
+"""`octavo models`: lists and downloads the models of the catalogue. `load` creates the LLM of every command."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from octavo.config import EngineArgs
     from octavo.frontend.llm import LLM
 
-models = typer.Typer(cls=Group, help="List the models that have a name, or fetch one.", invoke_without_command=True)
+models = typer.Typer(cls=Group, help="List the named models, or fetch one.", invoke_without_command=True)
 
 
 @models.callback()
 def list_models(context: typer.Context) -> None:
-    """List the models that have a name, and say which are on this machine."""
+    """List the named models, and whether each is on this machine."""
     if context.invoked_subcommand is not None:
         return
     from rich.console import Console
@@ -27,47 +27,47 @@ def list_models(context: typer.Context) -> None:
 
     from octavo.checkpoint import catalog
 
-    table = Table("name", "size", "here", "licence", "what it is", box=None, pad_edge=False)
+    table = Table("name", "size", "here", "licence", "description", box=None, pad_edge=False)
     for row in catalog.list_models():
-        here = "yes" if row.is_cached else "no"
-        table.add_row(row.name, f"{row.num_bytes / 1e6:.0f} MB", here, row.licence, row.description)
+        cached = "yes" if row.is_cached else "no"
+        table.add_row(row.name, f"{row.num_bytes / 1e6:.0f} MB", cached, row.licence, row.description)
     Console().print(table)
-    print(f"\nkept in {catalog.models_dir()} (OCTAVO_CACHE moves it)")
+    print(f"\nstored in {catalog.models_dir()}; set OCTAVO_CACHE to change it")
 
 
 @models.command(cls=Command)
 def fetch(name: Annotated[str, typer.Argument(help="A name that `octavo models` lists.")]) -> None:
-    """Download a model, unless it is here and whole; prints where it is."""
+    """Download a model, unless it is complete on this machine, and print its path."""
     print(fetch_model(name))
 
 
 def fetch_model(name: str) -> Path:
-    """The file of a model of the catalogue, downloaded if need be, with progress on stderr."""
+    """Return the file of a model of the catalogue. Downloads it if needed, with progress on stderr."""
     from rich.console import Console
 
     from octavo.checkpoint import catalog
 
     entry = catalog.find(name)
     label = f"fetching {entry.name}, {entry.num_bytes / 1e6:.0f} MB" if entry else "fetching"
-    # A spinner on a terminal, nothing at all elsewhere. The catalogue knows what it has; asking it costs nothing then.
+    # A spinner on a terminal, no output elsewhere. The call is cheap if the model is cached.
     with Console(stderr=True).status(label) as status:
 
-        def show(doing: str, num_done: int, num_bytes: int) -> None:
+        def show(activity: str, num_done: int, num_bytes: int) -> None:
             share = f" {num_done / num_bytes:.0%}" if num_bytes else ""
-            status.update(f"{label}: {doing}{share}")
+            status.update(f"{label}: {activity}{share}")
 
         return catalog.fetch(name, show)
 
 
 def is_named(model: str) -> bool:
-    """Whether the catalogue's model of that name is meant. A model's directory of the same name goes before it."""
+    """True if `model` names a model of the catalogue. A model directory of the same name takes precedence."""
     from octavo.checkpoint import catalog
 
     return catalog.find(model) is not None and not (Path(model) / "config.json").exists()
 
 
 def check(args: EngineArgs) -> None:
-    """Raises `ModelError` for a model that is not here or cannot be loaded, before torch is imported."""
+    """Raises `ModelError` for a model that is missing or cannot be loaded, before torch is imported."""
     if not is_named(args.model):
         from octavo.frontend.preflight import check_model
 
@@ -75,15 +75,15 @@ def check(args: EngineArgs) -> None:
 
 
 def load(model: str, engine: dict[str, Any]) -> LLM:
-    """An LLM for a command line: with progress on a terminal while the model is fetched and loaded."""
+    """Create the LLM of a command. Fetches and loads the model, with progress on a terminal."""
     from rich.console import Console
 
     from octavo.config import EngineArgs
 
-    check(EngineArgs(model=model, **engine))  # a mistake in an option is found before anything is fetched
+    check(EngineArgs(model=model, **engine))  # refuse invalid options before a download
     if is_named(model):
         fetch_model(model)
-    logging.addLevelName(logging.WARNING, "warning")  # "warning: ..." beside "error: ..."
+    logging.addLevelName(logging.WARNING, "warning")  # lower case, like "error: ..."
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with Console(stderr=True).status(f"loading {model}"):
         from octavo import LLM

@@ -1,4 +1,4 @@
-"""`octavo plan`: which machines serve a trace within an SLO."""
+"""`octavo plan`: finds the machines that serve a trace within an SLO."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from octavo.errors import ParameterError
 
 
 def plan(
-    trace: Annotated[str, typer.Option("--trace", help="A file or a workload, as `octavo simulate` takes it.")],
+    trace: Annotated[str, typer.Option("--trace", help="A file or a workload, as for `octavo simulate`.")],
     slo: Annotated[str, typer.Option(metavar="TIMES", help="Such as ttft=500ms,tpot=50ms.")],
     *,
     model: SimulatedModel = "llama-3.1-8b",
-    share: Annotated[float, typer.Option(help="Of the requests, that must keep the SLO.")] = 0.95,
-    gpu: Annotated[list[str] | None, typer.Option(help="Look at this one alone; may be repeated.")] = None,
-    prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price an hour, ...}.')] = None,
+    share: Annotated[float, typer.Option(help="Share of the requests that must meet the SLO.")] = 0.95,
+    gpu: Annotated[list[str] | None, typer.Option(help="Consider this GPU only; may be repeated.")] = None,
+    prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price per hour, ...}.')] = None,
     max_gpus: Annotated[int, typer.Option("--max-gpus", "--most-gpus", help="Maximum number of GPUs.")] = 64,
     rate: Rate = None,
-    requests: Annotated[int, typer.Option(help="Of the trace, the first so many.")] = 2000,
+    requests: Annotated[int, typer.Option(help="Number of requests, the first of the trace.")] = 2000,
     burstiness: Burstiness = 1.0,
     scale: Scale = 1.0,
     seed: Seed = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """The cheapest machines and settings that serve a trace within an SLO, by simulation."""
+    """Find the cheapest machines and settings that serve a trace within an SLO, by simulation."""
     from rich.console import Console
 
     from octavo.simulate.cost import DEVICES, find_device
@@ -59,21 +59,21 @@ def plan(
         answer = planner.search()
     best = answer.best
     if as_json:
-        told = {
+        result = {
             "best": None if best is None else best.as_dict(),
             "margin": answer.margin,
             "tried": [c.as_dict() for c in answer.tried],
         }
-        print(json.dumps(told))
+        print(json.dumps(result))
         return
     if best is None:
-        print(f"nothing of up to {max_gpus} GPUs keeps {slo} for {share:.0%} of the requests; the nearest:")
+        print(f"no setup of up to {max_gpus} GPUs meets {slo} for {share:.0%} of the requests; the nearest:")
     else:
         options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
-        margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "no more than this load"
+        margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "only this load"
         each = f"{best.num_replicas} replicas of {shape.name} on {best.num_devices} each"
         print(f"{best.num_gpus} x {best.device.name}: {each}")
-        print(f"settings  {options.strip() or 'the defaults'}\nbears     {margin}\n")
+        print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
     print_table(answer.tried[:12])
 
 
@@ -82,7 +82,7 @@ def print_table(tried: list) -> None:  # type: ignore[type-arg]
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("gpus", "replicas", "settings", "keep the SLO", "first token p95", "each token p95", "price"):
+    for name in ("gpus", "replicas", "settings", "meet the SLO", "first token p95", "each token p95", "price"):
         table.add_column(name, justify="left" if name == "settings" else "right")
     for c in tried:
         first, each = (c.report.get(name, {}).get("p95", math.nan) * 1e3 for name in ("ttft_s", "tpot_s"))
@@ -99,7 +99,7 @@ def print_table(tried: list) -> None:  # type: ignore[type-arg]
 
 
 def read_prices(path: Path) -> dict[str, float]:
-    """Raises `ParameterError` for anything but an object of numbers above 0, of devices that are known."""
+    """Read prices by device. Raises `ParameterError` unless the file maps known devices to positive numbers."""
     from octavo.simulate.cost import find_device
 
     try:
@@ -111,5 +111,5 @@ def read_prices(path: Path) -> dict[str, float]:
     except ValueError:
         good = False
     if not good or not prices:
-        raise ParameterError(f'{path} has no prices; give JSON such as {{"h200": 3.5}}, an hour', param="prices")
+        raise ParameterError(f'{path} has no prices; give JSON such as {{"h200": 3.5}}, per hour', param="prices")
     return {find_device(name).name: float(price) for name, price in prices.items()}

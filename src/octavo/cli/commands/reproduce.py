@@ -1,4 +1,4 @@
-"""`octavo reproduce`: the paper's experiments, by simulation on this machine; each number beside the paper's."""
+"""`octavo reproduce`: simulates the paper's experiments and compares each number with the paper's."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ def reproduce(
     figures: Annotated[list[str], typer.Argument(metavar="FIGURE...", help="fig2, fig12 to fig19, or all.")],
     *,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="ShareGPT's real lengths, .npz; else 18 percentiles of them.")
+        Path | None, typer.Option(metavar="FILE", help="ShareGPT's lengths, .npz. Default: drawn from 18 percentiles.")
     ] = None,
-    time: Annotated[float, typer.Option(help="Multiplies the seconds of traces; below 1 for a quick look.")] = 1.0,
+    time: Annotated[float, typer.Option(help="Factor on the traces' durations; below 1 for a quick run.")] = 1.0,
     seed: Seed = 0,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where JSON and SVG are written.")
-    ] = FOLDER,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a figure.")] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for JSON and SVG.")] = FOLDER,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per figure.")] = False,
 ) -> None:
-    """Figures of the paper, simulated: its number, ours, and the difference."""
+    """Simulate figures of the paper and print its numbers, ours, and the differences."""
     import json
     import sys
 
@@ -60,9 +58,9 @@ def reproduce(
 
 
 def check_folder(folder: Path) -> None:
-    """Make it now: a figure takes minutes. Raises `ParameterError`."""
+    """Create the directory before the simulation, which takes minutes. Raises `ParameterError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        text = f"output is {str(folder)!r}, which cannot be a directory: {error.strerror}; name another one"
+        text = f"output is {str(folder)!r}, which cannot be a directory: {error.strerror}; choose another"
         raise ParameterError(text, param="output") from None

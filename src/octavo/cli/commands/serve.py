@@ -1,4 +1,4 @@
-"""`octavo serve`: the OpenAI-compatible server."""
+"""`octavo serve`: runs the OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -14,69 +14,69 @@ from octavo.config import EngineArgs
 from octavo.serve.args import ServeArgs
 
 SERVE = {
-    "host": "Where to listen; beyond this machine only with a key.",
-    "port": "0 takes a free one, and prints it.",
+    "host": "Address to listen on; a non-loopback address needs a key.",
+    "port": "Port to listen on; 0: any free port, which is printed.",
     "uds": "Listen on this Unix socket instead.",
-    "served_model_name": "The model's name in requests; may be repeated, responses have the first.",
-    "api_key": "A key that requests must bring; may be repeated. Also from OCTAVO_API_KEY and VLLM_API_KEY.",
-    "api_key_file": "A file with keys, one a line.",
-    "admin_key": "A key that sees all requests in /debug and /view, not its own alone. Also from OCTAVO_ADMIN_KEY.",
-    "admin_key_file": "A file with such keys, one a line.",
-    "insecure": "Listen beyond this machine without a key.",
-    "ssl_keyfile": "TLS: the server's private key.",
-    "ssl_certfile": "TLS: its certificate.",
-    "ssl_ca_certs": "TLS: whose clients' certificates are asked for.",
-    "allowed_origins": "An origin whose scripts may read responses, or *; may be repeated.",
-    "allowed_hosts": "A name by which requests may call the server, or *; may be repeated.",
-    "root_path": "Prefix of the paths, behind a proxy.",
-    "max_num_queued_reqs": "Requests that may wait; more get 429.",
-    "max_num_queued_tokens": "Tokens of their prompts together; else any number.",
-    "max_request_sequences": "Prompts x n of one request; else eight times those that run together.",
-    "max_request_tokens": "Its prompts and outputs in all; else four times what the KV cache holds.",
-    "max_request_logprobs": "Log-probabilities that it asks for in all; else 131072.",
-    "queue_timeout": "Seconds that a request may wait, then 503; 0: any time.",
-    "max_body_bytes": "The largest body; else by the context's length, at most 8 MiB.",
-    "unknown_params": "What a parameter that does not exist does to a request.",
-    "strict_openai": "OpenAI's own limits where they are narrower.",
-    "trust_request_chat_template": "Let requests bring chat templates.",
-    "default_chat_template_kwargs": "Variables of the chat template, as JSON.",
-    "tool_call_parser": "How the model writes calls of tools; auto reads its chat template.",
-    "reasoning_parser": "How it sets its reasoning apart; auto likewise.",
-    "pin_prefix": "A file that prompts begin with, to keep computed: messages in .json, else text; may be repeated.",
-    "max_json_whitespace": "White space in a row that constrained JSON may have; 0: none, -1: any number.",
-    "shutdown_timeout": "Seconds that requests get to end after Ctrl-C or SIGTERM; a second one stops at once.",
-    "sse_keep_alive_interval": "Seconds of silence before a stream gets a comment; 0: never.",
-    "metrics_public": "/metrics takes no key.",
-    "view_text": "/view shows what stands in a block.",
-    "otlp_traces_endpoint": "An OpenTelemetry collector, such as http://localhost:4318/v1/traces.",
-    "enable_log_requests": "Log each request's parameters, never its text.",
-    "disable_log_stats": "No line of numbers every ten seconds.",
-    "disable_access_log_for_endpoints": "A path whose requests are not logged; may be repeated.",
-    "uvicorn_log_level": "How much is logged.",
+    "served_model_name": "Model name in requests; may be repeated, responses have the first.",
+    "api_key": "API key that requests need; may be repeated. Also from OCTAVO_API_KEY and VLLM_API_KEY.",
+    "api_key_file": "File with API keys, one per line.",
+    "admin_key": "Key that sees all requests in /debug and /view, not just its own. Also from OCTAVO_ADMIN_KEY.",
+    "admin_key_file": "File with admin keys, one per line.",
+    "insecure": "Allow a non-loopback address without a key.",
+    "ssl_keyfile": "TLS: private key of the server.",
+    "ssl_certfile": "TLS: certificate of the server.",
+    "ssl_ca_certs": "TLS: certificate authorities; clients need a certificate signed by one.",
+    "allowed_origins": "CORS: origin whose scripts may read responses, or *; may be repeated.",
+    "allowed_hosts": "Accepted Host name, or *; may be repeated.",
+    "root_path": "Path prefix behind a reverse proxy.",
+    "max_num_queued_reqs": "Sequences that may wait; further requests get 429.",
+    "max_num_queued_tokens": "Prompt tokens of waiting requests. Default: no limit.",
+    "max_request_sequences": "Prompts x n of one request. Default: 8 x --max-num-seqs.",
+    "max_request_tokens": "Tokens of one request's prompts and outputs. Default: four times the KV cache's.",
+    "max_request_logprobs": "Log-probabilities of one request, prompts included. Default: 131072.",
+    "queue_timeout": "Seconds that a request may wait, then it gets 503; 0: no limit.",
+    "max_body_bytes": "Size of a request body. Default: by --max-model-len, at most 8 MiB.",
+    "unknown_params": "Refuse a request with an unknown parameter, or warn and ignore the parameter.",
+    "strict_openai": "Apply OpenAI's narrower limits.",
+    "trust_request_chat_template": "Allow chat templates in requests.",
+    "default_chat_template_kwargs": "Chat template variables, as JSON.",
+    "tool_call_parser": "Format of the model's tool calls; auto: detected from its chat template.",
+    "reasoning_parser": "Format of the model's reasoning; auto: detected from its chat template.",
+    "pin_prefix": "File with a prompt prefix to compute and keep: messages in .json, else text; may be repeated.",
+    "max_json_whitespace": "White space characters between two tokens of constrained JSON; 0: none, -1: unlimited.",
+    "shutdown_timeout": "Seconds that running requests get after Ctrl-C or SIGTERM; a second signal stops at once.",
+    "sse_keep_alive_interval": "Seconds of silence after which a stream gets a comment; 0: never.",
+    "metrics_public": "/metrics needs no key.",
+    "view_text": "/view shows the token ids and the text of blocks.",
+    "otlp_traces_endpoint": "URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces.",
+    "enable_log_requests": "Log each request's parameters, without its text.",
+    "disable_log_stats": "Do not log throughput every ten seconds.",
+    "disable_access_log_for_endpoints": "Path without access log lines; may be repeated.",
+    "uvicorn_log_level": "Log level.",
 }
-FLIGHT = {"flight_recorder": "Dump the engine's last minutes into this directory when it dies, and on SIGUSR1."}
-SEED = {"seed": "Where the seeds of requests that bring none come from."}
-ALWAYS = typer.Option(hidden=True)
-"""Of vLLM's flags: what they switch on is always on here."""
+FLIGHT_RECORDER = {"flight_recorder": "Directory for dumps of the last minutes, on SIGUSR1 or an engine failure."}
+SEED = {"seed": "Seed of the generator for requests without a seed."}
+ALWAYS_ON = typer.Option(hidden=True)
+"""Flags of vLLM for features that are always on here."""
 
 
 @options_of(ServeArgs, SERVE, into="server")
-@options_of(EngineArgs, ENGINE | SEED | FLIGHT, into="engine")
+@options_of(EngineArgs, ENGINE | SEED | FLIGHT_RECORDER, into="engine")
 def serve(
     *,
     model: Annotated[
         str, typer.Argument(help="Directory, .gguf file, name in `octavo models`, or hub id.")
     ] = DEFAULT_MODEL,
-    log_format: Annotated[str, typer.Option(help="text, or json: an object a line.")] = "text",
-    enable_auto_tool_choice: Annotated[bool, ALWAYS] = True,
-    enable_prompt_tokens_details: Annotated[bool, ALWAYS] = True,
-    enable_request_id_headers: Annotated[bool, ALWAYS] = True,
+    log_format: Annotated[str, typer.Option(help="text, or json: one object per line.")] = "text",
+    enable_auto_tool_choice: Annotated[bool, ALWAYS_ON] = True,
+    enable_prompt_tokens_details: Annotated[bool, ALWAYS_ON] = True,
+    enable_request_id_headers: Annotated[bool, ALWAYS_ON] = True,
     engine: dict[str, Any],
     server: dict[str, Any],
 ) -> None:
-    """Serve a model under OpenAI's API.
+    """Serve a model with OpenAI's API.
 
-    The first Ctrl-C lets the requests that run end, the second stops at once.
+    The first Ctrl-C waits for running requests to finish, the second one stops at once.
     """
     settings = ServeArgs(**server)
     args = EngineArgs(model=model, **engine)

@@ -1,4 +1,4 @@
-"""`octavo simulate`: a trace through the engine's own scheduler, on a device that need not be here."""
+"""`octavo simulate`: runs a trace through the engine's scheduler on a simulated device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from octavo.cli.options import ENGINE, options_of, refuse_idle
+from octavo.cli.options import ENGINE, options_of, refuse_unused_options
 from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.simulate.simulation import Records, SimConfig
     from octavo.simulate.traces import Arrival
 
-SIMULATED = (
+SIMULATION_OPTIONS = (
     "block_size",
     "num_gpu_blocks_override",
     "kv_cache_memory_bytes",
@@ -35,9 +35,9 @@ SIMULATED = (
     "decode_window",
     "async_scheduling",
 )
-"""The engine's options that mean something without a model."""
-OPTIONS = {name: ENGINE[name] for name in SIMULATED}
-OF_A_TRACE = (
+"""Engine options that affect a simulation."""
+OPTIONS = {name: ENGINE[name] for name in SIMULATION_OPTIONS}
+TRACE_PARAMS = (
     "trace",
     "model",
     "gpu",
@@ -50,7 +50,7 @@ OF_A_TRACE = (
     "replicas",
     "samples",
 )
-"""What `simulate` is told and a replay has from its dump."""
+"""Parameters of `simulate` that a replay takes from its dump."""
 
 Workload = Literal["sharegpt", "alpaca", "prefix", "chat"]
 WORKLOADS = ("sharegpt", "alpaca", "prefix", "chat")
@@ -60,13 +60,13 @@ Trace = Annotated[
 ]
 SimulatedModel = Annotated[str, typer.Option("--model", "-m", help="A name, or a directory with a config.json.")]
 Device = Annotated[str, typer.Option("--gpu", help="h200, h100, a100-80, a100-40, l4, or cpu for this machine.")]
-Rate = Annotated[float | None, typer.Option(help="Requests a second; a file has its own.")]
-NumRequests = Annotated[int | None, typer.Option("--requests", help="End after so many; 1,000 if they are made up.")]
-Scale = Annotated[float, typer.Option(help="Multiply a file's lengths by this, to fit them into a short context.")]
-Burstiness = Annotated[float, typer.Option(help="Of requests made up; 1: a Poisson process; less is burstier.")]
-Seed = Annotated[int, typer.Option(min=0, help="What is drawn depends on it.")]
+Rate = Annotated[float | None, typer.Option(help="Requests per second. Default for a file: its own times.")]
+NumRequests = Annotated[int | None, typer.Option("--requests", help="Maximum requests; 1,000 for a workload.")]
+Scale = Annotated[float, typer.Option(help="Multiply a file's lengths by this, to fit a short context.")]
+Burstiness = Annotated[float, typer.Option(help="Of a workload; 1: a Poisson process; less is burstier.")]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="Devices that share one model.")]
-Cost = Annotated[Path | None, typer.Option(metavar="FILE", help="What `octavo calibrate` wrote, for --gpu's roofline.")]
+Cost = Annotated[Path | None, typer.Option(metavar="FILE", help="`octavo calibrate`'s file, replaces the roofline.")]
 
 
 @options_of(EngineArgs, OPTIONS, into="engine")
@@ -82,21 +82,21 @@ def simulate(
     scale: Scale = 1.0,
     seed: Seed = 0,
     tensor_parallel_size: TensorParallel = 1,
-    replicas: Annotated[int, typer.Option(help="Copies of the model behind a router.")] = 1,
-    samples: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Copies of the model, with a router.")] = 1,
+    samples: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
     slo: Annotated[str | None, typer.Option(metavar="TIMES", help="Such as ttft=500ms,tpot=50ms.")] = None,
     cost: Cost = None,
     replay: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A dump of the flight recorder: as it was, or with options.")
+        Path | None, typer.Option(metavar="FILE", help="Replay a flight recorder's dump, also with other options.")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory, queues and times as SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot memory, queues and times as SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     engine: dict[str, Any],
 ) -> None:
-    """What would happen: a trace through this engine's scheduler, on any device.
+    """Simulate a trace with this engine's scheduler, on any device.
 
-    Times come from a model of the device, decisions from the engine itself. No model is loaded.
+    Times come from a cost model of the device, decisions from the engine's own scheduler. No model is loaded.
     """
     import json
 
@@ -104,29 +104,30 @@ def simulate(
     from octavo.simulate.plot import svg
     from octavo.simulate.simulation import simulate as run
 
-    wanted = None if slo is None else report.SLO.parse(slo)
+    slo_limits = None if slo is None else report.SLO.parse(slo)
     if replay is not None:
-        refuse_idle(context, OF_A_TRACE, "a replay, whose requests and model are those of the dump")
-        told, records = replayed(replay, engine, cost)
+        refuse_unused_options(context, TRACE_PARAMS, "a replay, which has the requests and the model of its dump")
+        result, records = run_replay(replay, engine, cost)
     else:
         setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost)
-        most = requests if requests is not None or trace not in WORKLOADS else 1000
-        arrivals = arrivals_of(trace, rate, most, scale=scale, seed=seed, burstiness=burstiness)
+        limit = requests if requests is not None or trace not in WORKLOADS else 1000
+        arrivals = arrivals_of(trace, rate, limit, scale=scale, seed=seed, burstiness=burstiness)
         if samples != 1:
             arrivals = (arrival._replace(n=samples) for arrival in arrivals)
-        with progress_bar(most) as progress:
+        with progress_bar(limit) as progress:
             records = run(setup, arrivals, progress=progress)
-        told = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
-    told |= report.summary(records, wanted)
-    print(json.dumps(told) if as_json else "\n".join(report.format_summary(told)), flush=True)  # first: a file may fail
+        result = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
+    result |= report.summary(records, slo_limits)
+    # Print before writing files, which may fail.
+    print(json.dumps(result) if as_json else "\n".join(report.format_summary(result)), flush=True)
     if output is not None:
-        output.write_text(json.dumps(told, indent=2) + "\n")
+        output.write_text(json.dumps(result, indent=2) + "\n")
     if plot is not None:
         plot.write_text(svg(report.summary_charts(records)))
 
 
-def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[dict[str, Any], Records]:
-    """A dump as it was, or with other settings; what is to be told of it, and what came of it."""
+def run_replay(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[dict[str, Any], Records]:
+    """Replay a dump as recorded, or simulate it with other settings. Returns the report's header and the records."""
     from octavo.simulate import replay
     from octavo.simulate.cost import LinearCost
     from octavo.view.recording.player import Recording
@@ -135,26 +136,26 @@ def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[d
         raise ParameterError(f"no file {str(path)!r} to replay", param="replay")
     recording = Recording.load(path)
     exact = replay.ExactReplay(recording)
-    was = recording.file.settings
-    told: dict[str, Any] = {"replay": str(path), "why": recording.file.reason, "num_blocks": was["num_blocks"]}
+    recorded = recording.file.settings
+    result: dict[str, Any] = {"replay": str(path), "why": recording.file.reason, "num_blocks": recorded["num_blocks"]}
     if not settings and cost is None:
-        told |= {"exact": True, "num_aborted": exact.num_aborted, "num_present": exact.num_present}
+        result |= {"exact": True, "num_aborted": exact.num_aborted, "num_present": exact.num_present}
         if exact.death:
-            told["death"] = exact.death
-        return told, exact.records
+            result["death"] = exact.death
+        return result, exact.records
     times = exact.cost() if cost is None else LinearCost.load(cost)
-    same_blocks = settings.get("block_size", was["block_size"]) == was["block_size"]
+    same_blocks = settings.get("block_size", recorded["block_size"]) == recorded["block_size"]
     setup = replay.config_from(recording, settings, times)
-    told |= {"exact": False, "settings": settings, "num_blocks": setup.num_blocks()}
+    result |= {"exact": False, "settings": settings, "num_blocks": setup.num_blocks()}
     recording = recording if same_blocks else Recording.load(path, whole_blocks=True)
     with progress_bar(len(recording.file.requests)) as progress:
-        return told, replay.what_if(recording, settings, times, progress=progress)
+        return result, replay.what_if(recording, settings, times, progress=progress)
 
 
 def setup_of(
     model: str, gpu: str, engine: dict[str, Any], num_devices: int = 1, num_replicas: int = 1, cost: Path | None = None
 ) -> SimConfig:
-    """What the command line describes. Raises `UsageError` or `ModelError` for what does not exist."""
+    """Build the simulation's configuration. Raises `UsageError` or `ModelError` for an unknown model or device."""
     from octavo.simulate.cost import LinearCost, find_device
     from octavo.simulate.models import find_model
     from octavo.simulate.simulation import SimConfig
@@ -166,41 +167,42 @@ def setup_of(
             param="tensor_parallel_size",
         )
     if num_replicas < 1:
-        raise ParameterError(f"replicas are {num_replicas}, there must be one at least", param="replicas")
+        raise ParameterError(f"replicas are {num_replicas}, it must be from 1", param="replicas")
     args = EngineArgs(model=shape.name, **engine)
     measured = None if cost is None else LinearCost.load(cost)
     setup = SimConfig(shape, find_device(gpu), args, num_devices, num_replicas, measured)
-    setup.num_blocks()  # no room is said before anything runs
+    setup.num_blocks()  # raises now if there is no room for KV blocks
     return setup
 
 
 def arrivals_of(
-    trace: str, rate: float | None, most: int | None, *, scale: float = 1.0, seed: int = 0, burstiness: float = 1.0
+    trace: str, rate: float | None, limit: int | None, *, scale: float = 1.0, seed: int = 0, burstiness: float = 1.0
 ) -> Iterator[Arrival]:
-    """A file's, or one of `WORKLOADS`: `prefix` puts the same 512 tokens before each prompt, `chat` is conversations.
+    """The requests of a file or of one of `WORKLOADS`, at most `limit` of them.
 
-    Both have ShareGPT's lengths.
+    `prefix` adds the same 512 tokens to the beginning of each prompt, `chat` simulates conversations; both have
+    ShareGPT's lengths.
     """
     from itertools import islice
 
     from octavo.simulate import traces
 
-    if most is not None and most < 1:
-        raise ParameterError(f"requests are {most}, there must be one at least", param="requests")
+    if limit is not None and limit < 1:
+        raise ParameterError(f"requests are {limit}, it must be from 1", param="requests")
     if trace not in WORKLOADS:
         path = Path(trace)
         if not path.exists():
-            raise ParameterError(f"no file {trace!r}, and no workload; known: {', '.join(WORKLOADS)}", param="trace")
+            raise ParameterError(f"no file or workload {trace!r}; known: {', '.join(WORKLOADS)}", param="trace")
         if burstiness != 1:
-            told = f"burstiness is {burstiness}; it is for requests made up, and {trace} is a file: leave it out"
-            raise ParameterError(told, param="burstiness")
-        return islice(traces.read_trace(path, scale=scale, rate=rate, seed=seed), most)
+            text = f"burstiness is {burstiness}; it has no effect with a file such as {trace}; remove it"
+            raise ParameterError(text, param="burstiness")
+        return islice(traces.read_trace(path, scale=scale, rate=rate, seed=seed), limit)
     if scale != 1:
-        told = f"scale is {scale}; it is for a file's lengths, and those of {trace} are made up: leave it out"
-        raise ParameterError(told, param="scale")
-    assert most is not None
+        text = f"scale is {scale}; it has no effect with the workload {trace}, only with a file; remove it"
+        raise ParameterError(text, param="scale")
+    assert limit is not None
     times = traces.bursty(1.0 if rate is None else rate, burstiness, seed)
-    lengths = traces.alpaca_like(most, seed) if trace == "alpaca" else traces.sharegpt_like(most, seed)
+    lengths = traces.alpaca_like(limit, seed) if trace == "alpaca" else traces.sharegpt_like(limit, seed)
     if trace == "chat":
         return traces.chat(lengths, times, seed=seed)
     return traces.from_lengths(lengths, times, prefix=512 if trace == "prefix" else 0)
@@ -208,7 +210,7 @@ def arrivals_of(
 
 @contextlib.contextmanager
 def progress_bar(total: int | None) -> Iterator[Callable[[int, float], None]]:
-    """On a terminal, nothing elsewhere. Gives the function that a simulation calls."""
+    """A progress bar on a terminal. Yields the function that reports progress."""
     from rich.console import Console
     from rich.progress import Progress
 

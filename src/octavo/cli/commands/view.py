@@ -13,7 +13,7 @@ import typer
 
 from octavo.bench.args import is_address
 from octavo.cli.commands.simulate import OPTIONS, Device, NumRequests, SimulatedModel, arrivals_of, setup_of
-from octavo.cli.options import options_of, refuse_idle
+from octavo.cli.options import options_of, refuse_unused_options
 from octavo.config import EngineArgs
 from octavo.errors import OctavoError, ParameterError
 
@@ -80,7 +80,7 @@ def view(
         raise ParameterError("save requires a FILE and no --attach", param="save")
     if file is None or file.suffix in DUMPS or file.name.endswith(FRAMES):
         use = "a recording" if file is not None else "the playground" if attach is None else "--attach"
-        refuse_idle(context, ("model", "gpu", "requests", *engine), f"{use}, only with a trace")
+        refuse_unused_options(context, ("model", "gpu", "requests", *engine), f"{use}, only with a trace")
     if file is not None:
         if not file.exists():
             raise ParameterError(f"no file {str(file)!r}", param="file")
