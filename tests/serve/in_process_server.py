@@ -40,13 +40,13 @@ class Server:
 
     async def complete(self, prompt: Any = "Hello", /, **body: Any) -> dict[str, Any]:
         """A completion that must succeed; by default greedy, with eight tokens."""
-        asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
-        return good(await self.post("/v1/completions", **asked))
+        payload = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
+        return good(await self.post("/v1/completions", **payload))
 
     async def chat(self, content: str = "Hello", /, **body: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": content}]
-        asked = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
-        return good(await self.post("/v1/chat/completions", **asked))
+        payload = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
+        return good(await self.post("/v1/chat/completions", **payload))
 
     async def events(self, path: str, /, **body: Any) -> list[Any]:
         """The events of a stream, without the final `[DONE]`, which is checked."""

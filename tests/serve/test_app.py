@@ -38,19 +38,19 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_multi_token_characters_are_streamed_whole(byte_model: str) -> None:
     async def main() -> None:
         async with serving(byte_model) as server:
-            asked: dict[str, Any] = {"max_tokens": 60, "structured_outputs": {"choice": [TEXT]}}
-            chunks = await server.events(C, prompt="Hi", return_token_ids=True, **asked)
+            payload: dict[str, Any] = {"max_tokens": 60, "structured_outputs": {"choice": [TEXT]}}
+            chunks = await server.events(C, prompt="Hi", return_token_ids=True, **payload)
             shown = [chunk["choices"][0]["text"] for chunk in chunks]
             assert "".join(shown) == TEXT and "\ufffd" not in "".join(shown)
             num_tokens = sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks)
             assert num_tokens == len(TEXT.encode()) + 1  # and the stop token
-            whole = await server.complete("Hi", ignore_eos=False, **asked)
+            whole = await server.complete("Hi", ignore_eos=False, **payload)
             assert whole["choices"][0]["text"] == TEXT
-            chat = await server.events(H, messages=[{"role": "user", "content": "Hi"}], logprobs=True, **asked)
+            chat = await server.events(H, messages=[{"role": "user", "content": "Hi"}], logprobs=True, **payload)
             assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chat) == TEXT
             raw = [e["bytes"] for c in chat for e in ((c["choices"][0]["logprobs"] or {}).get("content") or ())]
             assert bytes(b for part in raw for b in part).startswith(TEXT.encode())
-            cut = await server.complete("Hi", **(asked | {"max_tokens": 2}))
+            cut = await server.complete("Hi", **(payload | {"max_tokens": 2}))
             assert cut["choices"][0]["text"] == "\ufffd"  # an incomplete character, once it cannot be completed
 
     run(main())

@@ -32,7 +32,7 @@ from octavo.serve.openai.errors import ApiError
 from octavo.text import chat_template, grammar, tokenizer
 from octavo.text.output_parser import OutputParser
 
-LEAST_S, MAX_BYTES = 0.004, 1 << 21
+MIN_S, MAX_BYTES = 0.004, 1 << 21
 RATIO, RUNS = 11.0, 5
 PARSER = request.RequestParser(("tiny",), SamplingParams(), has_tools=True)
 
@@ -232,7 +232,7 @@ def _connections() -> list[Case]:
         "no HTTP": (lambda n: [b"\n" * n, b"\r" * n, b"\x16\x03" * n], read_bytes),
     }
     connection = _Connection()
-    return [Case(f"HTTP: {name}", make, connection.read, most) for name, (make, most) in made.items()]
+    return [Case(f"HTTP: {name}", make, connection.read, max_bytes) for name, (make, max_bytes) in made.items()]
 
 
 def _exchange(**scope: Any) -> RequestContext:
@@ -241,15 +241,15 @@ def _exchange(**scope: Any) -> RequestContext:
 
 def _headers() -> list[Case]:
     keys = middleware.ApiKeys(["key"])
-    most = 1 << 18
+    max_bytes = 1 << 18
     cases = [
-        Case("headers: an id", lambda n: b"\x7f" * n, middleware.sanitize_request_id, most),
-        Case("headers: Basic", lambda n: b"QUFB" * (n // 4) + b"=", middleware._basic_password, most),
-        Case("headers: a key", lambda n: b"k" * n, keys.find, most),
+        Case("headers: an id", lambda n: b"\x7f" * n, middleware.sanitize_request_id, max_bytes),
+        Case("headers: Basic", lambda n: b"QUFB" * (n // 4) + b"=", middleware._basic_password, max_bytes),
+        Case("headers: a key", lambda n: b"k" * n, keys.find, max_bytes),
     ]
     for kind in (b"a", b".", b":", b"[", b"1", b"[::", b"a."):
         make_host = lambda n, kind=kind: {"headers": [(b"host", kind * (n // len(kind)))]}  # noqa: E731
-        cases.append(Case(f"headers: a host of {kind.decode()!r}", make_host, AllowedHosts().check, most))
+        cases.append(Case(f"headers: a host of {kind.decode()!r}", make_host, AllowedHosts().check, max_bytes))
     for name, query in {
         "ampersands": lambda n: b"&" * n,
         "percents": lambda n: b"a=" + b"%" * n,
@@ -258,14 +258,14 @@ def _headers() -> list[Case]:
         "plus signs": lambda n: b"time_s=" + b"+" * n,
     }.items():
         seconds = _quietly(lambda text: view._seconds(_exchange(query_string=text), "time_s"))
-        cases.append(Case(f"query: {name}", query, seconds, most))
+        cases.append(Case(f"query: {name}", query, seconds, max_bytes))
     for path in ("/v1/models/{model:path}", "/debug/requests/{id}", "/view/static/{name:path}"):
         pattern = compile_path(path)[0]
         for kind in ("/", "a", "/a", "\n", "%"):
             start = path.partition("{")[0]
             read = lambda text, pattern=pattern: pattern.match(text)  # noqa: E731
             make = lambda n, start=start, kind=kind: start + kind * n  # noqa: E731
-            cases.append(Case(f"route {path}: {kind!r}", make, read, most))
+            cases.append(Case(f"route {path}: {kind!r}", make, read, max_bytes))
     for name, text in {
         "control characters": "\x00a",
         "half characters": "\ud800",
@@ -366,34 +366,34 @@ CASES = [*_jsons(), *_parameters(), *_connections(), *_headers(), *_answers(), *
 
 def seconds(case: Case, num_bytes: int, runs: int = RUNS, enough_s: float = 0.0) -> float:
     """The minimal CPU time of some runs; stops when one took at most `enough_s`."""
-    given, least = case.make(num_bytes), float("inf")
+    given, min_s = case.make(num_bytes), float("inf")
     gc.disable()  # full collections would distort the times
     try:
         for _ in range(runs):
             begin = time.thread_time()
             case.read(given)
-            least = min(least, time.thread_time() - begin)
-            if least <= enough_s:
+            min_s = min(min_s, time.thread_time() - begin)
+            if min_s <= enough_s:
                 break
     finally:
         gc.enable()
-    return least
+    return min_s
 
 
 def measured(case: Case) -> tuple[int, float, float, float]:
     """n, and the times for n, 2n and 4n bytes in seconds."""
     num_bytes = 1 << 10
-    while seconds(case, num_bytes, 2) < LEAST_S and 8 * num_bytes <= case.max_bytes:
+    while seconds(case, num_bytes, 2) < MIN_S and 8 * num_bytes <= case.max_bytes:
         num_bytes *= 2
     first = seconds(case, num_bytes)
-    allowed = max(first, LEAST_S) * RATIO
+    allowed = max(first, MIN_S) * RATIO
     return num_bytes, first, seconds(case, 2 * num_bytes), seconds(case, 4 * num_bytes, enough_s=allowed)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.encode("ascii", "backslashreplace").decode())
 def test_time_is_linear(case: Case) -> None:
     num_bytes, first, second, fourth = measured(case)
-    assert fourth <= max(first, LEAST_S) * RATIO, (num_bytes, first, second, fourth)
+    assert fourth <= max(first, MIN_S) * RATIO, (num_bytes, first, second, fourth)
 
 
 def main() -> None:

@@ -175,7 +175,7 @@ DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
 
 def test_dashboard_queries_existing_metrics(model: str) -> None:
     queries = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
-    asked = {name for query in queries for name in re.findall(r"(?:vllm|octavo):\w+|http_\w+", query)}
+    queried = {name for query in queries for name in re.findall(r"(?:vllm|octavo):\w+|http_\w+", query)}
     labels = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)} - {"le"}
 
     async def main() -> None:
@@ -183,25 +183,25 @@ def test_dashboard_queries_existing_metrics(model: str) -> None:
             await server.complete()
             text = (await server.client.get("/metrics")).text
             text += (await server.client.get("/metrics")).text  # now including the first request
-            assert asked <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
+            assert queried <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
             assert all(f'{label}="' in text for label in labels)
 
     run(main())
-    assert len(queries) > 30 and {"octavo:blocks", "octavo:waits_total", "http_requests_total"} <= asked
+    assert len(queries) > 30 and {"octavo:blocks", "octavo:waits_total", "http_requests_total"} <= queried
 
 
 def test_running_and_waiting_requests_are_exported(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 2}) as server:
             tasks = [asyncio.ensure_future(server.complete(max_tokens=100)) for _ in range(5)]
-            most: dict[str, float] = {}
+            peaks: dict[str, float] = {}
             while not all(task.done() for task in tasks):
                 for name, value in values_of((await server.client.get("/metrics")).text).items():
-                    most[name] = max(most.get(name, 0), value)
+                    peaks[name] = max(peaks.get(name, 0), value)
             # Before the first step all five wait.
-            assert most["vllm:num_requests_running"] == 2 and 3 <= most["vllm:num_requests_waiting"] <= 5
-            assert most['vllm:num_requests_waiting_by_reason{reason="capacity"}'] == most["vllm:num_requests_waiting"]
-            assert most["vllm:kv_cache_usage_perc"] > 0 and most['octavo:waits_total{reason="rows"}'] >= 1
+            assert peaks["vllm:num_requests_running"] == 2 and 3 <= peaks["vllm:num_requests_waiting"] <= 5
+            assert peaks['vllm:num_requests_waiting_by_reason{reason="capacity"}'] == peaks["vllm:num_requests_waiting"]
+            assert peaks["vllm:kv_cache_usage_perc"] > 0 and peaks['octavo:waits_total{reason="rows"}'] >= 1
 
     run(main())
 

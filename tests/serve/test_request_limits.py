@@ -102,8 +102,8 @@ def test_default_limits_follow_the_engine_size() -> None:
     assert ServeArgs(max_num_queued_reqs=0).request_limits(4, 100, 10).max_sequences == 4
     assert ServeArgs().request_limits(4, 100, 10).max_tokens == 100
     assert ServeArgs().request_limits(None, 100, None).max_sequences is None
-    asked = ServeArgs(max_request_sequences=7, max_request_tokens=8, max_request_logprobs=9)
-    limits = asked.request_limits(128, 8192, 100_000)
+    settings = ServeArgs(max_request_sequences=7, max_request_tokens=8, max_request_logprobs=9)
+    limits = settings.request_limits(128, 8192, 100_000)
     assert (limits.max_sequences, limits.max_tokens, limits.max_logprobs) == (7, 8, 9)
     with pytest.raises(ParameterError, match="max_request_tokens"):
         ServeArgs(max_request_tokens=0)
@@ -206,13 +206,13 @@ def test_many_prompts_leave_rows_for_other_requests(model: str) -> None:
         async with serving(model, engine_options={"max_num_seqs": 8}, max_request_tokens=1 << 20) as server:
             most = 0
             many = {"prompt": ["abc"] * 30, "max_tokens": 40, "ignore_eos": True}
-            asked = asyncio.ensure_future(server.client.post(C, json=many))
-            while not asked.done():
+            many_prompts = asyncio.ensure_future(server.client.post(C, json=many))
+            while not many_prompts.done():
                 most = max(most, (await server.engine.stats()).num_running)
                 await asyncio.sleep(0)
-            assert len((await asked).json()["choices"]) == 30
+            assert len((await many_prompts).json()["choices"]) == 30
             assert 1 < most <= 7
-            assert [c["index"] for c in asked.result().json()["choices"]] == list(range(30))
+            assert [c["index"] for c in many_prompts.result().json()["choices"]] == list(range(30))
 
     run(main())
 

@@ -75,10 +75,10 @@ def test_public_metrics_and_allowed_origins(model: str) -> None:
             for origin, allowed in (("http://a", True), ("http://b", False)):
                 response = await server.client.get("/version", headers={"origin": origin})
                 assert response.headers.get("access-control-allow-origin") == (origin if allowed else None)
-                asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"  # OpenAI's package
-                preflight = {"access-control-request-method": "POST", "access-control-request-headers": asked}
+                requested = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"  # OpenAI's package
+                preflight = {"access-control-request-method": "POST", "access-control-request-headers": requested}
                 response = await server.client.options(C, headers={"origin": origin, **preflight})
-                assert response.headers.get("access-control-allow-headers") == (asked if allowed else None)
+                assert response.headers.get("access-control-allow-headers") == (requested if allowed else None)
 
     run(main())
 

@@ -38,9 +38,9 @@ def prompts() -> Iterator[InputProcessor]:
     prompts.close()
 
 
-def takes(prompts: InputProcessor, most: int, body: dict[str, Any], text: str) -> bool:
+def takes(prompts: InputProcessor, max_whitespace: int, body: dict[str, Any], text: str) -> bool:
     """Whether a server with that option allows the model to generate the text."""
-    parser = RequestParser(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=most)
+    parser = RequestParser(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=max_whitespace)
     request = parser.parse_completion(body) if "prompt" in body else parser.parse_chat(body)
     grammar = prompts.compile_grammar(request.params)
     assert grammar is not None
@@ -51,29 +51,32 @@ def takes(prompts: InputProcessor, most: int, body: dict[str, Any], text: str) -
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize(
-    ("most", "allowed", "refused"), [(0, [0], [1, 12]), (12, [0, 12], [13]), (40, [0, 40], [41]), (-1, [0, 300], [])]
+    ("max_whitespace", "allowed", "refused"),
+    [(0, [0], [1, 12]), (12, [0, 12], [13]), (40, [0, 40], [41]), (-1, [0, 300], [])],
 )
 def test_json_whitespace_is_limited_by_the_option(
-    prompts: InputProcessor, body: dict[str, Any], most: int, allowed: list[int], refused: list[int]
+    prompts: InputProcessor, body: dict[str, Any], max_whitespace: int, allowed: list[int], refused: list[int]
 ) -> None:
     value = {"a": 1} if "prompt" in body else {"name": "f", "arguments": {"a": 1}}
     text = json.dumps(value, separators=(",", ":"))
     for num_spaces in allowed + refused:
         spaced = text.replace('"a":', '"a":' + " " * num_spaces)
-        assert takes(prompts, most, body, spaced) == (num_spaces in allowed), num_spaces
+        assert takes(prompts, max_whitespace, body, spaced) == (num_spaces in allowed), num_spaces
 
 
 def test_a_requests_own_whitespace_setting_wins(prompts: InputProcessor) -> None:
-    for most in (0, 40, -1):
+    for max_whitespace in (0, 40, -1):
         body = {"prompt": "x", "structured_outputs": {"json": SCHEMA, "whitespace_pattern": " {2}"}}
-        assert takes(prompts, most, body, '{  "a":  1  }') and not takes(prompts, most, body, '{"a":   1}')
+        assert takes(prompts, max_whitespace, body, '{  "a":  1  }') and not takes(
+            prompts, max_whitespace, body, '{"a":   1}'
+        )
         body = {"prompt": "x", "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
-        assert takes(prompts, most, body, '{"a":1}') and not takes(prompts, most, body, '{"a": 1}')
+        assert takes(prompts, max_whitespace, body, '{"a":1}') and not takes(prompts, max_whitespace, body, '{"a": 1}')
 
 
 def test_option_range_is_checked() -> None:
-    for most in (-1, 0, 40, 1000):
-        assert ServeArgs(max_json_whitespace=most).max_json_whitespace == most
-    for wrong in (-2, 1001):
+    for max_whitespace in (-1, 0, 40, 1000):
+        assert ServeArgs(max_json_whitespace=max_whitespace).max_json_whitespace == max_whitespace
+    for invalid in (-2, 1001):
         with pytest.raises(ParameterError, match="max_json_whitespace"):
-            ServeArgs(max_json_whitespace=wrong)
+            ServeArgs(max_json_whitespace=invalid)

@@ -96,9 +96,11 @@ def test_chat_completion(model: str) -> None:
             answer = good(await server.post(H, messages=[message], max_completion_tokens=2, max_tokens=9, **GREEDY))
             assert answer["usage"]["completion_tokens"] == 2
             assert answer["usage"]["prompt_tokens"] == len("system:Hel;a:")
-            goes_on = [*MESSAGES, {"role": "assistant", "content": "so"}]
+            continued = [*MESSAGES, {"role": "assistant", "content": "so"}]
             open_end = good(
-                await server.post(H, messages=goes_on, max_tokens=1, continue_final_message=True, return_token_ids=True)
+                await server.post(
+                    H, messages=continued, max_tokens=1, continue_final_message=True, return_token_ids=True
+                )
             )
             assert open_end["usage"]["prompt_tokens"] == len("user:Hello;assistant:so")
             assert len(open_end["choices"][0]["token_ids"]) == 1
@@ -213,15 +215,15 @@ def test_stop_strings_across_tokens_are_never_shown(model: str) -> None:
 
     async def main() -> None:
         async with serving(model) as server:
-            asked = {"prompt": "Hello", "max_tokens": 20, "stop": stop, "return_token_ids": True, **GREEDY}
-            (choice,) = good(await server.post(C, **asked))["choices"]
+            payload = {"prompt": "Hello", "max_tokens": 20, "stop": stop, "return_token_ids": True, **GREEDY}
+            (choice,) = good(await server.post(C, **payload))["choices"]
             assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (before, "stop", stop)
             assert len(choice["token_ids"]) >= len(before) + 3  # its tokens remain
-            chunks = await server.events(C, **asked)
+            chunks = await server.events(C, **payload)
             shown = [c["choices"][0] for c in chunks]
             assert "".join(c["text"] for c in shown) == before
             assert shown[-1]["finish_reason"] == "stop" and shown[-1]["stop_reason"] == stop
-            kept = good(await server.post(C, **asked, include_stop_str_in_output=True))["choices"][0]
+            kept = good(await server.post(C, **payload, include_stop_str_in_output=True))["choices"][0]
             assert kept["text"] == before + stop
 
     run(main())
@@ -233,13 +235,13 @@ def test_chat_token_ids_are_complete(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             text = (await server.chat(max_tokens=20))["choices"][0]["message"]["content"]
-            asked = {"max_tokens": 20, "stop": text[9:12], "return_token_ids": True}
-            body = await server.chat(**asked)
+            payload = {"max_tokens": 20, "stop": text[9:12], "return_token_ids": True}
+            body = await server.chat(**payload)
             choice, usage = body["choices"][0], body["usage"]
             assert len(choice["token_ids"]) == usage["completion_tokens"] > 9
             assert len(choice["prompt_token_ids"]) == usage["prompt_tokens"]
-            asked |= {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True}
-            chunks = [chunk["choices"][0] for chunk in await server.events(H, **asked)]
+            payload |= {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True}
+            chunks = [chunk["choices"][0] for chunk in await server.events(H, **payload)]
             assert [token for c in chunks for token in c.get("token_ids") or []] == choice["token_ids"]
             assert [c["prompt_token_ids"] for c in chunks if c.get("prompt_token_ids")] == [choice["prompt_token_ids"]]
 
@@ -269,7 +271,7 @@ def test_structured_output(model: str) -> None:
             }
             answer = await server.chat("Hello", response_format=form, ignore_eos=False, max_tokens=60)
             assert answer["choices"][0]["message"]["content"].startswith("{")
-            for asked, code in (
+            for payload, code in (
                 (
                     {"structured_outputs": {"json": {"$ref": "http://x/y"}}},
                     "invalid_json_schema",
@@ -277,8 +279,8 @@ def test_structured_output(model: str) -> None:
                 ({"structured_outputs": {"grammar": ""}}, "invalid_grammar"),
                 ({"structured_outputs": {"choice": []}}, "invalid_grammar"),
             ):
-                response = await server.post(C, prompt="Hello", **asked)
-                assert response.status_code == 400, asked
+                response = await server.post(C, prompt="Hello", **payload)
+                assert response.status_code == 400, payload
                 assert response.json()["error"]["code"] == code
 
     run(main())
@@ -338,8 +340,8 @@ def test_models_version_and_tokenizer_routes(model: str) -> None:
 def test_debug_request_reports_the_wait_reason(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 1}) as server:
-            asked = {"prompt": "Hello", "max_tokens": 110, **GREEDY}
-            running = [asyncio.ensure_future(server.post(C, **asked)) for _ in range(2)]
+            payload = {"prompt": "Hello", "max_tokens": 110, **GREEDY}
+            running = [asyncio.ensure_future(server.post(C, **payload)) for _ in range(2)]
             seen: dict[str, Any] = {}
             while not all(task.done() for task in running):
                 kv = good(await server.client.get("/debug/kv"))

@@ -73,14 +73,14 @@ def test_reasoning_and_tool_calls_are_items(model: str) -> None:
             received = await events(server, input="Hi", tools=tools)
             arguments = [e["delta"] for e in received if e["type"] == "response.function_call_arguments.delta"]
             assert json.loads("".join(arguments)) == {"city": "Oslo"} and len(arguments) > 1
-            goes_on = [
+            continued = [
                 {"role": "user", "content": "Hi"},
                 {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
                 {"type": "function_call", "call_id": "2", "name": "weather"},
                 {"type": "function_call_output", "call_id": "1", "output": "sun"},
                 {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "rain"}]},
             ]
-            good(await server.post(R, input=goes_on, tools=tools))
+            good(await server.post(R, input=continued, tools=tools))
 
     run(main())
 
@@ -88,7 +88,7 @@ def test_reasoning_and_tool_calls_are_items(model: str) -> None:
 def test_errors_use_the_responses_parameter_names(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
-            for asked, code, param in (
+            for payload, code, param in (
                 ({}, "missing_required_parameter", "input"),
                 ({"input": []}, "empty_array", "input"),
                 ({"input": 7}, "invalid_type", "input"),
@@ -102,9 +102,9 @@ def test_errors_use_the_responses_parameter_names(model: str) -> None:
                 ({"input": "a", "temperature": 3}, "decimal_out_of_range", "temperature"),
                 ({"input": "a", "temperature": 10**400}, "decimal_out_of_range", "temperature"),
             ):
-                response = await server.post(R, **asked)
+                response = await server.post(R, **payload)
                 error = response.json()["error"]
-                assert (response.status_code, error["code"], error["param"]) == (400, code, param), asked
+                assert (response.status_code, error["code"], error["param"]) == (400, code, param), payload
 
     run(main())
 
@@ -118,7 +118,7 @@ def test_errors_name_the_input_item(model: str) -> None:
 
     async def main() -> None:
         async with serving(model) as server:
-            for asked, param, begin in (
+            for payload, param, begin in (
                 ({"input": [{"role": "king"}], "instructions": "b"}, "input[0].role", "input[0].role is 'king'"),
                 ({"input": [skipped, skipped, {"role": "king"}]}, "input[2].role", "input[2].role is 'king'"),
                 ({"input": [{"content": "x"}, call]}, "input[0].role", "input[0].role is None"),
@@ -148,9 +148,9 @@ def test_errors_name_the_input_item(model: str) -> None:
                     "text.format: ",
                 ),
             ):
-                response = await server.post(R, **asked)
+                response = await server.post(R, **payload)
                 error = response.json()["error"]
-                assert (response.status_code, error["param"]) == (400, param), asked
+                assert (response.status_code, error["param"]) == (400, param), payload
                 assert error["message"].startswith(begin), error["message"]
             await server.at_rest()
 

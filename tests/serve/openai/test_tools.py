@@ -48,11 +48,11 @@ def answers(server: Server, text: str, piece: int = 3) -> None:
 
 async def both_ways(server: Server, **body: Any) -> dict[str, Any]:
     """The choice of a complete response; checks that the stream adds up to it."""
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], **body}
-    whole = good(await server.client.post(H, json=asked))["choices"][0]
+    payload = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], **body}
+    whole = good(await server.client.post(H, json=payload))["choices"][0]
     message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
     reason = None
-    for chunk in await server.events(H, **asked):
+    for chunk in await server.events(H, **payload):
         for choice in chunk["choices"]:
             delta, reason = choice["delta"], choice["finish_reason"] or reason
             message["content"] += delta.get("content", "")
@@ -158,9 +158,9 @@ def test_required_tool_constrains_the_output(model: str) -> None:
         async with serving(model, engine_options={"chat_template": template}) as server:
             other = {"type": "function", "function": {"name": "f"}}
             named = {"type": "function", "function": {"name": "weather"}}
-            asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90, "temperature": 0}
+            payload = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90, "temperature": 0}
             for tools, choice in (([TOOL, other], named), ([TOOL], "required")):
-                answer = good(await server.post(H, **asked, tools=tools, tool_choice=choice))["choices"][0]
+                answer = good(await server.post(H, **payload, tools=tools, tool_choice=choice))["choices"][0]
                 assert answer["finish_reason"] == "tool_calls", answer
                 (call,) = answer["message"]["tool_calls"]
                 assert call["function"]["name"] == "weather"
@@ -173,20 +173,20 @@ def test_required_tool_constrains_the_output(model: str) -> None:
             tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schemas[i]}} for i in range(2)]
             for i, city in enumerate(("Oslo", "Rome")):
                 choice = {"type": "function", "function": {"name": f"f{i}"}}
-                answer = good(await server.post(H, **asked, tools=tools, tool_choice=choice))["choices"][0]
+                answer = good(await server.post(H, **payload, tools=tools, tool_choice=choice))["choices"][0]
                 (call,) = answer["message"]["tool_calls"]
                 assert json.loads(call["function"]["arguments"])["city"] == city
-            answer = good(await server.post(H, **asked, tools=tools, tool_choice="required"))["choices"][0]
+            answer = good(await server.post(H, **payload, tools=tools, tool_choice="required"))["choices"][0]
             (call,) = answer["message"]["tool_calls"]
             city = "Rome" if call["function"]["name"] == "f1" else "Oslo"
             assert json.loads(call["function"]["arguments"])["city"] == city
             form = {"type": "json_object"}
-            response = await server.post(H, **asked, tools=[TOOL], tool_choice=named, response_format=form)
+            response = await server.post(H, **payload, tools=[TOOL], tool_choice=named, response_format=form)
             assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
             wrong = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "required": 3}}}
-            response = await server.post(H, **asked, tools=[wrong], tool_choice="required")
+            response = await server.post(H, **payload, tools=[wrong], tool_choice="required")
             assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
-            response = await server.post(H, **asked, tools=[other], tool_choice=named)
+            response = await server.post(H, **payload, tools=[other], tool_choice=named)
             assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
 
     run(main())

@@ -61,8 +61,11 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
 
 
 def _launch(logits: Tensor, per_row: tuple[Tensor, Tensor, Tensor, Tensor] | None, out: Tensor, num: int) -> None:
-    """asked: (sampling_params, rows, tokens, step_counter), where each row has its own number of top tokens, at most
-    `num`. None: `num` for all rows."""
+    """Launch both kernels.
+
+    per_row  (sampling_params, rows, tokens, step_counter) if each row has its own number of top tokens, at most `num`;
+             None for `num` top tokens of every row
+    """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and out.stride(-1) == 1, (logits.stride(), out.stride())
     if not num_rows:
@@ -104,24 +107,16 @@ def _load_logits(row_ptr, token_ids, vocab_size):
 
 
 @triton.jit
-def _load_request(sampling_params, rows, tokens, row):
+def _load_request(row_params, rows, tokens, row):
     """(number of top tokens, sampled token) of a row; the number is -1 if it returns no log-probabilities."""
     token = tl.load(tokens + row)
-    num = tl.load(sampling_params + tl.load(rows + row) * COLUMNS + NUM_LOGPROBS_COLUMN)
+    num = tl.load(row_params + tl.load(rows + row) * COLUMNS + NUM_LOGPROBS_COLUMN)
     return tl.where(token < 0, -1, num), token
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
 def _scan(
-    logits,
-    sampling_params,
-    rows,
-    tokens,
-    stats,
-    vocab_size,
-    row_stride,
-    PER_ROW: tl.constexpr,
-    SPLIT_SIZE: tl.constexpr,
+    logits, row_params, rows, tokens, stats, vocab_size, row_stride, PER_ROW: tl.constexpr, SPLIT_SIZE: tl.constexpr
 ):
     """One split of a row: its largest logit, the sum of exponentials relative to that, and a count.
 
@@ -132,7 +127,7 @@ def _scan(
     num = 0
     threshold = float("inf")
     if PER_ROW:
-        num, token = _load_request(sampling_params, rows, tokens, row)
+        num, token = _load_request(row_params, rows, tokens, row)
         threshold = tl.load(row_ptr + token, mask=num >= 0, other=0.0).to(tl.float32)
     if num >= 0:
         token_ids = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
@@ -151,7 +146,7 @@ def _scan(
 @triton.jit(do_not_specialize=["vocab_size", "out_row_stride", "ring_column_stride", "num"])
 def _select_top(
     logits,
-    sampling_params,
+    row_params,
     rows,
     tokens,
     step_counter,
@@ -174,7 +169,7 @@ def _select_top(
     out_ptr = out + row * out_row_stride
     max_num = num
     if PER_ROW:
-        row_num, row_token = _load_request(sampling_params, rows, tokens, row)
+        row_num, row_token = _load_request(row_params, rows, tokens, row)
         num = row_num.to(tl.int32)
         out_ptr += tl.load(step_counter) * ring_column_stride
     if num >= 0:
