@@ -1,16 +1,16 @@
-"""How near a simulation with calibrated times comes to the real engine here: `python benchmarks/calibrated.py`.
+"""Compares simulations with calibrated step times to the real engine: `python benchmarks/calibrated.py`.
 
-In each round a Poisson trace runs through the engine in real time and through the simulator, at three loads. Before
-and after each of these the engine is calibrated, and the simulation goes by both together, because other programs take
-their share of a machine now more, now less. What is compared is throughput and the medians of latencies, simulated over
-real; of several rounds the median counts. Loads are shares of the rate of an engine that has everything at once, as the
-latest calibration has it.
+Each round runs a Poisson trace at three loads, through the engine in real time and through the simulator. The engine is
+calibrated before and after each trace. The simulation uses both calibrations, because the load of other programs on the
+machine varies. The report compares throughput and median latencies as simulated / real, with the median over the
+rounds. A load is a share of the offline request rate, all requests arriving at once, as simulated with the latest
+calibration.
 
-`--mixed` is for a GPU: the workload mixed256, everything at once, and then its requests as Poisson arrivals at 50 and
-90 % of the rate that the engine reached with it.
+`--mixed` is for a GPU: the workload mixed256 with all requests at once, then the same requests as Poisson arrivals at
+50 and 90 % of the rate that the engine reached.
 
-Where others keep the machine busy, `--processor-time` counts the time that this process has a core, in place of the
-wall's, and skips idle time: what a quiet machine would take, on one thread.
+On a busy machine, `--processor-time` counts this process's CPU time instead of wall time and skips idle time. The
+result is the time that an otherwise idle machine would take on one thread.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ TINY = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "float32",
 }
-"""Steps of a millisecond, most of it Python."""
+"""A step takes a millisecond, most of it in Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """requests: (when, tokens of the prompt, tokens to generate) of each, in order of time."""
+    """A workload. `requests`: (arrival time, prompt tokens, tokens to generate) of each, sorted by time."""
 
     requests: list[tuple[float, int, int]]
     temperature: float = 0.0
@@ -73,12 +73,12 @@ class Trace:
         return replace(self, requests=[(0.0, p, o) for _, p, o in self.requests])
 
     def poisson(self, rate: float, seed: int, times: int = 1) -> Trace:
-        """The same requests so many times over, `rate` of them a second."""
-        rnd, now, made = random.Random(seed), 0.0, []
+        """The same requests, repeated `times` times, with `rate` Poisson arrivals a second."""
+        rnd, now, requests = random.Random(seed), 0.0, []
         for _, prompt, output in self.requests * times:
             now += rnd.expovariate(rate)
-            made.append((now, prompt, output))
-        return replace(self, requests=made)
+            requests.append((now, prompt, output))
+        return replace(self, requests=requests)
 
 
 def small(num: int, longest: int, seed: int) -> Trace:
@@ -107,7 +107,7 @@ def engine(model: str, **options: Any) -> Iterator[BuiltEngine]:
 
 
 class ProcessorTime(RecordingClock):
-    """Seconds of a core that this process had since it was made, and those that it would have waited."""
+    """A clock of this process's CPU time plus skipped waits, in seconds since its creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,18 +122,18 @@ class ProcessorTime(RecordingClock):
 
 def fitted(steps: list[MeasuredStep]) -> LinearCost:
     cost = fit(steps)
-    prompts, alone = ([s for s in steps if (s.work.num_new > 0) is has and s.step_s] for has in (True, False))
+    prefill, decode = ([s for s in steps if (s.work.num_new > 0) is new and s.step_s] for new in (True, False))
     print(
-        f"{cost.pass_s * 1e3:.3f} ms + {cost.new_s * 1e6:.1f} us a token of a prompt + {cost.decode_s * 1e6:.1f} us a "
-        f"sequence + {cost.kv_s * 1e9:.2f} ns a token of its context, host {cost.host_s * 1e6:.0f} us; "
-        f"{len(prompts)} steps with prompts met within {median_error(cost, prompts):.1%}, {len(alone)} without within "
-        f"{median_error(cost, alone):.1%}",
+        f"{cost.pass_s * 1e3:.3f} ms + {cost.new_s * 1e6:.1f} us a prompt token + {cost.decode_s * 1e6:.1f} us a "
+        f"sequence + {cost.kv_s * 1e9:.2f} ns a token of context, host {cost.host_s * 1e6:.0f} us; "
+        f"median error {median_error(cost, prefill):.1%} over {len(prefill)} steps with prefill, "
+        f"{median_error(cost, decode):.1%} over {len(decode)} without",
         flush=True,
     )
     return cost
 
 
-def real(built: BuiltEngine, trace: Trace, make_watch: Callable[[], RecordingClock]) -> dict[str, float]:
+def run_engine(built: BuiltEngine, trace: Trace, make_clock: Callable[[], RecordingClock]) -> dict[str, float]:
     rnd = random.Random(2)
     calls = []
     for i, (time_s, prompt, output) in enumerate(trace.requests):
@@ -142,9 +142,9 @@ def real(built: BuiltEngine, trace: Trace, make_watch: Callable[[], RecordingClo
             max_tokens=output, ignore_eos=True, detokenize=False, temperature=trace.temperature, seed=i
         )
         calls.append(ScheduledCall(time_s, str(i), tokens, params))
-    built.engine._clock = watch = make_watch()
+    built.engine._clock = clock = make_clock()
     with built.engine.gc_pause:
-        outputs = run_calls(built.engine, calls, watch)
+        outputs = run_calls(built.engine, calls, clock)
     records = Records()
     for call in calls:
         metrics, output = outputs[call.request_id].metrics, outputs[call.request_id].outputs[0]
@@ -154,10 +154,10 @@ def real(built: BuiltEngine, trace: Trace, make_watch: Callable[[], RecordingClo
         records.first_s.append(metrics.first_token_time)
         records.finished_s.append(metrics.finished_time)
         records.num_output.append(len(output.token_ids))
-    return told(records)
+    return summarize(records)
 
 
-def told(records: Records) -> dict[str, float]:
+def summarize(records: Records) -> dict[str, float]:
     return {
         "tokens/s": float(records.column("num_output").sum() / records.column("finished_s").max()),
         "first token, ms": 1e3 * statistics.median(ttft(records)),
@@ -167,11 +167,11 @@ def told(records: Records) -> dict[str, float]:
 
 
 class Bench:
-    """One engine, which is calibrated, runs traces, and is compared with what is simulated of them."""
+    """Calibrates one engine, runs traces through it, and compares them with their simulation."""
 
     def __init__(self, built: BuiltEngine, options: argparse.Namespace) -> None:
         self.built, self.options = built, options
-        self._watch, self._clock = (
+        self._make_clock, self._now = (
             (ProcessorTime, time.process_time) if options.processor_time else (RecordingClock, time.perf_counter)
         )
         spec, config = built.spec, built.config
@@ -179,13 +179,13 @@ class Bench:
             "this", 1, spec.num_layers, 1, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.max_model_len
         )
         args = replace(config.args, num_gpu_blocks_override=config.num_blocks)
-        self._setup = SimConfig(shape, DEVICES["h100"], args)  # the device has no say beside a cost
+        self._setup = SimConfig(shape, DEVICES["h100"], args)  # ignored: the cost is given
         self._steps = self._measure(warm_up=True)
         self.pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        """(load, what) -> of each round what the engine reached, and what the simulation."""
+        """(load, metric) -> (measured, simulated) of each round."""
 
     def run(self) -> None:
-        # The first round meets batches that the engine has not prepared for yet.
+        # The first round only warms up: the engine meets new batch shapes.
         for number in range(self.options.rounds + 1):
             if self.options.mixed:
                 self._mixed(number)
@@ -194,52 +194,52 @@ class Bench:
 
     def _small(self, number: int) -> None:
         num, longest = self.options.requests, self.options.longest
-        whole = small(num, longest, 0).arrivals()
+        offline = small(num, longest, 0).arrivals()
         for load in LOADS:
-            rate = load * num / simulate(replace(self._setup, cost=fit(self._steps)), whole).end_s
+            rate = load * num / simulate(replace(self._setup, cost=fit(self._steps)), offline).end_s
             self._compare(f"{load:.0%}", small(num, longest, 1 + number).poisson(rate, 1 + number), keep=number > 0)
 
     def _mixed(self, number: int) -> None:
-        whole = mixed(self.built.spec.vocab_size)
+        offline = mixed(self.built.spec.vocab_size)
         if not number:
-            real(self.built, whole, self._watch)
+            run_engine(self.built, offline, self._make_clock)
             return
-        tokens_a_second = self._compare(MIXED, whole)["tokens/s"]
-        rate = tokens_a_second / statistics.mean(output for _, _, output in whole.requests)
-        for load in MIXED_LOADS:  # twice as many where there are more at a time: for long enough to be steady
-            self._compare(f"{load:.0%}", whole.poisson(load * rate, number, times=round(2 * load)))
+        tokens_per_s = self._compare(MIXED, offline)["tokens/s"]
+        rate = tokens_per_s / statistics.mean(output for _, _, output in offline.requests)
+        for load in MIXED_LOADS:  # twice as many at the higher load, to reach a steady state
+            self._compare(f"{load:.0%}", offline.poisson(load * rate, number, times=round(2 * load)))
 
     def _compare(self, load: str, trace: Trace, *, keep: bool = True) -> dict[str, float]:
-        here = real(self.built, trace, self._watch)
+        measured = run_engine(self.built, trace, self._make_clock)
         before, self._steps = self._steps, self._measure(warm_up=self.built.config.device == "cpu")
         cost = fitted(before + self._steps)
-        there = told(simulate(replace(self._setup, cost=cost), trace.arrivals(), interval_s=1e9))
-        for name in here if keep else ():
-            self.pairs.setdefault((load, name), []).append((here[name], there[name]))
-        return here
+        simulated = summarize(simulate(replace(self._setup, cost=cost), trace.arrivals(), interval_s=1e9))
+        for name in measured if keep else ():
+            self.pairs.setdefault((load, name), []).append((measured[name], simulated[name]))
+        return measured
 
     def _measure(self, *, warm_up: bool) -> list[MeasuredStep]:
         device = self.built.config.device
-        return measure(self.built.engine, device=device, repeats=1, warm_up=warm_up, clock=self._clock)
+        return measure(self.built.engine, device=device, repeats=1, warm_up=warm_up, clock=self._now)
 
 
 def show(pairs: dict[tuple[str, str], list[tuple[float, float]]]) -> None:
-    print(f"{'load':>8} {'':20}{'engine':>10}{'simulated':>10}   over the engine's: median (each round)")
-    for (load, name), of_rounds in pairs.items():
-        here, there, ratio = middle(of_rounds)
-        rounds = ", ".join(f"{b / a - 1:+.0%}" for a, b in of_rounds)
-        print(f"{load:>8} {name:20}{here:>10.1f}{there:>10.1f}{ratio - 1:>+8.1%}   ({rounds})")
+    print(f"{'load':>8} {'':20}{'engine':>10}{'simulated':>10}   simulated / engine: median (each round)")
+    for (load, name), rounds in pairs.items():
+        measured, simulated, ratio = medians(rounds)
+        errors = ", ".join(f"{b / a - 1:+.0%}" for a, b in rounds)
+        print(f"{load:>8} {name:20}{measured:>10.1f}{simulated:>10.1f}{ratio - 1:>+8.1%}   ({errors})")
 
 
-def middle(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Medians of the engine's, of the simulation's, and of one over the other."""
-    here, there = zip(*pairs, strict=True)
-    return statistics.median(here), statistics.median(there), statistics.median(b / a for a, b in pairs)
+def medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Medians of the measured values, of the simulated values, and of simulated / measured."""
+    measured, simulated = zip(*pairs, strict=True)
+    return statistics.median(measured), statistics.median(simulated), statistics.median(b / a for a, b in pairs)
 
 
 def rows(pairs: dict[tuple[str, str], list[tuple[float, float]]]) -> list[dict[str, Any]]:
     return [
-        {"load": load, "what": name, **dict(zip(("engine", "simulated", "ratio"), middle(each), strict=True)),
+        {"load": load, "what": name, **dict(zip(("engine", "simulated", "ratio"), medians(each), strict=True)),
          "rounds": each}
         for (load, name), each in pairs.items()
     ]  # fmt: skip
@@ -247,17 +247,19 @@ def rows(pairs: dict[tuple[str, str], list[tuple[float, float]]]) -> list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="a model, or tiny")
+    parser.add_argument("--model", default="smollm2", help="model name or path, or tiny: a small random Llama")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--longest", type=int, default=256, help="of prompt and output, four times the most of each")
-    parser.add_argument("--mixed", action="store_true", help="mixed256, and its requests one by one")
-    parser.add_argument("--max-num-seqs", type=int, help=f"default: {MAX_BATCH}, with --mixed the engine's own")
+    parser.add_argument("--longest", type=int, default=256, help="prompts and outputs have at most a quarter of it")
+    parser.add_argument("--mixed", action="store_true", help="run mixed256 instead, at once and as Poisson arrivals")
+    parser.add_argument("--max-num-seqs", type=int, help=f"default: {MAX_BATCH}, with --mixed the engine's default")
     parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--overlap", action="store_true", help="plan a step while the one before is computed")
-    parser.add_argument("--processor-time", action="store_true", help="count this process's own time")
-    parser.add_argument("--json", action="store_true", help="end with a line of JSON")
+    parser.add_argument("--overlap", action="store_true", help="schedule a step while the previous one runs")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="count this process's CPU time instead of wall time"
+    )
+    parser.add_argument("--json", action="store_true", help="also print a line of JSON at the end")
     options = parser.parse_args()
     if options.processor_time:
         torch.set_num_threads(1)

@@ -1,10 +1,11 @@
-"""Octavo and vLLM on the same workloads, one after the other on one GPU, and how much faster the one is.
+"""Compares Octavo and vLLM on the same workloads, one after the other on one GPU.
 
     python benchmarks/compare_vllm.py CONFIG_DIR [--workload NAME ...] [--no-latency] [--rounds N] [--logprobs N]
 
-CONFIG_DIR holds a config.json: both engines take random weights, which are as fast as any. vLLM runs with its own
-defaults (CUDA graphs, torch.compile, asynchronous scheduling) in a process of its own, in the interpreter that has it;
-octavo in this one's. The workloads are those of `octavo bench`, token for token, lengths forced.
+CONFIG_DIR holds a config.json. Both engines use random weights, which are as fast as trained ones, and each runs in a
+separate process. vLLM runs with its defaults (CUDA graphs, torch.compile, asynchronous scheduling) under the
+interpreter of `--vllm-python`, Octavo under the current one. The workloads are those of `octavo bench`, token for
+token, with fixed output lengths.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class VLLM:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run one engine in this process; a JSON object a line."""
+    """Benchmark one engine in this process. Prints a JSON object per line."""
     start = time.perf_counter()
     model, name = args.model, Path(args.model).name
     subject: Octavo | VLLM
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def spawn(engine: str, python: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     command = [python, __file__, args.model, "--engine", engine]
-    command += [word for name in args.workload for word in ("--workload", name)]
+    command += [part for name in args.workload for part in ("--workload", name)]
     command += ["--no-latency"] if args.no_latency else []
     command += ["--rounds", str(args.rounds)]
     command += [] if args.logprobs is None else ["--logprobs", str(args.logprobs)]
@@ -80,13 +81,14 @@ def spawn(engine: str, python: str, args: argparse.Namespace) -> list[dict[str, 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Case by case; a ratio above 1 says that octavo is the faster."""
+    """One line per case. A ratio above 1 means that Octavo is faster."""
     found = {engine: {row["case"]: row for row in rows if row["engine"] == engine} for engine in ("octavo", "vllm")}
     lines = [f"{'case':<30}{'octavo':>13}{'vllm':>12}{'ratio':>8}"]
-    for case, mine in found["octavo"].items():
-        if (theirs := found["vllm"].get(case)) is not None:
-            key, scale, unit = ("ms", 1, "ms") if "ms" in mine else ("s", 1, "s") if mine["s"] > 1 else ("s", 1e3, "ms")
-            ours, other = (scale * row[key] for row in (mine, theirs))
+    for case, octavo_row in found["octavo"].items():
+        if (vllm_row := found["vllm"].get(case)) is not None:
+            key = "ms" if "ms" in octavo_row else "s"
+            scale, unit = (1e3, "ms") if key == "s" and octavo_row["s"] <= 1 else (1, key)
+            ours, other = (scale * row[key] for row in (octavo_row, vllm_row))
             lines.append(f"{case:<30}{ours:>10.3f} {unit:<2}{other:>9.3f} {unit:<2}{other / ours:>8.2f}")
     return "\n".join(lines)
 
@@ -96,11 +98,11 @@ def main() -> None:
     parser.add_argument("model", metavar="CONFIG_DIR")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME")
     parser.add_argument("--no-latency", action="store_true")
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="each case so often, and its median")
-    parser.add_argument("--logprobs", type=int, metavar="N", help="ask for those of the N likeliest tokens everywhere")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="repetitions of each case, for the median")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="request the top N log-probabilities in every case")
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there, one a line")
-    parser.add_argument("--engine", choices=["octavo", "vllm"], help="run this one alone, and print its rows")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows to FILE as JSON lines")
+    parser.add_argument("--engine", choices=["octavo", "vllm"], help="run only this engine and print its rows")
     args = parser.parse_args()
     if args.engine is not None:
         measure(args)

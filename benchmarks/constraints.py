@@ -1,10 +1,9 @@
-"""Tokens a second of requests that are held to a JSON schema, have penalties, or ask for log-probabilities, beside
-those that are free; in one engine and by turns.
+"""Throughput with a JSON schema, penalties or log-probabilities, relative to plain requests in the same engine.
 
     python benchmarks/constraints.py [MODEL] [--num-requests 32] [--num-tokens 64] [--runs 7]
 
-All requests decode the same number of tokens: the schema's document is longer than that, and nothing ends early. All
-kinds draw with noise, so that what differs is what they ask for alone. Prints one JSON object.
+All requests decode the same number of tokens: the schema's document is longer, so none ends early. All kinds sample
+with the same temperature and differ only in the feature. The kinds alternate. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ def main() -> None:
     options = {"max_num_seqs": args.num_requests, "max_model_len": 512, "load_format": args.load_format}
     with LLM(args.model, enable_prefix_caching=False, **options) as llm:
         prompts = [PROMPT.format(i) for i in range(args.num_requests)]
-        all_ask = args.num_requests
-        kinds: dict[str, tuple[int, dict[str, Any]]] = {  # how many ask for what
+        num = args.num_requests
+        kinds: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (requests with the feature, their parameters)
             "free": (0, {}),
-            "penalties": (all_ask, {"repetition_penalty": 1.1, "presence_penalty": 0.5}),
-            "logprobs": (all_ask, {"logprobs": 5}),
+            "penalties": (num, {"repetition_penalty": 1.1, "presence_penalty": 0.5}),
+            "logprobs": (num, {"logprobs": 5}),
             "logprobs of one": (1, {"logprobs": 5}),
-            "logprobs of 20": (all_ask, {"logprobs": 20}),
-            "json": (all_ask, {"structured_outputs": {"json": SCHEMA}}),
+            "logprobs of 20": (num, {"logprobs": 20}),
+            "json": (num, {"structured_outputs": {"json": SCHEMA}}),
         }
         speeds: dict[str, list[float]] = {name: [] for name in kinds}
         for run in range(-1, args.runs):  # the first warms up
-            for name, (num_asking, asked) in list(kinds.items())[:: -1 if run % 2 else 1]:
-                speed = measure(llm, prompts, args.num_tokens, num_asking, asked)
+            for name, (num_with, feature) in list(kinds.items())[:: -1 if run % 2 else 1]:
+                speed = measure(llm, prompts, args.num_tokens, num_with, feature)
                 if run >= 0:
                     speeds[name].append(speed)
     ratios = {name: [s / f for s, f in zip(found, speeds["free"], strict=True)] for name, found in speeds.items()}
@@ -75,11 +74,11 @@ def main() -> None:
     )
 
 
-def measure(llm: LLM, prompts: list[str], num_tokens: int, num_asking: int, asked: dict[str, Any]) -> float:
-    """Tokens a second, over prompts and all; the first `num_asking` requests ask."""
+def measure(llm: LLM, prompts: list[str], num_tokens: int, num_with: int, feature: dict[str, Any]) -> float:
+    """Generated tokens per second, prefill time included. The first `num_with` requests use the feature."""
     params = [
         SamplingParams(
-            temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True, **(asked if i < num_asking else {})
+            temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True, **(feature if i < num_with else {})
         )
         for i in range(len(prompts))
     ]
@@ -87,7 +86,7 @@ def measure(llm: LLM, prompts: list[str], num_tokens: int, num_asking: int, aske
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     assert all(len(o.outputs[0].token_ids) == num_tokens for o in outputs)
-    if "structured_outputs" in asked:
+    if "structured_outputs" in feature:
         assert all(o.outputs[0].text.lstrip().startswith("[") for o in outputs)
     return len(prompts) * num_tokens / seconds
 

@@ -1,19 +1,19 @@
-"""Octavo on a CPU beside Transformers and llama.cpp, in one run on the same two cores.
+"""Compares Octavo on a CPU with Transformers and llama.cpp, in one run on the same two cores.
 
     python benchmarks/cpu_compare.py [--only NAME ...] [--rounds N] [--llamacpp PYTHON]
                                      [--json | --markdown]
 
     transformers   SmolLM2-135M in bfloat16: one sequence, sixteen, a prompt of 512 tokens
-    llamacpp       a model of Qwen2.5-0.5B's shape in bfloat16, weights at random, the same
-    int8           both models with --quantization int8 beside our bfloat16; what it costs in perplexity
-    prefix         time to the first token behind 842 tokens that the cache has, and has not
-    memory         peak memory of serving SmolLM2, and how long its first answer takes
+    llamacpp       the same with random weights in Qwen2.5-0.5B's shape, in bfloat16
+    int8           both models with --quantization int8 relative to bfloat16, and the change in perplexity
+    prefix         time to first token after a prefix of 842 tokens, cached and not cached
+    memory         peak memory of serving SmolLM2, and the time of a first one-token request
 
-Engines take turns, a round each, so that whoever else uses the machine disturbs all alike; figures are medians over the
-rounds, and ratios medians of each round's ratio. A round in which others used more than a twentieth of the machine is
-repeated, while there is patience left (--patience). Times are of steps: until the first tokens are there, and then to
-the last. Models are made once, in the cache folder. llama.cpp is llama-cpp-python, built from source for this
-processor, in an environment of its own beside them (minutes, once), or that of the interpreter --llamacpp.
+Engines alternate within each round, so that other programs disturb all of them alike. Figures are medians over the
+rounds; ratios are medians of each round's ratio. A round in which other processes used more than 5 % of the machine is
+repeated, at most --patience times in total. Times are measured from the start to the first tokens, and from there to
+the last. Models are created once, in the cache folder. llama.cpp is llama-cpp-python, built from source for this
+processor in its own environment next to the models (minutes, once), or the one of the interpreter --llamacpp.
 
 The rows of the README and of docs/performance.md for this processor:
 
@@ -74,13 +74,13 @@ QWEN = {
     "eos_token_id": 2,
 }
 Figures = dict[str, float]
-"""Seconds by case, and what follows from them."""
+"""Tokens per second by case."""
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def workplace() -> Path:
+def models_folder() -> Path:
     folder = catalog.cache_dir() / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -88,7 +88,7 @@ def workplace() -> Path:
 
 def smollm2() -> Path:
     """SmolLM2's weights as a bfloat16 checkpoint, as Transformers reads them; from the catalogue's file."""
-    folder = workplace() / "smollm2-bf16"
+    folder = models_folder() / "smollm2-bf16"
     if not (folder / "config.json").exists():
         checkpoint = open_checkpoint(SMOLLM2)
         spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
@@ -99,7 +99,7 @@ def smollm2() -> Path:
 
 def qwen() -> Path:
     """Random weights in Qwen2.5-0.5B's shape."""
-    folder = workplace() / "qwen2.5-0.5b-shape"
+    folder = models_folder() / "qwen2.5-0.5b-shape"
     if not (folder / "config.json").exists():
         model = dummy_model(spec_from_config(QWEN), dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
         _save(folder, QWEN, {w.name: w.tensor for w in model.weights()})
@@ -113,8 +113,8 @@ def _save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
 
 
 def qwen_gguf() -> Path:
-    """The same numbers for llama.cpp, without a vocabulary: it is given token ids."""
-    path = workplace() / "qwen2.5-0.5b-shape.gguf"
+    """The same weights as a GGUF file for llama.cpp. It has no vocabulary, since prompts are token ids."""
+    path = models_folder() / "qwen2.5-0.5b-shape.gguf"
     if path.exists():
         return path
     spec = spec_from_config(QWEN)
@@ -174,11 +174,11 @@ class Peer:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "num_new": num_new}) + "\n")
         self.process.stdin.flush()
-        answer = json.loads(self._line())
-        return answer["first_s"], answer["rest_s"]
+        reply = json.loads(self._line())
+        return reply["first_s"], reply["rest_s"]
 
     def measure(self, cases: Iterable[str], seed: int) -> Figures:
-        """Tokens a second."""
+        """Tokens per second by case."""
         figures: Figures = {}
         if "batch 1" in cases:
             figures["batch 1"] = (NUM_NEW - 1) / self.run(1, NUM_PROMPT, NUM_NEW, seed)[1]
@@ -188,10 +188,10 @@ class Peer:
             figures["prefill"] = LONG_PROMPT / self.run(1, LONG_PROMPT, 1, seed)[0]
         return figures
 
-    def used_s(self) -> float:
-        """Processor time so far."""
-        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu_s(self) -> float:
+        """CPU seconds used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -200,36 +200,36 @@ class Peer:
 
 
 CASES = {"batch 1": "one sequence", "16 together": "16 together", "prefill": "a prompt of 512 tokens"}
-"""Each with the words of a document's table."""
-QUIET = 0.05
-"""Share of the machine that others may use in a round that counts."""
+"""Case -> its label in the tables of the documentation."""
+MAX_OTHERS = 0.05
+"""Share of the machine that other processes may use in a round that counts."""
 Rounds = dict[str, list[Figures]]
-"""By engine."""
+"""Figures of each round, by engine."""
 
 
-def take_turns(peers: dict[str, Peer], cases: dict[str, Sequence[str]], args: argparse.Namespace) -> Rounds:
-    """Every engine's figures of every round, after one that warms up."""
+def run_rounds(peers: dict[str, Peer], cases: dict[str, Sequence[str]], args: argparse.Namespace) -> Rounds:
+    """Run all rounds after a warm-up, and return the figures of the least disturbed ones."""
     for peer in peers.values():
         peer.run(1, NUM_PROMPT, 4, seed=0)
-    kept: list[tuple[float, dict[str, Figures]]] = []
+    rounds: list[tuple[float, dict[str, Figures]]] = []
     for attempt in range(args.rounds + args.patience):
-        before = _busy_s() - sum(peer.used_s() for peer in peers.values())
+        before = _machine_cpu_s() - sum(peer.cpu_s() for peer in peers.values())
         begin = time.perf_counter()
         order = list(peers) if attempt % 2 else list(reversed(peers))
         figures = {name: peers[name].measure(cases[name], seed=attempt) for name in order}
-        others_s = _busy_s() - sum(peer.used_s() for peer in peers.values()) - before
-        kept.append((others_s / (time.perf_counter() - begin) / (os.cpu_count() or 1), figures))
-        if sum(share <= QUIET for share, _ in kept) >= args.rounds:
+        others_s = _machine_cpu_s() - sum(peer.cpu_s() for peer in peers.values()) - before
+        rounds.append((others_s / (time.perf_counter() - begin) / (os.cpu_count() or 1), figures))
+        if sum(share <= MAX_OTHERS for share, _ in rounds) >= args.rounds:
             break
     for peer in peers.values():
         peer.close()
-    kept = sorted(kept, key=lambda entry: entry[0])[: args.rounds]  # the quietest
-    print(f"others used {kept[0][0]:.0%} to {kept[-1][0]:.0%} of the machine meanwhile", file=sys.stderr)
+    kept = sorted(rounds, key=lambda entry: entry[0])[: args.rounds]  # the least disturbed
+    print(f"other processes used {kept[0][0]:.0%} to {kept[-1][0]:.0%} of the machine", file=sys.stderr)
     return {name: [figures[name] for _, figures in kept] for name in peers}
 
 
-def _busy_s() -> float:
-    """Seconds that the machine's processors have worked since it started."""
+def _machine_cpu_s() -> float:
+    """CPU seconds of the whole machine since it booted."""
     user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
@@ -242,25 +242,27 @@ def ratio(ours: list[Figures], case: str, theirs: list[Figures], their_case: str
     return statistics.median(a[case] / b[their_case] for a, b in zip(ours, theirs, strict=True))
 
 
-def shown(number: float) -> str:
-    """With three digits that count."""
+def digits(number: float) -> str:
+    """Format with three significant digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def processor() -> str:
-    """What /proc/cpuinfo calls it, and which matrix or vector units it has."""
+    """Name, family, model and vector or matrix extensions of the processor, from /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
-    facts = {name.strip(): value.strip() for name, value in fields.items()}
-    family = f"family {facts.get('cpu family')}, model {facts.get('model')}"
+    values = {name.strip(): value.strip() for name, value in fields.items()}
+    family = f"family {values.get('cpu family')}, model {values.get('model')}"
     units = [
-        unit for unit in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if unit in facts["flags"].split()
+        unit
+        for unit in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+        if unit in values["flags"].split()
     ]
-    return f"{os.cpu_count()} cores of {facts.get('model name')} ({family}: {', '.join(units)})"
+    return f"{os.cpu_count()} cores of {values.get('model name')} ({family}: {', '.join(units)})"
 
 
 class Report:
-    """What was measured, as tables and as JSON lines."""
+    """Prints results as tables, as JSON lines, or as Markdown rows."""
 
     def __init__(self, as_json: bool, as_markdown: bool = False) -> None:
         self.as_json = as_json
@@ -284,29 +286,30 @@ class Report:
             for name, rounds in figures.items():
                 table.add_row(name, *(f"{median(rounds, c):,.1f}" if c in rounds[0] else "-" for c in CASES))
             self.console.print(table)
-        for what, value, goal in ratios:
-            self.figure(title, what, value, f"{value:.2f} x", f"goal {goal:g} x")
+        for name, value, goal in ratios:
+            self.figure(title, name, value, f"{value:.2f} x", f"goal {goal:g} x")
 
     def rows(self, title: str, other: str, figures: Rounds, their_cases: dict[str, str]) -> None:
-        """Lines of a table in Markdown. `their_cases`: the case of the other engine beside each of ours."""
+        """Print the rows of a Markdown table. `their_cases`: our case -> the other engine's case to compare with."""
         if not self.as_markdown:
             return
         ours, theirs = figures["octavo"], figures[other.lower()]
         for case, their_case in their_cases.items():
-            beside = "" if case == their_case else f" {other}' one"
+            suffix = "" if case == their_case else f" {other}' one"
             print(
-                f"| {title}, {CASES[case]} | {shown(median(ours, case))} | {other} {shown(median(theirs, their_case))} "
-                f"| {shown(ratio(ours, case, theirs, their_case))} x{beside} |",
+                f"| {title}, {CASES[case]} | {digits(median(ours, case))} "
+                f"| {other} {digits(median(theirs, their_case))} "
+                f"| {digits(ratio(ours, case, theirs, their_case))} x{suffix} |",
                 flush=True,
             )
 
-    def figure(self, title: str, what: str, value: float, text: str, note: str = "") -> None:
+    def figure(self, title: str, name: str, value: float, text: str, note: str = "") -> None:
         if self.as_markdown:
-            print(f"| {title}, {what} | {text} | | |")
+            print(f"| {title}, {name} | {text} | | |")
         elif self.as_json:
-            print(json.dumps({"model": title, "figure": what, "value": value}))
+            print(json.dumps({"model": title, "figure": name, "value": value}))
         else:
-            print(f"  {what:<58} {text:>12}  {note}")
+            print(f"  {name:<58} {text:>12}  {note}")
 
 
 # -- comparisons ------------------------------------------------------------------------------------------------------
@@ -316,7 +319,7 @@ def with_transformers(report: Report, args: argparse.Namespace) -> None:
     model = smollm2()
     peers = {"octavo": Peer("octavo", model), "transformers": Peer("transformers", model)}
     cases: dict[str, Sequence[str]] = {"octavo": tuple(CASES), "transformers": ("batch 1", "prefill")}
-    figures = take_turns(peers, cases, args)
+    figures = run_rounds(peers, cases, args)
     ours, theirs = figures["octavo"], figures["transformers"]
     ratios = [
         ("batch 1, to Transformers' batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 2.0),
@@ -324,12 +327,9 @@ def with_transformers(report: Report, args: argparse.Namespace) -> None:
         ("prefill of 512 tokens", ratio(ours, "prefill", theirs, "prefill"), 1.2),
     ]
     report.speeds("SmolLM2-135M, bfloat16", figures, ratios)
-    beside = {
-        "batch 1": "batch 1",
-        "16 together": "batch 1",
-        "prefill": "prefill",
-    }  # its own 16 are no batch of a server
-    report.rows("SmolLM2-135M", "Transformers", figures, beside)
+    # Transformers does not batch independent requests, so its batch 1 is the baseline for 16 requests.
+    their_cases = {"batch 1": "batch 1", "16 together": "batch 1", "prefill": "prefill"}
+    report.rows("SmolLM2-135M", "Transformers", figures, their_cases)
 
 
 def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
@@ -337,7 +337,7 @@ def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
         "octavo": Peer("octavo", qwen()),
         "llama.cpp": Peer("llamacpp", qwen_gguf(), python=args.llamacpp or llamacpp_python()),
     }
-    figures = take_turns(peers, dict.fromkeys(peers, tuple(CASES)), args)
+    figures = run_rounds(peers, dict.fromkeys(peers, tuple(CASES)), args)
     ours, theirs = figures["octavo"], figures["llama.cpp"]
     ratios = [
         ("batch 1, to llama.cpp's batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.2),
@@ -350,8 +350,8 @@ def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
 
 
 def llamacpp_python() -> str:
-    """The interpreter of an environment that has llama-cpp-python; it is made and filled here the first time."""
-    folder = workplace() / "llamacpp"
+    """The interpreter of an environment with llama-cpp-python, which the first call creates and installs."""
+    folder = models_folder() / "llamacpp"
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
         print("building llama-cpp-python; this takes minutes, once", file=sys.stderr)
@@ -364,7 +364,7 @@ def llamacpp_python() -> str:
 def int8(report: Report, args: argparse.Namespace) -> None:
     for title, model in (("SmolLM2-135M", smollm2()), ("Qwen2.5-0.5B's shape", qwen())):
         peers = {"bfloat16": Peer("octavo", model), "int8": Peer("octavo", model, quantization="int8")}
-        figures = take_turns(peers, dict.fromkeys(peers, tuple(CASES)), args)
+        figures = run_rounds(peers, dict.fromkeys(peers, tuple(CASES)), args)
         ours, theirs = figures["int8"], figures["bfloat16"]
         ratios = [
             ("int8 to bfloat16, batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.6),
@@ -378,7 +378,7 @@ def int8(report: Report, args: argparse.Namespace) -> None:
 
 
 def perplexity(quantization: str | None, text: str) -> float:
-    """exp of the mean negative log-likelihood over windows of 512 tokens, of each token but a window's first."""
+    """exp of the mean negative log-likelihood over windows of 512 tokens, without the first token of each."""
     token_ids = Tokenizer.from_checkpoint(open_checkpoint(SMOLLM2)).encode(Path(text).read_text(encoding="utf-8"))
     windows = [token_ids[i : i + 512] for i in range(0, len(token_ids) - 1, 512)]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
@@ -408,10 +408,10 @@ def prefix(report: Report, args: argparse.Namespace) -> None:
         first / min(second) for first, second in zip(cold[1:], zip(warm[2::2], warm[3::2], strict=True), strict=True)
     ]
     title = "SmolLM2-135M, bfloat16"
-    for what, times in (("cold", cold[1:]), ("warm", warm[2:])):
+    for label, times in (("cold", cold[1:]), ("warm", warm[2:])):
         seconds = statistics.median(times)
         report.figure(
-            title, f"time to first token behind {PREFIX} shared tokens, {what}", seconds, f"{seconds * 1e3:.1f} ms"
+            title, f"time to first token behind {PREFIX} shared tokens, {label}", seconds, f"{seconds * 1e3:.1f} ms"
         )
     report.figure(title, "cold to warm", statistics.median(ratios), f"{statistics.median(ratios):.1f} x", "goal 5 x")
 
@@ -430,10 +430,10 @@ def memory(report: Report, args: argparse.Namespace) -> None:
     title = "SmolLM2-135M, bfloat16"
     done = subprocess.run([sys.executable, "-c", SERVE, str(smollm2())], check=True, capture_output=True, text=True)
     peak, weights, pool = map(int, done.stdout.split())
-    for what, size in (("peak memory", peak), ("weights", weights), ("KV pool", pool)):
-        report.figure(title, what, size, f"{size / 2**20:,.0f} MiB")
-    beside = (peak - weights - pool) / 1e6
-    report.figure(title, "peak beside weights and pool", beside, f"{beside:,.0f} MB", "goal 400 MB")
+    for label, size in (("peak memory", peak), ("weights", weights), ("KV pool", pool)):
+        report.figure(title, label, size, f"{size / 2**20:,.0f} MiB")
+    other = (peak - weights - pool) / 1e6
+    report.figure(title, "peak beside weights and pool", other, f"{other:,.0f} MB", "goal 400 MB")
     command = [
         str(Path(sys.executable).parent / "octavo"),
         "generate",
@@ -466,9 +466,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--patience", type=int, default=14, metavar="N", help="rounds that may be repeated")
-    parser.add_argument("--text", default=str(ROOT / "docs" / "memory.md"), help="what perplexity is measured on")
-    parser.add_argument("--llamacpp", metavar="PYTHON", help="an interpreter that has llama_cpp")
+    parser.add_argument("--patience", type=int, default=14, metavar="N", help="maximum number of repeated rounds")
+    parser.add_argument("--text", default=str(ROOT / "docs" / "memory.md"), help="text file for measuring perplexity")
+    parser.add_argument("--llamacpp", metavar="PYTHON", help="interpreter of an environment with llama_cpp")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true")
     form.add_argument("--markdown", action="store_true", help="rows for the README and docs/performance.md")

@@ -1,11 +1,11 @@
-"""One engine in a process of its own, which computes what it is told line by line; see `cpu_compare.py`.
+"""Worker process of `cpu_compare.py`: runs one engine and serves one job per line of input.
 
     python cpu_engines.py ENGINE MODEL [OPTIONS]      ENGINE: octavo, transformers, llamacpp; OPTIONS: a JSON object
 
-Reads {"prompts": [[token ids]], "num_new": n} and answers {"first_s": .., "rest_s": ..}: seconds to the first token of
-all prompts together, and from there to the last, greedily and never stopping early. Engines do not share a process: a
-library's idle threads would stand in the other's way. llama.cpp's runs in another environment, so that all imports are
-inside.
+Reads {"prompts": [[token ids]], "num_new": n} and writes {"first_s": .., "rest_s": ..}: seconds until all prompts have
+their first token, and from then to the last token. Decoding is greedy and ignores stop tokens. Engines do not share a
+process, because a library's idle threads would slow the other one. llama.cpp runs in another environment, so imports
+are local.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import time
 from typing import Any, Protocol
 
 THREADS = 2
-CONTEXT = 1024  # tokens a sequence, at most
+CONTEXT = 1024  # maximum tokens per sequence
 MAX_SEQS = 16
 
 
 class Engine(Protocol):
     def run(self, prompts: list[list[int]], num_new: int) -> list[float]:
-        """The time at which each column of tokens was there: num_new of them."""
+        """Return num_new times: when all prompts had their first token, their second, and so on."""
         ...
 
 
@@ -44,17 +44,17 @@ class Octavo:
         from octavo import SamplingParams
 
         params = SamplingParams(max_tokens=num_new, temperature=0, ignore_eos=True)
-        left = [len(prompts)] * num_new
+        num_missing = [len(prompts)] * num_new
         times: list[float] = []
-        seen: dict[str, int] = {}
+        num_seen: dict[str, int] = {}
         for output in self.llm.stream([{"prompt_token_ids": p} for p in prompts], params):
             now = time.perf_counter()
             count = len(output.outputs[0].token_ids)
-            for column in range(seen.get(output.request_id, 0), count):
-                left[column] -= 1
-                if not left[column]:
+            for column in range(num_seen.get(output.request_id, 0), count):
+                num_missing[column] -= 1
+                if not num_missing[column]:
                     times.append(now)
-            seen[output.request_id] = count
+            num_seen[output.request_id] = count
         return times
 
 
@@ -73,7 +73,7 @@ class Transformers:
 
         times: list[float] = []
 
-        def landed(token_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        def record_time(token_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
             times.append(time.perf_counter())
             return torch.zeros(len(token_ids), dtype=torch.bool)
 
@@ -87,7 +87,7 @@ class Transformers:
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
-                stopping_criteria=[landed],
+                stopping_criteria=[record_time],
             )
         return times
 
@@ -98,9 +98,9 @@ class LlamaCpp:
 
         self.api = llama_cpp
         llama_cpp.llama_backend_init()
-        quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        self._quiet = quiet  # llama.cpp keeps a pointer
-        llama_cpp.llama_log_set(quiet, None)
+        discard_log = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        self._discard_log = discard_log  # llama.cpp keeps a pointer
+        llama_cpp.llama_log_set(discard_log, None)
         loaded = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = CONTEXT * MAX_SEQS
@@ -115,9 +115,9 @@ class LlamaCpp:
         api = self.api
         api.llama_memory_clear(api.llama_get_memory(self.context), True)
         times: list[float] = []
-        last = [self._decode([(t, p, seq) for p, t in enumerate(prompt)]) for seq, prompt in enumerate(prompts)]
+        first = [self._decode([(t, p, seq) for p, t in enumerate(prompt)]) for seq, prompt in enumerate(prompts)]
         times.append(time.perf_counter())
-        tokens = [own[-1] for own in last]
+        tokens = [ids[-1] for ids in first]
         for column in range(1, num_new):
             step = [(t, len(prompts[seq]) + column - 1, seq) for seq, t in enumerate(tokens)]
             tokens = self._decode(step, every=True)
@@ -125,7 +125,7 @@ class LlamaCpp:
         return times
 
     def _decode(self, entries: list[tuple[int, int, int]], *, every: bool = False) -> list[int]:
-        """The likeliest token after each (token, position, sequence), or after the last alone."""
+        """The top token after each (token, position, sequence) if `every`, else only after the last."""
         import numpy as np
 
         batch = self.batch

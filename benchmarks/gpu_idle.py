@@ -1,11 +1,11 @@
-"""How long a GPU does nothing between the steps of a batch that decodes.
+"""Measures the GPU's idle time between decode steps.
 
     python benchmarks/gpu_idle.py CONFIG_DIR [--batch 256] [--length 256] [--json]
 
-CONFIG_DIR holds a config.json; weights are random. Equal requests decode together, in two runs: one is watched by
-CUDA's profiler, which says when each kernel began and ended, the other only timed, since being watched may slow a run
-down. A gap between steps is the time without any kernel (copies do not count as work) before the first kernel of a
-step, where the one before it was the last of a step.
+CONFIG_DIR holds a config.json; weights are random. Requests of equal length decode together, in two runs. One runs
+under CUDA's profiler, which records the start and end of each kernel. The other is only timed, since the profiler may
+slow a run down. A gap is the time without a running kernel between the last kernel of a step and the first kernel of
+the next step. Copies do not count as work.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ FIRST, LAST = (
 )  # kernels of a step (kernels/triton/sampling/step_inputs.py)
 
 
-class Ran(NamedTuple):
-    """A kernel; us."""
+class Kernel(NamedTuple):
+    """A kernel's run. Times in us."""
 
     name: str
     begin: float
     end: float
 
 
-def gaps_between_steps(kernels: Iterable[Ran]) -> tuple[list[float], float]:
-    """us without a kernel before each step that follows on another but the first such, and all the us that these gaps
-    and the steps in front of them take."""
+def gaps_between_steps(kernels: Iterable[Kernel]) -> tuple[list[float], float]:
+    """Return the gap before each step that directly follows another, except the first, and the total time of these gaps
+    and the steps before them. All in us."""
     gaps: list[float] = []
     begins: list[float] = []
-    busy_until, follows = 0.0, False
+    busy_until, after_step = 0.0, False
     for name, begin, end in sorted(kernels, key=lambda kernel: kernel.begin):
-        if follows and name.startswith(FIRST):
+        if after_step and name.startswith(FIRST):
             gaps.append(max(0.0, begin - busy_until))
             begins.append(begin)
         if name.startswith((FIRST, LAST)):
-            follows = name.startswith(LAST)
+            after_step = name.startswith(LAST)
         busy_until = max(busy_until, end)
     return gaps[1:], begins[-1] - begins[0] if begins else 0.0
 
@@ -68,18 +68,18 @@ def measure(model: str, batch: int, length: int) -> dict[str, Any]:
         return time.perf_counter() - begin
 
     run()
-    alone = run()
-    with profile(activities=[ProfilerActivity.CUDA]) as watched:
-        seconds = run()
+    unprofiled_s = run()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        profiled_s = run()
         torch.cuda.synchronize()
     kernels = [
-        Ran(event.name, event.time_range.start, event.time_range.end)
-        for event in watched.events() or ()
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
     ]
     gaps, span = gaps_between_steps(kernels)
     if not gaps:
-        raise SystemExit("the profiler saw no steps: is CUPTI there?")
+        raise SystemExit("the profiler recorded no steps; check that CUPTI is installed")
     return {
         "model": Path(model).name,
         "batch": batch,
@@ -88,8 +88,8 @@ def measure(model: str, batch: int, length: int) -> dict[str, Any]:
         "gap_us": round(statistics.median(gaps), 2),
         "gap_p99_us": round(sorted(gaps)[int(0.99 * (len(gaps) - 1))], 1),
         "idle": round(sum(gaps) / span, 4),
-        "s": round(alone, 4),
-        "s_watched": round(seconds, 4),
+        "s": round(unprofiled_s, 4),
+        "s_watched": round(profiled_s, 4),
     }
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="CONFIG_DIR")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--length", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--length", type=int, default=256, help="output tokens per request")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     row = measure(args.model, args.batch, args.length)
@@ -105,8 +105,10 @@ def main() -> None:
         print(json.dumps(row))
         return
     print(f"{row['model']}, {row['batch']} sequences, {row['steps']} steps of {row['step_us']:.0f} us")
-    print(f"between steps: {row['gap_us']} us (median), {row['gap_p99_us']} us (99 in 100 are shorter)")
-    print(f"idle between steps: {row['idle']:.2%}; the run took {row['s_watched']} s watched, {row['s']} s alone")
+    print(f"between steps: {row['gap_us']} us (median), {row['gap_p99_us']} us (p99)")
+    print(
+        f"idle between steps: {row['idle']:.2%}; run time {row['s_watched']} s with the profiler, {row['s']} s without"
+    )
 
 
 if __name__ == "__main__":

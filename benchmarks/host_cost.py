@@ -1,12 +1,12 @@
-"""What an engine's host does for one position of a full batch, beside what the GPU takes for it; octavo and vLLM.
+"""Host time per decode step of a full batch, relative to the whole step, for Octavo and vLLM.
 
     python benchmarks/host_cost.py CONFIG_DIR [--batch 256] [--vllm-python PYTHON]
 
-CONFIG_DIR holds a config.json; weights are random. Equal requests decode together, once for few positions and once for
-many: the difference is what decoding takes, without prompts, beginnings and ends. Counted is the time inside the
-engine's own `step`, less what it waits there for events of the GPU: planning, queueing work, taking in tokens, making
-outputs. vLLM's engine core, which by default is a process of its own beside the one that makes outputs, runs in this
-one, so that both are seen; `core` is its part alone. It runs with its defaults otherwise.
+CONFIG_DIR holds a config.json; weights are random. Requests of equal length decode together, once for few tokens and
+once for many. The difference is the cost of decoding alone, without prefill, admission and ends. `host` is the time
+inside the engine's `step` without its waits for GPU events: scheduling, launching kernels, reading sampled tokens,
+output processing. vLLM's engine core runs in this process, so that it is measured too (by default it is a process of
+its own); `core` is its part of `host`. vLLM's other settings are its defaults.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_PROMPT, SHORT, LONG, ROUNDS = 64, 64, 448, 3
 
 
 class Stopwatch:
-    """Seconds spent in calls; what is spent waiting for the GPU is counted apart, and taken off."""
+    """Seconds spent in calls, without the time spent waiting for the GPU, which is counted separately."""
 
     def __init__(self) -> None:
         self.total: dict[str, float] = {}
@@ -46,11 +46,11 @@ class Stopwatch:
 
         event_type.synchronize = synchronize
 
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **words: Any) -> Any:
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             begin, waited = time.perf_counter(), self.waited
             try:
-                return function(*args, **words)
+                return function(*args, **kwargs)
             finally:
                 spent = time.perf_counter() - begin - (self.waited - waited)
                 self.total[name] = self.total.get(name, 0.0) + spent
@@ -59,8 +59,8 @@ class Stopwatch:
 
 
 def measure(engine: str, model: str, batch: int) -> dict[str, Any]:
-    """One engine, in this process. Microseconds a position."""
-    watch = Stopwatch()
+    """Measure one engine in this process. Times in microseconds per decode step."""
+    stopwatch = Stopwatch()
     rng = random.Random(0)
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     llm: Any
@@ -71,30 +71,33 @@ def measure(engine: str, model: str, batch: int) -> dict[str, Any]:
         import vllm
 
         llm = vllm.LLM(model=model, gpu_memory_utilization=0.85, disable_log_stats=True, **OPTIONS)
-        front, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
-        front.step, core.step_fn = watch.around("host", front.step), watch.around("core", core.step_fn)
-        params_of, inputs = vllm.SamplingParams, [{"prompt_token_ids": p} for p in prompts]
+        engine_front, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+        engine_front.step, core.step_fn = (
+            stopwatch.wrap("host", engine_front.step),
+            stopwatch.wrap("core", core.step_fn),
+        )
+        make_params, inputs = vllm.SamplingParams, [{"prompt_token_ids": p} for p in prompts]
     else:
         import octavo
 
         llm = octavo.LLM(model, **OPTIONS)
-        llm.engine.step = watch.around("host", llm.engine.step)
-        params_of, inputs = octavo.SamplingParams, prompts
+        llm.engine.step = stopwatch.wrap("host", llm.engine.step)
+        make_params, inputs = octavo.SamplingParams, prompts
 
     def run(length: int) -> dict[str, float]:
-        watch.total.clear()
-        params = params_of(temperature=0.6, max_tokens=length, ignore_eos=True, detokenize=False)
-        begin, waited = time.perf_counter(), watch.waited
+        stopwatch.total.clear()
+        params = make_params(temperature=0.6, max_tokens=length, ignore_eos=True, detokenize=False)
+        begin, waited = time.perf_counter(), stopwatch.waited
         llm.generate(inputs, params, use_tqdm=False)
-        return {"wall": time.perf_counter() - begin, "waited": watch.waited - waited, **watch.total}
+        return {"wall": time.perf_counter() - begin, "waited": stopwatch.waited - waited, **stopwatch.total}
 
     run(LONG)
-    found: dict[str, list[float]] = {}
+    per_step: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
-        few, many = run(SHORT), run(LONG)
-        for name, seconds in many.items():
-            found.setdefault(name, []).append(1e6 * (seconds - few[name]) / (LONG - SHORT))
-    return {"engine": engine, "batch": batch, **{name: round(statistics.median(v), 1) for name, v in found.items()}}
+        short, long = run(SHORT), run(LONG)
+        for name, seconds in long.items():
+            per_step.setdefault(name, []).append(1e6 * (seconds - short[name]) / (LONG - SHORT))
+    return {"engine": engine, "batch": batch, **{name: round(statistics.median(v), 1) for name, v in per_step.items()}}
 
 
 def spawn(engine: str, python: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -112,18 +115,18 @@ def main() -> None:
     parser.add_argument("model", metavar="CONFIG_DIR")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--engine", choices=["octavo", "vllm"], help="this one alone; prints a JSON object")
+    parser.add_argument("--engine", choices=["octavo", "vllm"], help="run only this engine and print a JSON object")
     args = parser.parse_args()
     if args.engine is not None:
         print(json.dumps(measure(args.engine, args.model, args.batch)), flush=True)
         return
     rows = [spawn("octavo", sys.executable, args), spawn("vllm", args.vllm_python, args)]
     columns = ("wall", "waited", "host", "core")
-    print(f"{Path(args.model).name}, batch {args.batch}, us a position")
+    print(f"{Path(args.model).name}, batch {args.batch}, us per decode step")
     print(" " * 10 + "".join(f"{name:>9}" for name in columns))
     for row in rows:
         print(f"{row['engine']:<10}" + "".join(f"{row[c]:>9.0f}" if c in row else "" for c in columns))
-    print(f"vLLM's host takes {rows[1]['host'] / rows[0]['host']:.1f} x as long for a position")
+    print(f"vLLM's host takes {rows[1]['host'] / rows[0]['host']:.1f} x as long per decode step")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""What HTTP costs: a server of ours beside the same engine without one, on this machine, in one run.
+"""Overhead of HTTP: Octavo's server relative to the same engine offline, on one machine, in one run.
 
     python benchmarks/http_overhead.py [--model NAME] [--rounds 7] [--streams 64] [--json]
 
-On a GPU both engines stand on one device, each with its share of the memory, and one waits while the other works:
+On a GPU both engines use one device, each with its share of the memory, and one idles while the other runs:
 
     python benchmarks/http_overhead.py --model Qwen/Qwen3-0.6B --streams 256 --prompt 128 --output 256 --share 0.4
 
-Both are given the same prompts, as text, greedy, every answer of one length; neither caches prefixes. The server is
-`octavo serve` with its two processes, its client is `octavo bench serve`'s and runs on the same cores; offline is
-`LLM.generate` in this process. They take turns, and whoever waits is idle.
+Both get the same text prompts, decode greedily to a fixed output length, and use no prefix cache. The server is
+`octavo serve` with its two processes. Its client is that of `octavo bench serve` and runs on the same cores. Offline is
+`LLM.generate` in this process. The two alternate, and one idles while the other runs.
 
-    throughput   output tokens a second of all streams together; medians, and the median of each round's ratio
-    processor    seconds that the processes took for it, which others on the machine disturb less
-    between      of the seconds between two pieces of an answer, at the client: the median, and the 99th percentile over
-                 it; a piece may hold several tokens
-    first token  of one prompt on an idle server, by turns one by one; medians, and the median of what HTTP adds
+    throughput   output tokens a second over all streams: medians, and the median of each round's ratio
+    processor    CPU seconds of the processes, which other programs on the machine disturb less
+    between      time between two chunks of a stream at the client: the median, and the 99th percentile over the median;
+                 a chunk may hold several tokens
+    first token  of one prompt on an idle server, alternating: medians, and the median time that HTTP adds
 
-What other processes use of the machine meanwhile is told; a round in which it was more than a tenth is repeated, while
-there is patience left (--patience).
+The report includes the share of the machine that other processes used. A round with more than 10 % is repeated, at most
+--patience times in total.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from octavo.bench.args import BenchArgs
 from octavo.bench.records import Run
 from octavo.bench.serve import Bench, run_until_done
 
-QUIET = 0.1
-"""Share of the machine that others may use in a round that counts."""
+MAX_OTHERS = 0.1
+"""Share of the machine that other processes may use in a round that counts."""
 FIRST_PROMPT = 128
 Figures = dict[str, float]
 
@@ -49,12 +49,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each")
-    parser.add_argument("--output", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--load-format", default="auto", help="dummy: random weights, which are as fast")
-    parser.add_argument("--share", type=float, help="of a GPU's memory, for each of the two engines")
-    parser.add_argument("--firsts", type=int, default=40, help="first tokens that are timed")
-    parser.add_argument("--patience", type=int, default=14, metavar="N", help="rounds that may be repeated")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens per prompt")
+    parser.add_argument("--output", type=int, default=64, help="output tokens per request")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, which give the same speed")
+    parser.add_argument("--share", type=float, help="share of the GPU's memory for each of the two engines")
+    parser.add_argument("--firsts", type=int, default=40, help="number of timed first tokens")
+    parser.add_argument("--patience", type=int, default=14, metavar="N", help="maximum number of repeated rounds")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     port = _free_port()
@@ -67,29 +67,29 @@ def main() -> None:
         command += [f"--{name.replace('_', '-')}", str(value)]
     server = subprocess.Popen(command)
     try:
-        if args.share:  # both look at how much memory is free: one after the other
-            ask(port, num_prompts=1, random_input_len=8, random_output_len=1)
+        if args.share:  # both read the free memory at start-up, so the server starts first
+            run_client(port, num_prompts=1, random_input_len=8, random_output_len=1)
         with LLM(args.model, enable_prefix_caching=False, **options) as llm:
-            told = {"streams": args.streams} | measure(llm, port, server.pid, args)
+            results = {"streams": args.streams} | measure(llm, port, server.pid, args)
     finally:
         server.terminate()
         server.wait()
-    print(json.dumps(told) if args.json else "\n".join(f"{name:<36}{value}" for name, value in told.items()))
+    print(json.dumps(results) if args.json else "\n".join(f"{name:<36}{value}" for name, value in results.items()))
 
 
 def measure(llm: LLM, port: int, pid: int, args: argparse.Namespace) -> dict[str, Any]:
-    many = {"num_prompts": args.streams, "random_input_len": args.prompt, "random_output_len": args.output}
+    workload = {"num_prompts": args.streams, "random_input_len": args.prompt, "random_output_len": args.output}
     rounds: list[Figures] = []
     for attempt in range(1 + args.rounds + args.patience):
         others = Others(pid)
-        before = used_s(pid)
-        run = ask(port, **many, seed=attempt)
-        between = used_s(pid)
+        before = cpu_s(pid)
+        run = run_client(port, **workload, seed=attempt)
+        between = cpu_s(pid)
         prompts = [record.sample.prompt for record in run.records]
         offline_s = generate(llm, prompts, args.output)
-        after = used_s(pid)
+        after = cpu_s(pid)
         assert all(record.error is None for record in run.records) and run.records[0].num_output == args.output
-        if not attempt:  # the first warms up
+        if not attempt:  # the first round warms up
             continue
         num = args.streams * args.output
         http_s = run.end_s - run.begin_s
@@ -103,10 +103,10 @@ def measure(llm: LLM, port: int, pid: int, args: argparse.Namespace) -> dict[str
             figures[f"{name} cpu"] = 1e3 * (between[name] - before[name]) / num
         figures["offline cpu"] = 1e3 * (after["client"] - between["client"]) / num
         rounds.append(figures)
-        if sum(figures["others"] <= QUIET for figures in rounds) == args.rounds:
+        if sum(figures["others"] <= MAX_OTHERS for figures in rounds) == args.rounds:
             break
     kept = sorted(rounds, key=lambda figures: figures["others"])[: args.rounds]
-    added, over_http, without = first_tokens(llm, port, args.firsts)
+    added, over_http, offline = first_tokens(llm, port, args.firsts)
 
     def median(name: str, digits: int = 1) -> float:
         return round(statistics.median(figures[name] for figures in kept), digits)
@@ -125,32 +125,32 @@ def measure(llm: LLM, port: int, pid: int, args: argparse.Namespace) -> dict[str
         "HTTP: the API's process": median("api cpu", 3),
         "HTTP: its client": median("client cpu", 3),
         "first token over HTTP, ms": round(1e3 * statistics.median(over_http), 2),
-        "first token offline, ms": round(1e3 * statistics.median(without), 2),
+        "first token offline, ms": round(1e3 * statistics.median(offline), 2),
         "HTTP adds, ms (median of pairs)": round(1e3 * statistics.median(added), 2),
-        "HTTP adds, ms (fastest of each)": round(1e3 * (min(over_http) - min(without)), 2),
+        "HTTP adds, ms (fastest of each)": round(1e3 * (min(over_http) - min(offline)), 2),
     }
 
 
-def ask(port: int, **options: Any) -> Run:
-    asked = BenchArgs(port=port, ignore_eos=True, ready_check_timeout_sec=180, **options)
-    return run_until_done(lambda: Bench(asked).run())
+def run_client(port: int, **options: Any) -> Run:
+    bench_args = BenchArgs(port=port, ignore_eos=True, ready_check_timeout_sec=180, **options)
+    return run_until_done(lambda: Bench(bench_args).run())
 
 
 def first_tokens(llm: LLM, port: int, num: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds: what HTTP adds in each pair, and to the first token either way."""
-    added, over_http, without = [], [], []
+    """Time that HTTP adds in each pair, and time to first token over HTTP and offline. In seconds."""
+    added, over_http, offline = [], [], []
     for i in range(num):
         options = {"num_prompts": 1, "random_input_len": FIRST_PROMPT, "random_output_len": 1}
-        (record,) = ask(port, **options, seed=1000 + i, num_warmups=1).records
+        (record,) = run_client(port, **options, seed=1000 + i, num_warmups=1).records
         generate(llm, [record.sample.prompt], 1)
-        without.append(generate(llm, [record.sample.prompt], 1))
+        offline.append(generate(llm, [record.sample.prompt], 1))
         over_http.append(record.ttft_s)
-        added.append(over_http[-1] - without[-1])
-    return added, over_http, without
+        added.append(over_http[-1] - offline[-1])
+    return added, over_http, offline
 
 
 def generate(llm: LLM, prompts: list[str], num_output: int) -> float:
-    """Seconds."""
+    """Run the prompts offline and return the seconds."""
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -160,7 +160,7 @@ def generate(llm: LLM, prompts: list[str], num_output: int) -> float:
 
 
 class Others:
-    """What processes beside this one and the server's use of the machine, from here on."""
+    """Measures the share of the machine that other processes use from its creation on."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -172,12 +172,12 @@ class Others:
     def _now(self) -> float:
         user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
         ticks = user + nice + system + irq + softirq
-        return ticks / os.sysconf("SC_CLK_TCK") - sum(used_s(self._pid).values())
+        return ticks / os.sysconf("SC_CLK_TCK") - sum(cpu_s(self._pid).values())
 
 
-def used_s(pid: int) -> dict[str, float]:
-    """Processor seconds of this process, the server's own, and its engine's with whatever else it has started."""
-    return {"client": _used_s(os.getpid()), "api": _used_s(pid), "engine": sum(map(_used_s, _children(pid)))}
+def cpu_s(pid: int) -> dict[str, float]:
+    """CPU seconds of this process, of the server's API process, and of its child processes, mainly the engine."""
+    return {"client": _cpu_s(os.getpid()), "api": _cpu_s(pid), "engine": sum(map(_cpu_s, _children(pid)))}
 
 
 def _children(pid: int) -> list[int]:
@@ -185,7 +185,7 @@ def _children(pid: int) -> list[int]:
     return [int(child) for part in text for child in part.split()]
 
 
-def _used_s(pid: int) -> float:
+def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

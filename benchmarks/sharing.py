@@ -1,12 +1,12 @@
-"""Blocks that sharing saves, on the engine: parallel samples and beams, after the paper's figure 15.
+"""Blocks that sharing saves in the engine, for parallel samples and beams (figure 15 of the paper).
 
     python benchmarks/sharing.py [--model NAME] [--num-samples 150] [--num-beams 24]
 
-Outputs have the lengths of the trace, blocks have 16 tokens, and there is no prefix cache, so that requests share
-nothing with each other. What is saved is counted after every step, over all that would be held without sharing:
-(references - blocks) / references, summed over the steps. Samples share as their lengths have it, whatever the model
-says, so they are drawn from one of two small layers with random weights, at ShareGPT-like lengths. What beams share is
-up to the model: passages of docs/ of Alpaca-like lengths, gone on with by a real one.
+Outputs have the lengths of the trace, blocks have 16 tokens, and the prefix cache is off, so requests share nothing
+with each other. The saving is counted after every step relative to the blocks needed without sharing:
+(references - blocks) / references, summed over the steps. The sharing of samples depends on lengths only, so they use a
+model of two small layers with random weights, at ShareGPT-like lengths. The sharing of beams depends on the model, so a
+trained one continues passages of docs/ of Alpaca-like lengths.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 OPTIONS: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": False, "max_model_len": 2048}
 
 
-class Saved:
-    """Sums over the steps of an engine."""
+class SavingCounter:
+    """Sums block references and used blocks over the steps of an engine."""
 
     def __init__(self, llm: LLM) -> None:
         self._pool = llm.engine.scheduler.cache.pool
@@ -57,29 +57,29 @@ SMALL = {
 }
 
 
-def of_samples(num: int, width: int) -> float:
-    rng, drawn = random.Random(0), traces.sharegpt_like(num, seed=1)
-    lengths = list(zip(drawn.prompts.tolist(), drawn.outputs.tolist(), strict=True))
+def samples_saving(num: int, width: int) -> float:
+    rng, sampled = random.Random(0), traces.sharegpt_like(num, seed=1)
+    lengths = list(zip(sampled.prompts.tolist(), sampled.outputs.tolist(), strict=True))
     prompts = [{"prompt_token_ids": [rng.randrange(512) for _ in range(p)]} for p, _ in lengths]
     params = [SamplingParams(n=width, max_tokens=o, seed=1, ignore_eos=True, detokenize=False) for _, o in lengths]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SMALL))
         with LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=96, **OPTIONS) as llm:
-            saved = Saved(llm)
+            counter = SavingCounter(llm)
             llm.generate(prompts, params, use_tqdm=False)
-            return saved.percent
+            return counter.percent
 
 
-def of_beams(model: str, num: int, width: int) -> float:
-    rng, drawn = random.Random(0), traces.alpaca_like(num, seed=1)
+def beams_saving(model: str, num: int, width: int) -> float:
+    rng, sampled = random.Random(0), traces.alpaca_like(num, seed=1)
     with LLM(model, max_num_seqs=48, **OPTIONS) as llm:
         text = llm.get_tokenizer().encode("".join(path.read_text() for path in sorted(DOCS.glob("*.md"))))
-        saved = Saved(llm)
-        for num_prompt, num_output in zip(drawn.prompts.tolist(), drawn.outputs.tolist(), strict=True):
+        counter = SavingCounter(llm)
+        for num_prompt, num_output in zip(sampled.prompts.tolist(), sampled.outputs.tolist(), strict=True):
             start = rng.randrange(len(text) - num_prompt)
             params = BeamSearchParams(beam_width=width, max_tokens=num_output, ignore_eos=True)
             llm.beam_search({"prompt_token_ids": text[start : start + num_prompt]}, params, use_tqdm=False)
-        return saved.percent
+        return counter.percent
 
 
 def main() -> None:
@@ -89,9 +89,9 @@ def main() -> None:
     parser.add_argument("--num-beams", type=int, default=24)
     args = parser.parse_args()
     for width in (2, 4, 6):
-        print(f"ShareGPT-like, {width} samples: {of_samples(args.num_samples, width):.1f} % saved", flush=True)
+        print(f"ShareGPT-like, {width} samples: {samples_saving(args.num_samples, width):.1f} % saved", flush=True)
     for width in (2, 4, 6):
-        print(f"Alpaca-like, {width} beams: {of_beams(args.model, args.num_beams, width):.1f} % saved", flush=True)
+        print(f"Alpaca-like, {width} beams: {beams_saving(args.model, args.num_beams, width):.1f} % saved", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""How fast the simulator is on one core: `python benchmarks/simulate.py`. 100,000 requests of ShareGPT's lengths.
+"""Speed of the simulator on one core, with 100,000 requests of ShareGPT-like lengths.
 
-`--profile` tells where the time goes instead, of a tenth of the requests.
+    python benchmarks/simulate.py [--requests N] [--profile]
+
+`--profile` prints a profile of a tenth of the requests instead.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def run(num: int, rate: float, window: int) -> Records:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--rate", type=float, default=30.0, help="a second, on one H200 with Llama 3.1 8B")
+    parser.add_argument("--rate", type=float, default=30.0, help="requests per second, for Llama 3.1 8B on one H200")
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()

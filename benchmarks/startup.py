@@ -1,9 +1,10 @@
-"""From the beginning of a process to its first token: with an empty cache of kernels, and with what that left there.
+"""Time from process start to the first token, with an empty kernel cache and with all kernels compiled.
 
     python benchmarks/startup.py MODEL [--load-format dummy] [--max-model-len 4096] [--runs 3]
 
-Each start is a process of its own. The first of all also reads libraries from the disk that the others find in memory.
-Prints a line of JSON a start: seconds of importing, of making the engine, and in all, and what the engine says of it.
+Each start is a separate process. The first also reads libraries from disk that the others find in the page cache.
+Prints a line of JSON per start: seconds for imports, for building the engine, and until the first token, and the
+engine's own log line about its start.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument(
-        "--load-format", default="auto", help="dummy: random weights, of a directory with a config.json"
+        "--load-format", default="auto", help="dummy: random weights for a directory with a config.json"
     )
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # says that this process is a start
+    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # set in the measured process: its start time
     args = parser.parse_args()
     if args.begun is not None:
         print(json.dumps(start(args)), flush=True)
@@ -38,15 +39,15 @@ def main() -> None:
             done = subprocess.run(
                 command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True, check=True
             )
-            found = json.loads(done.stdout.splitlines()[-1])
-            print(json.dumps({"model": args.model, "compiled": run > 0, **found}), flush=True)
+            times = json.loads(done.stdout.splitlines()[-1])
+            print(json.dumps({"model": args.model, "compiled": run > 0, **times}), flush=True)
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
-    """All times count from when the process was asked for."""
-    said: list[str] = []
+    """Start an engine and generate one token. Times count from the parent's request for the process."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("octavo").addHandler(handler)
     logging.getLogger("octavo").setLevel(logging.INFO)
     from octavo import LLM, SamplingParams
@@ -54,15 +55,15 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     imported = time.time()
     options: dict[str, Any] = {"load_format": args.load_format, "max_model_len": args.max_model_len}
     with LLM(args.model, skip_tokenizer_init=True, **options) as llm:
-        made = time.time()
+        built = time.time()
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
-        told = time.time()
+        first_token = time.time()
     return {
         "import_s": round(imported - args.begun, 2),
-        "make_s": round(made - imported, 2),
-        "first_token_s": round(told - args.begun, 2),
-        "engine": next((line for line in said if line.startswith("ready in")), ""),
+        "make_s": round(built - imported, 2),
+        "first_token_s": round(first_token - args.begun, 2),
+        "engine": next((line for line in messages if line.startswith("ready in")), ""),
     }
 
 

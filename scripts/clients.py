@@ -1,9 +1,9 @@
-"""Other people's clients, each in a virtual environment of its own, against a server with a tiny model.
+"""Tests third-party clients against a server with a tiny model, each client in its own virtual environment.
 
-    python scripts/clients.py [NAME ...]      all of them, or those named
+    python scripts/clients.py [NAME ...]      default: all clients
 
-The environments are kept in .venv-clients/ and made when they are missing; PIP_ARGS is what else pip is told then. It
-fails if one client's tests do.
+Missing environments are created in .venv-clients/; PIP_ARGS holds further arguments for pip. The exit code is 1 if any
+client's tests fail.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ ENVIRONMENTS = ROOT / ".venv-clients"
 PACKAGES = {
     "openai": ["openai>=2"],
     "langchain": ["langchain-openai"],
-    "lm_eval": ["lm_eval[api]>=0.4.10", "transformers>=4.57"],  # the latter for the tokenizer alone
-    "guidellm": ["guidellm>=0.7", "torch>=2.11,<2.14"],  # as this project, so that an index of CPU builds serves both
+    "lm_eval": ["lm_eval[api]>=0.4.10", "transformers>=4.57"],  # transformers only for the tokenizer
+    "guidellm": [
+        "guidellm>=0.7",
+        "torch>=2.11,<2.14",
+    ],  # the range of this project, so one index of CPU builds serves both
     "curl": [],
     "schemathesis": ["schemathesis>=4"],
 }
-"""Client -> what it is installed from. Its tests are tests/clients/test_NAME.py."""
+"""Client -> packages to install. Its tests are tests/clients/test_NAME.py."""
 
 
 def python_of(name: str) -> Path:
-    home = ENVIRONMENTS / name
-    python = home / "bin" / "python"
+    folder = ENVIRONMENTS / name
+    python = folder / "bin" / "python"
     if not python.exists():
         print(f"== installing {name}", flush=True)
-        venv.create(home, with_pip=True)
+        venv.create(folder, with_pip=True)
         command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        more = shlex.split(os.environ.get("PIP_ARGS", ""))
-        subprocess.run([*command, *more, "pytest>=8", *PACKAGES[name]], check=True)
+        pip_args = shlex.split(os.environ.get("PIP_ARGS", ""))
+        subprocess.run([*command, *pip_args, "pytest>=8", *PACKAGES[name]], check=True)
     return python
 
 
@@ -53,7 +56,7 @@ def main(names: list[str]) -> int:
             environment = {**os.environ, "OCTAVO_TEST_SERVER": url, "OCTAVO_TEST_MODEL": str(Path(directory) / "model")}
             if subprocess.run([str(python_of(name)), *tests], cwd=ROOT, env=environment).returncode:
                 failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "every client is served")
+    print(f"failed: {', '.join(failed)}" if failed else "all clients passed")
     return 1 if failed else 0
 
 

@@ -1,9 +1,9 @@
-"""The Grafana dashboard against a real Prometheus: every query of every panel must return data.
+"""Checks the Grafana dashboard with a real Prometheus: every query of every panel must return data.
 
     python scripts/grafana_check.py [--prometheus PROGRAM] [--seconds 40] [--out docs/dashboard.svg]
 
-Starts a server with a tiny model and a pool that is too small for its load, lets Prometheus scrape it once a second,
-asks what the dashboard asks, and draws the answers. Exits with 77 where there is no Prometheus
+Starts a server with a tiny model and a pool too small for its load, and a Prometheus that scrapes it once a second.
+Then runs the dashboard's queries and draws the results. The exit code is 77 if Prometheus is not installed
 (`apt-get install prometheus`).
 """
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboard.json"
 SKIPPED = 77
 RATE_INTERVAL = "5s"
-"""What Grafana puts in the place of $__rate_interval: four times the scrape interval at least."""
+"""Replaces $__rate_interval. Grafana uses at least four times the scrape interval."""
 SERVER = (
     "--num-gpu-blocks-override",
     "160",
@@ -58,38 +58,41 @@ scrape_configs:
 
 
 async def load(url: str, seconds: float) -> None:
-    """A quiet third, a crowd, and a quiet third: prompts with common beginnings, samples, mistakes, and who leaves."""
-    chance, begin = random.Random(0), time.monotonic()
+    """Low load for a third of the time, high for a third, low again.
+
+    Requests include shared prefixes, n=3, invalid parameters and clients that disconnect.
+    """
+    rng, begin = random.Random(0), time.monotonic()
     system = "You are a guide to the people of this town, and answer briefly. "
 
-    async def one(client: httpx.AsyncClient) -> None:
+    async def request(client: httpx.AsyncClient) -> None:
         body: dict[str, Any] = {
-            "prompt": (system if chance.random() < 0.7 else "") + chance.choice("abcdefgh") * chance.randint(1, 80),
-            "max_tokens": chance.randint(20, 260),
-            "n": chance.choice((1, 1, 1, 3)),
-            "seed": chance.randrange(100),
+            "prompt": (system if rng.random() < 0.7 else "") + rng.choice("abcdefgh") * rng.randint(1, 80),
+            "max_tokens": rng.randint(20, 260),
+            "n": rng.choice((1, 1, 1, 3)),
+            "seed": rng.randrange(100),
             "stream": True,
         }
-        if chance.random() < 0.05:
+        if rng.random() < 0.05:
             body["temperature"] = 9
-        leaves = chance.random() < 0.1
+        disconnects = rng.random() < 0.1
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for _ in response.aiter_bytes():
-                if leaves:
+                if disconnects:
                     return
 
-    async def caller(client: httpx.AsyncClient, only_in_the_crowd: bool) -> None:
+    async def caller(client: httpx.AsyncClient, only_high_load: bool) -> None:
         while (elapsed := time.monotonic() - begin) < seconds:
-            if only_in_the_crowd and not seconds / 3 < elapsed < 2 * seconds / 3:
+            if only_high_load and not seconds / 3 < elapsed < 2 * seconds / 3:
                 await asyncio.sleep(0.1)
                 continue
-            await one(client)
-            await asyncio.sleep(chance.uniform(0, 0.2))
+            await request(client)
+            await asyncio.sleep(rng.uniform(0, 0.2))
 
     headers = {"authorization": "Bearer key"}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=60) as client:
-        await asyncio.gather(*(caller(client, only_in_the_crowd=i >= 3) for i in range(40)))
+        await asyncio.gather(*(caller(client, only_high_load=i >= 3) for i in range(40)))
 
 
 # -- Prometheus --------------------------------------------------------------------------------------------------------
@@ -97,7 +100,7 @@ async def load(url: str, seconds: float) -> None:
 
 @contextmanager
 def scraping(program: str, target: str, directory: Path) -> Iterator[str]:
-    """A Prometheus that scrapes the server; its address."""
+    """Run a Prometheus that scrapes the server, and yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -118,12 +121,12 @@ def scraping(program: str, target: str, directory: Path) -> Iterator[str]:
         process.wait()
 
 
-def ask(prometheus: str, query: str, begin: float, end: float) -> list[dict[str, Any]]:
-    asked = urllib.parse.urlencode({"query": query, "start": begin, "end": end, "step": 1})
-    with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{asked}") as response:
-        answer = json.load(response)
-    assert answer["status"] == "success", answer
-    found: list[dict[str, Any]] = answer["data"]["result"]
+def run_query(prometheus: str, query: str, begin: float, end: float) -> list[dict[str, Any]]:
+    params = urllib.parse.urlencode({"query": query, "start": begin, "end": end, "step": 1})
+    with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{params}") as response:
+        reply = json.load(response)
+    assert reply["status"] == "success", reply
+    found: list[dict[str, Any]] = reply["data"]["result"]
     return found
 
 
@@ -135,22 +138,22 @@ def panels() -> list[dict[str, Any]]:
     return found
 
 
-def as_asked(query: str) -> str:
-    """As Grafana sends it, with all models chosen."""
+def expand_variables(query: str) -> str:
+    """The query with Grafana's variables replaced, for all models."""
     return query.replace("$__rate_interval", RATE_INTERVAL).replace("$model_name", ".*")
 
 
 Series = dict[str, list[tuple[float, float]]]
-"""Name in the legend -> (seconds since the beginning, value)."""
+"""Legend -> points of (seconds since the start, value)."""
 
 
 def series_of(panel: dict[str, Any], prometheus: str, begin: float, end: float) -> tuple[Series, list[str]]:
-    """What a panel shows, and which of its queries nothing came of."""
+    """The panel's series, and those of its queries that returned no data."""
     shown: Series = {}
     empty = []
     for target in panel["targets"]:
         num_points = 0
-        for result in ask(prometheus, as_asked(target["expr"]), begin, end):
+        for result in run_query(prometheus, expand_variables(target["expr"]), begin, end):
             label = re.sub(r"\{\{(\w+)\}\}", lambda m, r=result: r["metric"].get(m[1], ""), target["legendFormat"])
             points = [(at - begin, float(value)) for at, value in result["values"] if math.isfinite(float(value))]
             num_points += len(points)
@@ -181,7 +184,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "dashboard.svg")
     args = parser.parse_args()
     if (program := shutil.which(args.prometheus)) is None:
-        print(f"skipped: there is no {args.prometheus}; apt-get install prometheus", file=sys.stderr)
+        print(f"skipped: {args.prometheus} is not installed; apt-get install prometheus", file=sys.stderr)
         return SKIPPED
     sys.path.insert(0, str(ROOT))
     from tests.clients.tiny_server import serving

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.proof.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
 
-# The fastest and most sensitive first. The rest of tests/core is random workloads and small worlds: `hunt` runs them.
+# Ordered by speed and sensitivity. `hunt` covers the rest of tests/core, random workloads and small worlds.
 FILES = "rules memory_rules scheduling_rules corrupt_blocks fairness policy pins paper_figures requests events"
 DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
     time_s: float
 
     @property
-    def right(self) -> bool:
+    def as_declared(self) -> bool:
         return bool(self.killer) != bool(self.mutant.equivalent)
 
 
@@ -53,14 +53,16 @@ def path_of(mutant: Mutant, root: Path) -> Path:
 
 
 def stale(mutants: list[Mutant]) -> list[str]:
-    """Return the errors of the table itself."""
-    wrong = []
+    """Return the errors of the table: missing or repeated texts, and repeated names."""
+    errors = []
     for mutant in mutants:
         count = path_of(mutant, ROOT).read_text().count(mutant.old)
         if count != 1:
-            wrong.append(f"{mutant.name}: its text occurs {count} times in {mutant.file}, not once:\n{mutant.old}")
+            errors.append(
+                f"{mutant.name}: its text must occur once in {mutant.file} and occurs {count} times:\n{mutant.old}"
+            )
     names = [m.name for m in mutants]
-    return wrong + [f"{name}: twice in the table" for name in {n for n in names if names.count(n) > 1}]
+    return errors + [f"{name}: more than once in the table" for name in {n for n in names if names.count(n) > 1}]
 
 
 class Copy:
@@ -68,24 +70,24 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
-        junk = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "src", folder / "src", ignore=junk)
-        shutil.copytree(ROOT / "tests/core", folder / "tests/core", ignore=junk)
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "src", folder / "src", ignore=ignore)
+        shutil.copytree(ROOT / "tests/core", folder / "tests/core", ignore=ignore)
         (folder / "tests/proof").mkdir()
         for name in ("tests/__init__.py", *(f"tests/proof/{name}.py" for name in PROOF), "pyproject.toml"):
             shutil.copy(ROOT / name, folder / name)
         self.env = {
             **os.environ,
             "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # loading them all takes longer than most tests here
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # loading all plugins takes longer than most of these tests
         }
-        self._clock = time.time()
+        self._mtime = time.time()
 
     def write(self, path: Path, text: str) -> None:
-        """Set a later mtime than any before, since Python recognizes stale compiled files by it."""
+        """Write a file with a later mtime than any before, which invalidates Python's compiled files."""
         path.write_text(text)
-        self._clock += 2
-        os.utime(path, (self._clock, self._clock))
+        self._mtime += 2
+        os.utime(path, (self._mtime, self._mtime))
 
     def python(self, *args: str, timeout_s: float) -> tuple[int, str]:
         try:
@@ -93,7 +95,7 @@ class Copy:
                 [sys.executable, *args], cwd=self.root, env=self.env, capture_output=True, text=True, timeout=timeout_s
             )
         except subprocess.TimeoutExpired:
-            return -1, "hangs"
+            return -1, "timeout"
         return done.returncode, done.stdout + done.stderr
 
     def first_failure(self, seconds: float) -> str:
@@ -123,13 +125,13 @@ def judge_all(mutants: list[Mutant], seconds: float, num_jobs: int) -> list[Verd
         copies: SimpleQueue[Copy] = SimpleQueue()
         for i in range(num_jobs):
             copies.put(Copy(Path(folder) / str(i)))
-        sound = copies.get()
-        if killer := sound.first_failure(1):
-            sys.exit(f"error: the tests fail with no bug planted: {killer}; mend that first")
-        copies.put(sound)
+        copy = copies.get()
+        if killer := copy.first_failure(1):
+            sys.exit(f"error: the tests fail without a planted bug: {killer}; fix that first")
+        copies.put(copy)
         num_done = 0
 
-        def one(mutant: Mutant) -> Verdict:
+        def judge(mutant: Mutant) -> Verdict:
             nonlocal num_done
             copy = copies.get()
             try:
@@ -140,24 +142,26 @@ def judge_all(mutants: list[Mutant], seconds: float, num_jobs: int) -> list[Verd
             print(f"[{num_done:>3}/{len(mutants)}] {line(verdict)}", flush=True)
             return verdict
 
-        return list(pool.map(one, mutants))
+        return list(pool.map(judge, mutants))
 
 
 def line(verdict: Verdict) -> str:
-    fate = verdict.killer or ("survives, as declared" if verdict.mutant.equivalent else "SURVIVES")
+    result = verdict.killer or ("survives, as declared" if verdict.mutant.equivalent else "SURVIVES")
     if verdict.killer and verdict.mutant.equivalent:
-        fate = f"KILLED THOUGH EQUIVALENT: {fate}"
-    return f"{verdict.mutant.name:<60.60} {verdict.time_s:>6.1f} s  {fate}"
+        result = f"KILLED THOUGH EQUIVALENT: {result}"
+    return f"{verdict.mutant.name:<60.60} {verdict.time_s:>6.1f} s  {result}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name has this text")
-    parser.add_argument("--seconds", type=float, default=20, help="of random workloads for mutants that the tests miss")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only mutants whose name contains TEXT")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="duration of random workloads for mutants that the tests miss"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    if wrong := stale(MUTANTS):
-        print("error: the table is out of step with the code", *wrong, sep="\n", file=sys.stderr)
+    if errors := stale(MUTANTS):
+        print("error: tests/proof/mutants.py does not match the code; update it", *errors, sep="\n", file=sys.stderr)
         return 1
     mutants = [m for m in MUTANTS if args.only in m.name]
     begin = time.monotonic()
@@ -170,7 +174,7 @@ def main() -> int:
         print("\nsurvivors")
         for verdict in survivors:
             print(f"  {verdict.mutant.name}: {verdict.mutant.equivalent or 'NOT DECLARED EQUIVALENT'}")
-    bad = [v for v in verdicts if not v.right]
+    bad = [v for v in verdicts if not v.as_declared]
     num_killed = len(verdicts) - len(survivors)
     print(
         f"\n{num_killed} of {len(verdicts)} killed, {len(survivors)} survive, {len(bad)} not as declared; "

@@ -1,8 +1,8 @@
-"""Draws docs/blocks.svg, the picture in the README, from a session of the real core.
+"""Draws docs/blocks.svg, the picture in the README, from a run of the real core.
 
-Three requests in a pool of 24 blocks of 4 tokens. The first two begin with the same 12 tokens; the third is sampled
-twice, and its first sample has just written into the block that both shared. A fourth request has ended: its blocks are
-still findable.
+Three requests use a pool of 24 blocks of 4 tokens. The first two share a prefix of 12 tokens. The third has n=2, and
+its first sample has just written into the block that both shared. A fourth request has finished, and its blocks are
+still in the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.params.sampling_params import SamplingParams
 OUT = Path(__file__).parent.parent / "docs" / "blocks.svg"
 COLOURS = {"A": "#4c78a8", "B": "#f58518", "C1": "#54a24b", "C2": "#b279a2"}
 CELL, GAP = 46, 8
-WORDS = {
+PROMPTS = {
     "A": "You are a helpful guide to the people of this town . Where is the harbour ?",
     "B": "You are a helpful guide to the people of this town . Can I swim ?",
     "C": "Write one verse about the rain",
@@ -27,14 +27,14 @@ WORDS = {
 }
 
 
-def session() -> tuple[KVCacheManager, dict[str, Sequence], list[tuple[int, int]]]:
-    """Drive the core to the moment that is drawn; also the copies that the last step made."""
+def run() -> tuple[KVCacheManager, dict[str, Sequence], list[tuple[int, int]]]:
+    """Run the core to the moment of the picture. Also returns the (source, destination) blocks of its last copies."""
     vocabulary: dict[str, int] = {}
     cache = KVCacheManager(24, 4, num_rows=8)
     scheduler = Scheduler(cache)
 
     def add(name: str, n: int = 1, max_tokens: int = 12) -> Request:
-        ids = [vocabulary.setdefault(word, len(vocabulary)) for word in WORDS[name].split()]
+        ids = [vocabulary.setdefault(word, len(vocabulary)) for word in PROMPTS[name].split()]
         request = Request(name, ids, SamplingParams(n=n, max_tokens=max_tokens), stop_ids=())
         scheduler.add(request)
         return request
@@ -72,11 +72,11 @@ def draw(cache: KVCacheManager, sequences: dict[str, Sequence], copies: list[tup
             parts.append(_cell(x, y, [name], min(4, seq.num_computed - 4 * i)))
             parts.append(_text(x + CELL / 2, y + 28, str(block), 14, anchor="middle", fill="#111"))
             parts.append(_text(x + CELL / 2, y + CELL + 15, f"{4 * i}-{4 * i + 3}", 10, anchor="middle", fill="#888"))
-    place = {}
+    position = {}
     for block in range(1, cache.pool.num_blocks + 1):
         column, line = (block - 1) % 6, (block - 1) // 6
         x, y = 430 + column * (CELL + GAP), 58 + line * 84
-        place[block] = (x, y)
+        position[block] = (x, y)
         if block in owners:
             parts.append(_cell(x, y, owners[block], filled[block]))
         else:
@@ -91,7 +91,7 @@ def draw(cache: KVCacheManager, sequences: dict[str, Sequence], copies: list[tup
         note = f"{refs} owners" if refs > 1 else "cached" if block in cached else ""
         parts.append(_text(x + CELL / 2, y + CELL + 15, note, 10, anchor="middle", fill="#555"))
     for src, dst in copies:
-        (x0, y0), (x1, y1) = place[src], place[dst]
+        (x0, y0), (x1, y1) = position[src], position[dst]
         middle, below = (x0 + x1 + CELL) / 2, max(y0, y1) + CELL + 34
         parts.append(
             f'<path d="M{x0 + CELL / 2} {y0 + CELL + 3} Q{middle} {below} {x1 + CELL / 2} {y1 + CELL + 4}" '
@@ -130,7 +130,7 @@ def draw(cache: KVCacheManager, sequences: dict[str, Sequence], copies: list[tup
 
 
 def _cell(x: float, y: float, names: list[str], num_filled: int) -> str:
-    """A block: a pale band for each owner, and darker slots from the left as far as it is filled."""
+    """A block: a light band per owner, darker over the filled slots, which start at the left."""
     height = CELL / len(names)
     out = []
     for i, name in enumerate(names):
@@ -155,5 +155,5 @@ def _text(
 
 
 if __name__ == "__main__":
-    OUT.write_text(draw(*session()))
+    OUT.write_text(draw(*run()))
     print(OUT)

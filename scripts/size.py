@@ -26,7 +26,7 @@ BUDGETS: dict[str, int] = {
     "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2780,  # cost models, traces, planner, the paper's experiments
-    "bench": 1540,  # `octavo bench`
+    "bench": 1545,  # `octavo bench`
     "view": 3060,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
     "cli": 2050,  # one file a command

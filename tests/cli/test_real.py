@@ -95,12 +95,12 @@ def test_seed_makes_sampling_reproducible(call: Call, model: str) -> None:
         (("--num-gpu-blocks-override", "2", "--max-model-len", "64"), 1, "max_model_len"),
         (("--gpu-memory-utilization", "2"), 2, "--gpu-memory-utilization: gpu_memory_utilization is 2.0"),
         (("--logit-bias", "99999=1"), 2, "--logit-bias: logit_bias has token 99999, and the largest token id is 96"),
-        (("--allowed-token-ids", "97"), 2, "--allowed-token-ids: allowed_token_ids has 97"),
-        (("--stop-token-ids", "97"), 2, "--stop-token-ids: stop_token_ids has 97"),
+        (("--allowed-token-ids", "97"), 2, "--allowed-token-ids: allowed_token_ids has token 97"),
+        (("--stop-token-ids", "97"), 2, "--stop-token-ids: stop_token_ids has token 97"),
         (("--logprobs", "21"), 2, "--logprobs: logprobs is 21, and the limit is 20; raise max_logprobs"),
         (("--chat-template", "/absent.jinja"), 1, "cannot read the chat template /absent.jinja: No such file"),
         (("--chat-template", "{% if %}"), 1, "the chat template has a syntax error in line 1"),
-        (("--chat-template", "{{ messages.__class__ }}"), 1, "'__class__', which is Python's own"),
+        (("--chat-template", "{{ messages.__class__ }}"), 1, "it accesses '__class__', a Python internal"),
     ],
 )
 def test_invalid_input_is_a_one_line_error(

@@ -99,28 +99,28 @@ class Gaps(NamedTuple):
 
 
 class Judge:
-    """A checkpoint's model in float32 with the reference operations, on the CPU."""
+    """Measures tokens against the same weights in float32 with the reference operations, on the CPU."""
 
     def __init__(self, directory: Path) -> None:
         self.decoder: Any = load_tiny(directory)
-        if hasattr(self.decoder, "embedding_scale"):  # a weight, too: see `Decoder`
+        if hasattr(self.decoder, "embedding_scale"):  # rounded like the weights, see `Decoder`
             scale = torch.tensor(self.decoder.embedding_scale, dtype=torch.bfloat16)
             self.decoder.embedding_scale = scale.item()
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Gaps] = {}
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """[num_tokens, vocab_size] of each."""
+        """Logits of each sequence, [num_tokens, vocab_size]."""
         return PagedRun(self.decoder, sequences, block_size=16).step([len(s) for s in sequences])
 
     def gaps(self, outputs: Iterable[RequestOutput]) -> list[Gaps]:
         keys = [(tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids)) for o in outputs]
-        new = [key for key in dict.fromkeys(keys) if key not in self._known]  # most configurations agree
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]  # most configurations give the same tokens
         all_logits = self.logits([prompt + output for prompt, output in new]) if new else []
         for (prompt, output), logits in zip(new, all_logits, strict=True):
             rows = logits[len(prompt) - 1 : -1]
             best, second = rows.topk(2).values.T
-            own = rows.gather(1, torch.tensor(output)[:, None])[:, 0]
-            self._known[prompt, output] = Gaps(best - own, best - second)
+            chosen = rows.gather(1, torch.tensor(output)[:, None])[:, 0]
+            self._known[prompt, output] = Gaps(best - chosen, best - second)
         return [self._known[key] for key in keys]
 
     def check(self, outputs: Sequence[RequestOutput], where: str = "") -> None:
@@ -136,33 +136,33 @@ class Judge:
         assert torch.cat([gaps.below for gaps in all_gaps]).gt(0).float().mean() < 0.1, where
 
 
-# -- planted bugs that must be noticed ---------------------------------------------------------------------------------
+# -- planted bugs that the check must find ----------------------------------------------------------------------------
 
 Plant: TypeAlias = Callable[[pytest.MonkeyPatch, ModuleType, ModuleType], None]
 """Plants a bug, given the operations of the model and of the runner."""
 
 
-def shift_a_row(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: ModuleType) -> None:
+def shift_row(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: ModuleType) -> None:
     """Rotate, or embed, the first decoding row as if it were one position later."""
-    begin = row_ops.prepare_decode_inputs
+    prepare = row_ops.prepare_decode_inputs
 
     def wrong(state: RowState, step: DecodeInputs, block_size: int) -> None:
-        begin(state, step, block_size)
+        prepare(state, step, block_size)
         step.batch.positions[:1] += 1
 
     monkeypatch.setattr(row_ops, "prepare_decode_inputs", wrong)
 
 
-def lose_a_block_of_values(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: ModuleType) -> None:
+def lose_value_block(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: ModuleType) -> None:
     """Attention reads zeros for V of the first sequence's first block."""
     attention = ops.paged_attention
 
-    def wrong(q: Tensor, kv_layer: Tensor, batch: RaggedBatch, **words: Any) -> Any:
+    def wrong(q: Tensor, kv_layer: Tensor, batch: RaggedBatch, **kwargs: Any) -> Any:
         kv_layer = kv_layer.clone()
         kv_layer[batch.block_tables[:1, 0].long(), 1] = 0.0
-        return attention(q, kv_layer, batch, **words)
+        return attention(q, kv_layer, batch, **kwargs)
 
     monkeypatch.setattr(ops, "paged_attention", wrong)
 
 
-PLANTS: list[Plant] = [shift_a_row, lose_a_block_of_values]
+PLANTS: list[Plant] = [shift_row, lose_value_block]

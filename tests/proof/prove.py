@@ -81,7 +81,7 @@ def run_jobs(
             if (now := time.monotonic()) - last_report > 5 or not busy:
                 last_report = now
                 amount = sum(n for name, n in totals.items() if name.startswith(what))
-                print(f"  {amount:>10,} {what.strip()}, {len(failures)} wrong, {now - begin:4.0f} s", flush=True)
+                print(f"  {amount:>10,} {what.strip()}, {len(failures)} failures, {now - begin:4.0f} s", flush=True)
     return Report(totals, failures)
 
 

@@ -247,7 +247,7 @@ def main() -> int:
                 print(tally.line(), flush=True)
                 for note in tally.notes[:3]:
                     print(f"    {note}")
-                good &= tally.good
+                good &= tally.passed
     print("reliable" if good else "FAILED")
     return 0 if good else 1
 

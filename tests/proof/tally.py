@@ -34,7 +34,7 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
+    def passed(self) -> bool:
         return not (self.lost or self.hung or self.wrong or self.leaked or self.late)
 
     def line(self) -> str:
@@ -47,28 +47,28 @@ class Tally:
         self.late = True
         self.notes.append(note)
 
-    async def check(self, answer: Awaitable[Any], wanted: Any) -> None:
+    async def check(self, result: Awaitable[Any], expected: Any) -> None:
         """Runs one request to its end and counts its result."""
         self.runs += 1
         try:
-            got = await asyncio.wait_for(answer, LONG_S)
+            got = await asyncio.wait_for(result, LONG_S)
         except TimeoutError:
             self.hung += 1
         except (OctavoError, OSError) as error:
             self.lost += 1
             self.notes.append(str(error))
         else:
-            if got != wanted:
+            if got != expected:
                 self.wrong += 1
-                self.notes.append(f"{got} is not {wanted}")
+                self.notes.append(f"got {got}, expected {expected}")
 
-    async def until(self, is_so: Callable[[], bool], limit_s: float) -> float:
-        """Measures a duration in seconds."""
+    async def until(self, condition: Callable[[], bool], limit_s: float) -> float:
+        """Returns the seconds until `condition` holds, and records a miss if they exceed `limit_s`."""
         begin = time.monotonic()
-        while not is_so() and time.monotonic() - begin < max(limit_s, LONG_S):
+        while not condition() and time.monotonic() - begin < max(limit_s, LONG_S):
             await asyncio.sleep(0.005)
         if (took := time.monotonic() - begin) > limit_s:
-            self.miss(f"{took:.1f} s, where {limit_s:.1f} s are the bound")
+            self.miss(f"{took:.1f} s, over the bound of {limit_s:.1f} s")
         return took
 
 

@@ -39,7 +39,9 @@ def runs(
     if way == "cached":
         found.append(llm.generate(prompts, params, use_tqdm=False))
         size = llm.config.args.block_size
-        cached = [(len(prompt) - 1) // size * size for prompt in prompts]  # whole blocks; a token is left to compute
+        cached = [
+            (len(prompt) - 1) // size * size for prompt in prompts
+        ]  # full blocks, and at least one token is computed
         assert [output.num_cached_tokens for output in found[1]] == cached and any(cached)
     assert llm.stats().num_preemptions > 0 or way not in ("recompute", "swap")
     return found

@@ -70,7 +70,7 @@ def test_the_large_model_of_the_gpu_tests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "plant"),
-    [*((kind, m.lose_a_block_of_values) for kind in KINDS), *((kind, m.shift_a_row) for kind in ("qwen2", "opt"))],
+    [*((kind, m.lose_value_block) for kind in KINDS), *((kind, m.shift_row) for kind in ("qwen2", "opt"))],
 )
 def test_a_planted_bug_is_noticed(models: Models, kind: str, plant: m.Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, judge = models(kind)
