@@ -104,14 +104,14 @@ async def bad_requests(port: int) -> None:
 async def half_open(port: int) -> None:
     """Headers that never end. The server closes the connection after ten seconds, and the caller reconnects."""
 
-    async def one() -> None:
+    async def connect() -> None:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")
             await reader.read()
             writer.close()
 
-    await run_callers(HALF_OPEN, one)
+    await run_callers(HALF_OPEN, connect)
 
 
 ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
@@ -143,7 +143,7 @@ async def probe(port: int, seconds: float) -> list[float]:
     """Latency of each probe, in milliseconds."""
     begin, latencies, tasks = time.monotonic(), [], set()
 
-    async def one() -> None:
+    async def request_health() -> None:
         start = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -153,7 +153,7 @@ async def probe(port: int, seconds: float) -> list[float]:
         assert response.startswith(b"HTTP/1.1 200"), response
 
     while (elapsed := time.monotonic() - begin) < seconds:
-        tasks.add(asyncio.create_task(one()))
+        tasks.add(asyncio.create_task(request_health()))
         await asyncio.sleep(max(0.0, len(tasks) / PROBES_PER_S - elapsed))
     await asyncio.gather(*tasks)
     return latencies

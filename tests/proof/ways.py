@@ -39,9 +39,8 @@ def runs(
     if way == "cached":
         found.append(llm.generate(prompts, params, use_tqdm=False))
         size = llm.config.args.block_size
-        cached = [
-            (len(prompt) - 1) // size * size for prompt in prompts
-        ]  # full blocks, and at least one token is computed
+        # Full blocks, without the last token, which is always computed.
+        cached = [(len(prompt) - 1) // size * size for prompt in prompts]
         assert [output.num_cached_tokens for output in found[1]] == cached and any(cached)
     assert llm.stats().num_preemptions > 0 or way not in ("recompute", "swap")
     return found
