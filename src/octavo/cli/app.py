@@ -1,4 +1,4 @@
-"""The `octavo` application: registers the commands. Each command imports torch and other large modules when it runs."""
+"""The `octavo` application: registers the commands. Commands import torch only when they run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ bench = typer.Typer(cls=Group, invoke_without_command=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 SERVE = {
-    "backend": "completions (openai, vllm) or chats (openai-chat).",
+    "backend": "API: completions (openai, vllm) or chat completions (openai-chat).",
     "base_url": "Address of the server, such as http://localhost:8000.",
     "host": "Host of the server, without --base-url.",
     "port": "Port of the server, without --base-url.",
