@@ -78,6 +78,16 @@ def test_max_long_partial_prefills_run_at_a_time() -> None:
     lab.run()
 
 
+def test_short_prefills_count_for_their_tenant_after_a_long_one_that_waits() -> None:
+    lab = Lab(100, budget=10, policy=long_prompts(4))
+    for i, (name, length) in enumerate((("long", 5), ("next", 5), ("short", 3))):
+        lab.add(name, prompt(length, i), 1, tenant=1)
+    for i in range(3):
+        lab.add(f"other {i}", prompt(4, 3 + i), 1, tenant=2)
+    assert slices(lab.step()) == {"long": 4, "short": 1, "other 0": 4, "other 1": 1}
+    lab.run()
+
+
 def test_a_swapped_in_long_prefill_lets_an_earlier_one_run_first() -> None:
     """Two requests of a tenant run: one was swapped in during its prefill."""
     lab = Lab(12, host=12, budget=8, rows=4, policy=Policy(mode=SWAP.mode, long_prefill_token_threshold=4))

@@ -332,8 +332,8 @@ class Scheduler:
                 if request.wait_reason in ("blocks", "rows"):  # may wait for long: one position, so that it is tried
                     wants[tenant.number] += 1
                     break
-                num_longs += request.is_long_prefill(longest)
-                if num_longs <= self.policy.max_long_partial_prefills:
+                num_longs += (is_long := request.is_long_prefill(longest))
+                if not is_long or num_longs <= self.policy.max_long_partial_prefills:
                     wants[tenant.number] += min(request.num_due, longest or budget)
         shares = tenants.shares(max(0, budget), wants, decodes)
         for number in prefilling:
