@@ -80,10 +80,16 @@ class Fairness:
         need(max(longs.values(), default=0) <= self.max_longs, Invariant, "long prompts at a time", longs)
         totals["long prompts"] += bool(longs)
         if len(self.served) > 1:
-            self._are_level(plan, prompts, whole, unmet, totals)
+            self._are_level(plan, prompts, longs, whole, unmet, totals)
 
     def _are_level(
-        self, plan: StepPlan, prompts: Counter[int], whole: Counter[int], unmet: set[int], totals: Counter[str]
+        self,
+        plan: StepPlan,
+        prompts: Counter[int],
+        longs: Counter[int],
+        whole: Counter[int],
+        unmet: set[int],
+        totals: Counter[str],
     ) -> None:
         """Check that no tenant prefills more while a less served one wants more."""
         scheduler, present = self.scheduler, self.scheduler.tenants.present
@@ -100,7 +106,11 @@ class Fairness:
             due = 0 if request.only_sequence is None else self.due.get(request.only_sequence, 0)
             if due > 1 and request not in planned and not self._is_long(due):
                 unmet.add(request.tenant)
-        unmet |= {number for number, t in present.items() if t.waiting and t.waiting[0].wait_reason in ("", "budget")}
+        for number, tenant in present.items():
+            full = longs[number] >= self.max_longs  # another long prefill has to wait, and lets shorter ones pass
+            tried = (r for r in tenant.waiting if not (full and r.is_long_prefill(self.longest)))
+            if (first := next(tried, None)) is not None and first.wait_reason in ("", "budget"):
+                unmet.add(number)
         for poor in unmet:
             for rich, count in prompts.items():
                 totals["shared steps"] += rich != poor
