@@ -14,7 +14,7 @@ from octavo.core.request import Status
 from octavo.core.tenants import Tenant, Tenants, catch_up_shares, water_fill
 from tests.core.lab import SWAP, Lab, make
 from tests.proof import oracle as o
-from tests.proof.workloads import Fairness
+from tests.proof.workloads import Fairness, run
 
 
 def long_prompts(longest: int, at_a_time: int = 1) -> Policy:
@@ -347,3 +347,8 @@ def test_a_new_tenant_starts_level_with_the_least_served() -> None:
     tenants.present = {1: Tenant(1, 10), 2: Tenant(2, 4)}
     tenants.enter(make("r", [1], 1, tenant=3))
     assert tenants.present[3].served == 4
+
+
+@pytest.mark.parametrize("seed", [3081, 9202], ids=["short prefills after a long one", "rebuilt group"])
+def test_shares_are_level_in_workloads_that_once_failed(seed: int) -> None:
+    run(seed)

@@ -281,12 +281,13 @@ class Scheduler:
                 budget -= count
                 i += 1
                 continue
-            chunk = self._prefill_chunk(request, request.num_due, budget, draft)
+            due = request.num_due  # as `_prefill_shares` counted it: a rebuilt sequence may find it all at its sibling
+            chunk = self._prefill_chunk(request, due, budget, draft)
             if not chunk:  # other prefills come first
                 i += 1
                 continue
             # A prefill that shares a step decodes one token after its end: its share covers no more.
-            max_steps = num_decode_steps if draft.shares is None or request.num_due <= 1 else 1
+            max_steps = num_decode_steps if draft.shares is None or due <= 1 else 1
             slices = self._slices_of(request, budget, max_steps, chunk)
             if slices is None:  # its sequences together exceed the remaining budget
                 break
@@ -298,7 +299,7 @@ class Scheduler:
                 if not self._preempt_for(request, needs, draft):
                     break
                 continue
-            due, num_positions = request.num_due, sum(p.num_positions for p in slices)
+            num_positions = sum(p.num_positions for p in slices)
             self._add_slices(slices, draft)
             budget -= num_positions
             if draft.shares is not None and due > 1:
