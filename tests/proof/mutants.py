@@ -231,6 +231,7 @@ MUTANTS = [
     Mutant("fair: a long prompt is not counted", SCHEDULER, "                draft.longs[request.tenant] = draft.longs.get(request.tenant, 0) + 1\n", "                pass\n"),
     Mutant("fair: short prefills after a waiting long one are not counted", SCHEDULER, "                if not is_long or num_longs <= self.policy.max_long_partial_prefills:\n", "                if num_longs <= self.policy.max_long_partial_prefills:\n"),
     Mutant("fair: a rebuilt group is not charged to its tenant's share", SCHEDULER, "            if draft.shares is not None and due > 1:\n", "            if draft.shares is not None and request.num_due > 1:\n"),
+    Mutant("fair: a starved prefill takes its position from the last tenant", SCHEDULER, "        if num_starved := sum(not shares[number] for number in prefilling):  # their one position is not the others'\n", "        if num_starved := 0:\n"),
     Mutant("fair: a long prefill lets no request pass", SCHEDULER, "            elif request.wait_reason == LONG_PREFILL:\n                passed[tenant] += 1\n", ""),
     Mutant("fair: a waiting long prefill is looked up in every step", SCHEDULER, "        if request.wait_reason == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:\n            return False\n", ""),
     Mutant("fair: cached positions make a prefill long", SCHEDULER, "due = len(seq.token_ids) - prefix.num_positions * (request.only_sequence is not None)", "due = len(seq.token_ids)"),

@@ -337,6 +337,8 @@ class Scheduler:
                 if not is_long or num_longs <= self.policy.max_long_partial_prefills:
                     wants[tenant.number] += min(request.num_due, longest or budget)
         shares = tenants.shares(max(0, budget), wants, decodes)
+        if num_starved := sum(not shares[number] for number in prefilling):  # their one position is not the others'
+            shares = tenants.shares(max(0, budget - num_starved), wants, decodes)
         for number in prefilling:
             shares[number] = max(1, shares[number])
         return shares
