@@ -349,6 +349,8 @@ def test_a_new_tenant_starts_level_with_the_least_served() -> None:
     assert tenants.present[3].served == 4
 
 
-@pytest.mark.parametrize("seed", [3081, 9202, 13579], ids=["short after long", "rebuilt group", "starved"])
+@pytest.mark.parametrize(
+    "seed", [3081, 9202, 13579, 15034], ids=["short after long", "rebuilt group", "starved", "group in flight"]
+)
 def test_shares_are_level_in_workloads_that_once_failed(seed: int) -> None:
     run(seed)

@@ -170,6 +170,21 @@ def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None
     assert len(group.finished_sequences) == 3
 
 
+def test_a_group_that_only_waits_for_results_takes_no_budget() -> None:
+    """The steps of all its sequences are in flight: the requests after it are planned, however little budget is left."""
+    lab = Lab(40, budget=3, rows=6)
+    lab.add("A", [1], 6, beam=1)  # waits for its result in every other step
+    lab.add("G", [3], 2, width=3)
+    lab.add("B", [4], 6)
+    lab.step()
+    assert names(lab.plan()) == ["A"]
+    assert names(lab.plan()) == ["G", "G", "G"]
+    lab.land()
+    assert names(lab.plan()) == ["A", "B"]
+    lab.land()
+    lab.run(depth=2)
+
+
 def test_no_request_is_admitted_past_a_running_group_that_does_not_fit() -> None:
     """Each queue stops at the first request that does not fit, and so do the later queues."""
     lab = Lab(40, budget=3, rows=5)

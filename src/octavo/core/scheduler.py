@@ -370,7 +370,8 @@ class Scheduler:
         if len(sequences) > 1:
             if (recomputed := self._recompute_group(request, chunk)) is not None:
                 return recomputed
-            num_steps = min(num_steps, budget // len(sequences))  # all sequences step together, or none
+            num_open = sum(len(seq.token_ids) + seq.num_pending < seq.max_length for seq in sequences)
+            num_steps = min(num_steps, budget // max(1, num_open))  # all open sequences step together, or none
             if num_steps < 1:
                 if budget < self.max_num_scheduled_tokens:
                     return None
