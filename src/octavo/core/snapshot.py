@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.core.block_pool import BlockPool
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
@@ -71,7 +72,8 @@ SEQUENCE = (
     "row_has_last",
     "seal_at",
 )
-PLAN = ("step", "rows", "starts", "counts", "num_sampled", "bitmask_slices", "seal_mark")
+PLAN = ("step", "bitmask_slices")
+COLUMNS = ("rows", "starts", "counts", "num_sampled")
 """Fields of a plan in flight that its result needs. For the host, its work on memory is done."""
 KEYS = {
     "use_structured_output": "constrained",
@@ -109,13 +111,13 @@ def snapshot_scheduler(
     """
     cache = scheduler.cache
     pool, host = cache.pool, cache.swap_space
-    plans = list(scheduler.in_flight)
+    steps = list(scheduler.in_flight)
     requests = dict.fromkeys(scheduler.requests.values())
-    requests |= dict.fromkeys(seq.request for plan in plans for seq in plan.sequences)
-    requests |= dict.fromkeys(request for plan in plans for request in plan.swapped_requests)
+    requests |= dict.fromkeys(seq.request for step in steps for seq in step.sequences)
+    requests |= dict.fromkeys(request for step in steps for request in step.swapped_requests)
     requests |= dict.fromkeys(seq.request for seq in cache.pins.values())
     sequences = dict.fromkeys(seq for request in requests for seq in (*request.sequences, *request.finished_sequences))
-    sequences |= dict.fromkeys(seq for plan in plans for seq in plan.sequences)
+    sequences |= dict.fromkeys(seq for step in steps for seq in step.sequences)
     sequences |= dict.fromkeys(cache.pins.values())
     request_index = {request: i for i, request in enumerate(requests)}
     sequence_index = {seq: i for i, seq in enumerate(sequences)}
@@ -145,7 +147,7 @@ def snapshot_scheduler(
         "waiting": [request_index[request] for request in scheduler.waiting],
         "holders": [sequence_index[seq] for seq in cache._holders],
         "pins": [sequence_index[seq] for seq in cache.pins.values()],
-        "in_flight": [_plan_state(plan, request_index, sequence_index) for plan in plans],
+        "in_flight": [_step_state(step, request_index, sequence_index) for step in steps],
     }
 
 
@@ -176,18 +178,21 @@ def _sequence_state(seq: Sequence, request_index: dict[Request, int]) -> Schedul
     }
 
 
-def _plan_state(
-    plan: StepPlan, request_index: dict[Request, int], sequence_index: dict[Sequence, int]
+def _step_state(
+    step: InFlightStep, request_index: dict[Request, int], sequence_index: dict[Sequence, int]
 ) -> SchedulerState:
+    plan = step.plan
     return {
         **_fields(plan, PLAN),
-        "outstanding": None if plan.num_outstanding is None else list(plan.num_outstanding),
+        **{KEYS.get(name, name): getattr(plan, name).tolist() for name in COLUMNS},
+        "seal_mark": step.seal_mark,
+        "outstanding": None if step.num_outstanding is None else list(step.num_outstanding),
         "draws": list(plan.num_samples.items()),
         "host_tokens": list(plan.host_tokens),
-        "sequences": [sequence_index[seq] for seq in plan.sequences],
-        "swapped": [request_index[request] for request in plan.swapped_requests],
-        "returning": [(block, request_index[request]) for block, request in plan.swap_in_requests.items()],
-        "void": sorted(plan.void_slices),
+        "sequences": [sequence_index[seq] for seq in step.sequences],
+        "swapped": [request_index[request] for request in step.swapped_requests],
+        "returning": [(block, request_index[request]) for block, request in step.swap_in_requests.items()],
+        "void": sorted(step.void_slices),
     }
 
 
@@ -296,14 +301,16 @@ def restore_scheduler(
     for entry in state["in_flight"]:
         plan = StepPlan()
         _set_fields(plan, PLAN, entry)
-        plan.num_outstanding = entry["outstanding"]
+        plan.set_slices(*(entry[KEYS.get(name, name)] for name in COLUMNS))
         plan.num_samples = dict(entry["draws"])
         plan.host_tokens = {i: array("i") for i in entry["host_tokens"]}
-        plan.sequences = [sequences[i] for i in entry["sequences"]]
-        plan.swapped_requests = [requests[i] for i in entry["swapped"]]
-        plan.swap_in_requests = {block: requests[i] for block, i in entry["returning"]}
-        plan.void_slices = frozenset(entry["void"])
-        scheduler.in_flight.append(plan)
+        step = InFlightStep(plan, entry["seal_mark"])
+        step.num_outstanding = entry["outstanding"]
+        step.sequences = [sequences[i] for i in entry["sequences"]]
+        step.swapped_requests = [requests[i] for i in entry["swapped"]]
+        step.swap_in_requests = {block: requests[i] for block, i in entry["returning"]}
+        step.void_slices = frozenset(entry["void"])
+        scheduler.in_flight.append(step)
     return scheduler
 
 

@@ -22,6 +22,7 @@ from octavo.cli.main import run as octavo
 from octavo.config import EngineArgs
 from octavo.core import events as ev
 from octavo.core import snapshot
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
@@ -186,9 +187,11 @@ def test_snapshot_lists_every_field_of_the_core() -> None:
         "request_id", "prompt_token_ids", "sampling_params", "select_beams", "sequences", "finished_sequences",
         "only_sequence", "order", "status", "shared_on_device", "stop_ids", "salt", "seed", "error", "resume",
     }  # fmt: skip
-    assert set(StepPlan.__slots__) - set(snapshot.PLAN) == {
-        "num_samples", "host_tokens", "sequences", "swapped_requests", "num_outstanding", "row_setups",
-        "table_writes", "swap_ins", "swap_outs", "copies", "swap_in_requests", "void_slices",
+    assert set(StepPlan.__slots__) - set(snapshot.PLAN) - set(snapshot.COLUMNS) == {
+        "num_samples", "host_tokens", "row_setups", "table_writes", "swap_ins", "swap_outs", "copies",
+    }  # fmt: skip
+    assert set(InFlightStep.__slots__) == {
+        "plan", "seal_mark", "sequences", "swapped_requests", "swap_in_requests", "void_slices", "num_outstanding",
     }  # fmt: skip
     assert set(type(replica.scheduler.policy.costs).__slots__) == set(snapshot.COSTS)
 
@@ -448,10 +451,10 @@ def test_crash_is_reproduced_by_the_replay(
     replica = replica_of()
     update = Scheduler.update
 
-    def buggy(self: Scheduler, plan: StepPlan, *rest: Any, **more: Any) -> Any:
-        if plan.step == 7:
+    def buggy(self: Scheduler, step: InFlightStep, *rest: Any, **more: Any) -> Any:
+        if step.plan.step == 7:
             raise PlantedError("step 7")
-        return update(self, plan, *rest, **more)
+        return update(self, step, *rest, **more)
 
     monkeypatch.setattr(Scheduler, "update", buggy)
     replica.engine.recorder = FlightRecorder(replica.engine, tmp_path)

@@ -23,7 +23,8 @@ import msgspec
 
 from octavo.core import events as ev
 from octavo.core.block_pool import _pack
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.in_flight import InFlightStep
+from octavo.core.plan import StepResult
 from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshot import SchedulerState, new_request, restore_scheduler
@@ -44,14 +45,14 @@ class ReplayedCall(NamedTuple):
     """One call to the scheduler and its result.
 
     time_s    since the beginning of the recording
-    plan      of a PLAN: the new plan, which may be empty; of a result: its plan
+    step      of a PLAN: the new step, which may have no plan; of a result: its step
     request   that arrived or was aborted
     finished  requests that a result finished
     """
 
     kind: CallKind
     time_s: float
-    plan: StepPlan | None = None
+    step: InFlightStep | None = None
     request: Request | None = None
     finished: Seq[Request] = ()
 
@@ -232,7 +233,7 @@ class Player:
             checksums = iter(array("I", segment.checksums))
             for kind, at_s in zip(segment.kinds, array("d", segment.times_s), strict=True):
                 call = self._call(CallKind(kind), at_s - begin_s, numbers, costs)
-                if kind == CallKind.PLAN and next(checksums) != (plan_crc(self._last_step) if call.plan else 0):
+                if kind == CallKind.PLAN and next(checksums) != (plan_crc(self._last_step) if call.step else 0):
                     raise TraceError(
                         f"step {self.scheduler.num_steps - 1}, {call.time_s:.3f} s in (segment {number}), was planned "
                         "differently: another version of Octavo made the recording; replay it with that version"
@@ -246,18 +247,18 @@ class Player:
             known.token_s, known.step_s, known.move_s = next(costs), next(costs), next(costs)
             return ReplayedCall(kind, time_s, scheduler.schedule())
         if kind in (CallKind.RESULT, CallKind.UNEVEN_RESULT, CallKind.PARTIAL_RESULT):
-            plan = scheduler.in_flight[0]
-            lengths, failed = plan.num_sampled, []
+            step = scheduler.in_flight[0]
+            lengths, failed = step.plan.num_sampled.tolist(), []
             if kind is not CallKind.RESULT:
                 lengths = [next(numbers) for _ in range(next(numbers))]
                 failed = [next(numbers) for _ in range(next(numbers))]
-            tokens = self._sampled_tokens(plan, lengths)
+            tokens = self._sampled_tokens(step, lengths)
             result = StepResult(tokens, dict.fromkeys(failed, "as recorded"), corrupt=self._corrupt)
             self._corrupt = []
-            finished = scheduler.update(plan, result, last=kind is not CallKind.PARTIAL_RESULT)
+            finished = scheduler.update(step, result, last=kind is not CallKind.PARTIAL_RESULT)
             for request in finished:
                 self._samples.pop(request, None)
-            return ReplayedCall(kind, time_s, plan, None, finished)
+            return ReplayedCall(kind, time_s, step, None, finished)
         if kind is CallKind.ADD:
             request = self._new_request(next(self._requests))
             scheduler.add(request)
@@ -288,10 +289,10 @@ class Player:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _sampled_tokens(self, plan: StepPlan, lengths: list[int]) -> list[Any]:
+    def _sampled_tokens(self, step: InFlightStep, lengths: list[int]) -> list[Any]:
         tokens: list[Any] = []
-        for i, (seq, length) in enumerate(zip(plan.sequences, lengths, strict=True)):
-            if i in plan.num_samples and seq.request.select_beams is None:
+        for i, (seq, length) in enumerate(zip(step.sequences, lengths, strict=True)):
+            if i in step.plan.num_samples and seq.request.select_beams is None:
                 first = len(seq.request.prompt_token_ids)
                 tokens.append([self._output(seq.request, index, first, 1)[0] for index in range(length)])
             else:

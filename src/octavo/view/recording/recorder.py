@@ -34,8 +34,9 @@ import msgspec
 
 from octavo.core import events as ev
 from octavo.core.block_pool import _unpack
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import common_prefix_length
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import StepResult
 from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshot import SchedulerState, scheduler_settings, snapshot_scheduler
@@ -268,7 +269,7 @@ class FlightRecorder:
             self._record(CallKind.RESET, self._clock())
             return reset()
 
-        def recorded_schedule() -> StepPlan:
+        def recorded_schedule() -> InFlightStep:
             now = self._clock()
             segment = self._segments[-1]
             if now - segment.begin_s > self.segment_s or segment.num_call_bytes > self.max_bytes // 8:
@@ -281,27 +282,27 @@ class FlightRecorder:
             costs = scheduler.policy.costs
             segment.costs.extend((costs.token_s, costs.step_s, costs.move_s))
             self._record(CallKind.PLAN, now)
-            plan = schedule()
-            segment.checksums.append(plan_crc(self._last_step) if plan else 0)
-            return plan
+            step = schedule()
+            segment.checksums.append(plan_crc(self._last_step) if step else 0)
+            return step
 
-        def recorded_update(plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
+        def recorded_update(step: InFlightStep, result: StepResult, *, last: bool = True) -> list[Request]:
             lengths = list(map(len, result.tokens))
             if result.corrupt:
                 self._record(CallKind.CORRUPT, self._clock(), len(result.corrupt), *result.corrupt)
-            if last and lengths == plan.num_sampled and not result.errors:
+            if last and lengths == step.plan.num_sampled.tolist() and not result.errors:
                 self._record(CallKind.RESULT, self._clock())
             else:
                 numbers = (len(lengths), *lengths, len(result.errors), *result.errors)
                 self._record(CallKind.UNEVEN_RESULT if last else CallKind.PARTIAL_RESULT, self._clock(), *numbers)
-            finished = update(plan, result, last=last)
+            finished = update(step, result, last=last)
             self._forget_ended()
             return finished
 
-        def recorded_fail(plan: StepPlan, limit: int = 0) -> list[Request]:
-            self._record(CallKind.FAIL, self._clock(), scheduler.in_flight.index(plan), limit)
+        def recorded_fail(step: InFlightStep, limit: int = 0) -> list[Request]:
+            self._record(CallKind.FAIL, self._clock(), scheduler.in_flight.index(step), limit)
             self._step_limit = limit or self._step_limit
-            return fail(plan, limit)
+            return fail(step, limit)
 
         def recorded_confine(requests: Iterable[Request]) -> None:
             confine(members := tuple(requests))
@@ -354,7 +355,7 @@ class FlightRecorder:
     def _forget_ended(self) -> None:
         """Forget ended requests that no plan in flight holds."""
         in_flight = self._scheduler.in_flight
-        oldest = in_flight[0].step if in_flight else self._scheduler.num_steps
+        oldest = in_flight[0].plan.step if in_flight else self._scheduler.num_steps
         while self._ended and self._ended[0][0] <= oldest:
             del self._live[self._ended.popleft()[1]]
 
