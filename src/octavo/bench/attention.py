@@ -24,8 +24,8 @@ from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.metadata import RaggedBatch
-from octavo.models.config import DecoderSpec
 from octavo.models.decoder import Decoder
+from octavo.models.spec import DecoderSpec
 
 LENGTHS = (128, 64, 32, 8)
 VOCAB_SIZE = 512
