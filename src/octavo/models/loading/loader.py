@@ -13,12 +13,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import ModuleType
 
 import torch
 
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
+from octavo.kernels.ops import ModelOps
 from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
 from octavo.models.decoder import Decoder
 from octavo.models.gpt import GPT
@@ -38,7 +38,7 @@ Finish = Callable[[PackableWeight], None]
 def empty_model(
     spec: ModelSpec,
     *,
-    ops: ModuleType,
+    ops: ModelOps,
     dtype: torch.dtype,
     device: torch.device | str,
     tp: TensorParallel = SINGLE_RANK,
@@ -57,7 +57,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    ops: ModuleType,
+    ops: ModelOps,
     tp: TensorParallel = SINGLE_RANK,
     max_len: int | None = None,
     finish: Finish | None = None,
@@ -84,7 +84,7 @@ def dummy_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    ops: ModuleType,
+    ops: ModelOps,
     max_len: int | None = None,
     finish: Finish | None = None,
 ) -> Model:
