@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
 import numpy as np
@@ -31,6 +30,7 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.cpu import packed_linear as packed
+from octavo.kernels.ops import Ops
 from octavo.models.config import read_spec
 from octavo.models.loading.loader import Model, dummy_model, empty_model, load_model
 from octavo.models.spec import ModelSpec
@@ -250,7 +250,7 @@ def _weight_bytes(model: Model, args: EngineArgs) -> int:
     return model.num_bytes + packing
 
 
-def _ops(device: torch.device) -> ModuleType:
+def _ops(device: torch.device) -> Ops:
     if device.type == "cpu":
         return cpu_ops
     from octavo.kernels.triton import ops as cuda_ops
@@ -274,7 +274,7 @@ def _load(
     args: EngineArgs,
     dtype: torch.dtype,
     device: torch.device,
-    ops: ModuleType,
+    ops: Ops,
     *,
     max_len: int,
 ) -> Model:
@@ -296,7 +296,7 @@ def _executor(
     config: EngineConfig,
     budget: MemoryBudget,
     block: tuple[tuple[int, ...], torch.dtype],
-    ops: ModuleType,
+    ops: Ops,
 ) -> LocalExecutor:
     """The executor on a CPU. block: shape and dtype of one block of K and V."""
     shape, dtype = block
@@ -328,7 +328,7 @@ def _gpu_executor(
     config: EngineConfig,
     budget: MemoryBudget,
     block: tuple[tuple[int, ...], torch.dtype],
-    ops: ModuleType,
+    ops: Ops,
     gpu: GPUMemoryProfile,
     precompile: Precompile | None,
 ) -> CudaExecutor:

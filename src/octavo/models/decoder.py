@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.layers import Attention, GatedMLP, empty_norm
 from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight
@@ -28,7 +28,7 @@ class DecoderLayer:
         spec: DecoderSpec,
         layer: int,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -95,7 +95,7 @@ class Decoder:
         self,
         spec: DecoderSpec,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         dtype: torch.dtype,
         device: torch.device | str,
         tp: TensorParallel = SINGLE_RANK,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight
 from octavo.models.spec import GPTSpec
 
@@ -43,7 +43,7 @@ def conv1d_weights(linear: Linear, name: str) -> Iterator[Weight]:
 class LayerNorm:
     """A layer norm over hidden_size, with weight and bias if the spec has norm_weights."""
 
-    def __init__(self, spec: GPTSpec, *, ops: ModuleType, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, spec: GPTSpec, *, ops: ModelOps, dtype: torch.dtype, device: torch.device | str) -> None:
         self.ops = ops
         self.eps = spec.layer_norm_eps
         size, has_weights = spec.hidden_size, spec.norm_weights
@@ -69,7 +69,7 @@ class GPTLayer:
         spec: GPTSpec,
         layer: int,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -137,7 +137,7 @@ class GPT:
         self,
         spec: GPTSpec,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         dtype: torch.dtype,
         device: torch.device | str,
         tp: TensorParallel = SINGLE_RANK,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
-from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear import Linear, TensorParallel, Weight
 from octavo.models.spec import DecoderSpec, TensorNames
 
@@ -28,7 +28,7 @@ class Attention:
         spec: DecoderSpec,
         layer: int,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -107,9 +107,9 @@ class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up in one product (arXiv 2002.05202)."""
 
     def __init__(
-        self, spec: DecoderSpec, *, ops: ModuleType, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
+        self, spec: DecoderSpec, *, ops: ModelOps, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.gate_name = "gelu" if spec.activation == "gelu_tanh" else "silu"
+        self.gate_name: Gate = "gelu" if spec.activation == "gelu_tanh" else "silu"
         self.gate = ops.gelu_mul if self.gate_name == "gelu" else ops.silu_mul
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         self.gate_up = Linear(hidden, (inner, inner), bias=bias, split="out", tp=tp, dtype=dtype, device=device)

@@ -13,7 +13,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import ModuleType
 from typing import Protocol, cast
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.models.linear import SINGLE_RANK, PackableWeight, TensorParallel, VocabEmbedding, Weight
 from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.safetensors import read_safetensors
@@ -63,7 +63,7 @@ Finish = Callable[[PackableWeight], None]
 def empty_model(
     spec: ModelSpec,
     *,
-    ops: ModuleType,
+    ops: ModelOps,
     dtype: torch.dtype,
     device: torch.device | str,
     tp: TensorParallel = SINGLE_RANK,
@@ -79,7 +79,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    ops: ModuleType,
+    ops: ModelOps,
     tp: TensorParallel = SINGLE_RANK,
     max_len: int | None = None,
     finish: Finish | None = None,
@@ -106,7 +106,7 @@ def dummy_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    ops: ModuleType,
+    ops: ModelOps,
     max_len: int | None = None,
     finish: Finish | None = None,
 ) -> Model:
