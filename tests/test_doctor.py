@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from octavo import LLM, doctor
-from octavo.checkpoint.resolve import Checkpoint
 from octavo.config import GIB, EngineArgs
 from octavo.doctor import Report, examine
 from octavo.errors import ModelNotFoundError, ParameterError
@@ -137,18 +136,17 @@ def test_engine_plan_equals_the_prediction(
 @pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("format", ["safetensors", "gguf"])
 def test_dtype_equals_the_engine(
-    stored: str | None, asked: Any, quantization: Any, device: str, format: Any, monkeypatch: pytest.MonkeyPatch
+    stored: str | None, asked: Any, quantization: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**LLAMA, "dtype": stored} if stored else {k: v for k, v in LLAMA.items() if k != "dtype"}
     args = EngineArgs(model="m", dtype=asked, quantization=quantization)
-    spec, checkpoint = spec_from_config(config), Checkpoint(Path("m"), format, config)
+    spec = spec_from_config(config)
     for fast in (False, True):
         monkeypatch.setattr(packed, "has_fast_bfloat16", lambda fast=fast: fast)
         monkeypatch.setattr(doctor, "has_bfloat16_products", lambda fast=fast: fast)
-        wanted = building._dtype(args, spec, checkpoint, torch.device(device))
-        assert doctor.dtype_of(args, spec, checkpoint, device) == str(wanted).removeprefix("torch.")
+        wanted = building._dtype(args, spec, torch.device(device))
+        assert doctor.dtype_of(args, spec, device) == str(wanted).removeprefix("torch.")
 
 
 def test_bfloat16_detection_equals_torch() -> None:

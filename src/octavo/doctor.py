@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
-from octavo.models.config import DecoderSpec, ModelSpec, spec_from_config
+from octavo.models.config import read_spec
 from octavo.models.param_count import num_params, weight_bytes
+from octavo.models.spec import DecoderSpec, ModelSpec
 from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
@@ -131,7 +132,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     Raises `ModelError` for a model that is not on this machine or not supported, `ParameterError` for an unknown GPU.
     """
     checkpoint = open_checkpoint(args.model, revision=args.revision, download=False, weights=False)
-    spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+    spec = read_spec(checkpoint)
     if gpu is not None and args.device == "cpu":
         raise ParameterError(f"device is cpu, but gpu is {gpu}; remove one of them", param="device")
     machine = detect_machine(args.device) if gpu is None else machine_with(gpu)
@@ -140,7 +141,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     _check_quantization(args, machine)
 
     def plan(args: EngineArgs) -> MemoryBudget:
-        return _plan(args, spec, memory_needs(args, spec, checkpoint, machine), machine)
+        return _plan(args, spec, memory_needs(args, spec, machine), machine)
 
     problem, remedy, advice = None, cast("tuple[str, ...]", ()), ""
     budget: MemoryBudget | None
@@ -150,8 +151,8 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
         problem = str(error).removesuffix(f"; {doctor_hint(args)}")  # the hint is to run this command
         args, remedy, budget = next(_remedies(args, machine, spec, plan), (args, (), None))
         if budget is None:
-            advice = _suggest_gpu(args, spec, checkpoint)
-    need = memory_needs(args, spec, checkpoint, machine)
+            advice = _suggest_gpu(args, spec)
+    need = memory_needs(args, spec, machine)
     at_once = _concurrency(budget, spec) if budget is not None else {}
     return Report(name, spec, machine, args, need, budget, problem, remedy, advice, at_once)
 
@@ -159,9 +160,9 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
 # -- memory needs ------------------------------------------------------------------------------------------------------
 
 
-def memory_needs(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: Machine) -> MemoryNeeds:
+def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryNeeds:
     """The memory needs of a model on a machine, before its KV pool."""
-    dtype = dtype_of(args, spec, checkpoint, machine.device)
+    dtype = dtype_of(args, spec, machine.device)
     size = ITEMSIZE[dtype]
     activations = activation_bytes(args, spec, size)
     graphs = 0
@@ -172,13 +173,12 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, mach
     return MemoryNeeds(dtype, weights, activations, graphs, per_token)
 
 
-def dtype_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: str) -> str:
+def dtype_of(args: EngineArgs, spec: ModelSpec, device: str) -> str:
     """The dtype in which the engine would compute; see `EngineArgs.dtype`."""
     if args.dtype != "auto":
         return args.dtype
     if device == "cpu":
-        quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
-        halves = (quantised or spec.dtype != "float32") and has_bfloat16_products()
+        halves = spec.dtype != "float32" and has_bfloat16_products()
         return "bfloat16" if halves or args.quantization else "float32"
     return "bfloat16" if spec.dtype == "float32" else spec.dtype
 
@@ -328,12 +328,12 @@ def _flag(name: str, value: Any) -> str:
     return option if value is True else f"{option} {value}"
 
 
-def _suggest_gpu(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint) -> str:
+def _suggest_gpu(args: EngineArgs, spec: ModelSpec) -> str:
     """Advice that names the smallest known GPU on which the model fits."""
     for name in sorted(GPUS, key=lambda name: GPUS[name]):
         machine, gpu_args = machine_with(name), replace(args, quantization=None)
         try:
-            _plan(gpu_args, spec, memory_needs(gpu_args, spec, checkpoint, machine), machine)
+            _plan(gpu_args, spec, memory_needs(gpu_args, spec, machine), machine)
         except MemoryBudgetError:
             continue
         return f"no flag makes it fit here; one {name} holds it"

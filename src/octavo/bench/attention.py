@@ -24,8 +24,9 @@ from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.metadata import RaggedBatch
-from octavo.models.config import DecoderSpec
+from octavo.kernels.ops import ModelOps
 from octavo.models.decoder import Decoder
+from octavo.models.spec import DecoderSpec
 
 LENGTHS = (128, 64, 32, 8)
 VOCAB_SIZE = 512
@@ -155,7 +156,7 @@ def _check(variant: str, lengths: Sequence[int], block_size: int, max_tokens: in
             raise ParameterError(f"{name} is {value}, it must be at least 1", param=name)
 
 
-def _random_decoder(ops: ModuleType, max_len: int, seed: int) -> Decoder:
+def _random_decoder(ops: ModelOps, max_len: int, seed: int) -> Decoder:
     """A small decoder of the Llama family, with four query heads a K/V head: of one seed, the same with any `ops`."""
     spec = DecoderSpec(
         architecture="LlamaForCausalLM",
@@ -180,7 +181,7 @@ def _random_decoder(ops: ModuleType, max_len: int, seed: int) -> Decoder:
     return model
 
 
-def _ops_with(attention: Callable[..., Tensor]) -> ModuleType:
+def _ops_with(attention: Callable[..., Tensor]) -> ModelOps:
     """The reference's operations, with another attention."""
     ops = ModuleType("octavo.bench.attention.ops")
     vars(ops).update({name: getattr(reference, name) for name in cpu.__all__})

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
 import numpy as np
@@ -31,8 +30,10 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.cpu import packed_linear as packed
-from octavo.models.config import ModelSpec, spec_from_config
+from octavo.kernels.ops import Ops
+from octavo.models.config import read_spec
 from octavo.models.loading.loader import Model, dummy_model, empty_model, load_model
+from octavo.models.spec import ModelSpec
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
@@ -88,7 +89,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     """starting: resources to release after the start, whether or not it succeeds."""
     timer = _StartupTimer()
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
-    spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+    spec = read_spec(checkpoint)
     template = None if args.chat_template is None else chat_template.load(args.chat_template)
     defaults = sampling_defaults(args.generation_config, checkpoint)
     if defaults.values:
@@ -96,7 +97,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     device = _device(args)
     args = args.resolved(device.type)
-    dtype = _dtype(args, spec, checkpoint, device)
+    dtype = _dtype(args, spec, device)
     _check_quantization(args, dtype, device)
     ops = _ops(device)
     model_len = spec.max_model_len(args.max_model_len)
@@ -222,12 +223,11 @@ def _device(args: EngineArgs) -> torch.device:
     return torch.device("cpu")
 
 
-def _dtype(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def _dtype(args: EngineArgs, spec: ModelSpec, device: torch.device) -> torch.dtype:
     if args.dtype != "auto":
         return cast("torch.dtype", getattr(torch, args.dtype))
     if device.type == "cpu":  # the stored dtype if the processor multiplies it fast, which it never does with float16
-        quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
-        use_bfloat16 = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.has_fast_bfloat16()
+        use_bfloat16 = spec.dtype != "float32" and packed.has_fast_bfloat16()
         return torch.bfloat16 if use_bfloat16 or args.quantization else torch.float32
     return cast("torch.dtype", getattr(torch, "bfloat16" if spec.dtype == "float32" else spec.dtype))
 
@@ -250,7 +250,7 @@ def _weight_bytes(model: Model, args: EngineArgs) -> int:
     return model.num_bytes + packing
 
 
-def _ops(device: torch.device) -> ModuleType:
+def _ops(device: torch.device) -> Ops:
     if device.type == "cpu":
         return cpu_ops
     from octavo.kernels.triton import ops as cuda_ops
@@ -274,7 +274,7 @@ def _load(
     args: EngineArgs,
     dtype: torch.dtype,
     device: torch.device,
-    ops: ModuleType,
+    ops: Ops,
     *,
     max_len: int,
 ) -> Model:
@@ -296,7 +296,7 @@ def _executor(
     config: EngineConfig,
     budget: MemoryBudget,
     block: tuple[tuple[int, ...], torch.dtype],
-    ops: ModuleType,
+    ops: Ops,
 ) -> LocalExecutor:
     """The executor on a CPU. block: shape and dtype of one block of K and V."""
     shape, dtype = block
@@ -328,7 +328,7 @@ def _gpu_executor(
     config: EngineConfig,
     budget: MemoryBudget,
     block: tuple[tuple[int, ...], torch.dtype],
-    ops: ModuleType,
+    ops: Ops,
     gpu: GPUMemoryProfile,
     precompile: Precompile | None,
 ) -> CudaExecutor:

@@ -82,11 +82,11 @@ def find_model(name: str) -> ModelShape:
 
 def _from_config(path: Path) -> ModelShape:
     from octavo.checkpoint.resolve import open_checkpoint
-    from octavo.models.config import spec_from_config
+    from octavo.models.config import read_spec
     from octavo.models.param_count import num_params
 
     checkpoint = open_checkpoint(path, download=False, weights=False)
-    spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+    spec = read_spec(checkpoint)
     return ModelShape(
         path.name or str(path),
         num_params(spec),

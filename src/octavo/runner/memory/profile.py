@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 
 import torch
 
@@ -13,6 +12,7 @@ from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.ops import Ops
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.memory.budget import MemoryBudget, ceil_2, doctor_hint, floor_2, smaller_pool_hint
 from octavo.runner.prefill_batch import PrefillSizes
@@ -128,7 +128,7 @@ def measure(
     model: Model,
     args: EngineArgs,
     *,
-    ops: ModuleType,
+    ops: Ops,
     kv_shape: tuple[int, ...],
     dtype: torch.dtype,
     precompile: Precompile | None = None,
@@ -171,7 +171,7 @@ def _outside_torch() -> int:
     return max(0, total - free - torch.cuda.memory_reserved())
 
 
-def _largest_passes(model: Model, kv: torch.Tensor, num_tokens: int, num_rows: int, ops: ModuleType) -> None:
+def _largest_passes(model: Model, kv: torch.Tensor, num_tokens: int, num_rows: int, ops: Ops) -> None:
     singles = [1] * min(num_rows, num_tokens)
     _pass(model, kv, singles, ops)
     _pass(model, kv, [num_tokens // len(singles)] * len(singles), ops)
@@ -179,7 +179,7 @@ def _largest_passes(model: Model, kv: torch.Tensor, num_tokens: int, num_rows: i
 
 
 @torch.inference_mode()
-def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) -> None:
+def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: Ops) -> None:
     """Run a pass of sequences with these token counts, all in the null block, and sample a token for each."""
     num_tokens, num_seqs, block_size = sum(counts), len(counts), kv.shape[4]
     ends = torch.tensor([0, *counts], device="cuda").cumsum(0)
