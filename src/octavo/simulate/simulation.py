@@ -21,6 +21,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import EngineError, MemoryBudgetError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -199,7 +200,9 @@ class Replica:
         self.clock.advance_to(arrival.time_s)
         name = str(index)
         try:
-            self.engine.add_request(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
+            self.engine.add_request(
+                EngineRequest(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
+            )
         except UsageError as error:
             count, message = self.records.refused.get(type(error).__name__, (0, str(error)))
             self.records.refused[type(error).__name__] = (count + 1, message)
