@@ -256,7 +256,7 @@ class FlightRecorder:
         self._requests.record_outputs()
         requests = {request.number: request for request in self._segments[0].present}
         requests |= {request.number: request for segment in self._segments for request in segment.requests}
-        engine = {"max_model_len": self._engine.max_model_len, "overlap": self._engine.overlap}
+        engine = {"max_model_len": self._engine.limits.max_model_len, "overlap": self._engine.overlap}
         segments = [segment.close(self._digests) for segment in self._segments]
         settings = self._scheduler.settings()
         write_file(RecordingFile(VERSION, reason, settings, engine, list(requests.values()), segments), path)
