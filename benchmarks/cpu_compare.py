@@ -48,6 +48,7 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.models.config import spec_from_config
+from octavo.models.gguf_config import read_gguf_config
 from octavo.models.loading.loader import dummy_model, load_model
 from octavo.text.tokenizer import Tokenizer
 
@@ -91,9 +92,10 @@ def smollm2() -> Path:
     folder = models_folder() / "smollm2-bf16"
     if not (folder / "config.json").exists():
         checkpoint = open_checkpoint(SMOLLM2)
-        spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+        config = read_gguf_config(checkpoint.gguf, SMOLLM2)
+        spec = spec_from_config(config, checkpoint.generation_config)
         model = load_model(checkpoint, spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
-        _save(folder, checkpoint.config | {"dtype": "bfloat16"}, {w.name: w.tensor for w in model.weights()})
+        _save(folder, config | {"dtype": "bfloat16"}, {w.name: w.tensor for w in model.weights()})
     return folder
 
 

@@ -51,7 +51,7 @@ def test_directory_is_opened(model_dir):
 def test_gguf_file_is_opened(write_gguf):
     checkpoint = open_checkpoint(write_gguf())
     assert checkpoint.format == "gguf"
-    assert checkpoint.config["hidden_size"] == 16
+    assert checkpoint.gguf.value("llama.embedding_length") == 16
     assert checkpoint.gguf is checkpoint.gguf
 
 

@@ -172,7 +172,7 @@ def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None
 
 
 def test_a_group_that_only_waits_for_results_takes_no_budget() -> None:
-    """The steps of all its sequences are in flight: the requests after it are planned, however little budget is left."""
+    """All its steps are in flight: the requests after it are planned, however little budget is left."""
     lab = Lab(40, budget=3, rows=6)
     lab.add("A", [1], 6, beam=1)  # waits for its result in every other step
     lab.add("G", [3], 2, width=3)

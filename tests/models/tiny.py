@@ -23,8 +23,9 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
-from octavo.models.config import ModelSpec, spec_from_config
+from octavo.models import config as model_config
 from octavo.models.loading.loader import Model, load_model
+from octavo.models.spec import ModelSpec
 
 VOCAB_SIZE = 97
 
@@ -113,8 +114,7 @@ def transformers_logits(directory: Path, prompts: Sequence[Sequence[int]], **kwa
 
 
 def read_spec(path: Path) -> ModelSpec:
-    checkpoint = open_checkpoint(path)
-    return spec_from_config(checkpoint.config, checkpoint.generation_config)
+    return model_config.read_spec(open_checkpoint(path))
 
 
 def load_tiny(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Model:

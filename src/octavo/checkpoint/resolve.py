@@ -39,11 +39,11 @@ MAX_PROBLEMS = 10
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk. `config` and `generation_config` use the keys of config.json for both formats."""
+    """A model on disk. `generation_config` has the keys of generation_config.json for both formats."""
 
     path: Path  # the directory, or the .gguf file
     format: Literal["safetensors", "gguf"]
-    config: dict[str, Any]
+    config: dict[str, Any]  # the parsed config.json; empty for a GGUF file, whose metadata `octavo.models` reads
     generation_config: dict[str, Any] = field(default_factory=dict)
     shards: tuple[Path, ...] = ()  # the safetensors files; all exist
 
@@ -170,8 +170,7 @@ def _open_file(path: Path) -> Checkpoint:
     from octavo.checkpoint import gguf as gguf_reader
 
     reader = gguf_reader.open_gguf(path)
-    config = gguf_reader.read_config(reader, path.name)
-    checkpoint = Checkpoint(path, "gguf", config, gguf_reader.read_generation_config(reader))
+    checkpoint = Checkpoint(path, "gguf", {}, gguf_reader.read_generation_config(reader))
     checkpoint.__dict__["gguf"] = reader  # opened once
     return checkpoint
 

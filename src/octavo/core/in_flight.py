@@ -5,11 +5,13 @@ The executor gets the plan alone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Set
 from collections.abc import Sequence as Seq
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
+from octavo.core.snapshot import Roster, State
 from octavo.core.types import HostBlockId, SealId
 
 NO_SLICES: frozenset[int] = frozenset()
@@ -48,6 +50,41 @@ class InFlightStep:
 
     def __bool__(self) -> bool:
         return bool(self.plan)
+
+    def snapshot(self, roster: Roster) -> State:
+        """What the step's result needs. For the host, the plan's work on memory is done."""
+        plan = self.plan
+        return {
+            "step": plan.step,
+            "rows": plan.rows.tolist(),
+            "starts": plan.starts.tolist(),
+            "counts": plan.counts.tolist(),
+            "samples": plan.num_sampled.tolist(),
+            "draws": list(plan.num_samples.items()),
+            "masked": plan.bitmask_slices[:],
+            "host_tokens": list(plan.host_tokens),
+            "seal_mark": self.seal_mark,
+            "outstanding": None if self.num_outstanding is None else self.num_outstanding[:],
+            "sequences": roster.indices(self.sequences),
+            "swapped": roster.indices(self.swapped_requests),
+            "returning": [(block, roster.index(request)) for block, request in self.swap_in_requests.items()],
+            "void": sorted(self.void_slices),
+        }
+
+    @classmethod
+    def restored(cls, state: State, roster: Roster) -> InFlightStep:
+        """A step in flight of a snapshot, without its input tokens and its memory operations."""
+        plan = StepPlan(state["step"])
+        plan.set_slices(state["rows"], state["starts"], state["counts"], state["samples"])
+        plan.num_samples, plan.bitmask_slices = dict(state["draws"]), list(state["masked"])
+        plan.host_tokens = {i: array("i") for i in state["host_tokens"]}
+        step = cls(plan, state["seal_mark"])
+        step.num_outstanding = None if state["outstanding"] is None else list(state["outstanding"])
+        step.sequences = roster.sequences_at(state["sequences"])
+        step.swapped_requests = roster.requests_at(state["swapped"])
+        step.swap_in_requests = {block: roster.requests[i] for block, i in state["returning"]}
+        step.void_slices = frozenset(state["void"])
+        return step
 
     @property
     def outstanding(self) -> Seq[int]:

@@ -1,4 +1,4 @@
-"""Models: `config` reads config.json, `decoder` (Llama family) and `gpt` consist of `layers`, `loading` reads weights.
+"""Models: `config` and `families` read a `spec`, `decoder` and `gpt` compute it, `loading` fills its weights.
 
-`config` imports no torch, so memory can be planned from a config.json alone.
+Reading a spec imports no torch, so memory can be planned from a config.json alone.
 """

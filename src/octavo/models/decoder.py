@@ -1,19 +1,19 @@
-"""The decoder of the Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3 and Gemma 3, configured by `DecoderSpec`."""
+"""The decoder of the Llama family, configured by `DecoderSpec`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference.norms import NormedResidual
-from octavo.models.config import DecoderSpec
 from octavo.models.layers import Attention, GatedMLP, empty_norm
 from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight
+from octavo.models.spec import DecoderSpec
 
 
 class DecoderLayer:
@@ -28,7 +28,7 @@ class DecoderLayer:
         spec: DecoderSpec,
         layer: int,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -39,7 +39,8 @@ class DecoderLayer:
         self.mlp = GatedMLP(spec, ops=ops, tp=tp, dtype=dtype, device=device)
         norm = partial(empty_norm, spec, spec.hidden_size, dtype, device)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.post_norms = (norm(), norm()) if spec.post_norms else None  # after attention, after the MLP
+        self.names = spec.names
+        self.post_norms = [norm() for _ in spec.names.post_norms]  # after attention, after the MLP
 
     def __call__(
         self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
@@ -47,11 +48,11 @@ class DecoderLayer:
         """(x, residual) -> (x, residual) after this layer, all [num_tokens, hidden_size]."""
         x, residual = self.ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
         x = self.attention(x, batch, kv_layer, cos_sin)
-        if self.post_norms is not None:
+        if self.post_norms:
             x = self.ops.rms_norm(x, self.post_norms[0], self.eps)
         x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
         x = self.mlp(x)
-        if self.post_norms is not None:
+        if self.post_norms:
             x = self.ops.rms_norm(x, self.post_norms[1], self.eps)
         return x, residual
 
@@ -70,15 +71,13 @@ class DecoderLayer:
         return residual
 
     def weights(self, prefix: str) -> Iterator[Weight]:
-        yield Weight.whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
-        yield from self.attention.weights(f"{prefix}.self_attn")
-        if self.post_norms is None:
-            yield Weight.whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
-        else:  # the name has another meaning here
-            yield Weight.whole(f"{prefix}.post_attention_layernorm.weight", self.post_norms[0])
-            yield Weight.whole(f"{prefix}.pre_feedforward_layernorm.weight", self.mlp_norm)
-            yield Weight.whole(f"{prefix}.post_feedforward_layernorm.weight", self.post_norms[1])
-        yield from self.mlp.weights(f"{prefix}.mlp")
+        names = self.names
+        yield Weight.whole(f"{prefix}{names.attention_norm}.weight", self.attention_norm)
+        yield from self.attention.weights(prefix, names)
+        for name, norm in zip(names.post_norms, self.post_norms, strict=True):
+            yield Weight.whole(f"{prefix}{name}.weight", norm)
+        yield Weight.whole(f"{prefix}{names.mlp_norm}.weight", self.mlp_norm)
+        yield from self.mlp.weights(prefix, names)
 
     def linears(self) -> Iterator[Linear]:
         yield from self.attention.linears()
@@ -96,7 +95,7 @@ class Decoder:
         self,
         spec: DecoderSpec,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         dtype: torch.dtype,
         device: torch.device | str,
         tp: TensorParallel = SINGLE_RANK,
@@ -115,7 +114,7 @@ class Decoder:
         self.norm = empty_norm(spec, spec.hidden_size, dtype, device)
         # Not for tensor parallel ranks, whose sums are partial, and not for float16, in which the residual stream times
         # a norm's weight may overflow.
-        has_small_batch_path = not spec.post_norms and tp.size == 1 and dtype != torch.float16
+        has_small_batch_path = not spec.names.post_norms and tp.size == 1 and dtype != torch.float16
         limits = [ops.max_small_batch_tokens(matrix.weight) for layer in self.layers[:1] for matrix in layer.linears()]
         self.max_small_batch_tokens = min(limits) if has_small_batch_path else 0
         # [max_len, head_dim], computed on the CPU: the same numbers for every device, also for a model on "meta".
@@ -166,10 +165,11 @@ class Decoder:
 
     def weights(self) -> Iterator[Weight]:
         """All tensors of a checkpoint of this model."""
-        yield from self.vocabulary.weights("model.embed_tokens")
+        names = self.spec.names
+        yield from self.vocabulary.weights(names.embedding, names.head)
         for index, layer in enumerate(self.layers):
-            yield from layer.weights(f"model.layers.{index}")
-        yield Weight.whole("model.norm.weight", self.norm)
+            yield from layer.weights(names.layer.format(index))
+        yield Weight.whole(f"{names.final_norm}.weight", self.norm)
 
     def matrices(self) -> Iterator[PackableWeight]:
         """All matrices, to be packed after loading."""

@@ -3,73 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.models.config import GPTSpec
+from octavo.kernels.ops import ModelOps
 from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight
+from octavo.models.spec import GPTSpec
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """Names of a checkpoint's tensors; `layer` is a format string for the layer's number.
-
-    qkv         three projections, or one merged projection
-    is_conv1d   matrices are stored as [in, out], as in GPT-2's first implementation
-    """
-
-    embedding: str
-    positions: str
-    final_norm: str
-    layer: str
-    attention_norm: str
-    qkv: tuple[str, ...]
-    out: str
-    mlp_norm: str
-    up: str
-    down: str
-    is_conv1d: bool
-
-
-TENSOR_NAMES: Mapping[str, TensorNames] = {
-    "GPT2LMHeadModel": TensorNames(
-        embedding="transformer.wte",
-        positions="transformer.wpe",
-        final_norm="transformer.ln_f",
-        layer="transformer.h.{}.",
-        attention_norm="ln_1",
-        qkv=("attn.c_attn",),
-        out="attn.c_proj",
-        mlp_norm="ln_2",
-        up="mlp.c_fc",
-        down="mlp.c_proj",
-        is_conv1d=True,
-    ),
-    "OPTForCausalLM": TensorNames(
-        embedding="model.decoder.embed_tokens",
-        positions="model.decoder.embed_positions",
-        final_norm="model.decoder.final_layer_norm",
-        layer="model.decoder.layers.{}.",
-        attention_norm="self_attn_layer_norm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out="self_attn.out_proj",
-        mlp_norm="final_layer_norm",
-        up="fc1",
-        down="fc2",
-        is_conv1d=False,
-    ),
 }
 
 
@@ -95,7 +43,7 @@ def conv1d_weights(linear: Linear, name: str) -> Iterator[Weight]:
 class LayerNorm:
     """A layer norm over hidden_size, with weight and bias if the spec has norm_weights."""
 
-    def __init__(self, spec: GPTSpec, *, ops: ModuleType, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, spec: GPTSpec, *, ops: ModelOps, dtype: torch.dtype, device: torch.device | str) -> None:
         self.ops = ops
         self.eps = spec.layer_norm_eps
         size, has_weights = spec.hidden_size, spec.norm_weights
@@ -121,13 +69,13 @@ class GPTLayer:
         spec: GPTSpec,
         layer: int,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         self.ops = ops
-        self.names = TENSOR_NAMES[spec.architecture]
+        self.names = spec.names
         self.prefix = self.names.layer.format(layer)
         self.norm_first = spec.norm_first
         self.head_dim = spec.head_dim
@@ -169,7 +117,7 @@ class GPTLayer:
         names, prefix = self.names, self.prefix
         yield from self.attention_norm.weights(prefix + names.attention_norm)
         yield from self.mlp_norm.weights(prefix + names.mlp_norm)
-        for linear, parts in zip(self.linears(), (names.qkv, [names.out], [names.up], [names.down]), strict=True):
+        for linear, parts in zip(self.linears(), (names.qkv, [names.out], names.mlp_in, [names.down]), strict=True):
             if names.is_conv1d:
                 yield from conv1d_weights(linear, prefix + parts[0])
             else:
@@ -189,7 +137,7 @@ class GPT:
         self,
         spec: GPTSpec,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         dtype: torch.dtype,
         device: torch.device | str,
         tp: TensorParallel = SINGLE_RANK,
@@ -197,7 +145,7 @@ class GPT:
     ) -> None:
         self.spec = spec
         self.ops = ops
-        self.names = TENSOR_NAMES[spec.architecture]
+        self.names = spec.names
         hidden, width = spec.hidden_size, spec.embedding_size
         self.vocabulary = VocabEmbedding(
             spec.vocab_size, width, tied=spec.tie_word_embeddings, dtype=dtype, device=device
@@ -233,7 +181,7 @@ class GPT:
 
     def weights(self) -> Iterator[Weight]:
         """All tensors of a checkpoint of this model; several weights may be parts of one tensor."""
-        yield from self.vocabulary.weights(self.names.embedding)
+        yield from self.vocabulary.weights(self.names.embedding, self.names.head)
         yield Weight.whole(f"{self.names.positions}.weight", self.positions)
         if self.project_in is not None and self.project_out is not None:
             yield Weight.whole("model.decoder.project_in.weight", self.project_in)

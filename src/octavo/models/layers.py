@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
-from octavo.kernels.reference.norms import NormedResidual
-from octavo.models.config import DecoderSpec
+from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear import Linear, TensorParallel, Weight
+from octavo.models.spec import DecoderSpec, TensorNames
 
 
 def empty_norm(spec: DecoderSpec, size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -28,7 +28,7 @@ class Attention:
         spec: DecoderSpec,
         layer: int,
         *,
-        ops: ModuleType,
+        ops: ModelOps,
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -92,12 +92,12 @@ class Attention:
         output: Tensor = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
         return output.flatten(1)
 
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        yield from self.qkv.weights(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
-        yield from self.out.weights(f"{prefix}.o_proj")
-        if self.q_norm is not None and self.k_norm is not None:
-            yield Weight.whole(f"{prefix}.q_norm.weight", self.q_norm)
-            yield Weight.whole(f"{prefix}.k_norm.weight", self.k_norm)
+    def weights(self, prefix: str, names: TensorNames) -> Iterator[Weight]:
+        yield from self.qkv.weights(*(prefix + name for name in names.qkv))
+        yield from self.out.weights(prefix + names.out)
+        for name, norm in zip(names.qk_norms, (self.q_norm, self.k_norm), strict=True):
+            if norm is not None:
+                yield Weight.whole(f"{prefix}{name}.weight", norm)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.qkv, self.out)
@@ -107,9 +107,9 @@ class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up in one product (arXiv 2002.05202)."""
 
     def __init__(
-        self, spec: DecoderSpec, *, ops: ModuleType, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
+        self, spec: DecoderSpec, *, ops: ModelOps, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.gate_name = "gelu" if spec.activation == "gelu_tanh" else "silu"
+        self.gate_name: Gate = "gelu" if spec.activation == "gelu_tanh" else "silu"
         self.gate = ops.gelu_mul if self.gate_name == "gelu" else ops.silu_mul
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         self.gate_up = Linear(hidden, (inner, inner), bias=bias, split="out", tp=tp, dtype=dtype, device=device)
@@ -118,9 +118,9 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate(self.gate_up(x)))
 
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        yield from self.gate_up.weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        yield from self.down.weights(f"{prefix}.down_proj")
+    def weights(self, prefix: str, names: TensorNames) -> Iterator[Weight]:
+        yield from self.gate_up.weights(*(prefix + name for name in names.mlp_in))
+        yield from self.down.weights(prefix + names.down)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)

@@ -176,7 +176,7 @@ class VocabEmbedding(PackableWeight):
         if self.tied:
             self.embedding = self.weight
 
-    def weights(self, embedding: str) -> Iterator[Weight]:
+    def weights(self, embedding: str, head: str) -> Iterator[Weight]:
         yield Weight.whole(f"{embedding}.weight", self.embedding)
         if not self.tied:
-            yield Weight.whole("lm_head.weight", self.weight)
+            yield Weight.whole(f"{head}.weight", self.weight)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
+from octavo.models.spec import DecoderSpec, GPTSpec, ModelSpec
 
 
 class MatrixShape(NamedTuple):
@@ -43,7 +43,7 @@ def num_params(spec: ModelSpec) -> int:
 
 def weight_bytes(spec: ModelSpec, itemsize: int, *, int8: bool = False) -> int:
     """Bytes of the weights in a dtype of `itemsize` bytes; int8: matrices quantised to int8, on a CPU."""
-    norm_itemsize = 4 if isinstance(spec, DecoderSpec) and spec.unit_offset_norms else itemsize
+    norm_itemsize = 4 if spec.unit_offset_norms else itemsize
     total = num_params(spec) * itemsize + _num_in_norms(spec) * (norm_itemsize - itemsize)
     if int8:  # and 8 bytes an output: a scale, and what oneDNN may keep
         packed = [(m.num_out, m.num_in, m.copies) for m in matrices(spec)]
@@ -62,7 +62,7 @@ def _num_in_vocabulary(spec: ModelSpec) -> int:
 
 def _num_in_norms(spec: ModelSpec) -> int:
     if isinstance(spec, DecoderSpec):
-        per_layer = (4 if spec.post_norms else 2) * spec.hidden_size + 2 * spec.qk_norm * spec.head_dim
+        per_layer = (2 + len(spec.names.post_norms)) * spec.hidden_size + 2 * spec.qk_norm * spec.head_dim
         return spec.num_layers * per_layer + spec.hidden_size
     assert isinstance(spec, GPTSpec)
     return spec.norm_weights * 2 * spec.hidden_size * (2 * spec.num_layers + spec.final_norm)

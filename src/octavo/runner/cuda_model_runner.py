@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan, StepResult, TableWrite
 from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
+from octavo.kernels.ops import Ops
 from octavo.kernels.row_state import (
     FIRST_STOP_ID,
     MAX_STOP_IDS,
@@ -94,7 +94,7 @@ class CudaModelRunner:
         max_num_tokens: int,
         max_decode_steps: int,
         vocab_size: int,
-        ops: ModuleType,
+        ops: Ops,
         graphs: bool,
     ) -> None:
         self.model = model

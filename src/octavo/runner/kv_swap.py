@@ -6,12 +6,12 @@ A block is contiguous, so one copy moves a block or a run of neighbouring blocks
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.ops import Ops
 from octavo.runner.checksums import Checksums, SwapInCheck
 from octavo.runner.streams import DeviceEvent, SideStream, record_event
 
@@ -27,7 +27,7 @@ class KVSwapper:
     kv, host_kv   [blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; host_kv is pinned if kv is on a GPU
     """
 
-    def __init__(self, kv: Tensor, host_kv: Tensor, ops: ModuleType) -> None:
+    def __init__(self, kv: Tensor, host_kv: Tensor, ops: Ops) -> None:
         self.kv = kv
         self.host_kv = host_kv
         self.checksums = Checksums(host_kv)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.ops import Ops
 from octavo.runner.checksums import NO_SWAP_IN_CHECK, Checksums, SwapInCheck
 from octavo.runner.input_batch import InputBatch, make_batch
 from octavo.runner.memory.budget import time_swaps
@@ -66,7 +66,7 @@ class ModelRunner:
         *,
         num_rows: int,
         max_model_len: int,
-        ops: ModuleType,
+        ops: Ops,
         record_graphs: bool = False,
     ) -> None:
         self.model: Model = RecordedModel(model) if record_graphs else model

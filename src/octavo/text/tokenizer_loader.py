@@ -277,7 +277,7 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
         templates[other] = file.value(f"tokenizer.chat_template.{other}")
     templates = {key: value for key, value in templates.items() if isinstance(value, str)}
     eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
-    return TokenizerParts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
+    return TokenizerParts(backend, special_tokens, eos_ids, templates, len(pieces))
 
 
 def _unsupported(name: str, key: str, value: Any, known: Iterable[str]) -> CheckpointError:

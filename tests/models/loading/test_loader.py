@@ -18,11 +18,11 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, ModelError, ModelNotFoundError
 from octavo.kernels.cpu import ops as cpu
-from octavo.models.config import DecoderSpec
 from octavo.models.decoder import Decoder
 from octavo.models.loading import loader
 from octavo.models.loading.gguf import _half_rotation_rows
 from octavo.models.loading.loader import Model
+from octavo.models.spec import DecoderSpec
 from tests.models.tiny import (
     KINDS,
     PagedRun,
@@ -44,7 +44,7 @@ def tensors_of(decoder: Model) -> dict[str, Tensor]:
 
 def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
     found = list(actual.weights())
-    plus_one = isinstance(actual.spec, DecoderSpec) and actual.spec.unit_offset_norms
+    plus_one = actual.spec.unit_offset_norms
     assert {weight.name for weight in found} == expected.keys()
     filled: dict[str, Tensor] = {}
     for weight in found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import gguf
@@ -12,36 +12,19 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
-from octavo.models.config import DecoderSpec, ModelSpec
 from octavo.models.loading.stored_tensor import StoredTensor, duplicate, raise_problems
+from octavo.models.registry import find_family
+from octavo.models.spec import ModelSpec
 
-# llama.cpp's names -> Transformers' names, of tensors and of the parts of layer N ("blk.N.", "model.layers.N.").
 GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GGUF_POST_NORM_NAMES = GGUF_LAYER_NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+"""llama.cpp's names of the tensors outside of layers -> Transformers' names."""
 
 
-def _transformers_name(name: str, layer_names: dict[str, str]) -> str:
-    """Transformers' name of a GGUF tensor; unknown names are unchanged."""
+def _transformers_name(name: str, parts: Mapping[str, str]) -> str:
+    """Transformers' name of a GGUF tensor; unknown names are unchanged. parts: `GGUFFormat.parts`."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{layer_names.get(part, part)}.{kind}"
+        return f"model.layers.{layer}.{parts.get(part, part)}.{kind}"
     stem, _, kind = name.rpartition(".")
     return f"{GGUF_NAMES[stem]}.{kind}" if stem in GGUF_NAMES else name
 
@@ -49,9 +32,9 @@ def _transformers_name(name: str, layer_names: dict[str, str]) -> str:
 def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor]:
     """Tensors of the file, by Transformers' names."""
     reader = checkpoint.gguf
-    layer_names = GGUF_POST_NORM_NAMES if isinstance(spec, DecoderSpec) and spec.post_norms else GGUF_LAYER_NAMES
+    form = find_family(spec.architecture).gguf
     permuted = {}  # tensors with permuted rows, and their number of heads
-    if reader.value("general.architecture") == "llama":
+    if form.interleaved_qk:
         permuted = {".attn_q.": spec.num_heads, ".attn_k.": spec.num_kv_heads}
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -61,7 +44,7 @@ def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor
         order = None if heads is None else _half_rotation_rows(shape[0], heads)
         read = _dequantised_row_reader(tensor, shape, order)
         kind = tensor.tensor_type
-        name = _transformers_name(tensor.name, layer_names)
+        name = _transformers_name(tensor.name, form.parts)
         if name in stored:
             problems.append(duplicate(name))
         stored[name] = StoredTensor(shape, kind.name, _is_supported(kind), read, checkpoint.path.name)

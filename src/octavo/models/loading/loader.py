@@ -13,42 +13,64 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import ModuleType
+from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
-from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
-from octavo.models.decoder import Decoder
-from octavo.models.gpt import GPT
-from octavo.models.linear import SINGLE_RANK, PackableWeight, TensorParallel, Weight
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
+from octavo.models.linear import SINGLE_RANK, PackableWeight, TensorParallel, VocabEmbedding, Weight
 from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.safetensors import read_safetensors
 from octavo.models.loading.stored_tensor import FLOAT_DTYPES, StoredTensor, raise_problems
+from octavo.models.registry import load
+from octavo.models.spec import ModelSpec
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MB of float32: small enough for the caches, large enough to hide the calls
 MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
 
-Model = Decoder | GPT
+class Model(Protocol):
+    """A causal language model over the paged KV cache: `decoder.Decoder`, `gpt.GPT`, or what another spec names."""
+
+    spec: ModelSpec
+    vocabulary: VocabEmbedding
+
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+        """See `decoder.Decoder.forward`."""
+        ...
+
+    def weights(self) -> Iterator[Weight]:
+        """All tensors of a checkpoint of this model; several weights may be parts of one tensor."""
+        ...
+
+    def matrices(self) -> Iterator[PackableWeight]:
+        """All matrices, to be packed after loading."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        ...
+
+
 Finish = Callable[[PackableWeight], None]
 
 
 def empty_model(
     spec: ModelSpec,
     *,
-    ops: ModuleType,
+    ops: ModelOps,
     dtype: torch.dtype,
     device: torch.device | str,
     tp: TensorParallel = SINGLE_RANK,
     max_len: int | None = None,
 ) -> Model:
     """The model of `spec` with uninitialised weights; on "meta", only its shapes."""
-    if isinstance(spec, GPTSpec):
-        return GPT(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
-    assert isinstance(spec, DecoderSpec)
-    return Decoder(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
+    return cast("Model", load(spec.model)(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len))
 
 
 def load_model(
@@ -57,7 +79,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    ops: ModuleType,
+    ops: ModelOps,
     tp: TensorParallel = SINGLE_RANK,
     max_len: int | None = None,
     finish: Finish | None = None,
@@ -84,7 +106,7 @@ def dummy_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    ops: ModuleType,
+    ops: ModelOps,
     max_len: int | None = None,
     finish: Finish | None = None,
 ) -> Model:

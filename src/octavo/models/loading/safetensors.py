@@ -12,24 +12,14 @@ from torch import Tensor
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.checkpoint.safetensors_header import check_headers
 from octavo.errors import cut
-from octavo.models.config import DecoderSpec, ModelSpec
 from octavo.models.loading.stored_tensor import FLOAT_DTYPES, StoredTensor, duplicate, raise_problems
-
-RENAMED_TENSORS: dict[str, tuple[tuple[str, str], ...]] = {
-    "Gemma3ForConditionalGeneration": (
-        (r"language_model\.(model|lm_head)\.", r"\1."),
-        (r"model\.language_model\.", "model."),
-    ),
-    "GPT2LMHeadModel": ((r"(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
-    "OPTForCausalLM": ((r"decoder\.", "model.decoder."),),
-}
-"""Names in older checkpoints and in multimodal ones -> Transformers' names today."""
+from octavo.models.registry import find_family
+from octavo.models.spec import ModelSpec
 
 
 def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor]:
     """Tensors of all shards, by Transformers' names. Raises `CheckpointError` for damaged files."""
-    renamed = RENAMED_TENSORS.get(spec.architecture, ())
-    unit_offset = isinstance(spec, DecoderSpec) and spec.unit_offset_norms
+    renamed = find_family(spec.architecture).renamed
     stored: dict[str, StoredTensor] = {}
     problems = []
     check_headers(checkpoint)
@@ -45,7 +35,7 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
             if name in stored:
                 problems.append(duplicate(name))  # an old and a new name
             shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-            read = _row_reader(shard, key, unit_offset and name.endswith("norm.weight"))
+            read = _row_reader(shard, key, spec.unit_offset_norms and name.endswith("norm.weight"))
             stored[name] = StoredTensor(shape, dtype, dtype in FLOAT_DTYPES, read, path.name)
     raise_problems(checkpoint, problems)
     return stored

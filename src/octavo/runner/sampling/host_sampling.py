@@ -8,7 +8,6 @@ on a CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.ops import Ops
 from octavo.kernels.row_state import RowState
 from octavo.runner.executor import append_columns
 from octavo.runner.model_runner import ModelRunner
@@ -67,7 +67,7 @@ class _InputsToDevice:
 class HostSamplingRunner(ModelRunner):
     """A `ModelRunner` that samples for a `CudaModelRunner`, which moves the blocks and writes the block tables."""
 
-    def __init__(self, model: Model, state: RowState, kv: Tensor, *, max_model_len: int, ops: ModuleType) -> None:
+    def __init__(self, model: Model, state: RowState, kv: Tensor, *, max_model_len: int, ops: Ops) -> None:
         num_rows = state.null_row
         super().__init__(
             _InputsToDevice(model, kv.device), kv, kv[:0], num_rows=num_rows, max_model_len=max_model_len, ops=ops

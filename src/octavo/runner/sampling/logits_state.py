@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import accumulate
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from octavo.core.plan import StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.ops import Ops
 from octavo.kernels.row_state import (
     ALLOWED_TOKENS,
     LOGIT_BIAS,
@@ -43,7 +43,7 @@ class DeviceLogitsProcessors:
     num_logprobs  row -> number of top log-probabilities; absent for rows without log-probabilities
     """
 
-    def __init__(self, state: RowState, sampler: Sampler, vocab_size: int, ops: ModuleType) -> None:
+    def __init__(self, state: RowState, sampler: Sampler, vocab_size: int, ops: Ops) -> None:
         self.rows: set[int] = set()
         self.num_logprobs: dict[int, int] = {}
         self._row_state = state

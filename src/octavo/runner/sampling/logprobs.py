@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from octavo.core.plan import TokenLogprobs
+from octavo.kernels.ops import Ops
 from octavo.runner.streams import index_tensor
 
 
@@ -20,7 +20,7 @@ class LogprobsQuery:
         self._names = names
         self._groups = {num: [i for i, n in enumerate(num_top) if n == num] for num in dict.fromkeys(num_top)}
 
-    def compute(self, logits: Tensor, token_ids: Tensor, ops: ModuleType) -> list[Tensor]:
+    def compute(self, logits: Tensor, token_ids: Tensor, ops: Ops) -> list[Tensor]:
         """logits [num_rows, vocab_size], token_ids [num_rows] -> tensors for `to_lists`."""
         tensors: list[Tensor] = []
         for num, rows in self._groups.items():

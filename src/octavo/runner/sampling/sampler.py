@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence as Seq
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
+from octavo.kernels.ops import Ops
 from octavo.runner.sampling.logprobs import LogprobsQuery
 from octavo.runner.streams import index_tensor, to_device, to_lists
 
@@ -111,7 +111,7 @@ class Sampler:
     history   [num_rows, max_len] int32, by position, where `RowLogitsProcessors.needs_history`; allocated on first use
     """
 
-    def __init__(self, num_rows: int, max_len: int, ops: ModuleType, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_rows: int, max_len: int, ops: Ops, device: torch.device | str = "cpu") -> None:
         self.ops = ops
         self.device = device
         self.processors: list[RowLogitsProcessors | None] = [None] * num_rows

@@ -1,0 +1,164 @@
+"""The operations of a platform: `kernels.reference`, `kernels.cpu.ops` and `kernels.triton.ops` are such modules.
+
+`reference` defines what each operation computes; see there. An implementation may have further keyword arguments, with
+defaults, for its own tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.metadata import LogitsProcessorParams, RaggedBatch, SamplingTensors
+from octavo.kernels.reference.norms import Gate, NormedResidual
+from octavo.kernels.row_state import DecodeInputs, LogitsProcessorState, RowState
+
+
+class ModelOps(Protocol):
+    """Operations that models call."""
+
+    # -- norms, activations, rotary embedding --------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rope_table(
+        self,
+        head_dim: int,
+        max_len: int,
+        theta: float,
+        *,
+        scaling: dict[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor: ...
+
+    # -- KV cache and attention ----------------------------------------------------------------------------------------
+
+    def kv_write(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None: ...
+
+    def rope_kv_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        slot_mapping: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor: ...
+
+    def paged_attention(
+        self, q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0
+    ) -> Tensor: ...
+
+    # -- fused products of the small-batch path ------------------------------------------------------------------------
+
+    def max_small_batch_tokens(self, weight: Tensor) -> int: ...
+
+    def make_normed_residual(self, x: Tensor, norm: Tensor) -> NormedResidual: ...
+
+    def norm_linear(
+        self, residual: NormedResidual, eps: float, weight: Tensor, bias: Tensor | None = None, gate: Gate = ""
+    ) -> Tensor: ...
+
+    def add_linear(
+        self, residual: NormedResidual, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
+    ) -> NormedResidual: ...
+
+    def project_qkv(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        kv_layer: Tensor,
+        batch: RaggedBatch,
+        cos_sin: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 0.0,
+    ) -> Tensor: ...
+
+
+class Ops(ModelOps, Protocol):
+    """Operations that models and the model runner call."""
+
+    # -- moves of blocks -----------------------------------------------------------------------------------------------
+
+    def block_copy(self, kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None: ...
+
+    def swap_out(self, kv: Tensor, host_kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None: ...
+
+    def swap_in(self, host_kv: Tensor, kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None: ...
+
+    # -- from the row state to a pass, and from its tokens back --------------------------------------------------------
+
+    def prepare_decode_inputs(self, state: RowState, inputs: DecodeInputs, block_size: int) -> None: ...
+
+    def prepare_prefill_inputs(
+        self,
+        state: RowState,
+        rows: Tensor,
+        starts: Tensor,
+        known: Tensor,
+        batch: RaggedBatch,
+        token_ids: Tensor,
+        block_size: int,
+    ) -> None: ...
+
+    def commit_sampled_tokens(
+        self, state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
+    ) -> None: ...
+
+    # -- logits processors ---------------------------------------------------------------------------------------------
+
+    def apply_token_bitmask(self, logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None: ...
+
+    def apply_logits_processors(self, logits: Tensor, params: LogitsProcessorParams) -> None: ...
+
+    def apply_row_logits_processors(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+    ) -> None: ...
+
+    def init_token_counts(
+        self, processors: LogitsProcessorState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor
+    ) -> None: ...
+
+    def update_token_counts(
+        self, processors: LogitsProcessorState, rows: Tensor, positions: Tensor, tokens: Tensor
+    ) -> None: ...
+
+    # -- sampling and log-probabilities --------------------------------------------------------------------------------
+
+    def finite_rows(self, logits: Tensor) -> Tensor: ...
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor: ...
+
+    def sample_checked(
+        self, logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor: ...
+
+    def token_logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    def packed_top_logprobs(self, logits: Tensor, num: int) -> Tensor: ...
+
+    def write_logprobs(
+        self, state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
+    ) -> None: ...

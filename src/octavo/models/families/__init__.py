@@ -1,0 +1,1 @@
+"""One module a family of models; `registry` imports them on demand."""

@@ -1,0 +1,55 @@
+"""What one module of `families` declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.models.config_values import Config
+from octavo.models.spec import ModelSpec
+
+GGUF_PARTS: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""llama.cpp's names of a layer's parts -> Transformers' names, in the Llama family."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFormat:
+    """How llama.cpp stores the models of a family.
+
+    parts           llama.cpp's names of a layer's parts -> Transformers'
+    interleaved_qk  rows of Q and K are in the order of llama.cpp's rotary embedding, which pairs neighbouring rows
+    config          (keys of config.json so far, reader of the metadata "architecture.KEY") -> further keys
+    """
+
+    parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
+    interleaved_qk: bool = False
+    config: Callable[[Config, Callable[..., Any]], Config] = lambda config, get: {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models.
+
+    read      (config.json with `defaults`, spec fields that all models have) -> spec; the names of tensors are in it
+    defaults  Transformers' defaults for keys that published config.json files omit. A key that is null is not omitted
+    renamed   (pattern, replacement): names of tensors in older and multimodal checkpoints -> Transformers' names today
+    gguf      how GGUF files store it
+    """
+
+    read: Callable[[Config, Config], ModelSpec]
+    defaults: Config = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
+    gguf: GGUFFormat = GGUFFormat()

@@ -1,0 +1,68 @@
+"""Families of models, by the names in their files. A family's module is imported when a model of it is read.
+
+To add a family: a module in `families` with a `Family`, and a line here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple, cast
+
+from octavo.models.family import Family
+
+
+class Entry(NamedTuple):
+    """A family as "module:attribute", and the names in its files.
+
+    architectures, model_types  in config.json
+    gguf                        `general.architecture` in GGUF files, whose models have the first of `architectures`;
+                                "": GGUF files of this family are not supported
+    """
+
+    family: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    gguf: str = ""
+
+
+_IN = "octavo.models.families"
+FAMILIES = [
+    Entry(f"{_IN}.llama:FAMILY", ("LlamaForCausalLM",), ("llama",), gguf="llama"),
+    Entry(f"{_IN}.mistral:FAMILY", ("MistralForCausalLM",), ("mistral",)),
+    Entry(f"{_IN}.qwen2:FAMILY", ("Qwen2ForCausalLM",), ("qwen2",), gguf="qwen2"),
+    Entry(f"{_IN}.qwen3:FAMILY", ("Qwen3ForCausalLM",), ("qwen3",), gguf="qwen3"),
+    Entry(
+        f"{_IN}.gemma3:FAMILY",
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        ("gemma3", "gemma3_text"),
+        gguf="gemma3",
+    ),
+    Entry(f"{_IN}.gpt2:FAMILY", ("GPT2LMHeadModel",), ("gpt2",)),
+    Entry(f"{_IN}.opt:FAMILY", ("OPTForCausalLM",), ("opt",)),
+]
+
+
+def architectures() -> list[str]:
+    """Supported names in config.json's `architectures`."""
+    return [name for entry in FAMILIES for name in entry.architectures]
+
+
+def model_types() -> list[str]:
+    """Supported names of config.json's `model_type`."""
+    return [name for entry in FAMILIES for name in entry.model_types]
+
+
+def gguf_entries() -> dict[str, Entry]:
+    """Families of GGUF files, by `general.architecture`."""
+    return {entry.gguf: entry for entry in FAMILIES if entry.gguf}
+
+
+def find_family(architecture: str) -> Family:
+    """The family of a supported architecture."""
+    return cast("Family", load(next(entry.family for entry in FAMILIES if architecture in entry.architectures)))
+
+
+def load(name: str) -> Any:
+    """Import "module:attribute"."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
