@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 620,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
-    "core": 2415,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots beside the fields
+    "core": 2405,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots beside the fields
     "checkpoint": 580,  # finding a model's files, reading headers
     "engine": 2660,  # the step loop, outputs, beam search, and the engine process with its supervisor
     "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input

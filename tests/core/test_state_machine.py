@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
+from octavo.core.snapshot import Roster
 from tests.core.lab import make
 from tests.core.test_memory_rules import snapshot
 from tests.proof import oracle as o
@@ -414,6 +415,17 @@ class Memory(RuleBasedStateMachine):
         assert stats.num_unfilled_slots <= len(holders) * (self.size - 1)
         rows = [s.row for s in self.live(Status.RUNNING) if s.row >= 0]
         assert len(set(rows)) == len(rows) == 4 - self.cache.rows.num_free
+
+    @invariant()
+    def a_restored_manager_is_equal(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        sequences = [*self.live(*Status), *self.cache.pins.values()]
+        roster = Roster(dict.fromkeys(seq.request for seq in sequences), sequences)
+        again = KVCacheManager.from_settings(self.cache.settings())
+        again.restore(self.cache.snapshot(roster), roster)
+        assert snapshot(again, *sequences) == snapshot(self.cache, *sequences)
+        o._check_pool(again.pool, Counter({b: n for b, n in enumerate(self.pool.refs) if n}))
 
     @invariant()
     def every_slot_reads_back(self) -> None:
