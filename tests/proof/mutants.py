@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant("pins take the whole pool", SCHEDULER, "if cache.num_pinned + needs > total // 2:", "if cache.num_pinned + needs > total:"),
     Mutant("pins take a block less than half", SCHEDULER, "if cache.num_pinned + needs > total // 2:", "if cache.num_pinned + needs >= total // 2:"),
     Mutant("a pin takes blocks reserved for others", SCHEDULER, "if longest > cache.num_unpinned_blocks - needs:", "if False:"),
-    Mutant("a pin is counted when it is computed", SCHEDULER, "        cache.num_pinned += needs\n", "        pass\n"),
+    Mutant("a pin is counted when it is computed", SCHEDULER, "            cache.num_pinned += cache.blocks_for(prompt)\n", "            pass\n"),
     Mutant("a pin that ends early stays counted", SCHEDULER, "if request.pin and request.request_id not in self.cache.pins:", "if False:"),
     Mutant("a pin keeps its row", SCHEDULER, "        self.cache.rows.release(seq)\n        self.cache.pin(seq)\n", "        self.cache.pin(seq)\n"),
     Mutant("a token without blocks makes a pin", SCHEDULER, "if request.pin and request.status is not Status.RUNNING:", "if False:"),
