@@ -390,7 +390,8 @@ class Memory(RuleBasedStateMachine):
         young = {s for s in self.live(Status.RUNNING) if any(i > mark for i in s.seal_ids)}
         assert set(self.cache.unseal_after(mark)) == young
         assert all(seal <= mark for seal in self.pool.seal_id)
-        assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids)
+        # Dropped blocks keep their seals: they stay in the chain, and out of the index.
+        assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids[s.num_dropped :])
         self.note_seals()
         for s in young:
             if s.num_dropped:  # dropped blocks cannot be sealed again: it would be recomputed, here it is freed
@@ -482,6 +483,17 @@ QUICK = settings(
 
 def test_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=QUICK)
+
+
+def test_seals_of_blocks_out_of_the_attention_window_are_taken_back() -> None:
+    state = Memory()
+    state.begin(size=1, num_blocks=3, num_host=0, caching=True, attention_window=1)
+    state.admit(which=0, tokens=[0], salt=b"", chunk=1)
+    state.seal(which=0)
+    state.drop_out_of_window(which=0)
+    assert state.live(Status.RUNNING)[0].num_dropped == 1
+    state.take_back_seals(which=0)
+    state.teardown()
 
 
 @pytest.mark.slow
