@@ -7,7 +7,6 @@ the signatures of `kernels.ops.Ops`.
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import ParameterError
 from octavo.kernels.cpu import native, packed_linear
 from octavo.kernels.cpu import ops as cpu_ops
@@ -83,7 +83,7 @@ class Platform:
         """Raises `MemoryBudgetError` if the device has too little memory for the weights, before they are loaded."""
 
     def measure(
-        self, model: Model, args: EngineArgs, *, kv_shape: tuple[int, ...], dtype: torch.dtype, precompile: Any = None
+        self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
     ) -> GPUMemoryProfile | None:
         """The memory that passes of the loaded model take; see `memory.profile.measure`. None: the KV pool lies in the
         host's memory, where the budget is planned from free memory before the weights are loaded."""
@@ -91,13 +91,13 @@ class Platform:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def make_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def make_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
         """Zeros on the device. Raises `MemoryError`, or torch's error for a lack of memory."""
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return torch.zeros(kv.pool_shape(num_blocks), dtype=getattr(torch, kv.dtype), device=self.device)
 
-    def make_host_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
         """Uninitialised host memory that the device copies from and to, without the host waiting."""
-        return self.make_pool(shape, dtype)
+        return self.make_pool(kv, num_blocks)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device, without waiting for earlier work. On a CPU: the tensor itself."""
@@ -156,10 +156,10 @@ class CpuPlatform(Platform):
     def compile_kernels(self) -> None:
         native.library()
 
-    def make_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def make_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
         """Memory is taken at the first write: torch.zeros writes all of it, which takes seconds."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        flat = torch.from_numpy(np.zeros(kv.pool_bytes(num_blocks), dtype=np.uint8))
+        return flat.view(getattr(torch, kv.dtype)).view(kv.pool_shape(num_blocks))
 
     def make_executor(
         self,
@@ -210,12 +210,12 @@ class CudaPlatform(Platform):
         diagnostics.check_weights(weight_bytes, args)
 
     def measure(
-        self, model: Model, args: EngineArgs, *, kv_shape: tuple[int, ...], dtype: torch.dtype, precompile: Any = None
+        self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
     ) -> GPUMemoryProfile | None:
-        return profile.measure(model, args, ops=self.ops, kv_shape=kv_shape, dtype=dtype, precompile=precompile)
+        return profile.measure(model, args, ops=self.ops, kv_cache=kv_cache, precompile=precompile)
 
-    def make_host_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
+        return torch.empty(kv.pool_shape(num_blocks), dtype=getattr(torch, kv.dtype), pin_memory=True)
 
     def make_executor(
         self,
