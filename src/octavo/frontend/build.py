@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 
 import torch
@@ -24,8 +23,8 @@ from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.config import read_spec
+from octavo.models.linear_methods import find_linear_method
 from octavo.models.loading.loader import Model, dummy_model, load_model
-from octavo.models.param_count import weight_bytes
 from octavo.models.spec import ModelSpec
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.executor import LocalExecutor
@@ -92,7 +91,7 @@ class ResolvedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights once they are loaded and packed."""
-        return weight_bytes(self.spec, ITEMSIZE[self.dtype], int8=self.args.quantization == "int8")
+        return self.spec.weight_bytes(ITEMSIZE[self.dtype], self.args.quantization)
 
     @property
     def kernel_key(self) -> str:
@@ -186,12 +185,13 @@ def _load(resolved: ResolvedModel, max_len: int) -> Model:
     load: Callable[..., Model] = dummy_model
     if args.load_format == "auto":
         load = partial(load_model, resolved.checkpoint)
-    load = partial(load, resolved.spec, dtype=getattr(torch, resolved.dtype), device=platform.device, ops=platform.ops)
+    dtype, method = getattr(torch, resolved.dtype), find_linear_method(args.quantization)
+    load = partial(load, resolved.spec, dtype=dtype, device=platform.device, ops=platform.ops, linear_method=method)
     # On short-lived threads: a thread's OpenMP workers live as long as the thread, and once there are more workers than
     # cores, the computing ones sleep between any two operations.
     with ThreadPoolExecutor(2) as threads:
         threads.submit(platform.compile_kernels)
-        return threads.submit(load, max_len=max_len, finish=methodcaller("pack", args.quantization)).result()
+        return threads.submit(load, max_len=max_len).result()
 
 
 def _config(resolved: ResolvedModel, budget: MemoryBudget) -> EngineConfig:
