@@ -22,10 +22,10 @@ import zmq
 from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs, KVEventsConfig
 from octavo.core import events as ev
-from octavo.core.block_hash import block_hashes
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
+from octavo.core.types import block_hashes
 from octavo.engine.kv_events import END_SEQUENCE, KVCacheEvent, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError, UnknownOptionError
 from tests.engine.process.engines import last_of, nothing_left, oracle_client, own_directory, run, until  # noqa: F401
@@ -307,10 +307,10 @@ def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
                     while not set(hashes_of(prompt, 4)) <= set((router := await asyncio.to_thread(known)).blocks):
                         pass
                     assert router.seen["AllBlocksCleared"] == 1
-                    first = client.pid
+                    first = client.transport.pid
                     assert first is not None
                     os.kill(first, signal.SIGKILL)
-                    await until(lambda first=first: client._supervisor.is_up and client.pid != first)
+                    await until(lambda t=client.transport, first=first: t._supervisor.is_up and t.pid != first)
                 router = await asyncio.to_thread(known)
                 assert not router.blocks and router.seen == {"AllBlocksCleared": 1}
 

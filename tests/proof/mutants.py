@@ -25,9 +25,10 @@ class Mutant(NamedTuple):
 
 POOL, ROWS, SWAP, CACHE = "core/block_pool.py", "core/row_table.py", "core/swap_space.py", "core/kv_cache_manager.py"
 SCHEDULER, REQUEST, POLICY, PLAN = "core/scheduler.py", "core/request.py", "core/policy.py", "core/plan.py"
-BLOCK_HASH, EVENTS, ORACLE = "core/block_hash.py", "core/events.py", "oracle"
+BLOCK_HASH, EVENTS, ORACLE = "core/types.py", "core/events.py", "oracle"
 PARAMS, VALIDATION = "params/sampling_params.py", "params/validation.py"
 TENANTS, IN_FLIGHT = "core/tenants.py", "core/in_flight.py"
+SNAPSHOT, COMMANDS = "core/snapshot.py", "core/commands.py"
 
 MUTANTS = [
     # -- blocks: states, references, the line of the cached ------------------------------------------------------------
@@ -431,4 +432,25 @@ MUTANTS = [
     Mutant("one preemption is enough", SCHEDULER, "            if victim is request:\n                return False\n        return True\n", "            return victim is not request\n        return True\n"),
     Mutant("a request that was preempted itself is planned", SCHEDULER, "            if victim is request:\n                return False\n        return True\n", "            if victim is request:\n                return True\n        return True\n"),
     Mutant("admitted in a step that preempted", SCHEDULER, "            draft.preempted = True\n            victim", "            victim"),
+    # -- snapshots and the command tee ---------------------------------------------------------------------------------
+    Mutant("snapshot: the free stack is lost", POOL, "        \"freed=_freed\"\n", ""),
+    Mutant("snapshot: a restored pool has an empty index", POOL, "                self._shard(packed)[packed] = block\n\n", "                pass\n\n"),
+    Mutant("snapshot: keys go on living with the pool", POOL, "        return self._packed_of[:]\n", "        return self._packed_of\n"),
+    Mutant("snapshot: lists go on living with their owner", SNAPSHOT, "    list: list,\n", ""),
+    Mutant("snapshot: no sequence holds blocks", CACHE, 'self._holders = dict.fromkeys(roster.sequences_at(state["holders"]))', "self._holders = {}"),
+    Mutant("snapshot: pins are lost", CACHE, 'for seq in roster.sequences_at(state["pins"])}', "for seq in ()}"),
+    Mutant("snapshot: steps are no longer confined", SCHEDULER, 'frozenset(roster.requests_at(state.get("confined", ())))', "frozenset()"),
+    Mutant("snapshot: events count from the restored counters", SCHEDULER, 'self._counted = tuple(state["counted"])', "self._counted = self.cache.counters()"),
+    Mutant("snapshot: a pruned beam of a plan in flight is lost", SCHEDULER, "            sequences |= dict.fromkeys(step.sequences)\n", "            pass\n"),
+    Mutant("snapshot: all tenants are level again", TENANTS, "Tenant(number, positions) for number", "Tenant(number, 0) for number"),
+    Mutant("snapshot: a tenant's queue is reversed", TENANTS, "        for request in waiting:\n            self.wait(request)\n", "        for request in waiting:\n            self.present[request.tenant].waiting.insert(0, request)\n"),
+    Mutant("snapshot: no sequence is alone in its request", REQUEST, 'self.only_sequence = None if state["solo"] < 0 else roster.sequences[state["solo"]]', "self.only_sequence = None"),
+    Mutant("snapshot: a stop token no longer ends its sequence", REQUEST, 'token_ids[-1] if state["stopped"] else None', "None"),
+    Mutant("snapshot: a partial result is expected again", IN_FLIGHT, 'None if state["outstanding"] is None else list(state["outstanding"])', "None"),
+    Mutant("snapshot: void slices count again", IN_FLIGHT, 'frozenset(state["void"])', "NO_SLICES"),
+    Mutant("tee: a result is reported after it acted", SCHEDULER, "        if self.tee.active:\n            self.tee.emit(cmd.Update(step, result, last))\n        if result.corrupt:\n            self._recompute_corrupt(step, result.corrupt)\n", "        if result.corrupt:\n            self._recompute_corrupt(step, result.corrupt)\n        if self.tee.active:\n            self.tee.emit(cmd.Update(step, result, last))\n"),
+    Mutant("tee: a refused pin is reported", SCHEDULER, "        if request.pin:\n            self._check_pin(request)\n        if self.tee.active:\n            self.tee.emit(cmd.Add(request, max_tokens))\n", "        if self.tee.active:\n            self.tee.emit(cmd.Add(request, max_tokens))\n        if request.pin:\n            self._check_pin(request)\n"),
+    Mutant("tee: a reset of the prefix cache is not reported", CACHE, "        if self.tee.active:\n            self.tee.emit(ResetPrefixCache())\n", ""),
+    Mutant("tee: the choice of beams is not reported", SCHEDULER, "        if self.tee.active:\n            self.tee.emit(cmd.BeamsSelected(", "        if False:\n            self.tee.emit(cmd.BeamsSelected("),
+    Mutant("tee: one listener's end is every listener's", COMMANDS, "            self.active = bool(self._listeners)", "            self.active = False"),
 ]

@@ -17,13 +17,13 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octavo.core import events as ev
+from octavo.core.block_pool import BlockPool
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.view.live.messages import (
@@ -45,13 +45,10 @@ from octavo.view.live.messages import (
 )
 
 if TYPE_CHECKING:
-    from octavo.engine.engine import Engine
+    pass
 
 MAX_OLD_SEALS = 8192
 """Seals older than the first frame that a frame has at most: each takes about a microsecond to read."""
-STOP = "stop"
-
-RpcMethod = Callable[["Engine", str], Any]
 
 
 class _PublishedSequence:
@@ -197,45 +194,22 @@ class Publisher:
         sequences, _, _, _ = self._changed_sequences(current)
         self._queues = self._current_queues()
         self._stats = cache.stats().as_dict()
-        return Snapshot(
-            self._epoch,
-            self._frame,
-            self._time_s(),
-            scheduler.num_steps,
-            cache.pool.num_blocks,
-            cache.block_size,
-            cache.swap_space.num_blocks,
-            pack_words(self._refs[1:], self._seal_ids[1:]),
-            self._seals([]) or Seals(),
-            requests,
-            sequences,
-            dict(self._stats),
-            self._counts(),
-            cost_s=round(time.thread_time() - begin, 6),
-        )
+        place = self._epoch, self._frame, self._time_s(), scheduler.num_steps
+        sizes = cache.pool.num_blocks, cache.block_size, cache.swap_space.num_blocks
+        blocks = pack_words(self._refs[1:], self._seal_ids[1:]), self._seals([]) or Seals()
+        snapshot = Snapshot(*place, *sizes, *blocks, requests, sequences, dict(self._stats), self._counts())
+        snapshot.cost_s = round(time.thread_time() - begin, 6)
+        return snapshot
 
     def _delta(self) -> Delta:
         begin = time.thread_time()
         self._frame += 1
         current = self._current()
         requests, removed = self._changed_requests(current)
-        sequences, tables, progress, removed_sequences = self._changed_sequences(current)
+        sequences, tables, progress, left = self._changed_sequences(current)
         blocks, seals = self._changed_blocks()
-        delta = Delta(
-            self._epoch,
-            self._frame,
-            self._time_s(),
-            self._scheduler.num_steps,
-            self._counts(),
-            blocks=blocks,
-            seals=seals,
-            requests=requests,
-            sequences=sequences,
-            tables=tables,
-            progress=progress,
-            removed=removed,
-            removed_sequences=removed_sequences,
-        )
+        place = self._epoch, self._frame, self._time_s(), self._scheduler.num_steps
+        delta = Delta(*place, self._counts(), blocks, seals, requests, sequences, tables, progress, removed, left)
         self._add_events(delta)
         if (queues := self._current_queues()) != self._queues:
             delta.queues = self._queues = queues
@@ -287,12 +261,7 @@ class Publisher:
         blocks += [int(b) for b in islice(self._old_seals, MAX_OLD_SEALS) if pool.seal_id[b]]
         if not blocks:
             return None
-        parents = [key[0] for key in map(pool.key_of, blocks) if key is not None]
-        return Seals(
-            np.array(blocks, dtype="<u4").tobytes(),
-            np.array([pool.seal_id[block] for block in blocks], dtype="<f8").tobytes(),
-            np.array([0 if isinstance(parent, bytes) else parent for parent in parents], dtype="<f8").tobytes(),
-        )
+        return Seals.of(blocks, [pool.seal_id[block] for block in blocks], parents_of(pool, blocks))
 
     # -- requests and sequences ----------------------------------------------------------------------------------------
 
@@ -400,6 +369,12 @@ def pack_words(refs: np.ndarray, seal_ids: np.ndarray) -> bytes:
     return data
 
 
+def parents_of(pool: BlockPool, blocks: Iterable[int]) -> list[int]:
+    """The seal id of the block before each sealed block; 0: it is a first block."""
+    keys = map(pool.key_of, blocks)
+    return [0 if key is None or isinstance(key[0], bytes) else key[0] for key in keys]
+
+
 def _ids(sequence: Sequence, start: int = 0) -> bytes:
     """i32[num_entries - start]. Mostly one or two entries, for which `array` is faster than numpy."""
     ids = array("i", sequence.block_ids[start:])
@@ -415,39 +390,3 @@ def _event(time_s: float, event: ev.Event) -> dict[str, Any]:
 def _step(time_s: float, step: ev.Step, num_sampled: int) -> list[int | float]:
     queues = step.num_running, step.num_waiting, step.num_swapped
     return [step.step, time_s, step.num_tokens, num_sampled, *queues, step.used, step.cached, step.free]
-
-
-def view_rpc_methods() -> dict[str, RpcMethod]:
-    """The engine's RPC methods for the view, by name.
-
-    view         argument: the last frame that the caller has, "EPOCH:NUMBER"; "" for a snapshot; "stop"
-    view_block   argument: a block's id. The result has a name, which is a digest of the block's tokens under a key of
-                 the process, the current seal id, and the epoch of the frames
-    """
-    publishers: dict[int, Publisher] = {}  # of the one engine, once it was called
-    key = secrets.token_bytes(16)
-
-    def view(engine: Engine, after: str) -> Frame | None:
-        publisher = publishers.get(id(engine))
-        if after == STOP:
-            if publisher is not None:
-                publisher.stop()
-            return None
-        if publisher is None:
-            publisher = publishers[id(engine)] = Publisher(engine.scheduler)
-        return publisher.frame(after)
-
-    def view_block(engine: Engine, block: str) -> dict[str, Any]:
-        # The id may come from a frame of the engine before a restart, which may have had more blocks.
-        pool, number, publisher = engine.scheduler.cache.pool, int(block), publishers.get(id(engine))
-        found = pool.key_of(number) if number <= pool.num_blocks else None
-        if found is None:
-            return {"name": None, "token_ids": None}
-        return {
-            "name": blake2b(found[1], digest_size=16, key=key).hexdigest(),
-            "token_ids": np.frombuffer(found[1], np.int32).tolist(),
-            "seal_id": pool.seal_id[number],
-            "epoch": "" if publisher is None else publisher.epoch,
-        }
-
-    return {"view": view, "view_block": view_block}
