@@ -22,7 +22,7 @@ BUDGETS: dict[str, int] = {
     "frontend": 1640,  # LLM, the client with its transports, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
     "kernels": 6110,  # reference, CPU (torch and C++) and Triton, Hopper variants included
-    "models": 1510,  # a module a family, config readers, decoders, a loader module for each checkpoint format
+    "models": 1590,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2780,  # cost models, traces, planner, the paper's experiments
