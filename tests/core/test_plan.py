@@ -180,3 +180,14 @@ def test_the_oracle_notices_a_plan_that_its_bytes_change(monkeypatch: pytest.Mon
     monkeypatch.setattr(StepPlan, "encode", without_copies)
     with pytest.raises(o.Invariant, match="bytes change"):
         World(COPIES, Counter()).run()
+
+
+def test_the_samples_of_a_fork_count_as_one_outstanding_token() -> None:
+    plan = StepPlan()
+    plan.set_slices([0, 1], [0, 0], [5, 9], [1, 4])
+    plan.num_samples = {0: 3}
+    step = InFlightStep(plan)
+    step.count_partial(StepResult([[1, 2, 3], [7]]))
+    assert step.outstanding == [0, 3]
+    step.count_partial(StepResult([[], [8]]))
+    assert step.outstanding == [0, 2]
