@@ -21,7 +21,7 @@ BUDGETS: dict[str, int] = {
     "engine": 2660,  # the step loop, outputs, beam search, and the engine process with its supervisor
     "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
-    "kernels": 6110,  # reference, CPU (torch and C++) and Triton, Hopper variants included
+    "kernels": 6290,  # reference, CPU (torch and C++) and Triton, Hopper variants and the choice by capability included
     "models": 1510,  # a module a family, config readers, decoders, a loader module for each checkpoint format
     "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
