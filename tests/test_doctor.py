@@ -22,7 +22,6 @@ from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.config import spec_from_config
 from octavo.models.loading.loader import empty_model
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.memory import profile as runner_gpu
 from octavo.runner.memory.budget import FreeMemory
 from octavo.runner.prefill_batch import PrefillSizes
 from tests.cli.conftest import Call, call
@@ -135,21 +134,14 @@ def test_engine_plan_equals_the_prediction(
     assert report.need.kv.dtype == resolved.dtype
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", None])
-@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_dtype_equals_the_engine(
-    stored: str | None, asked: Any, quantization: Any, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = {**LLAMA, "dtype": stored} if stored else {k: v for k, v in LLAMA.items() if k != "dtype"}
-    args = EngineArgs(model="m", dtype=asked, quantization=quantization)
-    spec = spec_from_config(config)
+def test_dtype_equals_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ask `EngineArgs.resolved_dtype`, each with its own detection of the processor."""
+    args: dict[str, Any] = {"model": write_config(tmp_path), "load_format": "dummy", "device": "cpu"}
     for fast in (False, True):
         monkeypatch.setattr(packed, "has_fast_bfloat16", lambda fast=fast: fast)
         monkeypatch.setattr(doctor, "has_bfloat16_products", lambda fast=fast: fast)
-        wanted = building._dtype(args, spec, torch.device(device))
-        assert doctor.dtype_of(args, spec, device) == str(wanted).removeprefix("torch.")
+        with LLM(**args, skip_tokenizer_init=True) as llm:
+            assert llm.config.dtype == examine(EngineArgs(**args)).need.kv.dtype == ("bfloat16" if fast else "float32")
 
 
 def test_bfloat16_detection_equals_torch() -> None:
@@ -161,7 +153,6 @@ def test_graph_counts_equal_the_runner() -> None:
         len(decode_sizes(n) + cascade_sizes(n)) for n in (1, 4, 100, 256, 600)
     ]
     assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_PREFILL_GRAPHS
-    assert (doctor.SPARE_BYTES, doctor.GRAPH_BYTES) == (runner_gpu.SPARE_BYTES, runner_gpu.GRAPH_BYTES)
 
 
 # -- remedies ----------------------------------------------------------------------------------------------------------
@@ -270,7 +261,7 @@ def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[
     [
         (("--gpu", "h20000"), 2, "no GPU 'h20000'; known: h200"),
         (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
-        (("--gpu", "h200", "--quantization", "int8"), 2, "is for CPUs"),
+        (("--gpu", "h200", "--quantization", "int8"), 2, "works on CPUs only; remove it"),
         (("--device", "cuda"), 2, "nvidia-smi finds no GPU"),
     ],
 )

@@ -225,14 +225,15 @@ def subscribed(endpoint: str, **options: str) -> Iterator[Subscriber]:
 
 def engine_of(cache: KVCacheManager) -> Callable[..., None]:
     """A function that completes prompts on the oracle."""
-    scheduler, oracle, numbers = Scheduler(cache), Oracle(cache), itertools.count()
+    scheduler, numbers = Scheduler(cache), itertools.count()
+    oracle = Oracle(scheduler)
 
     def complete(*prompts: list[int]) -> None:
         for prompt in prompts:
             scheduler.add(Request(str(next(numbers)), prompt, SamplingParams(max_tokens=3)))
         while scheduler.requests:
-            plan = scheduler.schedule()
-            scheduler.update(plan, oracle.submit(plan).result())
+            step = scheduler.schedule()
+            scheduler.update(step, oracle.submit(step.plan).result())
 
     return complete
 
@@ -306,10 +307,10 @@ def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
                     while not set(hashes_of(prompt, 4)) <= set((router := await asyncio.to_thread(known)).blocks):
                         pass
                     assert router.seen["AllBlocksCleared"] == 1
-                    first = client.pid
+                    first = client.transport.pid
                     assert first is not None
                     os.kill(first, signal.SIGKILL)
-                    await until(lambda first=first: client._supervisor.is_up and client.pid != first)
+                    await until(lambda t=client.transport, first=first: t._supervisor.is_up and t.pid != first)
                 router = await asyncio.to_thread(known)
                 assert not router.blocks and router.seen == {"AllBlocksCleared": 1}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
 from octavo.engine.engine_request import EngineRequest
@@ -200,8 +202,10 @@ class LostBlocks:
 class TaggedExecutor:
     """Passes each plan's facts to the tags before the plan starts."""
 
-    def __init__(self, executor: CudaExecutor | LocalExecutor, tags: Tags, losses: LostBlocks) -> None:
-        self.executor = executor
+    def __init__(
+        self, executor: CudaExecutor | LocalExecutor, tags: Tags, losses: LostBlocks, in_flight: Seq[InFlightStep]
+    ) -> None:
+        self.executor, self._in_flight = executor, in_flight
         self.close = executor.close
         self._losses = losses
         self._facts: dict[int, PlanFacts] = {}
@@ -215,7 +219,8 @@ class TaggedExecutor:
         setattr(executor.runner, method, torch.inference_mode()(begin))
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        known = [(plan.rows[i], plan.sequences[i].token_ids.tolist()) for i in plan.host_tokens]
+        sequences = self._in_flight[-1].sequences
+        known = [(plan.rows[i], sequences[i].token_ids.tolist()) for i in plan.host_tokens]
         self._facts[id(plan)] = PlanFacts(plan.step, self._losses.collect(), known)
         return self.executor.submit(plan)
 
@@ -263,14 +268,14 @@ def tag(llm: LLM, ops: Any, *, use_cuda_runner: bool, graphs: bool | Callable[[T
     setattr(model_runner, "_pass", tagged_pass)  # noqa: B010 (mypy refuses the plain way)
     losses, schedule = LostBlocks(), engine.scheduler.schedule
 
-    def next_turn() -> StepPlan:
+    def next_turn() -> InFlightStep:
         losses.turn += 1
         return schedule()
 
     setattr(engine.scheduler, "schedule", next_turn)  # noqa: B010
     engine.scheduler.events.subscribe(losses, blocks=True)
     engine.executor.close()
-    engine.executor = TaggedExecutor(executor, tags, losses)
+    engine.executor = TaggedExecutor(executor, tags, losses, engine.scheduler.in_flight)
     return tags
 
 
