@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 620,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
-    "core": 2245,  # blocks, prefix cache, scheduler, policy, events, snapshots
+    "core": 2290,  # blocks, prefix cache, scheduler, policy, events, snapshots
     "checkpoint": 580,  # finding a model's files, reading headers
     "engine": 2660,  # the step loop, outputs, beam search, and the engine process with its supervisor
     "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input

@@ -13,6 +13,7 @@ import torch
 
 from octavo import LLM, doctor
 from octavo.config import GIB, EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.doctor import Report, examine
 from octavo.errors import ModelNotFoundError, ParameterError
 from octavo.frontend import build as building
@@ -23,6 +24,7 @@ from octavo.models.loading.loader import empty_model
 from octavo.models.param_count import num_params, weight_bytes
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.memory import profile as runner_gpu
+from octavo.runner.memory.budget import FreeMemory
 from octavo.runner.prefill_batch import PrefillSizes
 from tests.cli.conftest import Call, call
 from tests.test_project import loaded_by
@@ -125,11 +127,9 @@ def test_engine_plan_equals_the_prediction(
     assert report.fits and report.budget is not None
     assert abs(report.budget.num_blocks / resolved.num_blocks - 1) < 0.02
     assert report.budget.num_blocks == resolved.num_blocks and report.budget.num_host_blocks == resolved.num_host_blocks
-    assert (report.need.dtype, report.need.weights) == (resolved.dtype, resolved.weight_bytes)
-    assert (report.budget.bytes_per_block, report.budget.max_model_len) == (
-        resolved.bytes_per_block,
-        resolved.max_model_len,
-    )
+    assert (report.need.kv, report.need.weights) == (resolved.kv, resolved.weight_bytes)
+    assert (report.budget.kv, report.budget.max_model_len) == (resolved.kv, resolved.max_model_len)
+    assert report.need.kv.dtype == resolved.dtype
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", None])
@@ -234,10 +234,9 @@ def test_concurrency_counts_started_blocks() -> None:
     spec = spec_from_config(SMOLLM2)
     budget = doctor.plan_memory(
         EngineArgs(model="m", num_gpu_blocks_override=1000).resolved("cpu"),
-        bytes_per_token=1,
-        weight_bytes=1,
+        KVCacheSpec.of(spec, 16, "bfloat16"),
+        FreeMemory(weights=1, host=GIB),
         model_len=8192,
-        free_bytes=GIB,
     )
     assert doctor._concurrency(budget, spec) == {1024: 1000 / 64, 4096: 1000 / 256, 8192: 1000 / 512}
     windows = spec_from_config(SMOLLM2 | {"architectures": ["MistralForCausalLM"], "sliding_window": 1000})

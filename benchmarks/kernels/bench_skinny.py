@@ -27,15 +27,14 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.triton.activation import silu_mul
-from octavo.kernels.triton.linear.skinny import (
+from octavo.kernels.triton.linear.skinny import add_linear, make_normed_residual, norm_linear
+from octavo.kernels.triton.linear.tuning import (
     SkinnyTuning,
     Tuning,
-    add_linear,
-    make_normed_residual,
-    norm_linear,
+    skinny_hopper_tuning,
     skinny_tuning,
+    supports_hopper,
 )
-from octavo.kernels.triton.linear.skinny_hopper import skinny_hopper_tuning, supports_skinny_hopper
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 
 NUM_TOKENS = (1, 8, 16, 32)
@@ -169,7 +168,7 @@ def compare_layers() -> None:
             variants: list[Callable[[], object] | None] = [partial(library_layers, layers, x, norm), None, None]
             if num_tokens not in MORE_TOKENS:
                 variants[1] = partial(our_layers, layers, x, norm, skinny_tuning)
-            if supports_skinny_hopper(layers[0][0]):
+            if supports_hopper(layers[0][0]):
                 variants[2] = partial(our_layers, layers, x, norm, skinny_hopper_tuning)
             line, fastest = f"{products[0].model:<14}{num_tokens:>6}", float("inf")
             for variant, width in zip(variants, (9, 8, 8), strict=True):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.kv import swap
 from octavo.kernels.triton.kv.swap import SwapTuning
@@ -131,13 +132,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     for model, (num_layers, num_heads, head_dim) in list(MODELS.items())[: 1 if args.sweep else None]:
-        shape = (num_layers, 2, num_heads, BLOCK_SIZE, head_dim)
-        block_bytes = 2 * num_layers * 2 * num_heads * BLOCK_SIZE * head_dim
-        num_blocks = TOTAL_BYTES // block_bytes
-        kv = torch.randn(num_blocks, *shape, dtype=torch.bfloat16, device="cuda")
-        host_kv = torch.empty(num_blocks, *shape, dtype=torch.bfloat16, pin_memory=True)
+        spec = KVCacheSpec(num_layers, num_heads, head_dim, BLOCK_SIZE, "bfloat16")
+        num_blocks = TOTAL_BYTES // spec.bytes_per_block
+        kv = torch.randn(num_blocks, *spec.block_shape, dtype=torch.bfloat16, device="cuda")
+        host_kv = torch.empty(num_blocks, *spec.block_shape, dtype=torch.bfloat16, pin_memory=True)
         pairs = list(zip(torch.randperm(num_blocks).tolist(), torch.randperm(num_blocks).tolist(), strict=True))
-        print(f"{model}: {num_blocks} blocks of {block_bytes / 1024:.0f} KiB")
+        print(f"{model}: {num_blocks} blocks of {spec.bytes_per_block / 1024:.0f} KiB")
         (sweep if args.sweep else compare)(kv, host_kv, pairs)
         del kv, host_kv
 

@@ -433,7 +433,8 @@ def prefill_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
 
 
 def time_prefill(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Record:
-    from octavo.kernels.triton.attention.prefill import PrefillTuning, prefill_attention
+    from octavo.kernels.triton.attention.prefill import prefill_attention
+    from octavo.kernels.triton.attention.prefill_tuning import PrefillTuning
 
     num_heads, kv_heads, head_dim = 32, 8, 128
     pool_blocks = sum(cdiv(n, block_size) for n in seq_lens)

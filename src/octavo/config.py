@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
 from octavo.errors import ParameterError
 from octavo.params.validation import ValidatedParams, invalid
@@ -260,11 +261,11 @@ class EngineConfig:
     max_model_len: int
     num_blocks: int
     num_host_blocks: int
-    bytes_per_block: int
+    kv: KVCacheSpec
     weight_bytes: int
     attention_window: int = 0
     """Number of last keys that attention reads, if every layer has a sliding window; 0: a layer attends to all."""
 
     @property
     def kv_bytes(self) -> int:
-        return (self.num_blocks + 1) * self.bytes_per_block
+        return self.kv.pool_bytes(self.num_blocks)

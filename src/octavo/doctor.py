@@ -19,12 +19,13 @@ from typing import Any, cast
 
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
+from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
 from octavo.models.config import read_spec
 from octavo.models.param_count import num_params, weight_bytes
 from octavo.models.spec import DecoderSpec, ModelSpec
-from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
 """GiB as CUDA reports them, less than the GB of the data sheet."""
@@ -36,7 +37,6 @@ NUM_PREFILL_GRAPHS = 17
 """Equal to the values in `runner.memory.profile` and `runner.prefill_batch`, which import torch; a test compares
 them."""
 LENGTHS = (1024, 4096, 16384, 65536)
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Memory of a model in bytes. `kv_per_token` is K and V of one token; the other fields come before any K and V."""
+    """Memory of a model in bytes, without its K and V, and the layout of these."""
 
-    dtype: str
+    kv: KVCacheSpec
     weights: int
     activations: int
     graphs: int
-    kv_per_token: int
 
     @property
     def all(self) -> int:
@@ -103,11 +102,11 @@ class Report:
             "architecture": self.spec.architecture,
             "num_params": num_params(self.spec),
             "machine": asdict(self.machine) | {"device": self.machine.device},
-            "dtype": need.dtype,
+            "dtype": need.kv.dtype,
             "weight_bytes": need.weights,
             "activation_bytes": need.activations,
             "graph_bytes": need.graphs,
-            "kv_bytes_per_token": need.kv_per_token,
+            "kv_bytes_per_token": need.kv.bytes_per_token,
             "fits": self.fits,
             "problem": self.problem,
             "remedy": list(self.remedy),
@@ -115,9 +114,9 @@ class Report:
         }
         if budget is not None:
             report |= {
-                "block_size": budget.block_size,
+                "block_size": budget.kv.block_size,
                 "num_blocks": budget.num_blocks,
-                "num_tokens": budget.num_blocks * budget.block_size,
+                "num_tokens": budget.num_tokens,
                 "num_host_blocks": budget.num_host_blocks,
                 "max_model_len": budget.max_model_len,
                 "requests_at_once": {str(length): round(n, 2) for length, n in self.at_once.items()},
@@ -168,9 +167,8 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
     graphs = 0
     if machine.device == "cuda" and not args.enforce_eager:
         graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     weights = weight_bytes(spec, size, int8=args.quantization == "int8")
-    return MemoryNeeds(dtype, weights, activations, graphs, per_token)
+    return MemoryNeeds(KVCacheSpec.of(spec, args.block_size, dtype), weights, activations, graphs)
 
 
 def dtype_of(args: EngineArgs, spec: ModelSpec, device: str) -> str:
@@ -270,14 +268,8 @@ def _plan(args: EngineArgs, spec: ModelSpec, need: MemoryNeeds, machine: Machine
                 f"{_gib(machine.device_bytes)} may be used; weights take {_gib(need.weights)}, activations "
                 f"{_gib(need.activations)}, CUDA graphs {_gib(need.graphs)}, CUDA and others {_gib(machine.held_bytes)}"
             )
-    return plan_memory(
-        args,
-        bytes_per_token=need.kv_per_token,
-        weight_bytes=need.weights,
-        model_len=spec.max_model_len(args.max_model_len),
-        free_bytes=free_bytes,
-        device_bytes=device_bytes,
-    )
+    free = FreeMemory(weights=need.weights, host=free_bytes, device=device_bytes)
+    return plan_memory(args, need.kv, free, model_len=spec.max_model_len(args.max_model_len))
 
 
 def _remedies(
@@ -344,9 +336,8 @@ def _concurrency(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
     """Concurrent requests that the pool holds, by request length in tokens. If every layer has a sliding window, blocks
     outside it are freed."""
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
-    max_kept = budget.max_model_len if spec.kv_window is None else spec.kv_window + budget.block_size
-    size = budget.block_size
-    return {n: budget.num_blocks / cdiv(min(n, max_kept), size) for n in lengths}
+    max_kept = budget.max_model_len if spec.kv_window is None else spec.kv_window + budget.kv.block_size
+    return {n: budget.num_blocks / cdiv(min(n, max_kept), budget.kv.block_size) for n in lengths}
 
 
 def _check_quantization(args: EngineArgs, machine: Machine) -> None:
@@ -372,7 +363,7 @@ def format_report(report: Report) -> list[str]:
         where = (
             f"{machine.name}: {_gib(machine.device_bytes)}, of which CUDA and others hold {_gib(machine.held_bytes)}"
         )
-    out += [f"{where}; in {need.dtype}", ""]
+    out += [f"{where}; in {need.kv.dtype}", ""]
 
     def row(name: str, num_bytes: int, text: str = "") -> None:
         out.append(f"  {name:<12} {_gib(num_bytes):>12}   {text}".rstrip())
@@ -382,12 +373,11 @@ def format_report(report: Report) -> list[str]:
     if need.graphs:
         row("CUDA graphs", need.graphs, "an estimate")
     if budget is not None:
-        kv, size = (budget.num_blocks + 1) * budget.bytes_per_block, budget.block_size
-        each = f"{need.kv_per_token / 1024:,.1f} KiB a token"
-        row("KV pool", kv, f"{each}: {budget.num_blocks:,} blocks of {size}, {budget.num_blocks * size:,} tokens")
-        row("swap space", budget.num_host_blocks * budget.bytes_per_block, "of the host")
+        blocks = f"{budget.num_blocks:,} blocks of {budget.kv.block_size}, {budget.num_tokens:,} tokens"
+        row("KV pool", budget.pool_bytes, f"{need.kv.bytes_per_token / 1024:,.1f} KiB a token: {blocks}")
+        row("swap space", budget.swap_bytes, "of the host")
     else:
-        out.append(f"  {'KV':<12} {need.kv_per_token / 1024:>8,.1f} KiB   a token")
+        out.append(f"  {'KV':<12} {need.kv.bytes_per_token / 1024:>8,.1f} KiB   a token")
     if report.problem is not None:
         out += ["", f"It does not fit: {report.problem}"]
         if report.remedy:

@@ -13,6 +13,7 @@ import torch
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.policy import PreemptionMode
+from octavo.engine.engine_request import EngineRequest
 from tests.differential.cases import PreemptingScheduler
 from tests.differential.conftest import TinyModel
 from tests.differential.test_transformers import ManualScheduler
@@ -132,8 +133,8 @@ def test_beam_search_in_a_mixed_batch(tiny_model: Callable[[str], TinyModel]) ->
     with open_llm(model) as llm:
         engine = llm.engine
         for name, prompt, params in zip("gnb", prompts, (greedy, four, beams), strict=False):
-            engine.add_request(name, prompt, params)
-        engine.add_request("x", prompts[3], greedy)
+            engine.add_request(EngineRequest(name, prompt, params))
+        engine.add_request(EngineRequest("x", prompts[3], greedy))
         found = {}
         for step in range(200):
             found.update({o.request_id: o for o in engine.step()})
@@ -150,7 +151,9 @@ def test_beam_search_in_a_mixed_batch(tiny_model: Callable[[str], TinyModel]) ->
 def test_an_aborted_beam_search_returns_its_beams(tiny_model: Callable[[str], TinyModel]) -> None:
     model = tiny_model("llama")
     with open_llm(model, async_scheduling=False) as llm:
-        llm.engine.add_request("b", model.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
+        llm.engine.add_request(
+            EngineRequest("b", model.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
+        )
         for _ in range(5):
             llm.engine.step()
         output = llm.engine.abort("b")

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.policy import PreemptionMode
+from octavo.engine.engine_request import EngineRequest
 from tests.differential.cases import PreemptingScheduler
 from tests.models.tiny import make_tiny_checkpoint
 
@@ -245,7 +246,9 @@ def test_same_tokens_with_preemption_chunks_and_block_sizes(
         prompts, params = zip(*mixed_requests(), strict=True)
         found: dict[str, RequestOutput] = {}
         for i, (prompt, request) in enumerate(mixed_requests()):
-            llm.engine.add_request(str(i), prompt, request, grammar=llm._input_processor.compile_grammar(request))
+            llm.engine.add_request(
+                EngineRequest(str(i), prompt, request, grammar=llm._input_processor.compile_grammar(request))
+            )
         while llm.engine.has_work:
             found.update((o.request_id, o) for o in llm.engine.step())
         assert [tokens_of(found[str(i)]) for i in range(len(prompts))] == expected

@@ -19,7 +19,8 @@ from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.engine import oom_backoff
-from octavo.engine.engine import MAX_PRIORITY, Engine
+from octavo.engine.engine import Engine
+from octavo.engine.engine_request import MAX_PRIORITY, EngineRequest
 from octavo.engine.executor import GrammarBitmask
 from octavo.engine.oom_backoff import OOMBackoff, first_pass_size
 from octavo.engine.output_processor import RequestState
@@ -247,10 +248,10 @@ class World:
         needs = self.cache.blocks_at_max_length(len(prompt), params.max_tokens or 0, params.n)
         if needs > self.cache.pool.num_blocks:
             return
-        self.engine.add_request(
+        self.engine.add_request(EngineRequest(
             name, prompt, params, priority=rng.choice([0, 0, 1]), make_detokenizer=Letters,
             stream=rng.random() < 0.5, grammar=CountingGrammar() if rng.random() < 0.3 else None,
-        )  # fmt: skip
+        ))  # fmt: skip
         request = self.scheduler.requests[name]
         self.wanted[name] = request, o.reference(request)
 
@@ -399,7 +400,7 @@ def test_step_limit_halves_until_steps_fit_and_grows_again() -> None:
     events: list[Any] = []
     engine.scheduler.events.subscribe(events.append)
     for name in "abcd":
-        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
+        engine.add_request(EngineRequest(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True)))
     wanted = {name: o.reference(request) for name, request in engine.scheduler.requests.items()}
     outputs = {}
     for _ in range(3):
@@ -463,14 +464,14 @@ def make_engine(**options: Any) -> tuple[Engine, FlakyOracle]:
 def test_add_request_validates_its_arguments() -> None:
     engine, _ = make_engine()
     params = SamplingParams(max_tokens=4)
-    engine.add_request("a", [1, 2], params)
+    engine.add_request(EngineRequest("a", [1, 2], params))
     with pytest.raises(ParameterError, match="'a' is running already"):
-        engine.add_request("a", [1, 2], params)
+        engine.add_request(EngineRequest("a", [1, 2], params))
     for prompt, word in (([], "empty"), ([5], "0 to 4"), ([-1], "-1"), ([True], "True")):
         with pytest.raises(PromptError, match=word):
-            engine.add_request("b", prompt, params)
+            engine.add_request(EngineRequest("b", prompt, params))
     with pytest.raises(ContextLengthError, match="64"):
-        engine.add_request("b", [1] * 61, params)
+        engine.add_request(EngineRequest("b", [1] * 61, params))
     assert engine.num_requests == 1
     assert engine.abort("b") is None
     output = engine.abort("a")
@@ -481,7 +482,7 @@ def test_add_request_validates_its_arguments() -> None:
 def test_overlap_plans_ahead_by_one_step() -> None:
     for overlap in (False, True):
         engine, executor = make_engine(overlap=overlap)
-        engine.add_request("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.add_request(EngineRequest("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True)))
         deepest = 0
         while engine.has_work:
             engine.step()
@@ -511,10 +512,12 @@ def test_step_that_fails_after_its_first_samples_arrived() -> None:
             executor.oracle.fail([self.plan])
             raise StepError("planted")
 
-    engine.add_request("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True)
+    engine.add_request(EngineRequest("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True))
     engine.step()
     engine.add_request(
-        "samples", [3, 3, 1, 0, 2, 2, 1, 0, 4], SamplingParams(max_tokens=5, n=3, ignore_eos=True), stream=True
+        EngineRequest(
+            "samples", [3, 3, 1, 0, 2, 2, 1, 0, 4], SamplingParams(max_tokens=5, n=3, ignore_eos=True), stream=True
+        )
     )
     requests = [engine.scheduler.requests[name] for name in ("window", "samples")]
     wanted = {r.request_id: o.reference(r) for r in requests}
@@ -546,13 +549,13 @@ def test_step_that_fails_after_its_first_samples_arrived() -> None:
 
 def test_closed_engine_rejects_calls() -> None:
     engine, executor = make_engine()
-    engine.add_request("a", [1, 2], SamplingParams(max_tokens=8))
+    engine.add_request(EngineRequest("a", [1, 2], SamplingParams(max_tokens=8)))
     engine.step()
     engine.close()
     engine.close()
     assert executor.closed == 1 and not engine.num_requests
     assert engine.scheduler.stats().num_used == 0
-    for call in (engine.step, lambda: engine.add_request("b", [1], SamplingParams())):
+    for call in (engine.step, lambda: engine.add_request(EngineRequest("b", [1], SamplingParams()))):
         with pytest.raises(EngineError, match="closed"):
             call()
 
@@ -620,7 +623,7 @@ def test_failed_beam_search_returns_an_error_despite_a_hypothesis(n: int) -> Non
     params = BeamSearchParams(beam_width=2, n=n, max_tokens=8, stop_token_ids=[5], early_stopping="never")
     for fails_at in (6, 99):
         engine = scripted(lambda plan, at=fails_at: beams(plan, at))  # type: ignore[misc]
-        engine.add_request("b", [1, 2, 3, 4], params)
+        engine.add_request(EngineRequest("b", [1, 2, 3, 4], params))
         output = run_to_end(engine)[-1]
         assert len(output.outputs) == n and output.outputs[0].token_ids == [10, 5]
         reasons = {(c.finish_reason, c.stop_reason) for c in output.outputs}
@@ -639,7 +642,9 @@ def test_failed_best_of_returns_an_error_despite_a_finished_sample() -> None:
         return StepResult([[6]], {0: "NaN"}, {0: entries[1:]})
 
     engine = scripted(give)
-    engine.add_request("b", [1, 2, 3], SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0))
+    engine.add_request(
+        EngineRequest("b", [1, 2, 3], SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0))
+    )
     (output,) = run_to_end(engine)
     assert [(c.finish_reason, c.stop_reason, c.token_ids) for c in output.outputs] == [("error", "NaN", [5])]
 
@@ -650,7 +655,7 @@ def test_beam_search_with_extreme_length_penalty_finishes(penalty: float) -> Non
     params = BeamSearchParams(
         beam_width=2, max_tokens=1500, length_penalty=penalty, stop_token_ids=[5], early_stopping="never"
     )
-    engine.add_request("b", [1, 2, 3, 4], params)
+    engine.add_request(EngineRequest("b", [1, 2, 3, 4], params))
     output = run_to_end(engine)[-1]
     assert all(c.score is not None and -1e308 < c.score <= 0 for c in output.outputs)
 
@@ -660,7 +665,7 @@ def test_beam_search_counts_its_output_tokens() -> None:
     engine = scripted(lambda plan: beams(plan, 99))
     events: list[Any] = []
     engine.scheduler.events.subscribe(events.append)
-    engine.add_request("b", [1, 2, 3, 4], BeamSearchParams(beam_width=2, max_tokens=8))
+    engine.add_request(EngineRequest("b", [1, 2, 3, 4], BeamSearchParams(beam_width=2, max_tokens=8)))
     (output,) = run_to_end(engine)
     assert output.metrics.num_generation_tokens == 16
     assert engine.stats.num_generation_tokens == events[-1].num_tokens == 16 and events[-1].reason == "stop"
@@ -679,10 +684,10 @@ def test_step_cost_is_estimated_for_any_decode_window(window: int) -> None:
     windows: set[int] = set()
     engine = scripted(give, window=window, budget=200)
     executor = cast("Scripted", engine.executor)
-    engine.add_request("d", [2] * 10, SamplingParams(max_tokens=300))
+    engine.add_request(EngineRequest("d", [2] * 10, SamplingParams(max_tokens=300)))
     for _ in range(6):
         engine.step()
-    engine.add_request("p", [3] * 900, SamplingParams(max_tokens=8))
+    engine.add_request(EngineRequest("p", [3] * 900, SamplingParams(max_tokens=8)))
     for _ in range(10):
         engine.step()
     costs = engine.scheduler.policy.costs
@@ -697,7 +702,9 @@ def test_each_sample_is_detokenized_once_per_step(stream: bool, monkeypatch: pyt
     monkeypatch.setattr(RequestState, "detokenize", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
     engine = scripted(ones, rows=32)
     engine.add_request(
-        "a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream
+        EngineRequest(
+            "a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream
+        )
     )
     for _ in range(3):
         engine.step()
@@ -711,10 +718,10 @@ def test_beam_search_logprobs_are_limited() -> None:
     for num in (2, 3):
         params = BeamSearchParams(beam_width=2, max_tokens=3, logprobs=num)
         if num == 2:
-            engine.add_request("fine", [1], params)
+            engine.add_request(EngineRequest("fine", [1], params))
             continue
         with pytest.raises(ParameterError, match="logprobs is 3, and the limit is 2") as caught:
-            engine.add_request("b", [1], params)
+            engine.add_request(EngineRequest("b", [1], params))
         assert caught.value.param == "logprobs" and engine.num_requests == 1
 
 
@@ -722,15 +729,15 @@ def test_beam_search_logprobs_are_limited() -> None:
 def test_priority_out_of_range_is_rejected(priority: Any) -> None:
     engine, _ = make_engine()
     with pytest.raises(ParameterError, match=r"priority is .*, it must be an integer from -2147483648") as caught:
-        engine.add_request("a", [1], SamplingParams(max_tokens=1), priority=priority)
+        engine.add_request(EngineRequest("a", [1], SamplingParams(max_tokens=1), priority=priority))
     assert caught.value.param == "priority" and not engine.num_requests
-    engine.add_request("a", [1], SamplingParams(max_tokens=1), priority=-MAX_PRIORITY)
+    engine.add_request(EngineRequest("a", [1], SamplingParams(max_tokens=1), priority=-MAX_PRIORITY))
 
 
 def test_unpinned_prefixes_leave_no_live_timeline() -> None:
     engine = scripted(ones)
     for name in ("a", "b"):
-        engine.pin(name, [2] * 9)
+        engine.add_request(EngineRequest.pinning(name, [2] * 9))
         run_to_end(engine)
         engine.unpin(name)
     assert not engine.timelines._live
@@ -743,7 +750,7 @@ def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
     cache = KVCacheManager(12, 4, 12, num_rows=4, attention_window=8)
     scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
     engine = Engine(scheduler, o.Oracle(cache), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
-    engine.add_request("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.add_request(EngineRequest("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True)))
     for _ in range(4):
         engine.step()
     (seq,) = scheduler.requests["w"].sequences
@@ -760,6 +767,6 @@ def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
 def test_eos_token_without_logits_is_ignored() -> None:
     """A checkpoint may name an added token without an embedding; `min_tokens` would mask its missing logit."""
     engine, _ = make_engine(eos_token_ids=[EOS, o.VOCAB, o.VOCAB + 7])
-    engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, min_tokens=2))
-    assert engine.eos_token_ids == (EOS,)
+    engine.add_request(EngineRequest("a", [1, 2], SamplingParams(max_tokens=4, min_tokens=2)))
+    assert engine.limits.eos_token_ids == (EOS,)
     assert engine._states["a"].request.stop_ids == {EOS}

@@ -174,7 +174,7 @@ def test_engine_server_releases_requests(model: str, case: str, how: str) -> Non
     engine = built.engine
     if how == "failed":
         WrappedModel(EngineHolder(engine), after=make_logits_nan)  # type: ignore[arg-type]
-    prompts = InputProcessor(built.tokenizer, engine.vocab_size, engine.max_model_len)
+    prompts = InputProcessor(built.tokenizer, engine.limits.vocab_size, engine.limits.max_model_len)
     add = AddRequest("it", pack_tokens([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
     ended: list[list[str]] = []
     with without_collection() as left:

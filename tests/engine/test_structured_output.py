@@ -16,6 +16,7 @@ import pytest
 from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.executor import GrammarBitmask
 from octavo.engine.structured_output import BitmaskRow, RequestGrammar, compute_bitmask
 from octavo.errors import ParameterError, RequestFailedError
@@ -312,11 +313,13 @@ def test_batch_of_all_kinds_equals_single_requests(talking: Path) -> None:
         prompts_of = llm._input_processor
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             llm.engine.add_request(
-                str(i),
-                prompts_of.encode(prompt)[1],
-                request,
-                grammar=prompts_of.compile_grammar(request),
-                make_detokenizer=prompts_of.make_detokenizer,
+                EngineRequest(
+                    str(i),
+                    prompts_of.encode(prompt)[1],
+                    request,
+                    grammar=prompts_of.compile_grammar(request),
+                    make_detokenizer=prompts_of.make_detokenizer,
+                )
             )
         together: dict[str, RequestOutput] = {}
         for step in range(400):
@@ -416,7 +419,9 @@ def test_aborted_request_needs_no_bitmask(llm: LLM) -> None:
     expected = one(llm, "x", asked[1]).outputs[0].token_ids
     for i, request in enumerate(asked):
         engine.add_request(
-            str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._input_processor.compile_grammar(request)
+            EngineRequest(
+                str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._input_processor.compile_grammar(request)
+            )
         )
     outputs: list[RequestOutput] = []
     for step in range(60):
@@ -491,7 +496,9 @@ def test_failed_request_is_output_once(llm: LLM, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(RequestGrammar, "apply_stop_tokens", broken)
     monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens arrive only with the end of their step
     asked = params({"regex": "[ab]{9}"})
-    llm.engine.add_request("a", [5, 6, 7], asked, grammar=llm._input_processor.compile_grammar(asked), stream=True)
+    llm.engine.add_request(
+        EngineRequest("a", [5, 6, 7], asked, grammar=llm._input_processor.compile_grammar(asked), stream=True)
+    )
     outputs: list[RequestOutput] = []
     while llm.engine.has_work:
         outputs += llm.engine.step()
@@ -541,7 +548,7 @@ def test_structured_outputs_need_a_tokenizer(talking: Path) -> None:
     ):
         llm.generate([[3, 4]], params({"regex": "a"}), use_tqdm=False)
     with open_llm(talking) as llm, pytest.raises(ParameterError, match="need a tokenizer"):
-        llm.engine.add_request("x", [3, 4], params({"regex": "a"}))
+        llm.engine.add_request(EngineRequest("x", [3, 4], params({"regex": "a"})))
 
 
 def test_matchers_are_freed_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_without_a_tokenizer_only_token_ids_work() -> None:
 
 
 def test_too_long_text_is_rejected_before_tokenization(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = llm.engine.max_model_len * llm.get_tokenizer().max_token_chars
+    most = llm.engine.limits.max_model_len * llm.get_tokenizer().max_token_chars
     with pytest.raises(ContextLengthError, match="you requested"):
         llm.generate("a" * most, ONE, use_tqdm=False)
     monkeypatch.setattr(type(llm.get_tokenizer()), "encode", lambda *_, **__: pytest.fail("tokenised"))

@@ -129,7 +129,7 @@ def test_one_params_per_prompt(llm: LLM) -> None:
 def test_eos_is_in_the_tokens_but_not_in_the_text(llm: LLM) -> None:
     tokens = tokens_of(generate(llm, "Hello"))[0]
     cut = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
-    llm.engine.eos_token_ids = (tokens[cut],)
+    llm.engine.limits.eos_token_ids = (tokens[cut],)
     params = SamplingParams(temperature=0, max_tokens=16)
     (completion,) = generate(llm, "Hello", params)[0].outputs
     assert completion.token_ids == tokens[: cut + 1]

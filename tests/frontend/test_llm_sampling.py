@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.engine.engine_request import EngineRequest
 from octavo.errors import CheckpointError, ContextLengthError, ModelNotFoundError, ParameterError
 from octavo.params.sampling_params import RequestOutputKind
 from tests.engine.models import make_talking_checkpoint
@@ -120,7 +121,7 @@ def test_bad_words_need_a_tokenizer(model: Path) -> None:
         with pytest.raises(ParameterError, match="skip_tokenizer_init"):
             generate(llm, [5], sampling(bad_words=["x"]))
         with pytest.raises(ParameterError, match="use bad_words_token_ids"):
-            llm.engine.add_request("x", [5], sampling(bad_words=["x"]))
+            llm.engine.add_request(EngineRequest("x", [5], sampling(bad_words=["x"])))
         assert one(llm, [5], bad_words_token_ids=[[7]]).text == ""
 
 
@@ -300,7 +301,7 @@ def test_defaults_come_from_generation_config(with_defaults: Callable[..., Path]
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_p=0.95, max_tokens=9)
         message = "sampling defaults from generation_config.json: temperature 0.6, top_p 0.95, max_tokens 9"
         assert str(llm.sampling_defaults) == message
-        assert set(llm.engine.eos_token_ids) == {EOS, 17}
+        assert set(llm.engine.limits.eos_token_ids) == {EOS, 17}
         assert len(llm.generate("Hello", use_tqdm=False)[0].outputs[0].token_ids) <= 9
         longer = replace(llm.get_default_sampling_params(), max_tokens=12, ignore_eos=True)
         assert len(generate(llm, "Hello", longer)[0].outputs[0].token_ids) == 12
@@ -316,7 +317,7 @@ def test_defaults_come_from_generation_config(with_defaults: Callable[..., Path]
     ):
         with LLM(str(path), generation_config=choice, **OPTIONS) as llm:
             assert llm.get_default_sampling_params() == wanted
-            assert set(llm.engine.eos_token_ids) == {EOS, 17}  # the model's end-of-sequence tokens stay
+            assert set(llm.engine.limits.eos_token_ids) == {EOS, 17}  # the model's end-of-sequence tokens stay
             assert bool(str(llm.sampling_defaults)) == (choice != "vllm")
 
 

@@ -14,8 +14,8 @@ from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
-from octavo.kernels.triton.attention.prefill_hopper import supports_hopper_prefill
-from octavo.kernels.triton.linear.skinny_hopper import HopperTuning
+from octavo.kernels.triton.attention.prefill_tuning import supports_hopper_prefill
+from octavo.kernels.triton.linear.tuning import HopperTuning
 from tests.kernels.pool import Case, make_case, norm_error, relative_error
 from tests.kernels.triton.attention.checks import attend, check
 from tests.kernels.triton.attention.test_cascade import *  # noqa: F403
@@ -23,7 +23,7 @@ from tests.kernels.triton.attention.test_decode import *  # noqa: F403
 from tests.kernels.triton.attention.test_decode_schedule import *  # noqa: F403
 from tests.kernels.triton.attention.test_paged_attention import *  # noqa: F403
 from tests.kernels.triton.attention.test_prefill import *  # noqa: F403
-from tests.kernels.triton.attention.test_prefill_hopper import *  # noqa: F403
+from tests.kernels.triton.attention.test_prefill_merge import *  # noqa: F403
 from tests.kernels.triton.attention.test_query_tiles import *  # noqa: F403
 from tests.kernels.triton.conftest import seed  # noqa: F401
 from tests.kernels.triton.kv.test_block_copy import *  # noqa: F403

@@ -25,6 +25,7 @@ from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.executor import StepHandle
 from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
@@ -243,7 +244,7 @@ def tag(llm: LLM, ops: Any, *, use_cuda_runner: bool, graphs: bool | Callable[[T
             max_model_len=max_len,
             max_num_tokens=args.max_num_batched_tokens or 1,
             max_decode_steps=args.decode_window or 1,
-            vocab_size=engine.vocab_size,
+            vocab_size=engine.limits.vocab_size,
             ops=TaggedOps(ops, tags),  # type: ignore[arg-type]
             graphs=graphs is True,
         )
@@ -317,7 +318,7 @@ def serve(llm: LLM, seed: int) -> tuple[dict[str, list[list[int]]], Counter[str]
         while pending and (random.random() < 0.7 or not engine.has_work):
             load = pending.pop(0)
             with suppress(CapacityError):
-                engine.add_request(load.request_id, load.prompt, load.params, salt=load.salt)
+                engine.add_request(EngineRequest(load.request_id, load.prompt, load.params, salt=load.salt))
         if random.random() < 0.02 and engine.num_requests > 1:
             engine.abort(next(reversed(engine.scheduler.requests)))
         for output in engine.step():

@@ -119,7 +119,7 @@ def run_engine_process(harm: str, once: Path) -> None:
         if once.exists():
             once.unlink()
             prepare(built, harm)
-        return built.engine, InputProcessor(built.tokenizer, built.engine.vocab_size), {}
+        return built.engine, InputProcessor(built.tokenizer, built.engine.limits.vocab_size), {}
 
     engine_process.run(build_one)
 

@@ -80,7 +80,7 @@ def use_cuda_runner(llm: LLM, *, fake_graphs: bool = False) -> LLM:
         max_model_len=llm.config.max_model_len,
         max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
         max_decode_steps=llm.config.args.decode_window or 1,
-        vocab_size=llm.engine.vocab_size,
+        vocab_size=llm.engine.limits.vocab_size,
         ops=reference,
         graphs=False,
     )

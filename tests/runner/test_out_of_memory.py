@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import request_failed_error
 from octavo.errors import StepError, StepMemoryError
 from octavo.kernels import reference
@@ -101,7 +102,7 @@ def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, cuda_
             use_cuda_runner(llm)
         limit_memory(llm, room=1000, never=never)
         for i, prompt in enumerate(few):
-            llm.engine.add_request(str(i), prompt, params)
+            llm.engine.add_request(EngineRequest(str(i), prompt, params))
         outputs = {}
         while llm.engine.has_work:
             outputs |= {output.request_id: output for output in llm.engine.step()}

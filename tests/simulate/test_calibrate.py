@@ -95,7 +95,7 @@ def test_measured_times_match_the_cost_model() -> None:
                       enable_prefix_caching=False)  # fmt: skip
     config = SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
     replica = Replica(config, Records(), interval_s=1e9)
-    replica.engine.vocab_size = 1000
+    replica.engine.limits.vocab_size = 1000
     executor, clock = replica.engine.executor, replica.clock
     progress_lines: list[str] = []
     found = measure(replica.engine, repeats=1, progress=progress_lines.append, clock=clock)
@@ -111,7 +111,7 @@ def on_a_gpu(num_blocks: int, max_num_seqs: int, cost: LinearCost = TRUE) -> Rep
     args = EngineArgs(model="x", num_gpu_blocks_override=num_blocks, async_scheduling=False, max_num_seqs=max_num_seqs,
                       enable_prefix_caching=False)  # fmt: skip
     replica = Replica(SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=cost), Records(), interval_s=1e9)
-    replica.engine.vocab_size = 1000
+    replica.engine.limits.vocab_size = 1000
     return replica
 
 
@@ -157,7 +157,7 @@ def test_gpu_rounds_fit_into_the_pool() -> None:
         replica = on_a_gpu(num_blocks, max_num_seqs)
         for batch, prompt, output in calibration_rounds(replica.engine, "cuda"):
             assert 1 <= batch <= max_num_seqs and prompt >= 1 and output >= 1
-            assert prompt + output <= replica.engine.max_model_len
+            assert prompt + output <= replica.engine.limits.max_model_len
             assert batch * cdiv(prompt + output, 16) <= num_blocks
 
 

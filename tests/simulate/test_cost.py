@@ -74,9 +74,13 @@ def test_linear_cost_is_the_sum_of_its_terms() -> None:
     assert cost.faster(4).step_s(plan) == pytest.approx(cost.step_s(plan) / 4)
 
 
+def roofline(model: str, num_devices: int = 1) -> RooflineCost:
+    return RooflineCost(MODELS[model], DEVICES["h200"], MODELS[model].kv_cache(16), num_devices)
+
+
 def test_decode_is_bandwidth_bound_and_prefill_compute_bound() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
-    cost = RooflineCost(model, device, 16)
+    cost = RooflineCost(model, device, model.kv_cache(16))
     weights_s = model.weight_bytes / (device.bandwidth * device.bandwidth_share)
     one, many = cost.step_s(plan_of((0, 1, 1))), cost.step_s(plan_of(*[(0, 1, 1)] * 64))
     assert weights_s < one < many < 1.2 * weights_s
@@ -87,13 +91,13 @@ def test_decode_is_bandwidth_bound_and_prefill_compute_bound() -> None:
 
 def test_long_contexts_cost_reads_of_kv() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
-    cost = RooflineCost(model, device, 16)
+    cost = RooflineCost(model, device, model.kv_cache(16))
     more = cost.step_s(plan_of((100_000, 1, 1))) - cost.step_s(plan_of((0, 1, 1)))
     assert more == pytest.approx(100_000 * 131_072 / (device.bandwidth * device.bandwidth_share))
 
 
 def test_decode_window_pays_for_each_pass() -> None:
-    cost = RooflineCost(MODELS["llama-3.1-8b"], DEVICES["h200"], 16)
+    cost = roofline("llama-3.1-8b")
     window = cost.step_s(plan_of((10, 8, 8), (20, 8, 8)))
     singly = sum(cost.step_s(plan_of((10 + j, 1, 1), (20 + j, 1, 1))) for j in range(8))
     assert window == pytest.approx(singly, rel=1e-6)
@@ -101,11 +105,10 @@ def test_decode_window_pays_for_each_pass() -> None:
 
 def test_tensor_parallelism_halves_work_and_adds_all_reduces() -> None:
     plan = PLANS["decode"]
-    one, two = (RooflineCost(MODELS["llama-3.1-70b"], DEVICES["h200"], 16, n).step_s(plan) for n in (1, 2))
+    one, two = (roofline("llama-3.1-70b", n).step_s(plan) for n in (1, 2))
     assert one / 2 < two < one
-    assert RooflineCost(MODELS["qwen2.5-0.5b"], DEVICES["h200"], 16, 2).step_s(plan) > RooflineCost(
-        MODELS["qwen2.5-0.5b"], DEVICES["h200"], 16
-    ).step_s(plan), "a small model is not worth two"
+    small, divided = (roofline("qwen2.5-0.5b", n).step_s(plan) for n in (1, 2))
+    assert divided > small, "a small model is not worth two"
 
 
 def test_all_all_reduce_sends_most_data_twice() -> None:
@@ -113,12 +116,12 @@ def test_all_all_reduce_sends_most_data_twice() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
     for n in (2, 4):
         each = 2 * (n - 1) / n * 1000 * 4096 * 2 / device.peer_link + device.peer_s
-        assert RooflineCost(model, device, 16, n)._all_reduce_s(1000) == pytest.approx(2 * 32 * each)
+        assert RooflineCost(model, device, model.kv_cache(16), n)._all_reduce_s(1000) == pytest.approx(2 * 32 * each)
 
 
 def test_swaps_use_the_host_link() -> None:
     model, device = MODELS["opt-13b"], DEVICES["a100-40"]
-    cost = RooflineCost(model, device, 16)
+    cost = RooflineCost(model, device, model.kv_cache(16))
     plan = plan_of((0, 1, 1))
     before = cost.step_s(plan)
     plan.swap_outs = [SwapOut(1, 1)]
@@ -156,7 +159,7 @@ def test_this_cpu_is_a_device() -> None:
 def test_paper_models_match_table_1() -> None:
     """Table 1 and section 6.1: 26 GB of weights, 800 KB per token, 1.6 GB for 2,048 tokens."""
     model = MODELS["opt-13b"]
-    assert model.weight_bytes == 26e9 and model.kv_bytes_per_token == 819_200
+    assert model.weight_bytes == 26e9 and model.kv_cache(16).bytes_per_token == 819_200
     assert [MODELS[f"opt-{size}"].weight_bytes / 1e9 for size in ("66b", "175b")] == [132, 346]
 
 
@@ -171,4 +174,4 @@ def test_model_shape_from_config_json(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         shape = find_model(str(path))
         assert shape.num_params == pytest.approx(known.num_params, rel=0.001)
-        assert shape.kv_bytes_per_token == known.kv_bytes_per_token and shape.max_len == 131072
+        assert shape.kv_cache(16) == known.kv_cache(16) and shape.max_len == 131072

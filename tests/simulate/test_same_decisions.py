@@ -87,7 +87,7 @@ def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> LiveRun
 
 def replayed(calls: list[ScheduledCall], run: LiveRun, **options: Any) -> LiveRun:
     """The same calls in a simulation with the run's clock readings and output tokens."""
-    shape = ModelShape("tiny", 10_000, 1, 64, 4, 2, 16, 96, 4)
+    shape = ModelShape("tiny", 10_000, 1, 64, 4, 2, 16, 96, "float32")
     args = EngineArgs(model="tiny", **OPTIONS, **options)
     config = SimConfig(shape, DEVICES["h100"], args.resolved("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
     script = ScriptedTokens({int(name): [c.token_ids for c in output.outputs] for name, output in run.outputs.items()})

@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from octavo.bench import attention_variants as ladder
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import EngineError, ParameterError
 from octavo.integers import cdiv
 from octavo.kernels import reference
@@ -205,14 +206,12 @@ def _measurement(
     work: Work,
     tokens: list[list[int]],
 ) -> Measurement:
-    spec = model.spec
-    slot_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * model.vocabulary.weight.element_size()
     return Measurement(
         variant=variant,
         time_s=time_s,
         steps=steps,
         num_blocks=blocks,
-        kv_bytes=slots * slot_bytes,
+        kv_bytes=slots * KVCacheSpec.of(model.spec, 1, "float32").bytes_per_token,
         prefill_padding=work.prefill_padding / work.prefill_pairs,
         decode_padding=work.decode_padding / max(work.decode_pairs, 1),
         row_padding=work.row_padding / work.prefill_rows,
@@ -399,6 +398,5 @@ def _count_paged(work: Work, plan: list[Slice], block_size: int, *, pads: bool) 
 
 def _pool(model: Decoder, num_blocks: int, block_size: int) -> Tensor:
     """An empty pool, full of NaN: a slot that is read before it is written would show in every token."""
-    spec = model.spec
-    shape = (num_blocks + 1, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-    return torch.full(shape, float("nan"))
+    spec = KVCacheSpec.of(model.spec, block_size, "float32")
+    return torch.full(spec.pool_shape(num_blocks), float("nan"))

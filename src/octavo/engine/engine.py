@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,27 +15,24 @@ from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine.beam_search import BeamSearch
+from octavo.engine.engine_request import EngineRequest, ModelLimits, RequestBuilder, pin_id
 from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.gc_control import GCPause
 from octavo.engine.oom_backoff import OOMBackoff
-from octavo.engine.output_processor import MakeDetokenizer, RequestState
-from octavo.engine.outputs import RequestMetrics, RequestOutput, error_code
+from octavo.engine.output_processor import RequestState
+from octavo.engine.outputs import RequestOutput, error_code
 from octavo.engine.stats import EngineStats, StatsSnapshot
-from octavo.engine.structured_output import BitmaskRow, Grammar, RequestGrammar, compute_bitmask
+from octavo.engine.structured_output import BitmaskRow, compute_bitmask
 from octavo.engine.timeline import Timelines, describe_kv, describe_request
 from octavo.errors import (
-    ContextLengthError,
     DeviceLostError,
     EngineError,
     ParameterError,
-    PromptError,
     StepError,
     StepMemoryError,
 )
-from octavo.params.beam_search_params import BeamSearchParams
-from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingParams
+from octavo.params.sampling_params import SamplingParams
 
 logger = logging.getLogger("octavo.engine")
 
@@ -46,10 +42,6 @@ TOO_LARGE = (
     "takes more memory than the device has next to the weights and the KV pool; lower --gpu-memory-utilization or "
     "--max-num-batched-tokens, or shorten the request"
 )
-MAX_PRIORITY = 1 << 31
-"""Bound on the magnitude of a request's priority."""
-PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
-"""Parameters of a request that only computes a pinned prefix."""
 
 
 class Recorder(Protocol):
@@ -78,12 +70,10 @@ class _InFlightStep:
 class Engine:
     """Takes requests and returns outputs, one step at a time. Not thread-safe: one thread owns it.
 
-    vocab_size, max_model_len   limits on prompts
-    eos_token_ids               the model's end-of-sequence tokens
-    max_logprobs                largest number of top log-probabilities a request may ask for; -1: the vocabulary
-    default_params              sampling parameters for requests without any; frontends apply them
-    overlap                     schedule the next step while the device computes the current one
-    seed                        seeds the generator of seeds for requests without one
+    default_params   sampling parameters for requests without any; frontends apply them
+    overlap          schedule the next step while the device computes the current one
+
+    The other options are those of `ModelLimits` and `RequestBuilder`.
 
     on_close: callbacks of `close`. recorder: the recorder of its last minutes, if there is one.
     """
@@ -104,17 +94,13 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        # A checkpoint may name tokens without logits: added tokens whose embedding table was never resized.
-        self.eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
-        self.max_logprobs = max_logprobs
+        self.limits = ModelLimits(vocab_size, max_model_len, tuple(eos_token_ids), max_logprobs)
+        self._request_builder = RequestBuilder(self.limits, scheduler.cache.max_output_tokens, seed)
         self.default_params = default_params or SamplingParams()
         self.stats = EngineStats()
         self.timelines = Timelines(clock)
         self.gc_pause = GCPause()
         self._clock = clock
-        self._seeds = random.Random(seed)
         self.overlap = overlap
         self._oom_backoff = OOMBackoff(scheduler)
         self._suspects: FailureBisection[Request] = FailureBisection()  # requests whose steps failed twice
@@ -131,100 +117,21 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Seq[int],
-        params: SamplingParams | BeamSearchParams,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        salt: bytes = b"",
-        tenant: int = 0,
-        index_in_call: int = 0,
-        seed: int | None = None,
-        resume: Mapping[int, Seq[int]] | None = None,
-        grammar: Grammar | None = None,
-        pin: bool = False,
-        make_detokenizer: MakeDetokenizer | None = None,
-        stream: bool = False,
-    ) -> None:
+    def add_request(self, new: EngineRequest) -> None:
         """Queue a request. With `stream`, `step` returns it whenever it has new tokens, otherwise when it has finished.
-
-        tenant         see `core.request.Request`, also for `index_in_call`
-        seed           used if the parameters have none; None: the engine generates one
-        resume         outputs so far from another engine with the same seed (see `core.request.Request`); they are
-                       returned again as if new
-        grammar        the compiled `structured_outputs` of the parameters
 
         Raises `PromptError`, `ContextLengthError`, `ParameterError` or `CapacityError`, and queues nothing then.
         """
         self._check_open()
+        request_id = new.request_id
         if request_id in self._states:
             raise ParameterError(f"a request {request_id!r} is running already; ids must differ", param="request_id")
-        check_prompt(prompt_token_ids, self.vocab_size)
-        check_priority(priority)
-        check_seed(seed)
-        beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
-        max_tokens = self._max_tokens(len(prompt_token_ids), params)
-        if pin and (resume or params != PIN_PARAMS or not request_id.startswith(pin_id(""))):
-            text = f"{request_id!r:.80} is no request that only pins a prefix; use `Engine.pin`"
-            raise ParameterError(text, param="pin")
-        if resume:
-            check_resume(resume, 0 if beams is not None else params.width, max_tokens, self.vocab_size)
-        stop_ids = params.stop_ids(self.eos_token_ids)
-        self._check_params(params, max_tokens, stop_ids, params.logprobs if beams is None else beams.logprobs)
-        search = None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids)
-        if beams is not None and beams.beam_width > self.vocab_size:
-            raise ParameterError(
-                f"beam_width is {beams.beam_width}, the vocabulary has {self.vocab_size} tokens", param="beam_width"
-            )
-        if params.structured_outputs is not None and grammar is None:
-            text = "structured_outputs need a tokenizer to compile the grammar, and the engine has none"
-            raise ParameterError(text, param="structured_outputs")
-        request = Request(
-            request_id,
-            prompt_token_ids,
-            params,
-            max_tokens=max_tokens,
-            seed=self._seed_of(params, seed),
-            stop_ids=stop_ids,
-            priority=priority,
-            salt=salt,
-            tenant=tenant,
-            index_in_call=index_in_call,
-            width=None if beams is None else beams.beam_width,
-            num_samples=None if search is None else search.num_candidates,
-            select_beams=None if search is None else search.select_beams,
-            use_structured_output=grammar is not None,
-            pin=pin,
-            resume=resume,
-        )
+        state = self._request_builder.build(new, self._clock())
         if request_id in self.scheduler.cache.pins:
             raise ParameterError(f"{request_id!r} is pinned already; unpin it, or use another name", param="name")
-        self.scheduler.add(request)
-        if not params.detokenize:
-            make_detokenizer = None
-        stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY and search is None
-        incremental = make_detokenizer is not None and search is None and (stream or bool(params.stop_strings))
-        self._num_incremental += incremental or stream
-        self._states[request_id] = state = RequestState(
-            request, prompt, RequestMetrics(self._clock()), make_detokenizer, incremental, stream, search=search
-        )
-        if search is not None and params.stop_strings:
-            search.ends_in_stop_string = state.ends_in_stop_string
-        if grammar is not None:
-            state.grammar = RequestGrammar(grammar, len(prompt_token_ids), stop_ids, self.eos_token_ids)
-
-    def pin(self, name: str, token_ids: Seq[int], *, salt: bytes = b"") -> str:
-        """Queue a request that computes a prefix and keeps its blocks, for requests with that salt that begin with it.
-
-        Returns the id of the request, which finishes when the prefix is computed. Raises as `add_request`, and
-        `CapacityError` if the pin would leave too few blocks to other requests.
-        """
-        request_id = pin_id(name)
-        self.add_request(request_id, token_ids, PIN_PARAMS, salt=salt, pin=True)
-        return request_id
+        self.scheduler.add(state.request)
+        self._num_incremental += state.incremental or state.stream
+        self._states[request_id] = state
 
     def unpin(self, name: str) -> int:
         """Remove a pin and return its number of blocks; requests that share them continue.
@@ -235,68 +142,6 @@ class Engine:
         if num_blocks is None:
             raise ParameterError(f"no prefix is pinned under the name {name!r}", param="name", code="not_found")
         return num_blocks
-
-    def _seed_of(self, params: SamplingParams, seed: int | None) -> int:
-        if params.seed is not None:
-            return params.seed
-        return generate_seed(self._seeds) if seed is None else seed
-
-    def _check_params(
-        self, params: SamplingParams, max_tokens: int, stop_ids: frozenset[int], logprobs: int | None
-    ) -> None:
-        """Check what depends on the model or on the resolved `max_tokens`. Raises `ParameterError`."""
-        id_lists: dict[str, Iterable[int]] = {
-            "stop_token_ids": params.stop_token_ids or (),
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "bad_words_token_ids": chain.from_iterable(params.bad_words_token_ids or ()),
-            "logit_bias": params.logit_bias or (),
-        }
-        for name, ids in id_lists.items():
-            if (largest := max(ids, default=0)) >= self.vocab_size:
-                code = "invalid_logit_bias" if name == "logit_bias" else "invalid_token_id"
-                text = f"{name} has token {largest}, and the largest token id is {self.vocab_size - 1}"
-                raise ParameterError(text, param=name, code=code)
-        max_logprobs = self.vocab_size if self.max_logprobs < 0 else self.max_logprobs
-        for name, num in (("logprobs", logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if num is not None and (self.vocab_size if num < 0 else num) > max_logprobs:
-                raise ParameterError(
-                    f"{name} is {num}, and the limit is {max_logprobs}; raise max_logprobs", param=name
-                )
-        if params.min_tokens > max_tokens:
-            raise ParameterError(
-                f"min_tokens is {params.min_tokens}, and the output has at most {max_tokens} tokens; lower it",
-                param="min_tokens",
-            )
-        if params.bad_words and not params.bad_words_token_ids:
-            raise ParameterError(
-                "bad_words need a tokenizer, and the engine has none; use bad_words_token_ids", param="bad_words"
-            )
-        if params.allowed_token_ids is not None:
-            forbidden = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
-            if forbidden.union(stop_ids if params.min_tokens else ()).issuperset(params.allowed_token_ids):
-                raise ParameterError(
-                    "bad_words and min_tokens forbid all of allowed_token_ids; allow more tokens",
-                    param="allowed_token_ids",
-                    code="no_allowed_token",
-                )
-
-    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        """Resolve max_tokens: an explicit one must fit, a default is cut to fit. Raises `ContextLengthError`."""
-        limit = self.max_model_len
-        if params.max_tokens == 0 and num_prompt <= limit:
-            return 1  # the core needs one token; outputs omit it
-        if num_prompt + 1 > limit or (params.max_tokens is not None and num_prompt + params.max_tokens > limit):
-            completion = f"{params.max_tokens} for the completion" if params.max_tokens is not None else "a completion"
-            raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt} tokens in "
-                f"the prompt and {completion}; shorten the prompt"
-                + (f", or ask for at most {limit - num_prompt} tokens" if num_prompt < limit else ""),
-                param="prompt" if num_prompt + 1 > limit else "max_tokens",
-            )
-        if params.max_tokens is not None:
-            return params.max_tokens
-        max_output = self.scheduler.cache.max_output_tokens(num_prompt, params.width)
-        return max(1, min(limit - num_prompt, max_output))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request at once; returns its last output, None if there is no such request."""
@@ -630,58 +475,3 @@ def _last_output(state: RequestState) -> RequestOutput:
     output = state.output()
     state.release()
     return output
-
-
-def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:
-    """Raises `PromptError` for an empty prompt or an invalid token id."""
-    if not prompt_token_ids:
-        raise PromptError("the prompt is empty; give it at least one token", param="prompt", code="empty_prompt")
-    if set(map(type, prompt_token_ids)) == {int} and min(prompt_token_ids) >= 0 and max(prompt_token_ids) < vocab_size:
-        return  # the common case, four times as fast: a thousand prompts may arrive together
-    for i, token in enumerate(prompt_token_ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise PromptError(
-                f"token {i} of the prompt is {token!r}; token ids are integers from 0 to {vocab_size - 1}",
-                param="prompt",
-                code="invalid_token_id",
-            )
-
-
-def check_priority(priority: int) -> None:
-    """Raises `ParameterError` for a priority that is no integer or exceeds `MAX_PRIORITY` in magnitude."""
-    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
-        raise ParameterError(
-            f"priority is {priority!r}, it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
-        )
-
-
-def check_seed(seed: int | None) -> None:
-    """Raises `ParameterError` for a seed that is no int64, which no step could sample with."""
-    if seed is None:
-        return
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -INT64 <= seed < INT64:
-        text = f"seed is {seed!r:.40}, it must be an integer from {-INT64} to {INT64 - 1}"
-        raise ParameterError(text, param="seed", code="integer_out_of_range")
-
-
-def check_resume(resume: Mapping[int, Seq[int]], width: int, max_tokens: int, vocab_size: int) -> None:
-    """Raises `ParameterError` for outputs that no engine can have produced for a request with `width` samples."""
-    for index, output in resume.items():
-        if not 0 <= index < width:
-            raise ParameterError(f"resume has sample {index}, and the request has {width} to resume", param="resume")
-        if not 0 < len(output) < max_tokens:
-            text = f"resume has {len(output)} tokens of sample {index}; an unfinished one has 1 to {max_tokens - 1}"
-            raise ParameterError(text, param="resume")
-        if min(output) < 0 or max(output) >= vocab_size:
-            text = f"resume has a token outside 0 to {vocab_size - 1} in sample {index}"
-            raise ParameterError(text, param="resume", code="invalid_token_id")
-
-
-def pin_id(name: str) -> str:
-    """The request id of a pinned prefix; no other request has such an id."""
-    return f"pin:{name}"
-
-
-def generate_seed(seeds: random.Random) -> int:
-    """A seed for a request without one. All frontends use this function, so equal runs get equal seeds."""
-    return seeds.getrandbits(63)

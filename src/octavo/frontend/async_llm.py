@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.engine import Engine, pin_id
+from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest, pin_id
 from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.process.thread import EngineThread
 from octavo.engine.stats import Health, StatsSnapshot
@@ -38,9 +39,9 @@ class AsyncLLM:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
-        self._input_processor = InputProcessor(tokenizer, engine.vocab_size, engine.max_model_len)
+        self._input_processor = InputProcessor(tokenizer, engine.limits.vocab_size, engine.limits.max_model_len)
         self._default_params = engine.default_params
-        self._max_model_len = engine.max_model_len
+        self._max_model_len = engine.limits.max_model_len
         self._started_at = time.monotonic()
         self._thread = EngineThread(engine)
         self._names = itertools.count()
@@ -99,17 +100,19 @@ class AsyncLLM:
             await asyncio.wrap_future(
                 self._thread.call(
                     lambda engine: engine.add_request(
-                        name,
-                        token_ids,
-                        params,
-                        prompt=text,
-                        priority=priority,
-                        salt=salt,
-                        tenant=tenant,
-                        index_in_call=rank,
-                        grammar=grammar,
-                        make_detokenizer=self._input_processor.make_detokenizer,
-                        stream=kind is not RequestOutputKind.FINAL_ONLY,
+                        EngineRequest(
+                            name,
+                            token_ids,
+                            params,
+                            prompt=text,
+                            priority=priority,
+                            salt=salt,
+                            tenant=tenant,
+                            index_in_call=rank,
+                            grammar=grammar,
+                            make_detokenizer=self._input_processor.make_detokenizer,
+                            stream=kind is not RequestOutputKind.FINAL_ONLY,
+                        )
                     )
                 )
             )
@@ -156,9 +159,14 @@ class AsyncLLM:
         token_ids = await asyncio.to_thread(self._input_processor.encode_prefix, prefix)
         name = str(next(self._names)) if name is None else name
         queue = self._thread.open_queue(pin_id(name))
-        queued: list[str] = []
+        request, queued = EngineRequest.pinning(name, token_ids, salt), []
+
+        def pin(engine: Engine) -> None:
+            engine.add_request(request)
+            queued.append(request.request_id)
+
         try:
-            await self._call(lambda engine: queued.append(engine.pin(name, token_ids, salt=salt)))
+            await self._call(pin)
             output = await queue.get()
             if output.outputs[0].finish_reason == "error":
                 raise request_failed_error(output)

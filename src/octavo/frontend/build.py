@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
 import time
 import warnings
@@ -23,6 +22,7 @@ from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defau
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, EngineArgs, EngineConfig
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
@@ -37,7 +37,7 @@ from octavo.models.spec import ModelSpec
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
-from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors, unusable_gpu_reason
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, measure, smaller_passes
 from octavo.runner.model_runner import ModelRunner
@@ -104,7 +104,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     precompile = _precompiler(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
     # Plan before anything large is loaded: the system kills a process that takes too much memory.
     weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
-    kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
+    kv = KVCacheSpec.of(spec, args.block_size, str(dtype).removeprefix("torch."))
     gpu: GPUMemoryProfile | None = None
     timer.lap("files")
     if device.type == "cuda":
@@ -114,16 +114,18 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
             decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
         timer.lap("weights")
         with startup_errors(device, "computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
-            gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, precompile=precompile)
-        gpu.check(args, math.prod(kv_shape) * dtype.itemsize)
+            gpu = measure(decoder, args, ops=ops, kv_cache=kv, precompile=precompile)
+        gpu.check(args, kv)
         timer.lap("kernels and memory")
     budget = plan_memory(
         args,
-        bytes_per_token=math.prod(kv_shape) // args.block_size * dtype.itemsize,
-        weight_bytes=weight_bytes,
+        kv,
+        FreeMemory(
+            weights=weight_bytes,
+            host=free_memory() - (weight_bytes if gpu is None else 0),
+            device=None if gpu is None else gpu.available_kv_bytes,
+        ),
         model_len=model_len,
-        free_bytes=free_memory() - (weight_bytes if gpu is None else 0),
-        device_bytes=None if gpu is None else gpu.available_kv_bytes,
     )
     for warning in budget.warnings:
         logger.warning(warning)
@@ -132,12 +134,12 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
         timer.lap("weights")
     else:
         logger.info("%s", gpu.table(budget))
-    config = _config(args, spec, device, dtype, budget)
+    config = _config(args, spec, device, budget)
     executor: LocalExecutor | CudaExecutor
     if gpu is None:
-        executor = _executor(decoder, config, budget, (kv_shape, dtype), ops)
+        executor = _executor(decoder, config, budget, ops)
     else:
-        executor = _gpu_executor(decoder, config, budget, (kv_shape, dtype), ops, gpu, precompile)
+        executor = _gpu_executor(decoder, config, budget, ops, gpu, precompile)
     timer.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
@@ -173,18 +175,16 @@ def check_folder(flight_recorder: str) -> None:
         raise ParameterError(text, param="flight_recorder") from None
 
 
-def _config(
-    args: EngineArgs, spec: ModelSpec, device: torch.device, dtype: torch.dtype, budget: MemoryBudget
-) -> EngineConfig:
+def _config(args: EngineArgs, spec: ModelSpec, device: torch.device, budget: MemoryBudget) -> EngineConfig:
     return EngineConfig(
         args=args,
         device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=budget.kv.dtype,
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         num_host_blocks=budget.num_host_blocks,
-        bytes_per_block=budget.bytes_per_block,
-        weight_bytes=budget.weight_bytes,
+        kv=budget.kv,
+        weight_bytes=budget.free.weights,
         attention_window=spec.kv_window or 0,
     )
 
@@ -295,19 +295,16 @@ def _executor(
     decoder: Model,
     config: EngineConfig,
     budget: MemoryBudget,
-    block: tuple[tuple[int, ...], torch.dtype],
     ops: Ops,
 ) -> LocalExecutor:
-    """The executor on a CPU. block: shape and dtype of one block of K and V."""
-    shape, dtype = block
+    """The executor on a CPU."""
     args = config.args
     assert args.max_num_seqs  # resolved
     try:
-        kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)
-        host_kv = _lazy_zeros((config.num_host_blocks + 1, *shape), dtype)
+        kv, host_kv = _lazy_zeros(config.kv, config.num_blocks), _lazy_zeros(config.kv, config.num_host_blocks)
     except MemoryError as error:
         raise MemoryBudgetError(
-            f"No available memory for the cache blocks: {budget.table()}; lower num_gpu_blocks_override, "
+            f"No available memory for the cache blocks: {budget}; lower num_gpu_blocks_override, "
             f"kv_cache_memory_bytes or swap_space; {doctor_hint(args)}"
         ) from error
     return LocalExecutor(
@@ -327,20 +324,19 @@ def _gpu_executor(
     decoder: Model,
     config: EngineConfig,
     budget: MemoryBudget,
-    block: tuple[tuple[int, ...], torch.dtype],
     ops: Ops,
     gpu: GPUMemoryProfile,
     precompile: Precompile | None,
 ) -> CudaExecutor:
     """The executor on a GPU; arguments as in `_executor`."""
-    (shape, dtype), args, device = block, config.args, torch.device("cuda")
+    kv, dtype, args, device = config.kv, getattr(torch, config.kv.dtype), config.args, torch.device("cuda")
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     with startup_errors(device, "pinning memory of the host for swap space", lambda _: LESS_SWAP):
-        host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
+        host_kv = torch.empty(kv.pool_shape(config.num_host_blocks), dtype=dtype, pin_memory=True)
     with startup_errors(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):
         runner = CudaModelRunner(
             decoder,
-            torch.zeros((config.num_blocks + 1, *shape), dtype=dtype, device=device),
+            torch.zeros(kv.pool_shape(config.num_blocks), dtype=dtype, device=device),
             host_kv,
             num_rows=args.max_num_seqs,
             max_model_len=config.max_model_len,
@@ -354,7 +350,7 @@ def _gpu_executor(
     return CudaExecutor(runner)
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory is allocated at the first write; torch.zeros writes all of it, which takes seconds."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+def _lazy_zeros(kv: KVCacheSpec, num_blocks: int) -> torch.Tensor:
+    """A pool whose memory is allocated at the first write; torch.zeros writes all of it, which takes seconds."""
+    flat = torch.from_numpy(np.zeros(kv.pool_bytes(num_blocks), dtype=np.uint8))
+    return flat.view(getattr(torch, kv.dtype)).view(kv.pool_shape(num_blocks))

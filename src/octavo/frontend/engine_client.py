@@ -22,7 +22,7 @@ from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, generate_seed, pin_id
+from octavo.engine.engine_request import PIN_PARAMS, check_priority, check_prompt, generate_seed, pin_id
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.process import ipc

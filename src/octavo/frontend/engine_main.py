@@ -42,7 +42,7 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
     config = built.config
     names = ("device", "dtype", "max_model_len", "num_blocks", "num_host_blocks", "kv_bytes", "weight_bytes")
     summary = {name: getattr(config, name) for name in names} | {"block_size": config.args.block_size}
-    return built.engine, InputProcessor(built.tokenizer, built.engine.vocab_size), summary
+    return built.engine, InputProcessor(built.tokenizer, built.engine.limits.vocab_size), summary
 
 
 def main(fd: int, build: Build = build) -> int:

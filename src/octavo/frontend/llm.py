@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import RequestOutput, merge_outputs, request_failed_error
 from octavo.engine.sigint import DeferredSigint
 from octavo.engine.stats import EngineStats
@@ -48,7 +49,8 @@ class LLM:
         self.config = built.config
         self.spec = built.spec
         self.sampling_defaults = built.sampling_defaults
-        self._input_processor = InputProcessor(built.tokenizer, built.engine.vocab_size, built.engine.max_model_len)
+        limits = built.engine.limits
+        self._input_processor = InputProcessor(built.tokenizer, limits.vocab_size, limits.max_model_len)
         self._ids = itertools.count()
         self._unread: dict[str, RequestOutput] = {}  # unread outputs by request id
         self._lock = threading.RLock()  # guards the engine and these fields
@@ -169,14 +171,16 @@ class LLM:
                 for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
                     name = str(next(self._ids))
                     self.engine.add_request(
-                        name,
-                        token_ids,
-                        p,
-                        prompt=text,
-                        priority=0 if priority is None else priority[i],
-                        grammar=grammars[i],
-                        make_detokenizer=self._input_processor.make_detokenizer,
-                        stream=stream,
+                        EngineRequest(
+                            name,
+                            token_ids,
+                            p,
+                            prompt=text,
+                            priority=0 if priority is None else priority[i],
+                            grammar=grammars[i],
+                            make_detokenizer=self._input_processor.make_detokenizer,
+                            stream=stream,
+                        )
                     )
                     names.append(name)
             except BaseException:
@@ -299,9 +303,10 @@ class LLM:
         """
         token_ids = self._input_processor.encode_prefix(prefix)
         name = str(next(self._ids)) if name is None else name
+        request = EngineRequest.pinning(name, token_ids)
         with self._exclusive():
-            request_id = self.engine.pin(name, token_ids)
-        (output,) = self._run([request_id])
+            self.engine.add_request(request)
+        (output,) = self._run([request.request_id])
         if output.outputs[0].finish_reason == "error":
             raise request_failed_error(output)
         return name

@@ -182,7 +182,7 @@ class ModelRunner:
         else:
             host.is_stale = True
             work = self._run_masked(plan, passes, output) if plan.bitmask_slices else self._run_passes(passes, output)
-        next(work)
+        next(work, None)
         return output, partial(_advance, work)
 
     def _prepare(self, plan: StepPlan, output: StepOutput, key: GraphKey, on_host: bool) -> Passes:
@@ -414,7 +414,7 @@ class ModelRunner:
             result = StepResult([[] for _ in plan.rows])
             if logits is not None:
                 specs = host.samples_of(plan, slices, column)
-                result, rows, tokens, positions = host.sample(plan, logits, specs, bitmask)
+                result, (rows, tokens, positions) = host.sample(plan, logits, specs, bitmask)
                 self.logits_processors.update_token_counts(rows, positions, tokens)
                 self._commit(rows, tokens)
             record(result)
@@ -429,7 +429,7 @@ class ModelRunner:
             specs = host.samples_of(plan, list(dict.fromkeys(batch.sample_slices)), 0)
             num_samples = len(batch.sample_slices)
             prompt_logits = logits.logits[num_samples : batch.size.num_samples]
-            result, rows, tokens, positions = host.sample(plan, logits, specs, bitmask)
+            result, (rows, tokens, positions) = host.sample(plan, logits, specs, bitmask)
             host.read_prompt_logprobs(batch.parts, prompt_logits, result)
             continued.append(torch.stack((rows, positions, tokens)))
             self.output_buffers.record_result(output, result)
@@ -558,9 +558,7 @@ class ModelRunner:
     def _store_logits(self, logits: Tensor) -> None:
         """Copy logits to memory that no other graph writes to. Graphs share all other memory."""
         if self._logits.shape[1] != logits.shape[1]:
-            self._logits = torch.empty(
-                self._max_lines, logits.shape[1], dtype=torch.float32, device=self.platform.device
-            )
+            self._logits = logits.new_empty(self._max_lines, logits.shape[1], dtype=torch.float32)
         self._logits[: len(logits)].copy_(logits)
 
     # -- prefill passes ------------------------------------------------------------------------------------------------

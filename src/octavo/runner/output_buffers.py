@@ -176,7 +176,7 @@ class OutputBuffers:
         output.results.append(result)
         self._add_column(output, (), CompletedEvent())
 
-    def record_column_of(self, output: StepOutput, slice_ids: Seq[int], replay: Callable[[], None]) -> None:
+    def record_column_of(self, output: StepOutput, slice_ids: Seq[int], replay: Callable[[], object]) -> None:
         """Call `replay` and record the next column, which its CUDA graph fills before its end."""
         event = self._events[self._turn * self.num_columns + len(output.slice_ids)]
         column = output.tokens[len(output.slice_ids), : len(slice_ids)]

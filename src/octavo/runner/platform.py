@@ -7,7 +7,6 @@ the signatures of `kernels.ops.Ops`.
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import ParameterError
 from octavo.kernels.cpu import native, packed_linear
 from octavo.kernels.cpu import ops as cpu_ops
@@ -33,7 +33,6 @@ from octavo.runner.streams import CompletedEvent, CudaStream, RecordableEvent, S
 
 if TYPE_CHECKING:
     from octavo.runner.memory.profile import GPUMemoryProfile, Precompile
-    from octavo.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("octavo")
 
@@ -44,6 +43,7 @@ class Platform:
     name           the `device` of `EngineArgs`
     device         torch's
     ops            its operations
+    executor       its kind of executor
     is_host        operations compute in the host's memory, and have done so when their call returns. Then the host may
                    read the state of the rows at any time
     has_cascade    attention reads a prefix once for neighbours that share it (`RaggedBatch.common_prefix_lens`)
@@ -52,6 +52,7 @@ class Platform:
     name: str
     device: torch.device
     ops: Ops
+    executor: type[Executor] = Executor
     is_host = False
     has_cascade = False
 
@@ -89,7 +90,7 @@ class Platform:
         """Raises `MemoryBudgetError` if the device has too little memory for the weights, before they are loaded."""
 
     def measure(
-        self, model: Model, args: EngineArgs, *, kv_shape: tuple[int, ...], dtype: torch.dtype, precompile: Any = None
+        self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
     ) -> GPUMemoryProfile | None:
         """The memory that passes of the loaded model take; see `memory.profile.measure`. None: the KV pool lies in the
         host's memory, where the budget is planned from free memory before the weights are loaded."""
@@ -97,16 +98,19 @@ class Platform:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def make_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros on the device. Raises `MemoryError`, or torch's error for a lack of memory."""
+    def make_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
+        """A KV pool of zeros. Raises `MemoryError`, or torch's error for a lack of memory."""
+        return self.zeros(kv.pool_shape(num_blocks), getattr(torch, kv.dtype))
+
+    def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
+        """A swap space, in memory as that of `empty_host`."""
+        return self.empty_host(kv.pool_shape(num_blocks), getattr(torch, kv.dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def make_host_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that the device copies from and to, without the host waiting."""
-        return self.make_pool(shape, dtype)
-
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory for the copies of every step, as `make_host_pool`."""
+        """Uninitialised host memory that the device copies from and to, without the host waiting."""
         return torch.empty(shape, dtype=dtype)
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -134,8 +138,15 @@ class Platform:
         """Graphs of passes over these inputs; None: the device has none."""
         return None
 
-    def make_executor(self, runner: ModelRunner) -> Executor:
-        return Executor(runner)
+    def make_executor(
+        self, model: Model, kv: Tensor, host_kv: Tensor, *, precompile: Precompile | None = None, **options: int
+    ) -> Executor:
+        """The executor of an engine, with its model runner, and graphs captured. options: see `ModelRunner`"""
+        from octavo.runner.model_runner import ModelRunner  # which imports this module
+
+        runner = ModelRunner(model, kv, host_kv, self, **options)
+        runner.capture(precompile)
+        return self.executor(runner)
 
     def synchronize(self) -> None:
         """Wait for all queued work. Raises `RuntimeError` if the device no longer answers.
@@ -157,6 +168,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     device = torch.device("cpu")
     ops = cpu_ops
+    executor = ThreadedExecutor
     is_host = True
 
     def dtype_for(self, stored: str, *, quantised_file: bool, quantization: str | None) -> torch.dtype:
@@ -173,16 +185,15 @@ class CpuPlatform(Platform):
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def make_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory is taken at the first write: torch.zeros writes all of it, which takes seconds."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+    def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
+        return self.make_pool(kv, num_blocks)
 
     def make_graphs(self, inputs: DecodeInputs) -> Graphs:
         return RecordedGraphs(inputs)
-
-    def make_executor(self, runner: ModelRunner) -> Executor:
-        return ThreadedExecutor(runner)
 
 
 class CudaPlatform(Platform):
@@ -215,12 +226,9 @@ class CudaPlatform(Platform):
         diagnostics.check_weights(weight_bytes, args)
 
     def measure(
-        self, model: Model, args: EngineArgs, *, kv_shape: tuple[int, ...], dtype: torch.dtype, precompile: Any = None
+        self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
     ) -> GPUMemoryProfile | None:
-        return profile.measure(model, args, ops=self.ops, kv_shape=kv_shape, dtype=dtype, precompile=precompile)
-
-    def make_host_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.empty_host(shape, dtype)
+        return profile.measure(model, args, ops=self.ops, kv_cache=kv_cache, precompile=precompile)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from octavo.engine.engine import pin_id
+from octavo.engine.engine_request import pin_id
 
 OTHER_TENANT = "another tenant"
 """Replaces request ids of other tenants."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
 from octavo.errors import UsageError
 from octavo.params.sampling_params import SamplingParams
@@ -70,7 +71,7 @@ class Round(NamedTuple):
 def calibration_rounds(engine: Engine, device: str) -> list[Round]:
     """The rounds for an engine. On a GPU all requests of a round fit into the pool together."""
     cache, limit = engine.scheduler.cache, engine.scheduler.max_num_seqs
-    max_len = min(engine.max_model_len, cache.max_output_tokens(1))
+    max_len = min(engine.limits.max_model_len, cache.max_output_tokens(1))
     if device == "cpu":
         return [
             Round(min(batch, limit), max(2, min(int(max_len * prompt), 1024)), max(4, min(int(max_len * output), 64)))
@@ -205,14 +206,14 @@ def _run_round(engine: Engine, rnd: random.Random, each: Round) -> None:
     params = SamplingParams(max_tokens=num_output, ignore_eos=True, detokenize=False, temperature=0.0)
     # Varied lengths separate the terms of the fit. Prompts are made before any step is timed.
     lengths = [max(1, int(num_prompt * rnd.uniform(0.5, 1.0))) for _ in range(batch)]
-    prompts = [[rnd.randrange(engine.vocab_size) for _ in range(length)] for length in lengths]
+    prompts = [[rnd.randrange(engine.limits.vocab_size) for _ in range(length)] for length in lengths]
     first = batch // 2 + 1
     each_step = max(1, 2 * (batch - first) // num_output)
     for i, prompt_token_ids in enumerate(prompts):
         # The other requests arrive while these decode, so that some steps have both prefill and decode work.
         if i >= first and (i - first) % each_step == 0:
             engine.step()
-        engine.add_request(f"calibrate-{i}", prompt_token_ids, params)
+        engine.add_request(EngineRequest(f"calibrate-{i}", prompt_token_ids, params))
     while engine.has_work:
         engine.step()
 

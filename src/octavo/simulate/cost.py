@@ -19,6 +19,7 @@ from operator import mul
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.plan import StepPlan
 from octavo.errors import ParameterError, UsageError
 from octavo.simulate.models import ModelShape
@@ -187,7 +188,7 @@ class RooflineCost:
 
     model: ModelShape
     device: Device
-    block_size: int
+    kv: KVCacheSpec
     num_devices: int = 1
 
     @property
@@ -204,8 +205,7 @@ class RooflineCost:
 
     @property
     def move_s(self) -> float:
-        block_bytes = self.model.kv_bytes_per_token * self.block_size
-        return self.device.move_s + block_bytes / (self.device.host_link * self.num_devices)
+        return self.device.move_s + self.kv.bytes_per_block / (self.device.host_link * self.num_devices)
 
     def step_s(self, plan: StepPlan) -> float:
         work, model, device = step_work(plan), self.model, self.device
@@ -219,7 +219,7 @@ class RooflineCost:
             max(weights_s, (work.num_new + tokens_per_pass) * token_s)
             + passes * max(weights_s, tokens_per_pass * token_s)
             + work.chunk_pairs * model.flops_per_pair / flops
-            + work.kv_tokens * model.kv_bytes_per_token / bandwidth
+            + work.kv_tokens * self.kv.bytes_per_token / bandwidth
             + work.num_passes * device.launch_s
             + (work.num_slices + work.num_decoding - tokens_per_pass) * device.slice_s
             + self._all_reduce_s(work.num_new + tokens_per_pass)
@@ -232,14 +232,13 @@ class RooflineCost:
         n, model, device = self.num_devices, self.model, self.device
         if n == 1:
             return 0.0
-        sent_bytes = 2 * (n - 1) / n * num_tokens * model.hidden_size * model.dtype_bytes
+        sent_bytes = 2 * (n - 1) / n * num_tokens * model.hidden_size * model.itemsize
         return 2 * model.num_layers * (device.peer_s + sent_bytes / device.peer_link)
 
     def _block_moves_s(self, work: StepWork, bandwidth: float) -> float:
         if not work.num_copied and not work.num_swapped:
             return 0.0
-        block_bytes = self.model.kv_bytes_per_token * self.block_size
-        return work.num_copied * 2 * block_bytes / bandwidth + work.num_swapped * self.move_s
+        return work.num_copied * 2 * self.kv.bytes_per_block / bandwidth + work.num_swapped * self.move_s
 
 
 @dataclass(frozen=True, slots=True)

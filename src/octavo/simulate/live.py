@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.core.plan import RowSetup
 from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import RequestOutput
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.executor import OUTPUT_TOKEN
@@ -81,7 +82,7 @@ def run_calls(
 def _submit(engine: Engine, call: ScheduledCall) -> RequestOutput | None:
     if call.params is None:
         return engine.abort(call.request_id)
-    engine.add_request(call.request_id, call.prompt_token_ids, call.params)
+    engine.add_request(EngineRequest(call.request_id, call.prompt_token_ids, call.params))
     return None
 
 

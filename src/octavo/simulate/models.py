@@ -6,13 +6,14 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import ModelNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model. `num_heads` query heads share `num_kv_heads` K/V heads of size `head_dim`. Parameters and
-    elements of K and V take `dtype_bytes` each; sequences have at most `max_len` tokens."""
+    """Sizes of a model. `num_heads` query heads share `num_kv_heads` K/V heads of size `head_dim`. Parameters, K and V
+    have one dtype; sequences have at most `max_len` tokens."""
 
     name: str
     num_params: int
@@ -22,16 +23,18 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     max_len: int
-    dtype_bytes: int = 2
+    dtype: str = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_params * self.dtype_bytes
+        return self.num_params * self.itemsize
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+    def kv_cache(self, block_size: int) -> KVCacheSpec:
+        return KVCacheSpec.of(self, block_size, self.dtype)
 
     @property
     def flops_per_pair(self) -> int:
@@ -96,5 +99,5 @@ def _from_config(path: Path) -> ModelShape:
         spec.num_kv_heads,
         spec.head_dim,
         spec.max_position_embeddings,
-        4 if spec.dtype == "float32" else 2,
+        spec.dtype,
     )

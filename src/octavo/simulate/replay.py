@@ -226,7 +226,7 @@ def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel)
     recorded, engine = recording.file.settings, recording.file.engine
     block_size = settings.get("block_size", recorded["block_size"])
     num_tokens = recorded["num_blocks"] * recorded["block_size"]
-    block_bytes = MODEL.kv_bytes_per_token * recorded["block_size"]
+    block_bytes = MODEL.kv_cache(recorded["block_size"]).bytes_per_block
     known: dict[str, Any] = {
         "block_size": block_size,
         "num_gpu_blocks_override": max(1, num_tokens // block_size),

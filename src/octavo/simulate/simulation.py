@@ -18,8 +18,10 @@ import numpy as np
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import EngineError, MemoryBudgetError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -70,8 +72,8 @@ class SimConfig:
         return self.args.resolved("cpu" if self.device.name == "cpu" else "cuda")
 
     @property
-    def block_bytes(self) -> int:
-        return self.model.kv_bytes_per_token * self.args.block_size
+    def kv(self) -> KVCacheSpec:
+        return self.model.kv_cache(self.args.block_size)
 
     def num_blocks(self) -> int:
         """Usable blocks of a replica. Raises `MemoryBudgetError` if the weights leave no room for KV blocks."""
@@ -83,23 +85,23 @@ class SimConfig:
         else:
             share = args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
             room = self.device.memory_bytes * self.num_devices * share - self.model.weight_bytes
-        if room < self.block_bytes:
+        if room < self.kv.bytes_per_block:
             raise MemoryBudgetError(
                 f"{self.model.name} takes {self.model.weight_bytes / 1e9:.1f} GB and {self.num_devices} x "
                 f"{self.device.name} has {self.device.memory_bytes * self.num_devices / 1e9:.0f} GB: no room for KV "
                 "blocks; use more devices or larger ones"
             )
-        return int(room // self.block_bytes)
+        return int(room // self.kv.bytes_per_block)
 
     def num_host_blocks(self) -> int:
         space = self.args.swap_space
         room = DEFAULT_SWAP_BYTES if space is None else space * GIB
-        return min(self.num_blocks(), int(room // self.block_bytes))
+        return min(self.num_blocks(), int(room // self.kv.bytes_per_block))
 
     def cost_model(self) -> CostModel:
         if self.cost is not None:
             return self.cost
-        return RooflineCost(self.model, self.device, self.args.block_size, self.num_devices)
+        return RooflineCost(self.model, self.device, self.kv, self.num_devices)
 
 
 @dataclass(slots=True)
@@ -198,7 +200,9 @@ class Replica:
         self.clock.advance_to(arrival.time_s)
         name = str(index)
         try:
-            self.engine.add_request(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
+            self.engine.add_request(
+                EngineRequest(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
+            )
         except UsageError as error:
             count, message = self.records.refused.get(type(error).__name__, (0, str(error)))
             self.records.refused[type(error).__name__] = (count + 1, message)

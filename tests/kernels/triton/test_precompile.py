@@ -11,32 +11,19 @@ import pytest
 import torch
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import precompile
 from octavo.kernels.triton.linear import skinny, skinny_hopper
-from octavo.kernels.triton.linear.skinny_hopper import HopperTuning
-
-
-class FakeDriver:
-    """A Hopper GPU that compiles kernels and runs none."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+from octavo.kernels.triton.linear.tuning import HopperTuning
+from tests.kernels.triton.compiled import FakeDriver
 
 
 @pytest.fixture(autouse=True)
 def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake GPU with an empty cache on disk, also for child processes, and no kernel in memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver((9, 0)))
     for kernel in (skinny_hopper._skinny_hopper, skinny._make_normed_residual):
         monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
 

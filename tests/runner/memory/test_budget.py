@@ -9,39 +9,40 @@ from typing import Any
 import pytest
 
 from octavo.config import GIB, EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.runner.memory import budget as memory
-from octavo.runner.memory.budget import MemoryBudget, plan_memory
+from octavo.runner.memory.budget import FreeMemory, MemoryBudget, plan_memory
 
 KIB = 1 << 10
-PER_TOKEN = 4 * KIB  # a block of 16 tokens takes 64 KiB
+KV = KVCacheSpec(num_layers=16, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")  # 64 KiB a block
 
 
 def plan(*, free: int = 64 * GIB, model_len: int = 2048, **options: Any) -> MemoryBudget:
     args = EngineArgs(model="m", **options)
-    return plan_memory(args, bytes_per_token=PER_TOKEN, weight_bytes=GIB, model_len=model_len, free_bytes=free)
+    return plan_memory(args, KV, FreeMemory(weights=GIB, host=free), model_len=model_len)
 
 
 def test_a_given_number_of_blocks_is_used_unchanged() -> None:
     budget = plan(num_gpu_blocks_override=333, swap_space=0)
     assert (budget.num_blocks, budget.num_host_blocks, budget.max_model_len) == (333, 0, 2048)
-    assert budget.bytes_per_block == 64 * KIB and not budget.warnings
+    assert budget.kv.bytes_per_block == 64 * KIB and not budget.warnings
 
 
 def test_kv_cache_memory_bytes_includes_the_null_block() -> None:
     budget = plan(kv_cache_memory_bytes=200 * 64 * KIB + 5, swap_space=0)
     assert budget.num_blocks == 199
-    assert (budget.num_blocks + 1) * budget.bytes_per_block == 200 * 64 * KIB
+    assert budget.pool_bytes == 200 * 64 * KIB
 
 
 def test_the_default_pool_is_the_smallest_of_three_sizes() -> None:
     needed = plan(max_num_seqs=4, model_len=1000)  # all blocks that requests can use
     assert needed.num_blocks == 4 * cdiv(1000, 16)
     four_gib = plan(max_num_seqs=1000)
-    assert (four_gib.num_blocks + 1) * four_gib.bytes_per_block == 4 * GIB
+    assert four_gib.pool_bytes == 4 * GIB
     quarter = plan(max_num_seqs=1000, free=GIB)
-    assert (quarter.num_blocks + 1) * quarter.bytes_per_block == GIB // 4
+    assert quarter.pool_bytes == GIB // 4
 
 
 def test_a_pool_smaller_than_the_models_positions_limits_max_model_len() -> None:
@@ -132,13 +133,6 @@ def test_swap_space_is_at_most_the_pool() -> None:
     assert any("swap_space 2.5" in w for w in cut.warnings)
 
 
-def test_free_memory_is_measured_if_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: GIB)
-    budget = plan_memory(EngineArgs(model="m"), bytes_per_token=PER_TOKEN, weight_bytes=0, model_len=2048)
-    assert budget.free_bytes == GIB
-    assert (budget.num_blocks + 1) * budget.bytes_per_block == GIB // 4
-
-
 def test_free_memory_is_the_machines_or_its_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     files: dict[str, str] = {}
     monkeypatch.setattr(memory, "_read", lambda path: files.get(path, ""))
@@ -159,4 +153,4 @@ def test_weights_larger_than_the_free_memory_raise() -> None:
         MemoryBudgetError,
         match=r"take 3.00 GiB, 1.00 GiB more than the free memory;.*; run `octavo doctor m` for flags that fit$",
     ):
-        plan_memory(EngineArgs(model="m"), bytes_per_token=8, weight_bytes=3 << 30, model_len=64, free_bytes=-(1 << 30))
+        plan_memory(EngineArgs(model="m"), KV, FreeMemory(weights=3 * GIB, host=-GIB), model_len=64)

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from octavo.config import GIB, EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
 from octavo.runner.memory import profile
-from octavo.runner.memory.budget import plan_memory
+from octavo.runner.memory.budget import FreeMemory, plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile
 
 ARGS = EngineArgs(model="m").resolved("cuda")
-BLOCK = 1 << 20
+KV = KVCacheSpec(num_layers=32, num_kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
+BLOCK = KV.bytes_per_block  # 1 MiB
 MEMORY = GPUMemoryProfile(
     total=80 * GIB,
     utilization=0.9,
@@ -29,7 +31,7 @@ MEMORY = GPUMemoryProfile(
 
 def test_available_kv_bytes_are_what_the_engine_leaves() -> None:
     assert MEMORY.available_kv_bytes == 72 * GIB - 21 * GIB - profile.SPARE_BYTES
-    MEMORY.check(ARGS, BLOCK)
+    MEMORY.check(ARGS, KV)
 
 
 def test_utilization_is_the_engines_share_and_at_most_the_free_memory() -> None:
@@ -43,8 +45,8 @@ def test_utilization_is_the_engines_share_and_at_most_the_free_memory() -> None:
 def test_too_little_memory_names_a_utilization_that_fits() -> None:
     tight = replace(MEMORY, utilization=0.2)
     with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.28$") as error:
-        tight.check(ARGS, BLOCK)
-    replace(MEMORY, utilization=0.28).check(ARGS, BLOCK)
+        tight.check(ARGS, KV)
+    replace(MEMORY, utilization=0.28).check(ARGS, KV)
     assert "0.2 of 80.00 GiB is 16.00 GiB" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -56,25 +58,29 @@ def test_without_such_a_utilization_smaller_steps_or_free_memory_are_named(other
         MemoryBudgetError,
         match=r"; lower max_num_batched_tokens to (\d+) and max_num_seqs to (\d+), or free ([\d.]+) GiB more on",
     ) as raised:
-        memory.check(ARGS, BLOCK)
+        memory.check(ARGS, KV)
     tokens, rows, more = re.findall(r" (?:to|free) ([\d.]+)", str(raised.value))
     share = max(int(tokens) / (ARGS.max_num_batched_tokens or 1), int(rows) / (ARGS.max_num_seqs or 1))
     assert 0.1 < share < 1
-    replace(memory, activations=int(2 * GIB * share), graphs=int(3 * GIB * share)).check(ARGS, BLOCK)
-    replace(memory, other_processes=other_processes - int(float(more) * GIB)).check(ARGS, BLOCK)
+    replace(memory, activations=int(2 * GIB * share), graphs=int(3 * GIB * share)).check(ARGS, KV)
+    replace(memory, other_processes=other_processes - int(float(more) * GIB)).check(ARGS, KV)
 
 
 def test_without_any_fitting_value_the_doctor_is_named() -> None:
     with pytest.raises(MemoryBudgetError, match=r"; free 5.25 GiB more .* and raise gpu_memory_utilization to 0.28$"):
-        replace(MEMORY, utilization=0.1, other_processes=63 * GIB).check(ARGS, BLOCK)
+        replace(MEMORY, utilization=0.1, other_processes=63 * GIB).check(ARGS, KV)
     with pytest.raises(MemoryBudgetError, match=r"; run `octavo doctor m` for flags that fit$"):
-        replace(MEMORY, weights=79 * GIB).check(ARGS, BLOCK)
+        replace(MEMORY, weights=79 * GIB).check(ARGS, KV)
+
+
+def kv_of(bytes_per_block: int) -> KVCacheSpec:
+    return KVCacheSpec(bytes_per_block // 4, 1, 1, 1, "bfloat16")
 
 
 def test_a_pool_needs_the_null_block_and_one_more() -> None:
-    MEMORY.check(ARGS, MEMORY.available_kv_bytes // 2)
+    MEMORY.check(ARGS, kv_of(MEMORY.available_kv_bytes // 2))
     with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.91$"):
-        replace(MEMORY, other_processes=0).check(ARGS, MEMORY.available_kv_bytes // 2 + GIB // 4)
+        replace(MEMORY, other_processes=0).check(ARGS, kv_of(MEMORY.available_kv_bytes // 2 + GIB // 4))
 
 
 @pytest.mark.parametrize(
@@ -106,25 +112,18 @@ def test_a_smaller_pool_leaves_the_missing_bytes(options: dict[str, Any], remedy
 
 def plan(**options: Any) -> Any:
     args = EngineArgs(model="m", **options).resolved("cuda")
-    return plan_memory(
-        args,
-        bytes_per_token=1 << 16,
-        weight_bytes=GIB,
-        model_len=4096,
-        free_bytes=10 * GIB,
-        device_bytes=20 * GIB,
-    )
+    return plan_memory(args, KV, FreeMemory(weights=GIB, host=10 * GIB, device=20 * GIB), model_len=4096)
 
 
 def test_the_pool_uses_device_memory_and_swap_space_host_memory() -> None:
     budget = plan()
-    assert (budget.num_blocks + 1) * budget.bytes_per_block == 20 * GIB
-    assert budget.num_host_blocks * budget.bytes_per_block == 4 * GIB
+    assert budget.pool_bytes == 20 * GIB
+    assert budget.swap_bytes == 4 * GIB
     assert plan(swap_space=9).num_host_blocks == 9 * 1024
     with pytest.raises(MemoryBudgetError, match=r"; lower swap_space to 10$"):
         plan(swap_space=11)
     plan(swap_space=10)
-    assert plan().table().endswith("free memory after the weights 20.00 GiB on the device and 10.00 GiB on the host")
+    assert str(plan()).endswith("free memory after the weights 20.00 GiB on the device and 10.00 GiB on the host")
     with pytest.raises(
         MemoryBudgetError, match=f"; lower kv_cache_memory_bytes to {20 * GIB}, lower swap_space to 10$"
     ):

@@ -13,6 +13,7 @@ import pytest
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest
 from octavo.errors import TraceError
 from octavo.params.sampling_params import SamplingParams
 from octavo.view.live.messages import Counts, Delta, Frame, RequestView, Seals, Snapshot
@@ -165,7 +166,7 @@ def test_dump_of_the_flight_recorder_is_replayed(tmp_path: Path) -> None:
     recorder = FlightRecorder(engine)
     for i in range(6):
         engine.add_request(
-            f"r{i}", [1, 2, 3, 4, i], SamplingParams(max_tokens=12, seed=i, n=1 + i % 2, ignore_eos=True)
+            EngineRequest(f"r{i}", [1, 2, 3, 4, i], SamplingParams(max_tokens=12, seed=i, n=1 + i % 2, ignore_eos=True))
         )
     while engine.has_work:
         engine.step()

@@ -25,6 +25,7 @@ from octavo.core import snapshot
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.process.server import dump_recording
 from octavo.engine.process.thread import EngineThread
 from octavo.errors import EngineError, TraceError
@@ -122,7 +123,7 @@ def record_world(seed: int, path: Path, make: type[World] = World) -> tuple[int,
     if isinstance(world.scheduler.policy, RandomPolicy):
         return 0, Counter()
     ticks = itertools.count()
-    engine = SimpleNamespace(scheduler=world.scheduler, max_model_len=100, overlap=True)
+    engine = SimpleNamespace(scheduler=world.scheduler, limits=SimpleNamespace(max_model_len=100), overlap=True)
     recorded = RecordedEngine(engine, clock=lambda: next(ticks) / 100, segment_s=0.3, keep_s=1e9)
     world.run()
     seen = world.seen + Counter(beams=beams, pins=pins, failed=world.totals["failed steps"])
@@ -326,7 +327,7 @@ def test_repeated_pin_takes_no_more_memory() -> None:
     engine = replica_of().engine
     recorder = FlightRecorder(engine)
     for _ in range(5):
-        engine.pin("manual", [1, 2, 3, 4, 5, 6])
+        engine.add_request(EngineRequest.pinning("manual", [1, 2, 3, 4, 5, 6]))
         while engine.has_work:
             engine.step()
         engine.unpin("manual")
@@ -340,7 +341,9 @@ def test_dump_has_no_tokens_and_a_key_of_its_own(tmp_path: Path) -> None:
         replica = replica_of()
         recorder = FlightRecorder(replica.engine, clock=replica.clock, segment_s=0.1)
         replica.engine.add_request(
-            "a secret name", secret, SamplingParams(max_tokens=30, ignore_eos=True), salt=b"a secret salt"
+            EngineRequest(
+                "a secret name", secret, SamplingParams(max_tokens=30, ignore_eos=True), salt=b"a secret salt"
+            )
         )
         while replica.engine.has_work:
             replica.engine.step()
@@ -375,7 +378,7 @@ def test_recorder_attaches_and_detaches_at_any_time(tmp_path: Path) -> None:
     assert exact.records.num_preempted["recompute"] > 0
     recorded.recorder.detach()
     num_bytes = recorded.recorder.num_bytes
-    replica.engine.add_request("late", [1, 2], SamplingParams(max_tokens=2))
+    replica.engine.add_request(EngineRequest("late", [1, 2], SamplingParams(max_tokens=2)))
     while replica.engine.has_work:
         replica.engine.step()
     assert recorded.recorder.num_bytes == num_bytes and "schedule" not in vars(replica.scheduler)
@@ -460,7 +463,7 @@ def test_crash_is_reproduced_by_the_replay(
         thread = EngineThread(replica.engine)
         outputs = thread.open_queue("a")
         params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
-        await asyncio.wrap_future(thread.call(lambda engine: engine.add_request("a", [1, 2, 3], params)))
+        await asyncio.wrap_future(thread.call(lambda engine: engine.add_request(EngineRequest("a", [1, 2, 3], params))))
         with pytest.raises(EngineError, match="PlantedError: step 7"):
             await outputs.get()
         thread.close()

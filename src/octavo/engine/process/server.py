@@ -12,7 +12,8 @@ import msgspec
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
-from octavo.engine.engine import Engine, pin_id
+from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest, pin_id
 from octavo.engine.output_processor import MakeDetokenizer, RequestState
 from octavo.engine.process import ipc
 from octavo.engine.process.heartbeat import HeartbeatSender
@@ -98,8 +99,9 @@ class EngineServer:
         """Serve until the client closes the engine."""
         engine, heartbeats = self._engine, self._heartbeats
         unsubscribe = engine.scheduler.events.subscribe(heartbeats)
+        limits = engine.limits
         ready = ipc.Ready(
-            engine.vocab_size, engine.max_model_len, list(engine.eos_token_ids), engine.max_logprobs, self._summary
+            limits.vocab_size, limits.max_model_len, list(limits.eos_token_ids), limits.max_logprobs, self._summary
         )
         self._channel.send(ready)
         heartbeats.enter("running")
@@ -235,19 +237,21 @@ class EngineServer:
     ) -> None:
         text = self._text if isinstance(params, BeamSearchParams) and params.stop else None
         self._engine.add_request(
-            add.request_id,
-            ipc.unpack_tokens(add.prompt).tolist(),
-            params,
-            priority=add.priority,
-            salt=add.salt,
-            tenant=add.tenant,
-            index_in_call=add.index_in_call,
-            seed=add.seed,
-            resume=add.resume and {index: ipc.unpack_tokens(output) for index, output in add.resume.items()},
-            grammar=grammar,
-            pin=add.pin,
-            make_detokenizer=None if text is None else text.make_detokenizer,
-            stream=True,
+            EngineRequest(
+                add.request_id,
+                ipc.unpack_tokens(add.prompt).tolist(),
+                params,
+                priority=add.priority,
+                salt=add.salt,
+                tenant=add.tenant,
+                index_in_call=add.index_in_call,
+                seed=add.seed,
+                resume=add.resume and {index: ipc.unpack_tokens(output) for index, output in add.resume.items()},
+                grammar=grammar,
+                pin=add.pin,
+                make_detokenizer=None if text is None else text.make_detokenizer,
+                stream=True,
+            )
         )
         state = self._engine.get_state(add.request_id)
         for index, output in (add.resume or {}).items():

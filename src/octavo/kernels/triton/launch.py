@@ -15,15 +15,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.kernels.triton.capability import kernels_for
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
+    from triton.language.extra.cuda import gdc_wait as gdc_wait
+except ImportError:  # a Triton without NVIDIA's modules; no kernel has USE_PDL there
+    gdc_launch_dependents = gdc_wait = None
 
 
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options for a kernel with the parameter USE_PDL."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"USE_PDL": False}
-    return {"USE_PDL": True, "launch_pdl": True}
+    return {"USE_PDL": True, "launch_pdl": True} if kernels_for(device).dependent_launch else {"USE_PDL": False}
 
 
 def or_placeholder(placeholder: Tensor, *tensors: Tensor | None) -> list[Tensor]:

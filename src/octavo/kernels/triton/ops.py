@@ -1,6 +1,6 @@
 """The operations of `reference` on a GPU, with the same signatures: in Triton, or in torch where no kernel exists.
 
-Only this package imports triton, and only a GPU needs it.
+Only this package imports triton, and only a GPU needs it. `capability` chooses the kernels of each GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.kv.block_copy import block_copy
 from octavo.kernels.triton.kv.swap import swap_in, swap_out
 from octavo.kernels.triton.kv.write import kv_write, rope_kv_write
-from octavo.kernels.triton.linear.skinny import (
-    add_linear,
-    make_normed_residual,
-    max_small_batch_tokens,
-    norm_linear,
-    project_qkv,
-)
+from octavo.kernels.triton.linear.skinny import add_linear, make_normed_residual, norm_linear, project_qkv
+from octavo.kernels.triton.linear.tuning import max_small_batch_tokens
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 from octavo.kernels.triton.sampling.logits_processors import (
     apply_row_logits_processors,

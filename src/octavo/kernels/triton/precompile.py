@@ -157,19 +157,20 @@ class CompilerPool:
             process.communicate()
 
 
-def compile_kernel(line: str) -> None:
-    """Compile one kernel of `list_kernels` into the cache on disk. Needs no GPU."""
+def compile_kernel(line: str) -> Any:
+    """Compile one kernel of `list_kernels` into the cache on disk, and return it. Needs no GPU."""
     from triton.compiler import ASTSource  # partly private to Triton: an engine must start without them
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name, data, *target = json.loads(line)
     function = getattr(importlib.import_module(module), name)
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     spec = json.loads(data)
     constants = dict(zip(map(tuple, spec["constant_keys"]), spec["constant_vals"], strict=True))
     attributes = dict(zip(map(tuple, spec["attrs_keys"]), spec["attrs_vals"], strict=True))
-    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, spec["signature"], constants, attributes)
+    source = ASTSource(function, spec["signature"], constants, attributes)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec["options"].items()}
-    triton.compile(source, target=GPUTarget(*target), options=options)
+    return triton.compile(source, target=GPUTarget(*target), options=options)
 
 
 def main() -> None:

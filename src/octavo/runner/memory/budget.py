@@ -4,120 +4,154 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.config import DEFAULT_CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """Memory for K and V, in bytes.
+
+    weights   size of the weights, which the other two do not include
+    host      of the host: for the swap space, and on a CPU for the KV pool
+    device    of a GPU, for the KV pool; None on a CPU
+    """
+
+    weights: int
+    host: int
+    device: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Numbers of blocks and the longest sequence that fit in memory. The null block is not counted: it is one more."""
 
-    weight_bytes: int
-    bytes_per_block: int
+    kv: KVCacheSpec
+    free: FreeMemory
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
-    block_size: int
-    free_bytes: int
-    device_bytes: int | None = None
     warnings: tuple[str, ...] = ()
 
-    def table(self) -> str:
-        """One line, for messages."""
-        kv, swap = (self.num_blocks + 1) * self.bytes_per_block, self.num_host_blocks * self.bytes_per_block
-        free = _gib(self.free_bytes)
-        if self.device_bytes is not None:
-            free = f"{_gib(self.device_bytes)} on the device and {free} on the host"
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.kv.block_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence that takes the whole pool. Its last token takes no slot."""
+        return self.num_tokens + 1
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.kv.pool_bytes(self.num_blocks)
+
+    @property
+    def swap_bytes(self) -> int:
+        return self.num_host_blocks * self.kv.bytes_per_block
+
+    @property
+    def free_for_swap(self) -> int:
+        """Bytes of the host that the KV pool leaves; negative if it does not fit."""
+        return self.free.host - (self.pool_bytes if self.free.device is None else 0)
+
+    def __str__(self) -> str:
+        free = _gib(self.free.host)
+        if self.free.device is not None:
+            free = f"{_gib(self.free.device)} on the device and {free} on the host"
         return (
-            f"weights {_gib(self.weight_bytes)}, KV pool {_gib(kv)} ({self.num_blocks} blocks of {self.block_size} "
-            f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory after the weights "
-            f"{free}"
+            f"weights {_gib(self.free.weights)}, KV pool {_gib(self.pool_bytes)} ({self.num_blocks} blocks of "
+            f"{self.kv.block_size} tokens, {_gib(self.kv.bytes_per_block)} each), swap space {_gib(self.swap_bytes)}, "
+            f"free memory after the weights {free}"
         )
 
 
-def plan_memory(
-    args: EngineArgs,
-    *,
-    bytes_per_token: int,
-    weight_bytes: int,
-    model_len: int,
-    free_bytes: int | None = None,
-    device_bytes: int | None = None,
-) -> MemoryBudget:
+def plan_memory(args: EngineArgs, kv: KVCacheSpec, free: FreeMemory, *, model_len: int) -> MemoryBudget:
     """Choose the sizes of the KV pool and the swap space, and the longest sequence.
 
-    bytes_per_token   K and V of one token over all layers
-    weight_bytes      size of the weights; not part of `free_bytes`
-    model_len         positions of the model
-    free_bytes        memory left by the weights; None: measure it, with the weights already loaded
-    device_bytes      memory for the KV pool on a GPU. `free_bytes` is then the host's, for the swap space only
+    model_len   positions of the model
 
     Raises `MemoryBudgetError` if no request fits, or none of the given `max_model_len`.
     """
-    free = free_memory() if free_bytes is None else free_bytes
-    if free_bytes is not None and free_bytes <= 0:
+    if free.host <= 0:
         raise MemoryBudgetError(
-            f"the weights take {_gib(weight_bytes)}, {_gib(-free_bytes)} more than the free memory; free more than "
+            f"the weights take {_gib(free.weights)}, {_gib(-free.host)} more than the free memory; free more than "
             f"that, or choose a smaller model or dtype; {doctor_hint(args)}"
         )
-    size = args.block_size
-    per_block = bytes_per_token * size
     given = args.max_model_len
-    wanted_len = model_len if given in (None, -1) else min(given or 0, model_len)
-    warnings = []
-    if given is not None and given > model_len:
-        warnings.append(f"max_model_len {given} exceeds the model's {model_len} positions; using {model_len}")
+    wanted_len = model_len if given is None or given < 0 else min(given, model_len)
+    num_blocks = _pool_blocks(args, kv, free, wanted_len)
+    budget = MemoryBudget(kv, free, num_blocks, 0, wanted_len)
+    if given in (None, -1):
+        budget = replace(budget, max_model_len=min(wanted_len, budget.longest))
+    wanted_host_blocks = _swap_bytes(args, budget) // kv.bytes_per_block
+    budget = replace(budget, num_host_blocks=min(wanted_host_blocks, max(0, num_blocks)))
+    is_cut = budget.num_host_blocks < wanted_host_blocks
+    _check_fits(args, budget, wanted_len)
+    return replace(budget, warnings=tuple(_warnings(args, budget, model_len, is_cut)))
+
+
+def _pool_blocks(args: EngineArgs, kv: KVCacheSpec, free: FreeMemory, wanted_len: int) -> int:
+    """Usable blocks of the KV pool: as given, else what fits in its memory."""
     if args.num_gpu_blocks_override is not None:
-        num_blocks = args.num_gpu_blocks_override
-    elif args.kv_cache_memory_bytes is not None:
-        num_blocks = args.kv_cache_memory_bytes // per_block - 1
-    elif device_bytes is not None:
-        num_blocks = device_bytes // per_block - 1
-    else:
-        max_blocks = (args.resolved("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
-        pool = min(DEFAULT_CPU_KV_BYTES, free // 4)
-        if args.gpu_memory_utilization is not None:
-            pool = int(args.gpu_memory_utilization * (free + weight_bytes)) - weight_bytes
-        num_blocks = min(pool // per_block - 1, max_blocks)
-    longest = num_blocks * size + 1  # of one sequence alone; its last token takes no slot
-    max_model_len = wanted_len if given is not None and given > 0 else min(wanted_len, longest)
-    if given is None and longest < wanted_len:
-        warnings.append(f"the KV pool holds {longest} tokens; max_model_len is {longest} instead of {model_len}")
-    if args.swap_space is None:  # the default takes at most what is left
-        pool_bytes = 0 if device_bytes is not None else (num_blocks + 1) * per_block
-        host = min(DEFAULT_SWAP_BYTES, max(0, free - pool_bytes))
-    else:
-        host = int(args.swap_space * GIB)
+        return args.num_gpu_blocks_override
+    if args.kv_cache_memory_bytes is not None:
+        return kv.num_blocks(args.kv_cache_memory_bytes)
+    if free.device is not None:
+        return kv.num_blocks(free.device)
+    pool_bytes = min(DEFAULT_CPU_KV_BYTES, free.host // 4)
+    if args.gpu_memory_utilization is not None:
+        pool_bytes = int(args.gpu_memory_utilization * (free.host + free.weights)) - free.weights
+    max_blocks = (args.resolved("cpu").max_num_seqs or 0) * cdiv(wanted_len, kv.block_size)
+    return min(kv.num_blocks(pool_bytes), max_blocks)
+
+
+def _swap_bytes(args: EngineArgs, budget: MemoryBudget) -> int:
+    """Bytes of the host for the swap space. The default takes at most what the KV pool leaves."""
     if args.preemption_mode == "recompute":
-        host = 0
-    num_host = host // per_block
-    if num_host > num_blocks:
-        if args.swap_space is not None:
-            warnings.append(f"swap_space {args.swap_space:g} GiB is larger than the KV pool; cut to its size")
-        num_host = max(0, num_blocks)
-    budget = MemoryBudget(
-        weight_bytes, per_block, num_blocks, num_host, max_model_len, size, free, device_bytes, tuple(warnings)
-    )
-    if num_blocks < 1 or max_model_len < 2:
+        return 0
+    if args.swap_space is not None:
+        return int(args.swap_space * GIB)
+    return min(DEFAULT_SWAP_BYTES, max(0, budget.free_for_swap))
+
+
+def _warnings(args: EngineArgs, budget: MemoryBudget, model_len: int, swap_is_cut: bool) -> Iterator[str]:
+    given = args.max_model_len
+    if given is not None and given > model_len:
+        yield f"max_model_len {given} exceeds the model's {model_len} positions; using {model_len}"
+    if given is None and budget.longest < model_len:
+        yield f"the KV pool holds {budget.longest} tokens; max_model_len is {budget.longest} instead of {model_len}"
+    if swap_is_cut and args.swap_space is not None:
+        yield f"swap_space {args.swap_space:g} GiB is larger than the KV pool; cut to its size"
+
+
+def _check_fits(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> None:
+    """Raises `MemoryBudgetError`, with a remedy, if no sequence fits in the budget or the budget not in memory."""
+    if budget.num_blocks < 1 or budget.max_model_len < 2:
         remedy = _larger_pool(args, budget, wanted_len)
-        raise MemoryBudgetError(f"No available memory for the cache blocks: {budget.table()}; {remedy}")
-    if max_model_len > longest:
+    elif budget.max_model_len > budget.longest:
         raise MemoryBudgetError(
-            f"To serve at least one request with the model's max seq len ({max_model_len}), "
-            f"{cdiv(max_model_len - 1, size)} blocks are needed and the pool has {num_blocks}; the largest "
-            f"max_model_len that fits is {longest} (-1 or auto picks it). {budget.table()}"
+            f"To serve at least one request with the model's max seq len ({budget.max_model_len}), "
+            f"{cdiv(budget.max_model_len - 1, budget.kv.block_size)} blocks are needed and the pool has "
+            f"{budget.num_blocks}; the largest max_model_len that fits is {budget.longest} (-1 or auto picks it). "
+            f"{budget}"
         )
-    kv_bytes = (num_blocks + 1) * per_block
-    host_bytes = num_host * per_block + (kv_bytes if device_bytes is None else 0)
-    if (free and host_bytes > free) or (device_bytes is not None and kv_bytes > device_bytes):
+    elif budget.swap_bytes > budget.free_for_swap or _pool_is_too_large(budget):
         remedy = _smaller_parts(args, budget)
-        raise MemoryBudgetError(f"No available memory for the cache blocks: {budget.table()}; {remedy}")
-    return budget
+    else:
+        return
+    raise MemoryBudgetError(f"No available memory for the cache blocks: {budget}; {remedy}")
+
+
+def _pool_is_too_large(budget: MemoryBudget) -> bool:
+    room = budget.free.host if budget.free.device is None else budget.free.device
+    return budget.pool_bytes > room
 
 
 def doctor_hint(args: EngineArgs) -> str:
@@ -130,52 +164,50 @@ def smaller_pool_hint(args: EngineArgs, budget: MemoryBudget, num_bytes: int) ->
 
     "" if no flag gave the size, or if no block fits.
     """
-    num_blocks = num_bytes // budget.bytes_per_block - 1
+    smaller = replace(budget, num_blocks=budget.kv.num_blocks(num_bytes))
     if args.num_gpu_blocks_override is not None:
-        remedy = f"lower num_gpu_blocks_override to {num_blocks}"
+        remedy = f"lower num_gpu_blocks_override to {smaller.num_blocks}"
+    elif args.kv_cache_memory_bytes is not None:
+        remedy = f"lower kv_cache_memory_bytes to {smaller.pool_bytes}"
     else:
-        remedy = f"lower kv_cache_memory_bytes to {(num_blocks + 1) * budget.bytes_per_block}"
-    if num_blocks < 1 or (args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None):
         return ""
-    longest = num_blocks * budget.block_size + 1
-    shorter = args.max_model_len not in (None, -1) and budget.max_model_len > longest
-    return f"{remedy} and max_model_len to {longest}" if shorter else remedy
+    if smaller.num_blocks < 1:
+        return ""
+    shorter = args.max_model_len not in (None, -1) and smaller.max_model_len > smaller.longest
+    return f"{remedy} and max_model_len to {smaller.longest}" if shorter else remedy
 
 
 def _larger_pool(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> str:
     """The remedy that makes room for a sequence of `wanted_len` tokens, or for the longest one that memory allows."""
     if wanted_len < 2:
         return "raise max_model_len to 2 or more: one prompt token and one output token"
-    size, per_block, room = budget.block_size, budget.bytes_per_block, _room(args, budget)
-    if room < 2 * per_block:
-        return f"free {_gib(2 * per_block - room)} more; {doctor_hint(args)}"
-    num_bytes = min(1 + cdiv(wanted_len - 1, size), room // per_block) * per_block
-    remedy = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {num_bytes}"
+    kv, free, room = budget.kv, budget.free, _room(args, budget)
+    if kv.num_blocks(room) < 1:
+        return f"free {_gib(kv.pool_bytes(1) - room)} more; {doctor_hint(args)}"
+    larger = replace(budget, num_blocks=min(cdiv(wanted_len - 1, kv.block_size), kv.num_blocks(room)))
+    remedy = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {larger.pool_bytes}"
     if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
-        share = ceil_2((budget.weight_bytes + num_bytes) / (budget.weight_bytes + budget.free_bytes))
+        share = ceil_2((free.weights + larger.pool_bytes) / (free.weights + free.host))
         remedy = f"raise gpu_memory_utilization to {share:g}"
-    longest = (num_bytes // per_block - 1) * size + 1
-    shorter = args.max_model_len not in (None, -1) and longest < wanted_len
-    return f"{remedy} and lower max_model_len to {longest}" if shorter else remedy
+    shorter = args.max_model_len not in (None, -1) and larger.longest < wanted_len
+    return f"{remedy} and lower max_model_len to {larger.longest}" if shorter else remedy
 
 
 def _smaller_parts(args: EngineArgs, budget: MemoryBudget) -> str:
     """The remedy that makes the KV pool and the swap space fit."""
-    kv_bytes, remedies, left = (budget.num_blocks + 1) * budget.bytes_per_block, [], budget.free_bytes
-    if budget.device_bytes is None:
-        left -= kv_bytes
-    if left < 0 or (budget.device_bytes is not None and kv_bytes > budget.device_bytes):
+    remedies = []
+    if _pool_is_too_large(budget):
         remedies.append(smaller_pool_hint(args, budget, _room(args, budget)))
-    if 0 <= left < budget.num_host_blocks * budget.bytes_per_block:
-        remedies.append(f"lower swap_space to {floor_2(left / GIB):g}")
+    if 0 <= budget.free_for_swap < budget.swap_bytes:
+        remedies.append(f"lower swap_space to {floor_2(budget.free_for_swap / GIB):g}")
     return ", ".join(remedies) if all(remedies) else doctor_hint(args)
 
 
 def _room(args: EngineArgs, budget: MemoryBudget) -> int:
     """Bytes that the KV pool may take. Half of the free memory if it holds a swap space, too: that is no larger."""
-    if budget.device_bytes is not None:
-        return budget.device_bytes
-    return budget.free_bytes // 2 if args.swap_space and args.preemption_mode != "recompute" else budget.free_bytes
+    if budget.free.device is not None:
+        return budget.free.device
+    return budget.free.host // 2 if args.swap_space and args.preemption_mode != "recompute" else budget.free.host
 
 
 def ceil_2(number: float) -> float:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
@@ -61,10 +62,10 @@ class GPUMemoryProfile:
     def _taken(self) -> int:
         return self.weights + self.activations + self.graphs + self.libraries + SPARE_BYTES
 
-    def check(self, args: EngineArgs, bytes_per_block: int) -> None:
+    def check(self, args: EngineArgs, kv: KVCacheSpec) -> None:
         """Raises `MemoryBudgetError`, with values that fit, if less is left than the smallest KV pool takes."""
-        if self.available_kv_bytes < 2 * bytes_per_block:
-            remedy = self._remedy(args, max(MIN_KV_BYTES, 2 * bytes_per_block)) or doctor_hint(args)
+        if self.available_kv_bytes < kv.pool_bytes(1):
+            remedy = self._remedy(args, max(MIN_KV_BYTES, kv.pool_bytes(1))) or doctor_hint(args)
             raise MemoryBudgetError(
                 f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
                 f"{gib(self.total)} is {gib(self.total * self.utilization)}, and the engine takes {self}; {remedy}"
@@ -87,11 +88,11 @@ class GPUMemoryProfile:
 
     def smaller_pool(self, args: EngineArgs, budget: MemoryBudget, num_missing: int) -> str:
         """The remedy that shrinks the KV pool by `num_missing` bytes, and some to spare."""
-        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block - num_missing - MIN_KV_BYTES
+        kv_bytes = budget.pool_bytes - num_missing - MIN_KV_BYTES
         if args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None:
             return smaller_pool_hint(args, budget, kv_bytes) or doctor_hint(args)
         share = floor_2((self._taken + kv_bytes) / self.total)
-        if replace(self, utilization=share).available_kv_bytes < 2 * budget.bytes_per_block:
+        if replace(self, utilization=share).available_kv_bytes < budget.kv.pool_bytes(1):
             return smaller_passes(args) or doctor_hint(args)
         return f"lower gpu_memory_utilization to {share:g}"
 
@@ -103,13 +104,11 @@ class GPUMemoryProfile:
 
     def table(self, budget: MemoryBudget) -> str:
         """Log line: the use of memory, and how many requests of some lengths fit at once."""
-        tokens = budget.num_blocks * budget.block_size
-        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block
         lengths = [n for n in (1024, 4096, 16384, 65536) if n < budget.max_model_len] + [budget.max_model_len]
-        capacity = ", ".join(f"{tokens / n:,.1f} of {n:,} tokens" for n in lengths)
+        capacity = ", ".join(f"{budget.num_tokens / n:,.1f} of {n:,} tokens" for n in lengths)
         return (
-            f"GPU memory: {self}; KV pool {gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
-            f"{tokens:,} tokens; requests at once: {capacity}"
+            f"GPU memory: {self}; KV pool {gib(budget.pool_bytes)}: {budget.num_blocks:,} blocks of "
+            f"{budget.kv.block_size}, {budget.num_tokens:,} tokens; requests at once: {capacity}"
         )
 
 
@@ -129,20 +128,17 @@ def measure(
     args: EngineArgs,
     *,
     ops: Ops,
-    kv_shape: tuple[int, ...],
-    dtype: torch.dtype,
+    kv_cache: KVCacheSpec,
     precompile: Precompile | None = None,
 ) -> GPUMemoryProfile:
     """Run the largest passes of the engine over a KV pool of one block, and measure their memory.
 
     This also compiles the kernels of all kinds of passes, or loads them from their cache.
-
-    kv_shape  of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]
     """
     num_tokens, num_rows = args.max_num_batched_tokens or 1, args.max_num_seqs or 1
     torch.cuda.reset_peak_memory_stats()
     before, other_processes = torch.cuda.memory_allocated(), _outside_torch()
-    kv = torch.zeros((2, *kv_shape), dtype=dtype, device="cuda")
+    kv = torch.zeros(kv_cache.pool_shape(1), dtype=getattr(torch, kv_cache.dtype), device="cuda")
     if precompile is not None:
         precompile(partial(_pass, model, kv, [64], ops), partial(_largest_passes, model, kv, num_tokens, num_rows, ops))
     _largest_passes(model, kv, num_tokens, num_rows, ops)

@@ -111,7 +111,7 @@ class DeviceLogitsProcessors:
     def _state(self) -> LogitsProcessorState:
         if self._allocated is None:
             num_rows, history = self._row_state.null_row, self._sampler.history
-            self._allocated = LogitsProcessorState.empty(num_rows, self._vocab_size, history, self._platform.make_pool)
+            self._allocated = LogitsProcessorState.empty(num_rows, self._vocab_size, history, self._platform.zeros)
         return self._allocated
 
     def _write(self, processors: dict[int, RowLogitsProcessors | None]) -> None:

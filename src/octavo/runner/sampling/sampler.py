@@ -122,7 +122,7 @@ class Sampler:
     @property
     def history(self) -> Tensor:
         if self._history is None:
-            self._history = self.platform.make_pool(self._history_shape, torch.int32)
+            self._history = self.platform.zeros(self._history_shape, torch.int32)
         return self._history
 
     def apply(self, plan: StepPlan) -> None:

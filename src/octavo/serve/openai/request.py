@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.engine import MAX_PRIORITY
+from octavo.engine.engine_request import MAX_PRIORITY
 from octavo.errors import UsageError
 from octavo.frontend.cooperative import YIELD_POINT
 from octavo.params.beam_search_params import BeamSearchParams

@@ -126,12 +126,13 @@ def era_cost(server: Server, *, share: float = PASS_SHARE) -> LinearCost:
     """
     bandwidth = server.device.bandwidth * server.num_devices
     flops = server.device.flops * server.num_devices
+    kv = server.model.kv_cache(16)
     return LinearCost(
         pass_s=server.model.weight_bytes / (bandwidth * share),
         new_s=2 * server.model.num_params / (flops * PROMPT_SHARE),
         decode_s=SEQUENCE_S,
-        kv_s=server.model.kv_bytes_per_token / (bandwidth * KV_SHARE),
-        copy_s=2 * server.model.kv_bytes_per_token * 16 / (bandwidth * KV_SHARE),
+        kv_s=kv.bytes_per_token / (bandwidth * KV_SHARE),
+        copy_s=2 * kv.bytes_per_block / (bandwidth * KV_SHARE),
         move_s=move_s(server, 16, num_copies=2 * server.model.num_layers),
     )
 
@@ -139,7 +140,7 @@ def era_cost(server: Server, *, share: float = PASS_SHARE) -> LinearCost:
 def move_s(server: Server, block_size: int, num_copies: int) -> float:
     """Time to move a block to the host or back. In the artifact K and V of each layer are separate, which takes many
     copies."""
-    return num_copies * COPY_S + block_size * server.model.kv_bytes_per_token / (LINK * server.num_devices)
+    return num_copies * COPY_S + server.model.kv_cache(block_size).bytes_per_block / (LINK * server.num_devices)
 
 
 class PaddedCost:

@@ -534,7 +534,7 @@ class FlightRecorder:
             self._add_outputs(request, self._live[request])
         requests = {request.number: request for request in self._segments[0].present}
         requests |= {request.number: request for segment in self._segments for request in segment.requests}
-        engine = {"max_model_len": self._engine.max_model_len, "overlap": self._engine.overlap}
+        engine = {"max_model_len": self._engine.limits.max_model_len, "overlap": self._engine.overlap}
         segments = [self._closed(segment) for segment in self._segments]
         settings, recorded = scheduler_settings(self._scheduler), list(requests.values())
         file = RecordingFile(VERSION, reason, settings, engine, recorded, segments)

@@ -9,7 +9,7 @@ import torch
 
 from octavo.kernels.triton.attention import cascade, decode
 from octavo.kernels.triton.attention.decode_schedule import DecodeTuning, decode_tuning
-from tests.kernels.triton.hopper import (
+from tests.kernels.triton.compiled import (
     MULTIPROCESSOR_REGISTERS,
     MULTIPROCESSOR_SHARED_BYTES,
     compile_for_hopper,

@@ -12,15 +12,15 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
-from octavo.kernels.triton.attention import prefill_hopper
-from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper
+from octavo.kernels.triton.attention import prefill_hopper, prefill_tuning
+from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper
 
 POINTERS = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}
 INDICES = ("tiles", "count", "block_tables", "query_start", "seq_lens")
 
 
 def compile_prefill(head_dim: int, block_size: int, group: int, *, may_split: bool) -> Any:
-    tuning = prefill_hopper.hopper_prefill_tuning(head_dim)
+    tuning = prefill_tuning.hopper_prefill_tuning(head_dim)
     padded, packed, rows = 1 << (head_dim - 1).bit_length(), group & -group, min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     constants = {
@@ -33,7 +33,7 @@ def compile_prefill(head_dim: int, block_size: int, group: int, *, may_split: bo
         "KEYS": tuning.keys,
         "K_STAGES": tuning.k_stages,
         "V_STAGES": tuning.v_stages,
-        "REGISTERS": prefill_hopper.REGISTERS,
+        "REGISTERS": prefill_tuning.HOPPER_REGISTERS,
         "MAY_SPLIT": may_split,
         "WITH_LSE": True,
     }
@@ -60,4 +60,4 @@ def test_the_prefill_kernel_compiles_and_fits(head_dim: int, block_size: int, gr
 
 def test_other_gpus_use_the_portable_kernel() -> None:
     q, kv = torch.zeros(200, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 2, 2, 16, 64, dtype=torch.bfloat16)
-    assert not prefill_hopper.supports_hopper_prefill(q, kv)  # not a Hopper GPU
+    assert not prefill_tuning.supports_hopper_prefill(q, kv)  # not a Hopper GPU

@@ -10,8 +10,14 @@ import torch
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import qkv_hopper, skinny, skinny_hopper
-from octavo.kernels.triton.linear.qkv_hopper import qkv_tuning
-from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper, register_usage
+from octavo.kernels.triton.linear.tuning import (
+    NUM_MULTIPROCESSORS,
+    QKV_HEAD_DIMS,
+    TILE_TOKENS,
+    padded_tokens,
+    qkv_tuning,
+)
+from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu, register_usage
 
 POINTERS = {
     **dict.fromkeys(("bias", "q_norm", "k_norm", "q", "kv"), "*bf16"),
@@ -31,8 +37,8 @@ def test_the_qkv_kernel_compiles_and_fits(
 ) -> None:
     """Shapes of Qwen3-0.6B, Llama 3.1 8B, Qwen2.5-1.5B and 0.5B."""
     tuning = qkv_tuning(heads + 2 * kv_heads, head_dim, num_in, num_tokens)
-    padded = skinny_hopper.padded_tokens(num_tokens)
-    tokens = min(padded, skinny_hopper.TILE_TOKENS)
+    padded = padded_tokens(num_tokens)
+    tokens = min(padded, TILE_TOKENS)
     constants = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -66,14 +72,14 @@ def test_the_qkv_kernel_compiles_and_fits(
 def test_all_programs_of_qkv_are_resident() -> None:
     """Programs that share a tile wait for each other; a thread stores four rows of a token's share."""
     for num_heads in (6, 18, 24, 32, 48, 80):
-        for head_dim in qkv_hopper.HEAD_DIMS:
+        for head_dim in QKV_HEAD_DIMS:
             for num_tokens in (1, 16, 32, 33, 64, 65, 128, 256):
                 for num_in in (576, 1024, 4096):
                     tuning = qkv_tuning(num_heads, head_dim, num_in, num_tokens)
-                    padded = skinny_hopper.padded_tokens(num_tokens)
-                    tokens = min(padded, skinny_hopper.TILE_TOKENS)
+                    padded = padded_tokens(num_tokens)
+                    tokens = min(padded, TILE_TOKENS)
                     programs = num_heads * (padded // tokens) * tuning.splits
-                    assert tuning.splits == 1 or programs <= skinny_hopper.NUM_MULTIPROCESSORS
+                    assert tuning.splits == 1 or programs <= NUM_MULTIPROCESSORS
                     assert tokens % tuning.splits == 0 and tuning.rows == head_dim
                     assert (head_dim + tokens) * tuning.columns * 2 * tuning.stages + 18432 <= SHARED_BYTES
 
@@ -89,7 +95,6 @@ def test_launch_arguments_and_fallback_of_the_qkv_kernel(monkeypatch: pytest.Mon
             )
 
     monkeypatch.setattr(qkv_hopper, "_qkv_hopper", Kernel())
-    monkeypatch.setattr(skinny_hopper, "_is_hopper", lambda device: True)
     x, bias = torch.zeros(70, 256, dtype=torch.bfloat16), torch.zeros(8 * 64, dtype=torch.bfloat16)
     weight, norm = torch.zeros(8 * 64, 256, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     residual = NormedResidual(x, x + 1, torch.zeros(3, 128))
@@ -97,7 +102,8 @@ def test_launch_arguments_and_fallback_of_the_qkv_kernel(monkeypatch: pytest.Mon
     batch = RaggedBatch.from_lists([1] * 70, [5] * 70, [[1]] * 70, 16)
     table = torch.zeros(99, 64)
     norms = {"q_norm": norm, "k_norm": norm + 1, "norm_eps": 1e-6}
-    q = skinny.project_qkv(residual, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
+    with fake_gpu(9, 0):
+        q = skinny.project_qkv(residual, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
     assert q.shape == (70, 4, 64) and args["q"] is q and args["bias"] is bias and args["squares"] is residual.squares
     assert args["q_norm"] is norm and args["k_norm"] is norms["k_norm"] and args["NORM"] and args["WITH_BIAS"]
     assert args["positions"] is batch.positions and args["slots"] is batch.slot_mapping and args["cos_sin"] is table
@@ -110,5 +116,6 @@ def test_launch_arguments_and_fallback_of_the_qkv_kernel(monkeypatch: pytest.Mon
     monkeypatch.setattr(skinny, "norm_linear", lambda *positional: norm_linear_calls.append(positional) or x)
     monkeypatch.setattr(skinny, "rope_kv_write", lambda *positional, **_: positional)
     narrow = torch.zeros(9, 3, 2, 2, 16, 32, dtype=torch.bfloat16)  # heads of 32 are not supported: two kernels
-    q, *_ = skinny.project_qkv(residual, 1e-5, weight, bias, narrow[:, 1], batch, table)
+    with fake_gpu(9, 0):
+        q, *_ = skinny.project_qkv(residual, 1e-5, weight, bias, narrow[:, 1], batch, table)
     assert not args and norm_linear_calls == [(residual, 1e-5, weight, bias)] and q.shape == (70, 4, 32)

@@ -11,7 +11,7 @@ from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
-from octavo.kernels.triton.linear.skinny import SkinnyTuning
+from octavo.kernels.triton.linear.tuning import SkinnyTuning
 from tests.kernels.pool import relative_error
 from tests.kernels.triton.device import DEVICE
 

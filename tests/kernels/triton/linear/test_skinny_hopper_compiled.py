@@ -10,8 +10,15 @@ import torch
 from octavo.integers import cdiv
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import skinny, skinny_hopper
-from octavo.kernels.triton.linear.skinny_hopper import HopperTuning, skinny_hopper_tuning
-from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper
+from octavo.kernels.triton.linear import tuning as tunings
+from octavo.kernels.triton.linear.tuning import (
+    HopperTuning,
+    linear_tuning,
+    max_small_batch_tokens,
+    padded_tokens,
+    skinny_hopper_tuning,
+)
+from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu
 
 POINTERS = {
     **dict.fromkeys(("bias", "residual", "norm", "y", "weighted"), "*bf16"),
@@ -22,8 +29,8 @@ POINTERS = {
 
 def compile_skinny(tuning: HopperTuning, num_tokens: int, *, gate: str, sums: bool) -> Any:
     """Compile the product after a norm, or with `sums` the one that is added to the residual."""
-    padded = skinny_hopper.padded_tokens(num_tokens)
-    tokens = min(padded, skinny_hopper.TILE_TOKENS)
+    padded = padded_tokens(num_tokens)
+    tokens = min(padded, tunings.TILE_TOKENS)
     constants = {
         "ROWS": tuning.rows,
         "TOKENS": tokens,
@@ -80,12 +87,12 @@ def test_all_programs_of_skinny_are_resident() -> None:
         for num_tokens in (1, 32, 33, 64, 65, 256):
             for gated in (False, True):
                 tuning = skinny_hopper_tuning(num_out, 4096, num_tokens, gated)
-                padded = skinny_hopper.padded_tokens(num_tokens)
-                rows = tuning.rows * (2 if gated else 1) + min(padded, skinny_hopper.TILE_TOKENS)
+                padded = padded_tokens(num_tokens)
+                rows = tuning.rows * (2 if gated else 1) + min(padded, tunings.TILE_TOKENS)
                 used = rows * tuning.columns * 2 * tuning.stages + 2048
-                programs = cdiv(num_out, tuning.rows) * tuning.splits * cdiv(padded, skinny_hopper.TILE_TOKENS)
+                programs = cdiv(num_out, tuning.rows) * tuning.splits * cdiv(padded, tunings.TILE_TOKENS)
                 assert used <= SHARED_BYTES and tuning.rows // tuning.splits >= 8
-                assert programs <= skinny_hopper.NUM_MULTIPROCESSORS * (SHARED_BYTES // used) or tuning.splits == 1
+                assert programs <= tunings.NUM_MULTIPROCESSORS * (SHARED_BYTES // used) or tuning.splits == 1
 
 
 def test_launch_arguments_of_the_skinny_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,15 +122,16 @@ def test_launch_arguments_of_the_skinny_kernel(monkeypatch: pytest.MonkeyPatch) 
     assert args["xs"].base is residual.weighted and args["weights"].base is gate_up and not args["WITH_NORM"]
 
 
-def test_the_kernel_is_chosen_by_device_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_chosen_by_device_size_and_dtype() -> None:
     def weight(megabytes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(megabytes << 10, 1024 // dtype.itemsize, dtype=dtype, device="meta")
 
-    assert skinny.max_small_batch_tokens(weight(30)) == skinny.MAX_TRITON_TOKENS  # not a Hopper GPU
-    assert skinny.max_small_batch_tokens(weight(200)) == 0
-    assert not isinstance(skinny._tuning(weight(30), 8, False), HopperTuning)
-    monkeypatch.setattr(skinny_hopper, "_is_hopper", lambda device: True)
-    assert [skinny.max_small_batch_tokens(weight(size)) for size in (30, 32, 33, 200)] == [256, 256, 64, 64]
-    assert isinstance(skinny._tuning(weight(30), 40, False), HopperTuning)
-    assert skinny.max_small_batch_tokens(weight(200, torch.float32)) == 0  # the kernel multiplies bfloat16 only
-    assert not isinstance(skinny._tuning(weight(30, torch.float32), 8, False), HopperTuning)
+    for capability in ((8, 0), (10, 0)):
+        with fake_gpu(*capability):
+            assert [max_small_batch_tokens(weight(size)) for size in (30, 200)] == [tunings.MAX_TRITON_TOKENS, 0]
+            assert not isinstance(linear_tuning(weight(30), 8, False), HopperTuning)
+    with fake_gpu(9, 0):
+        assert [max_small_batch_tokens(weight(size)) for size in (30, 32, 33, 200)] == [256, 256, 64, 64]
+        assert isinstance(linear_tuning(weight(30), 40, False), HopperTuning)
+        assert max_small_batch_tokens(weight(200, torch.float32)) == 0  # the kernel multiplies bfloat16 only
+        assert not isinstance(linear_tuning(weight(30, torch.float32), 8, False), HopperTuning)

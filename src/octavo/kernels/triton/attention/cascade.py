@@ -20,11 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention.common import LOG2_E, MIN_SCORE, load_kv_rows
-from octavo.kernels.triton.launch import pdl_options
+from octavo.kernels.triton.launch import gdc_wait, pdl_options
 
 PREFIX_ALIGNMENT = 64
 """Prefix lengths are multiples of so many keys: no kernel has a longer tile, so no tile is cut."""

@@ -26,7 +26,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention.cascade import (
@@ -49,7 +48,13 @@ from octavo.kernels.triton.attention.decode_schedule import (
     load_segment,
     make_decode_schedule,
 )
-from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
+from octavo.kernels.triton.launch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    or_placeholder,
+    pdl_options,
+    wait_for_predecessor,
+)
 
 
 def decode_attention(

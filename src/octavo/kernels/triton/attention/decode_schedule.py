@@ -6,7 +6,6 @@ how the work is partitioned.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention.cascade import PREFIX_FIELDS, CascadePlan, CascadeTuning, plan_cascade
+from octavo.kernels.triton.capability import num_multiprocessors
 
 SPLIT_KEYS = 512
 """Keys of a split, if the batch asks for `fixed_split`."""
@@ -28,13 +28,6 @@ PREFIX_TILES = tl.constexpr(7)
 """Field of a row of either: tiles of the shared prefix, which cascade attention reads."""
 MAX_INLINE_MERGE = 10
 """If at most so many programs share a (head, segment), the last of them to finish merges; else a second kernel does."""
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # Triton's interpreter: few, so that programs share sequences in small tests, too
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +117,13 @@ def make_decode_schedule(
     cascade_tuning  if set, shared prefixes are read once; the batch needs `common_prefix_lens`
     """
     device = batch.seq_lens.device
-    num_programs = cdiv(_num_multiprocessors(device) * tuning.programs_per_multiprocessor, 4) * 4
+    num_programs = cdiv(num_multiprocessors(device) * tuning.programs_per_multiprocessor, 4) * 4
     num_pairs = batch.num_seqs * num_kv_heads
     num_sharers = num_programs // num_pairs + 2
     num_merges, num_slots = (num_pairs if split_tiles or num_sharers > MAX_INLINE_MERGE else 0, 2 * num_programs)
     cascade = None
     if cascade_tuning is not None and num_merges == 0:
-        cascade = plan_cascade(batch, cascade_tuning, _num_multiprocessors(device), num_kv_heads, group_size, head_dim)
+        cascade = plan_cascade(batch, cascade_tuning, num_multiprocessors(device), num_kv_heads, group_size, head_dim)
     if split_tiles:
         num_tiles = cdiv(batch.max_seq_len, tuning.tile)  # of one sequence; a window may begin and end inside a tile
         num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles

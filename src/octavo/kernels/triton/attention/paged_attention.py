@@ -16,11 +16,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention.common import MAX_GROUP
 from octavo.kernels.triton.attention.decode import decode_attention
 from octavo.kernels.triton.attention.prefill import prefill_attention
-from octavo.kernels.triton.attention.prefill_hopper import (
-    hopper_prefill_attention,
-    prefers_hopper_prefill,
-    supports_hopper_prefill,
-)
+from octavo.kernels.triton.attention.prefill_tuning import prefers_hopper_prefill, supports_hopper_prefill
 
 
 @overload
@@ -73,6 +69,9 @@ def paged_attention(
             window = 0  # no sequence has that many keys
         on_hopper = not window and not batch.fixed_split and supports_hopper_prefill(q, kv_layer)
         if on_hopper and prefers_hopper_prefill(q, kv_layer, batch):
+            # Only where the GPU has its instructions
+            from octavo.kernels.triton.attention.prefill_hopper import hopper_prefill_attention
+
             hopper_prefill_attention(q, kv_layer, batch, out, lse, scale=scale, skip_single=mixed)
         else:
             prefill_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed)

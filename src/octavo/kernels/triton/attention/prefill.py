@@ -7,8 +7,6 @@ loaded one tile ahead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -16,32 +14,8 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention.common import LN_2, LOG2_E, MIN_SCORE, load_kv_rows
+from octavo.kernels.triton.attention.prefill_tuning import PrefillTuning, prefill_tuning
 from octavo.kernels.triton.attention.query_tiles import query_tiles
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTuning:
-    """Launch parameters of the portable prefill kernel.
-
-    rows  rows of a tile: its queries times the query heads of a K/V head
-    tile  keys read at a time
-    """
-
-    rows: int
-    tile: int
-    num_warps: int
-    num_stages: int
-
-
-def prefill_tuning(q: Tensor, max_query_len: int, group_size: int) -> PrefillTuning:
-    """The fastest tuning on an H200 (benchmarks/kernels/gpu_check.py)."""
-    head_dim = triton.next_power_of_2(q.shape[2])
-    if q.dtype == torch.float32:  # for tests: products of float32 do not use the tensor cores
-        return PrefillTuning(rows=32, tile=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
-    tile = 32 if head_dim > 128 else 64
-    if max_query_len * group_size <= 16:
-        return PrefillTuning(rows=16, tile=tile, num_warps=4, num_stages=3)
-    return PrefillTuning(rows=64, tile=tile, num_warps=4, num_stages=3)
 
 
 def prefill_attention(

@@ -9,7 +9,7 @@ of four warps compute 64 rows each:
     group 1            | QK n | softmax n | QK n-1, PV n | softmax n-1 | ...
 
 While one group computes exponentials, the other uses the tensor cores, and PV of a tile of keys overlaps the softmax of
-the next. If there are fewer items than programs, several programs split an item's keys, and `_merge` merges their
+the next. If there are fewer items than programs, several programs split an item's keys, and `merge_parts` merges their
 parts.
 
 Keys are walked backwards, so the tiles that need the causal mask come first. A block's K is [block_size, head_dim] in
@@ -25,12 +25,8 @@ rows before the block's first, and no memory after the last token is read:
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,89 +42,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention.common import LN_2, LOG2_E, MIN_SCORE
+from octavo.kernels.triton.attention.prefill_merge import count_parts, merge_parts
+from octavo.kernels.triton.attention.prefill_tuning import (
+    HOPPER_REGISTERS,
+    HOPPER_ROWS,
+    heads_per_tile,
+    hopper_prefill_tuning,
+    may_split_keys,
+)
 from octavo.kernels.triton.attention.query_tiles import query_tiles
-
-ROWS = 128
-"""(query, head) rows of a tile: two groups of 64, the rows of a matrix instruction."""
-REGISTERS = 232
-"""Registers of a thread in a consumer warp."""
-
-
-@dataclass(frozen=True, slots=True)
-class HopperPrefillTuning:
-    """Launch parameters of the Hopper prefill kernel.
-
-    keys                keys of a tile
-    k_stages, v_stages  tiles of K and of V in shared memory
-    """
-
-    keys: int
-    k_stages: int
-    v_stages: int
-
-
-def hopper_prefill_tuning(head_dim: int) -> HopperPrefillTuning:
-    """The fastest tuning on an H200 that fits into 227 KiB with the queries (benchmarks/kernels/gpu_vs_fa3.py)."""
-    if head_dim <= 64:
-        return HopperPrefillTuning(keys=128, k_stages=4, v_stages=4)
-    if head_dim <= 128:
-        return HopperPrefillTuning(keys=128, k_stages=3, v_stages=2)
-    return HopperPrefillTuning(keys=64, k_stages=2, v_stages=2)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def supports_hopper_prefill(q: Tensor, kv_layer: Tensor) -> bool:
-    """True if this kernel supports the tensors: Hopper, 16-bit dtypes, and strides of multiples of 16 bytes for TMA.
-
-    Strides of the pool must also be multiples of one (block, head), as in the KV pool.
-    """
-    block_size, head_dim = kv_layer.shape[3:]
-    box = block_size * head_dim
-    return (
-        _is_hopper(q.device)
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and head_dim % 8 == 0
-        and block_size >= 8
-        and q.stride(0) % 8 == 0
-        and q.stride(1) % 8 == 0
-        and q.data_ptr() % 16 == 0
-        and kv_layer.data_ptr() % 16 == 0
-        and all(stride % box == 0 for stride in kv_layer.stride()[:3])
-    )
-
-
-def prefers_hopper_prefill(q: Tensor, kv_layer: Tensor, batch: RaggedBatch) -> bool:
-    """True if this kernel is faster than `prefill_attention`: a sequence fills a tile, or keys must be split."""
-    packed = _heads_per_tile(q, kv_layer)
-    return batch.max_query_len * packed >= ROWS or _may_split(q, batch, packed)
-
-
-def _heads_per_tile(q: Tensor, kv_layer: Tensor) -> int:
-    """Query heads of a tile (packed GQA): the largest power of two that divides the group.
-
-    More heads leave fewer queries for a tile, so fewer rows are wasted where a sequence's queries end.
-    """
-    group = q.shape[1] // kv_layer.shape[2]
-    return group & -group
-
-
-def _may_split(q: Tensor, batch: RaggedBatch, packed: int) -> bool:
-    """True if there are so few tiles that several programs could split one's keys.
-
-    Only for small batches, because the merge is a second launch.
-    """
-    queries = ROWS // packed
-    max_tiles = (q.shape[0] + batch.num_seqs * (queries - 1)) // queries
-    return 2 * max_tiles * (q.shape[1] // packed) <= _num_multiprocessors(q.device)
+from octavo.kernels.triton.capability import num_multiprocessors
 
 
 def hopper_prefill_attention(
@@ -148,7 +71,7 @@ def hopper_prefill_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_layer.shape
-    tuning, packed = hopper_prefill_tuning(head_dim), _heads_per_tile(q, kv_layer)
+    tuning, packed = hopper_prefill_tuning(head_dim), heads_per_tile(q, kv_layer)
     padded = max(triton.next_power_of_2(head_dim), 64)
     rows = min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -158,14 +81,14 @@ def hopper_prefill_attention(
     boxes = (num_blocks - 1) * block_boxes + value_boxes + (num_kv_heads - 1) * head_boxes + 1
     pool = TensorDescriptor(kv_layer, [boxes, block_size, head_dim], [box, head_dim, 1], [1, rows, padded], layout)
     queries = TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // packed, packed, padded], layout)
-    tiles = query_tiles(batch, ROWS // packed, tuning.keys, num_tokens, skip_single=skip_single)
-    num_programs = _num_multiprocessors(q.device)
-    may_split = _may_split(q, batch, packed)
+    tiles = query_tiles(batch, HOPPER_ROWS // packed, tuning.keys, num_tokens, skip_single=skip_single)
+    num_programs = num_multiprocessors(q.device)
+    may_split = may_split_keys(q, batch, packed)
     partial = partial_lse = lse
     if may_split:
         key = ("prefill_attention.partial", padded)
         if key not in batch.derived:
-            sizes = [num_programs * ROWS * padded, num_programs * ROWS]
+            sizes = [num_programs * HOPPER_ROWS * padded, num_programs * HOPPER_ROWS]
             batch.derived[key] = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
         partial, partial_lse = batch.derived[key]
     _hopper_prefill[(num_programs,)](
@@ -193,13 +116,13 @@ def hopper_prefill_attention(
         KEYS=tuning.keys,
         K_STAGES=tuning.k_stages,
         V_STAGES=tuning.v_stages,
-        REGISTERS=REGISTERS,
+        REGISTERS=HOPPER_REGISTERS,
         MAY_SPLIT=may_split,
         WITH_LSE=lse.numel() > 0,
         num_warps=4,
     )
     if may_split:
-        _merge[(num_programs // 2, ROWS)](
+        merge_parts[(num_programs // 2, HOPPER_ROWS)](
             out,
             lse,
             partial,
@@ -212,7 +135,7 @@ def hopper_prefill_attention(
             HEAD_DIM=head_dim,
             HEAD_DIM_PADDED=padded,
             KEYS=tuning.keys,
-            ROWS=ROWS,
+            ROWS=HOPPER_ROWS,
             PARTS_PER_STEP=8,
             WITH_LSE=lse.numel() > 0,
             num_warps=1,
@@ -220,18 +143,6 @@ def hopper_prefill_attention(
 
 
 # -- work partition ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _count_parts(tiles, count, num_programs, HEADS: tl.constexpr, KEYS: tl.constexpr, MAY_SPLIT: tl.constexpr):
-    """(number of items, parts of each tile). If there are fewer tiles than programs, a tile's keys are split into parts
-    of at least two tiles of keys. The first tile has the most keys."""
-    num_items = tl.load(count) * HEADS
-    num_parts = 1
-    if MAY_SPLIT:
-        longest = tl.cdiv(tl.load(tiles + 2) + tl.load(tiles + 3), KEYS)
-        num_parts = tl.maximum(tl.minimum(num_programs // tl.maximum(num_items, 1), longest // 2), 1)
-    return num_items * num_parts, num_parts
 
 
 @gluon.jit
@@ -326,7 +237,7 @@ def _produce(
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0
-    num_items, num_parts = _count_parts(tiles, count, num_programs, NUM_HEADS // PACKED, KEYS, MAY_SPLIT)
+    num_items, num_parts = count_parts(tiles, count, num_programs, NUM_HEADS // PACKED, KEYS, MAY_SPLIT)
     for item_round in range(_num_program_items(num_items, program, num_programs)):
         item = _item_index(item_round, program, num_programs)
         part, head, seq, token, num_queries, position = _load_item(tiles, item, num_parts, NUM_HEADS, PACKED)
@@ -423,7 +334,7 @@ def _store(
 
 @gluon.jit
 def _store_partial(partial, partial_lse, first_row, result, row_lse):
-    """Store 64 rows of one part for `_merge`."""
+    """Store 64 rows of one part for `merge_parts`."""
     row = first_row + gl.arange(0, 64, gl.SliceLayout(1, result.type.layout))
     column = gl.arange(0, result.shape[1], gl.SliceLayout(0, result.type.layout))
     gl.store(partial + row[:, None] * result.shape[1] + column[None, :], result)
@@ -456,7 +367,7 @@ def _consume(
     row = gl.arange(0, 64, SCORE_ROW)
     key = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([64, KEYS], gl.float32, SCORES)
-    num_items, num_parts = _count_parts(tiles, count, num_programs, NUM_HEADS // PACKED, KEYS, MAY_SPLIT)
+    num_items, num_parts = count_parts(tiles, count, num_programs, NUM_HEADS // PACKED, KEYS, MAY_SPLIT)
     num_program_items = _num_program_items(num_items, program, num_programs)
     step = 0
     # The next item's fields are loaded one item ahead
@@ -638,59 +549,3 @@ def _hopper_prefill(
         [4, 1],
         [REGISTERS, 40],
     )  # fmt: skip
-
-
-# -- merging the parts of a tile --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _merge(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    tiles,
-    count,
-    num_programs,
-    NUM_HEADS: tl.constexpr,
-    PACKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS_PER_STEP: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-):
-    """Merge the parts of one row of a tile, PARTS_PER_STEP at a time."""
-    HEADS: tl.constexpr = NUM_HEADS // PACKED
-    num_items, num_parts = _count_parts(tiles, count, num_programs, HEADS, KEYS, True)
-    item = tl.program_id(0)
-    row = tl.program_id(1)
-    tile = item // HEADS
-    if (num_parts > 1) & (item * num_parts < num_items):
-        query = row // PACKED
-        if query < tl.load(tiles + tile * 4 + 2):
-            column = tl.arange(0, HEAD_DIM_PADDED)
-            row_max = MIN_SCORE
-            row_sum = 0.0
-            acc = tl.zeros([HEAD_DIM_PADDED], tl.float32)
-            for base in range(0, num_parts, PARTS_PER_STEP):
-                part = base + tl.arange(0, PARTS_PER_STEP)
-                mask = part < num_parts
-                offset = ((tile * num_parts + part) * HEADS + item % HEADS) * ROWS + row
-                part_lses = tl.load(partial_lse + offset, mask=mask, other=MIN_SCORE)
-                parts = tl.load(
-                    partial + offset[:, None] * HEAD_DIM_PADDED + column[None, :], mask=mask[:, None], other=0.0
-                )
-                new_max = tl.maximum(row_max, tl.max(part_lses, 0))
-                rescale = tl.exp2(row_max - new_max)
-                weight = tl.exp2(part_lses - new_max)
-                row_sum = row_sum * rescale + tl.sum(weight, 0)
-                acc = acc * rescale + tl.sum(parts * weight[:, None], 0)
-                row_max = new_max
-            token = (tl.load(tiles + tile * 4 + 1) + query).to(tl.int64)
-            offset = token * NUM_HEADS + item % HEADS * PACKED + row % PACKED
-            result = (acc / row_sum).to(out.dtype.element_ty)
-            tl.store(out + offset * HEAD_DIM + column, result, mask=column < HEAD_DIM)
-            if WITH_LSE:
-                tl.store(lse + offset, (row_max + tl.log2(row_sum)) * LN_2)

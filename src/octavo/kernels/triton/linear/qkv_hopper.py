@@ -10,7 +10,6 @@ attention reads it, K and V to their slots.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,34 +25,14 @@ from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear.skinny_hopper import (
     LAYOUT,
-    NUM_MULTIPROCESSORS,
     PRODUCER_REGISTERS,
-    TILE_TOKENS,
-    HopperTuning,
     barrier_counters,
     make_ring,
-    padded_tokens,
     producer,
     squares_layout,
     sync_programs,
 )
-
-HEAD_DIMS = (64, 128)
-"""Supported head sizes: the rows of a tile."""
-
-
-def qkv_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) -> HopperTuning:
-    """num_heads: of q, k and v together. As in `skinny_hopper_tuning`, all programs run at once."""
-    tiles = num_heads * triton.cdiv(num_tokens, TILE_TOKENS)
-    # Exchanging the sums of many tokens is slow.
-    max_programs = NUM_MULTIPROCESSORS if num_tokens <= TILE_TOKENS else NUM_MULTIPROCESSORS // 2
-    splits = 1
-    while splits < 16 and 2 * splits * tiles <= max_programs and num_in >= 256 * splits:
-        splits *= 2
-    if num_tokens <= 32:
-        columns, stages = (128, 4) if num_in // splits >= 512 else (64, 8)
-        return HopperTuning(head_dim, columns, splits, stages)
-    return HopperTuning(head_dim, 128, splits, max(2, min(4, triton.cdiv(num_in, 128 * splits))), registers=232)
+from octavo.kernels.triton.linear.tuning import TILE_TOKENS, padded_tokens, qkv_tuning
 
 
 def launch(

@@ -21,7 +21,6 @@ to finish adds the partial sums in a fixed order, so results do not depend on wh
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -34,70 +33,21 @@ from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton.activation import GELU_SLOPE
 from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
-from octavo.kernels.triton.linear import qkv_hopper, skinny_hopper
-from octavo.kernels.triton.linear.skinny_hopper import (
+from octavo.kernels.triton.linear.tuning import (
+    MAX_TOKENS,
+    QKV_HEAD_DIMS,
     HopperTuning,
+    Tuning,
+    linear_tuning,
     padded_tokens,
-    skinny_hopper_tuning,
-    supports_skinny_hopper,
+    supports_hopper,
 )
 
-MAX_TOKENS = 32
-"""The largest number of tokens with a tuning."""
-MAX_TRITON_TOKENS = 24
-"""With more tokens, the library's product and separate kernels are faster."""
-LARGE_WEIGHT_BYTES = 128 << 20
-"""Larger weights are read at full bandwidth by the library, which is faster with any number of tokens."""
 CACHE_LINE_BYTES = tl.constexpr(128)
 PREFETCH_COLUMNS = tl.constexpr(1024)
 """Columns of the weight that a program prefetches before its predecessor has ended."""
 SQUARES_PER_LOAD = tl.constexpr(64)
 """Partial sums of squares that are read at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class SkinnyTuning:
-    """Launch parameters of the Triton kernel.
-
-    rows, columns  a program's tile of the weight
-    splits         programs that share a row
-    """
-
-    rows: int
-    columns: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-
-Tuning = SkinnyTuning | HopperTuning
-
-
-def skinny_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyTuning:
-    """The fastest tuning on an H200 (benchmarks/kernels/bench_skinny.py)."""
-    few = num_tokens <= 16
-    if gated and num_in > 2048:
-        return SkinnyTuning(32, 256, 1, num_warps=4, num_stages=3)
-    if gated:
-        return SkinnyTuning(32, 128, 1, num_warps=2, num_stages=4) if few else SkinnyTuning(64, 128, 1, 4, 3)
-    if few and num_out > 4096:
-        return SkinnyTuning(16, 256, 2, num_warps=2, num_stages=3)
-    if max(num_out // 2, num_in) <= 1024:
-        return SkinnyTuning(16, 128, 1 if num_out > 1024 else 2, num_warps=2, num_stages=4)
-    if few:
-        splits = max(1, min(512 * 32 // num_out, num_in // 256, 16))
-        return SkinnyTuning(32, 256, 1 << (splits.bit_length() - 1), num_warps=4, num_stages=3)
-    if num_in <= 1024:
-        return SkinnyTuning(32, 128, 2, num_warps=2, num_stages=4)
-    return SkinnyTuning(64, 64, 16, num_warps=4, num_stages=5)
-
-
-def max_small_batch_tokens(weight: Tensor) -> int:
-    """`reference.max_small_batch_tokens`."""
-    if supports_skinny_hopper(weight):
-        small = weight.nbytes <= skinny_hopper.SMALL_WEIGHT_BYTES
-        return skinny_hopper.MAX_TOKENS_SMALL_WEIGHT if small else skinny_hopper.MAX_TOKENS
-    return MAX_TRITON_TOKENS if weight.nbytes <= LARGE_WEIGHT_BYTES else 0
 
 
 def make_normed_residual(x: Tensor, norm: Tensor) -> NormedResidual:
@@ -154,7 +104,9 @@ def project_qkv(
     norm_eps: float = 0.0,
 ) -> Tensor:
     """`reference.project_qkv` for at most `max_small_batch_tokens`."""
-    if supports_skinny_hopper(weight) and kv_layer.shape[4] in qkv_hopper.HEAD_DIMS:
+    if supports_hopper(weight) and kv_layer.shape[4] in QKV_HEAD_DIMS:
+        from octavo.kernels.triton.linear import qkv_hopper  # only where the GPU has its instructions
+
         return qkv_hopper.launch(
             residual, eps, weight, bias, kv_layer, batch, cos_sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps
         )
@@ -162,14 +114,6 @@ def project_qkv(
     return rope_kv_write(
         q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
     )
-
-
-def _tuning(weight: Tensor, num_tokens: int, gated: bool) -> Tuning:
-    num_rows, num_in = weight.shape
-    num_out = num_rows // 2 if gated else num_rows
-    if supports_skinny_hopper(weight):
-        return skinny_hopper_tuning(num_out, num_in, num_tokens, gated)
-    return skinny_tuning(num_out, num_in, num_tokens, gated)
 
 
 @functools.cache
@@ -194,8 +138,10 @@ def _launch(
     num_tokens, num_in = x.shape
     num_out = weight.shape[0] // (2 if gate else 1)
     assert num_tokens > 0 and weight.is_contiguous() and x.stride(1) == 1, (x.shape, x.stride())
-    tuning = tuning or _tuning(weight, num_tokens, bool(gate))
+    tuning = tuning or linear_tuning(weight, num_tokens, bool(gate))
     if isinstance(tuning, HopperTuning):
+        from octavo.kernels.triton.linear import skinny_hopper  # only where the GPU has its instructions
+
         return skinny_hopper.launch(
             x, weight, bias, gate, tuning, squares=squares, eps=eps, residual=residual, norm=norm
         )

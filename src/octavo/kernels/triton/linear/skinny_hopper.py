@@ -16,7 +16,6 @@ share of the rows, always in the same order. So results do not depend on which p
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,95 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.integers import cdiv
 from octavo.kernels.reference.norms import Gate
 from octavo.kernels.triton.activation import GELU_SLOPE
 from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
+from octavo.kernels.triton.linear.tuning import TILE_TOKENS, HopperTuning, padded_tokens
 
-MAX_TOKENS, MAX_TOKENS_SMALL_WEIGHT = 64, 256
-"""Up to so many tokens it is faster than the library; the second for weights of at most SMALL_WEIGHT_BYTES. Results are
-correct with any number."""
-SMALL_WEIGHT_BYTES = 32 << 20
-TILE_TOKENS = 64
-NUM_MULTIPROCESSORS = 132
-"""Of the GPU that the tunings are chosen for; results are correct on any."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 PRODUCER_REGISTERS = gl.constexpr(40)
 """Registers of a thread of the producer warp; the rest goes to the consumer warps."""
-
-
-@dataclass(frozen=True, slots=True)
-class HopperTuning:
-    """Launch parameters of the Hopper kernels.
-
-    rows       rows of a tile; with a gate, of each half of the weight
-    columns    columns of a step
-    splits     programs that share a tile
-    stages     steps in shared memory
-    registers  registers of a thread when a program starts
-    """
-
-    rows: int
-    columns: int
-    splits: int
-    stages: int
-    registers: int = 128
-
-
-def skinny_hopper_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> HopperTuning:
-    """The fastest tuning on an H200 (benchmarks/kernels/bench_skinny.py).
-
-    All programs run at once, usually as many as multiprocessors or a few less, so that none starts when others end.
-    """
-    if num_tokens > TILE_TOKENS:
-        return _multi_tile_tuning(num_out, num_in, num_tokens, gated)
-    few = num_tokens <= 32
-    tiles = triton.cdiv(num_out, 128)
-    if tiles > NUM_MULTIPROCESSORS:  # two programs fit into a multiprocessor
-        return HopperTuning(128, 64, 1, stages=(3 if few else 2) if gated else (5 if few else 4))
-    splits = max(1, min(NUM_MULTIPROCESSORS // tiles, num_in // 128, 16))
-    splits = 1 << (splits.bit_length() - 1)
-    if few and not gated:
-        return HopperTuning(128, 128, splits, stages=4) if num_in // splits >= 512 else HopperTuning(128, 64, splits, 9)
-    if few:
-        return HopperTuning(128, 64, splits, stages=5)
-    if splits == 1:
-        return HopperTuning(128, 64, 1, stages=3 if gated else 5)
-    # Exchanging the sums of many tokens is slow.
-    return HopperTuning(64, 64, splits // 2, stages=5 if gated else 8)
-
-
-def _multi_tile_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> HopperTuning:
-    """Tuning for several tiles of tokens: one program for each multiprocessor, or two if there are more programs."""
-    tiles = triton.cdiv(num_out, 64) * triton.cdiv(num_tokens, TILE_TOKENS)
-    if tiles > NUM_MULTIPROCESSORS:
-        return HopperTuning(64, 64, 1, stages=4 if gated else 6)
-    if gated:
-        return HopperTuning(64, 128, 1, stages=4, registers=232)
-    splits = 1
-    while splits < 8 and 2 * splits * tiles <= NUM_MULTIPROCESSORS and num_in >= 256 * splits:
-        adds_residual = splits == 1 and num_out <= num_in  # a slow epilogue
-        if splits * tiles >= 50 and num_in // splits <= 1600 and not adds_residual:
-            break
-        splits *= 2
-    return HopperTuning(64, 128, splits, max(2, min(7, triton.cdiv(num_in, 128 * splits))), registers=232)
-
-
-def padded_tokens(num_tokens: int) -> int:
-    """num_tokens, rounded up to whole tiles of TILE_TOKENS or to one smaller tile of at least 16 tokens."""
-    if num_tokens > TILE_TOKENS:
-        return cdiv(num_tokens, TILE_TOKENS) * TILE_TOKENS
-    return max(16, int(triton.next_power_of_2(num_tokens)))
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def supports_skinny_hopper(weight: Tensor) -> bool:
-    """True if this kernel supports the weight: Hopper, bfloat16, and rows of multiples of 16 bytes."""
-    return _is_hopper(weight.device) and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import libdevice
+from triton.language.extra import libdevice
 
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.reference.sampling import GOLDEN, MIX_1, MIX_2

@@ -1,23 +1,70 @@
-"""Compiles kernels for Hopper without a GPU."""
+"""Compiles kernels for GPUs that are not there: the launches of a pass for any capability, or one kernel for Hopper."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import triton
 from triton import compile as triton_compile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from octavo.kernels.triton import capability, launch, precompile
+
 SHARED_BYTES = 227 * 1024
-"""Limit of a program."""
+"""Limit of a program on Hopper."""
+SHARED_LIMITS = {(8, 0): 99 * 1024, (9, 0): SHARED_BYTES, (10, 0): SHARED_BYTES}
+"""Limit of a program; for sm_80 that of sm_86 and sm_89, which run the same kernels in the least shared memory."""
 MULTIPROCESSOR_SHARED_BYTES = 228 * 1024
 """Shared memory of a multiprocessor; each program takes one KiB more than it asks for."""
 MULTIPROCESSOR_REGISTERS = 65536
+
+
+class FakeDriver:
+    """The driver of a GPU that compiles kernels and runs none."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._arch = 10 * capability[0] + capability[1]
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def fake_gpu(major: int, minor: int) -> Iterator[None]:
+    """Inside, every tensor is on a GPU of this capability with 132 multiprocessors. Kernels cannot be launched."""
+    cached = (capability.kernels_for, capability.num_multiprocessors, launch.pdl_options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.runtime.driver, "_active", FakeDriver((major, minor)))
+        patch.setattr(capability, "compute_capability", lambda device: (major, minor))
+        patch.setattr(capability, "count_multiprocessors", lambda device: 132)
+        for function in cached:
+            function.cache_clear()
+        try:
+            yield
+        finally:
+            for function in cached:
+                function.cache_clear()
+
+
+def list_launches(major: int, minor: int, *passes: Callable[[], object]) -> list[str]:
+    """What the passes launch on a GPU of this capability: a line for `precompile.compile_kernel` each."""
+    with fake_gpu(major, minor):
+        return precompile.list_kernels(*passes)
 
 
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: int) -> Any:

@@ -1,4 +1,4 @@
-"""The merge of Hopper's prefill kernel, which the interpreter can run; tests/gpu runs the rest."""
+"""The merge of prefill tiles whose keys are split. tests/gpu also runs it after Hopper's kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from octavo.kernels.triton.attention.prefill_hopper import _merge
+from octavo.kernels.triton.attention.prefill_merge import merge_parts
 from tests.kernels.triton.device import DEVICE, close
 
 
@@ -19,7 +19,7 @@ def test_parts_of_a_tile_are_weighted_by_their_lse() -> None:
     part_lses = torch.randn(num_parts, 8, device=DEVICE)
     part_lses[1, :4] = -1e30
     out, lse = torch.zeros(5, heads, head_dim, device=DEVICE), torch.zeros(5, heads, device=DEVICE)
-    _merge[(2, 8)](
+    merge_parts[(2, 8)](
         out, lse, partial, part_lses, tiles, count, num_parts,
         NUM_HEADS=heads, PACKED=heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=64, KEYS=8, ROWS=8, PARTS_PER_STEP=2,
         WITH_LSE=True,

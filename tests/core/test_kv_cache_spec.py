@@ -1,0 +1,48 @@
+"""A `KVCacheSpec` has the shape and the bytes of the tensors that the engine makes from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM
+from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
+from tests.models.tiny import KINDS, make_tiny_checkpoint, read_spec
+
+NUM_BLOCKS = 7
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_checkpoint(request.param, tmp_path_factory.mktemp("spec") / request.param))
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_bytes_equal_the_engines_tensors(model: str, dtype: str) -> None:
+    with LLM(
+        model,
+        device="cpu",
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        block_size=4,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        max_model_len=-1,
+        swap_space=1.0,
+    ) as llm:
+        config, runner = llm.config, llm.engine.executor.runner
+        spec = config.kv
+        assert (spec, spec.dtype) == (KVCacheSpec.of(read_spec(Path(model)), 4, dtype), config.dtype)
+        for kv, num_blocks in ((runner.kv, config.num_blocks), (runner.host_kv, config.num_host_blocks)):
+            assert num_blocks == NUM_BLOCKS
+            assert (kv.dtype, tuple(kv.shape)) == (getattr(torch, dtype), spec.pool_shape(num_blocks))
+            assert kv.nbytes == spec.pool_bytes(num_blocks)
+            assert kv[1].nbytes == spec.bytes_per_block
+            assert kv[1, ..., 0, :].nbytes == spec.bytes_per_token
+            assert spec.num_blocks(kv.nbytes) == spec.num_blocks(kv.nbytes + spec.bytes_per_block - 1) == num_blocks
+        assert config.kv_bytes == runner.kv.nbytes
+
+
+def test_itemsizes_are_torchs() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE

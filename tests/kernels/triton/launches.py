@@ -1,0 +1,189 @@
+"""Calls of the GPU's operations that together launch every kernel, in the variants that models use.
+
+`LAUNCHES` has a function for each group of kernels; compiled.py lists the kernels that they launch, for any GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.integers import cdiv
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.reference.norms import Gate, NormedResidual
+from octavo.kernels.row_state import DecodeInputs, LogitsProcessorState, RowState
+from octavo.kernels.triton import ops
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BLOCK_SIZE = 16
+QWEN_05B, QWEN3, LLAMA, SMALL = (14, 2, 64), (16, 8, 128), (32, 8, 128), (8, 2, 80)
+"""Query heads, K/V heads and head size."""
+
+
+def attend(
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: tuple[int, int, int] = LLAMA,
+    *,
+    block_size: int = BLOCK_SIZE,
+    dtype: torch.dtype = BF16,
+    window: int = 0,
+    return_lse: bool = False,
+    fixed_split: bool = False,
+    cascade: bool = False,
+) -> None:
+    """Two layers of one step: the second finds the schedule that the first made."""
+    num_heads, num_kv_heads, head_dim = heads
+    tables = [[1] * cdiv(n, block_size) for n in seq_lens]
+    batch = replace(RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size), fixed_split=fixed_split)
+    if cascade:
+        batch = replace(batch, common_prefix_lens=torch.zeros(len(seq_lens), dtype=torch.int32))
+    kv = torch.empty(3, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
+    fused = torch.empty(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    for layer in range(2):
+        q = fused[:, :num_heads]
+        ops.paged_attention(q, kv[:, layer], batch, scale=0.1, window=window, return_lse=return_lse)
+
+
+def decode() -> None:
+    """Few and many sequences, with heads that need masks, large groups and long rows."""
+    for heads, num_seqs in ((QWEN_05B, 40), (QWEN3, 1), (LLAMA, 256), ((8, 8, 96), 2), ((8, 1, 256), 64), (SMALL, 8)):
+        attend([1] * num_seqs, [300] * num_seqs, heads)
+
+
+def decode_with_other_settings() -> None:
+    """Sliding windows, fixed splits, log-sum-exp, other blocks and dtypes."""
+    ones, lens = [1] * 130, [600] * 130
+    attend(ones, lens, window=128)
+    attend(ones, lens, window=128, fixed_split=True, return_lse=True)
+    attend(ones, lens, dtype=F16, block_size=64, return_lse=True)
+
+
+def cascade() -> None:
+    for heads in (QWEN_05B, LLAMA):
+        attend([1] * 256, [300] * 256, heads, cascade=True)
+
+
+def prefill() -> None:
+    """Whole prompts, mixed batches, short queries after long prompts, windows, fixed splits."""
+    attend([1000] * 20, [1000] * 20, QWEN_05B)
+    attend([100, 1, 1, 70], [100, 40, 90, 70])
+    attend([4], [4000], QWEN3)
+    attend([500], [500], (8, 1, 256))
+    attend([300], [600], window=128, return_lse=True, dtype=F16)
+    attend([300, 1], [600, 30], fixed_split=True)
+
+
+def linear() -> None:
+    """The layers of Qwen2.5-0.5B, Qwen3-0.6B and Llama 3.1 8B, up to the limits of small batches."""
+    small_layer(1, 896, 4864, QWEN_05B, "silu")
+    small_layer(17, 4096, 14336, LLAMA, "silu")
+    small_layer(24, 1024, 3072, QWEN3, "gelu")
+    small_layer(200, 1024, 3072, QWEN3, "silu")
+    small_layer(3, 328, 200, (4, 2, 40), "silu", dtype=F16)
+
+
+def small_layer(
+    num_tokens: int, hidden: int, inner: int, heads: tuple[int, int, int], gate: Gate, *, dtype: torch.dtype = BF16
+) -> None:
+    """The products of a layer, each where its batch is small enough; a layer has biases where its heads are 64 wide."""
+    num_heads, num_kv_heads, head_dim = heads
+    x, norm = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+    biased, normed = head_dim == 64, heads == QWEN3
+
+    def weight(num_out: int, num_in: int) -> tuple[Tensor, Tensor | None]:
+        bias = torch.empty(num_out, dtype=dtype) if biased else None
+        return torch.empty(num_out, num_in, dtype=dtype), bias
+
+    def fits(matrix: Tensor) -> bool:
+        return num_tokens <= ops.max_small_batch_tokens(matrix)
+
+    qkv, o = weight((num_heads + 2 * num_kv_heads) * head_dim, hidden), weight(hidden, num_heads * head_dim)
+    gate_up, down = weight(2 * inner, hidden), weight(hidden, inner)
+    residual: NormedResidual = ops.make_normed_residual(x, norm)
+    if fits(qkv[0]):
+        batch = RaggedBatch.from_lists([1] * num_tokens, [1] * num_tokens, [[1]] * num_tokens, BLOCK_SIZE)
+        kv = torch.empty(3, 2, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
+        head_norm = torch.empty(head_dim, dtype=dtype) if normed else None
+        table = torch.empty(99, head_dim)
+        ops.project_qkv(residual, 1e-5, *qkv, kv[:, 1], batch, table, q_norm=head_norm, k_norm=head_norm, norm_eps=1e-6)
+    if fits(o[0]):
+        residual = ops.add_linear(residual, torch.empty(num_tokens, num_heads * head_dim, dtype=dtype), *o, norm)
+    if fits(gate_up[0]):
+        ops.norm_linear(residual, 1e-5, *gate_up, gate)
+        ops.norm_linear(residual, 1e-5, *qkv)
+    if fits(down[0]):
+        ops.add_linear(residual, torch.empty(num_tokens, inner, dtype=dtype), *down, norm)
+
+
+def norms_and_activations() -> None:
+    for size, dtype in ((64, BF16), (4096, BF16), (896, F32)):
+        x, weight = torch.empty(300, size, dtype=dtype), torch.empty(size, dtype=dtype)
+        ops.rms_norm(x, weight, 1e-6)
+        ops.add_rms_norm(x, x, weight, 1e-6)
+        ops.silu_mul(x)
+        ops.gelu_mul(x)
+
+
+def kv_copies() -> None:
+    """Writes, block copies and swaps."""
+    for (num_heads, num_kv_heads, head_dim), normed in ((QWEN3, True), (SMALL, False)):
+        kv = torch.empty(9, 2, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=BF16)
+        fused = torch.empty(5, num_heads + 2 * num_kv_heads, head_dim, dtype=BF16)
+        q, k, v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        slots, norm = torch.zeros(5, dtype=torch.int64), torch.empty(head_dim, dtype=BF16) if normed else None
+        ops.kv_write(k, v, kv[:, 1], slots)
+        ops.rope_kv_write(q, k, v, slots, torch.empty(99, head_dim), kv[:, 1], slots, q_norm=norm, k_norm=norm)
+        ids = torch.zeros(2, 200, dtype=torch.int64)
+        for num in (1, 30, 200):
+            ops.block_copy(kv, ids[0, :num], ids[1, :num])
+        ops.swap_out(kv, kv.clone(), *ids)
+        ops.swap_in(kv, kv.clone(), *ids)
+
+
+def sampling() -> None:
+    vocab, n = 151_936, 40
+    logits, tokens = torch.empty(n, vocab, dtype=BF16), torch.zeros(n, dtype=torch.int64)
+    rows, ring, step_counter = tokens.clone(), torch.zeros(4, n, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    sampling_params = SamplingTensors.from_lists(*([[0] * n] * 7))
+    bitmask = torch.zeros(n, cdiv(vocab, 32), dtype=torch.int32)
+    mask_index = torch.zeros(n, dtype=torch.int32)
+    state = RowState.empty(n, 300, "cpu")
+    processors = LogitsProcessorState.empty(n, vocab, torch.zeros(n + 1, 300, dtype=torch.int32))
+    inputs = DecodeInputs.allocate(step_counter, rows, tokens, tokens, max_blocks=300, block_size=BLOCK_SIZE)
+    for cascade in (False, True):
+        ops.prepare_decode_inputs(state, inputs.first(n, cascade=cascade), BLOCK_SIZE)
+    batch = RaggedBatch.from_lists([500], [500], [[0] * 40], BLOCK_SIZE)
+    ops.prepare_prefill_inputs(state, rows[:1], tokens[:1], batch.positions, batch, batch.positions.clone(), BLOCK_SIZE)
+    ops.init_token_counts(processors, rows[:1], tokens[:1], torch.zeros(2, dtype=torch.int32), tokens)
+    ops.update_token_counts(processors, rows, tokens, tokens)
+    ops.apply_row_logits_processors(logits.float(), rows, tokens, state, processors)
+    ops.apply_token_bitmask(logits, mask_index, bitmask)
+    for dtype in (BF16, F32):
+        ops.sample(logits.to(dtype), sampling_params)
+        ops.sample_checked(logits.to(dtype), sampling_params)
+        ops.sample_checked(logits.to(dtype), sampling_params, (mask_index, bitmask))
+        ops.packed_top_logprobs(logits.to(dtype), 8)
+        ops.write_logprobs(state, rows, logits.to(dtype), tokens, ring, step_counter)
+    ops.commit_sampled_tokens(state, rows, tokens, ring, step_counter)
+
+
+def one_small_step() -> None:
+    """Decode attention and a norm of a small model: few kernels, which compile in seconds."""
+    attend([1] * 40, [300] * 40, QWEN_05B)
+    ops.rms_norm(torch.empty(40, 896, dtype=BF16), torch.empty(896, dtype=BF16), 1e-6)
+
+
+LAUNCHES: tuple[Callable[[], None], ...] = (
+    decode,
+    decode_with_other_settings,
+    cascade,
+    prefill,
+    linear,
+    norms_and_activations,
+    kv_copies,
+    sampling,
+)

@@ -1,0 +1,172 @@
+"""The choice of kernels by compute capability, and every kernel compiled for each kind of GPU, without one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo.kernels.triton.capability import choose_kernels, kernels_for, num_multiprocessors
+from octavo.kernels.triton.precompile import compile_kernel
+from tests.kernels.triton import launches
+from tests.kernels.triton.compiled import SHARED_LIMITS, fake_gpu, list_launches, register_usage
+
+KERNELS = Path(octavo.__file__).parent / "kernels" / "triton"
+CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
+HOPPER = {"_hopper_prefill", "_skinny_hopper", "_qkv_hopper"}
+
+
+def sm(capability: Any) -> str | None:
+    return "sm_{}{}".format(*capability) if isinstance(capability, tuple) else getattr(capability, "__name__", None)
+
+
+def names(lines: list[str]) -> set[str]:
+    return {json.loads(line)[1] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("capability", "hopper", "dependent_launch", "reason"),
+    [
+        (None, False, False, "portable kernels: no GPU"),
+        ((8, 0), False, False, "portable kernels: sm_80 has no wgmma"),
+        ((8, 9), False, False, "portable kernels: sm_89 has no wgmma"),
+        ((9, 0), True, True, "Hopper's kernels: sm_90 has wgmma"),
+        ((10, 0), False, True, "portable kernels: sm_100 has no wgmma"),
+        ((12, 0), False, True, "portable kernels: sm_120 has no wgmma"),
+    ],
+    ids=str,
+)
+def test_the_capability_chooses_the_kernels_and_the_reason_names_it(
+    capability: tuple[int, int] | None, hopper: bool, dependent_launch: bool, reason: str
+) -> None:
+    choice = choose_kernels(capability)
+    assert (choice.hopper, choice.dependent_launch, choice.reason) == (hopper, dependent_launch, reason)
+
+
+def test_a_device_without_cuda_has_the_portable_kernels() -> None:
+    assert kernels_for(torch.device("cpu")) == choose_kernels(None) and num_multiprocessors(torch.device("cpu")) == 3
+    with fake_gpu(9, 0):
+        assert kernels_for(torch.device("cpu")).hopper and num_multiprocessors(torch.device("cpu")) == 132
+    assert not kernels_for(torch.device("cpu")).hopper
+
+
+WITHOUT_NVIDIA = """
+import sys, triton
+
+BLOCKED = ("triton.experimental", "triton.language.extra.cuda")
+for name in [name for name in sys.modules if name.startswith(BLOCKED)]:
+    del sys.modules[name]
+vars(triton.language.extra).pop("cuda", None)
+
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(BLOCKED):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Blocker())
+import octavo.kernels.triton
+import octavo.kernels.triton.ops
+import octavo.kernels.triton.precompile
+
+try:
+    import octavo.kernels.triton.attention.prefill_hopper
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_the_operations_import_without_tritons_nvidia_modules() -> None:
+    """And Hopper's kernels do not, so the block works."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NVIDIA], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("No module named 'triton.experimental")
+
+
+def test_only_hopper_files_import_gluon() -> None:
+    with_gluon = {path.stem for path in KERNELS.rglob("*.py") if "import gluon" in path.read_text(encoding="utf-8")}
+    assert with_gluon == {path.stem for path in KERNELS.rglob("*_hopper.py")} != set()
+
+
+def launched_kernels() -> set[tuple[str, str]]:
+    """(module, kernel) of every `kernel[grid](...)` in the source."""
+    found = set()
+    for path in KERNELS.rglob("*.py"):
+        module = ".".join(("octavo.kernels.triton", *path.relative_to(KERNELS).with_suffix("").parts))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        jitted = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list)
+        }
+        imported = {
+            alias.name: node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = ast.unparse(node.func.value)
+                if name in jitted:
+                    found.add((module, name))
+                elif name in imported:
+                    found.add((str(imported[name]), name))
+    return found
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=sm)
+def test_the_compile_tests_launch_every_kernel_of_a_gpu(capability: tuple[int, int]) -> None:
+    """Hopper's kernels on Hopper and nowhere else; all others on every GPU. Another GPU has no merge of split keys."""
+    lines = list_launches(*capability, *launches.LAUNCHES)
+    expected = launched_kernels()
+    assert len(expected) > 25 and {name for _, name in expected} >= HOPPER
+    if capability != (9, 0):
+        expected = {kernel for kernel in expected if kernel[1] not in HOPPER | {"merge_parts"}}
+    assert {tuple(json.loads(line)[:2]) for line in lines} == expected
+
+
+# Bytes of registers that a thread spills to memory. All others spill nothing.
+SPILLS: dict[tuple[str, str], int] = {}
+
+
+def check_compiled(line: str, capability: tuple[int, int]) -> None:
+    """Compile a kernel: it fits into shared memory, spills nothing, and has the GPU's own matrix instructions."""
+    kernel = compile_kernel(line)
+    name = json.loads(line)[1]
+    ptx = kernel.asm["ptx"]
+    target = {(8, 0): "sm_80", (9, 0): "sm_90a", (10, 0): "sm_100a"}[capability]
+    assert f".target {target}" in ptx, ptx[:200]
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability], name
+    registers, spilled = register_usage(kernel)
+    assert registers <= 255 and spilled <= SPILLS.get((name, target), 0), (name, target, registers, spilled)
+    assert ("wgmma.mma_async" in ptx) == (name in HOPPER) or name in ("_prefill", "_attend_common"), name
+
+
+def compile_launches(launch: Callable[[], None], capability: tuple[int, int]) -> None:
+    lines = list_launches(*capability, launch)
+    assert lines
+    for line in lines:
+        check_compiled(line, capability)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=sm)
+@pytest.mark.parametrize("launch", launches.LAUNCHES, ids=sm)
+def test_kernels_compile_without_spills(launch: Callable[[], None], capability: tuple[int, int]) -> None:
+    compile_launches(launch, capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=sm)
+def test_a_small_step_compiles_without_spills(capability: tuple[int, int]) -> None:
+    """The subset of `make test`."""
+    compile_launches(launches.one_small_step, capability)
