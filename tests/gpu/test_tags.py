@@ -25,7 +25,7 @@ def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
     seen: Counter[str] = Counter()
     with LLM(model, **(ON_GPU | CASES[case] | {"dtype": dtype, "enforce_eager": True})) as llm:
-        tags = t.tag(llm, cuda, use_cuda_runner=True, graphs=graphs)
+        tags = t.tag(llm, cuda, use_stub_platform=True, graphs=graphs)
         for seed in range(24):
             outputs, events = t.serve(llm, seed)
             assert outputs

@@ -15,7 +15,6 @@ from operator import methodcaller
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 
 from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
@@ -28,19 +27,16 @@ from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.kernels.cpu import native
-from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.cpu import packed_linear as packed
 from octavo.kernels.ops import Ops
 from octavo.models.config import read_spec
 from octavo.models.loading.loader import Model, dummy_model, empty_model, load_model
 from octavo.models.spec import ModelSpec
-from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaModelRunner
-from octavo.runner.executor import LocalExecutor
+from octavo.runner.executor import Executor
 from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors, unusable_gpu_reason
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, measure, smaller_passes
-from octavo.runner.model_runner import ModelRunner
+from octavo.runner.platform import CpuPlatform, CudaPlatform, Platform
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.view.recording.recorder import FlightRecorder
@@ -99,7 +95,8 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     args = args.resolved(device.type)
     dtype = _dtype(args, spec, device)
     _check_quantization(args, dtype, device)
-    ops = _ops(device)
+    platform: Platform = CpuPlatform() if device.type == "cpu" else CudaPlatform()
+    ops = platform.ops
     model_len = spec.max_model_len(args.max_model_len)
     precompile = _precompiler(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
     # Plan before anything large is loaded: the system kills a process that takes too much memory.
@@ -135,11 +132,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     else:
         logger.info("%s", gpu.table(budget))
     config = _config(args, spec, device, budget)
-    executor: LocalExecutor | CudaExecutor
-    if gpu is None:
-        executor = _executor(decoder, config, budget, ops)
-    else:
-        executor = _gpu_executor(decoder, config, budget, ops, gpu, precompile)
+    executor = _executor(decoder, config, budget, platform, gpu, precompile)
     timer.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
@@ -250,14 +243,6 @@ def _weight_bytes(model: Model, args: EngineArgs) -> int:
     return model.num_bytes + packing
 
 
-def _ops(device: torch.device) -> Ops:
-    if device.type == "cpu":
-        return cpu_ops
-    from octavo.kernels.triton import ops as cuda_ops
-
-    return cuda_ops
-
-
 def _precompiler(
     args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, model_len: int, starting: ExitStack
 ) -> Precompile:
@@ -295,62 +280,32 @@ def _executor(
     decoder: Model,
     config: EngineConfig,
     budget: MemoryBudget,
-    ops: Ops,
-) -> LocalExecutor:
-    """The executor on a CPU."""
+    platform: Platform,
+    gpu: GPUMemoryProfile | None,
+    precompile: Precompile | None,
+) -> Executor:
+    """The executor, with its KV pool, swap space and graphs."""
     args = config.args
-    assert args.max_num_seqs  # resolved
+    smaller = (lambda _: "") if gpu is None else partial(gpu.smaller_pool, args, budget)
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     try:
-        kv, host_kv = _lazy_zeros(config.kv, config.num_blocks), _lazy_zeros(config.kv, config.num_host_blocks)
+        with platform.startup_errors("pinning memory of the host for swap space", lambda _: LESS_SWAP):
+            host_kv = platform.make_host_pool(config.kv, config.num_host_blocks)
+        with platform.startup_errors("making the KV pool and CUDA graphs", smaller):
+            return platform.make_executor(
+                decoder,
+                platform.make_pool(config.kv, config.num_blocks),
+                host_kv,
+                num_rows=args.max_num_seqs,
+                max_model_len=config.max_model_len,
+                max_num_tokens=args.max_num_batched_tokens,
+                max_decode_steps=args.decode_window,
+                vocab_size=decoder.spec.vocab_size,
+                graphs=not args.enforce_eager,
+                precompile=precompile,
+            )
     except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget}; lower num_gpu_blocks_override, "
             f"kv_cache_memory_bytes or swap_space; {doctor_hint(args)}"
         ) from error
-    return LocalExecutor(
-        ModelRunner(
-            decoder,
-            kv,
-            host_kv,
-            num_rows=args.max_num_seqs,
-            max_model_len=config.max_model_len,
-            ops=ops,
-            record_graphs=not args.enforce_eager,
-        )
-    )
-
-
-def _gpu_executor(
-    decoder: Model,
-    config: EngineConfig,
-    budget: MemoryBudget,
-    ops: Ops,
-    gpu: GPUMemoryProfile,
-    precompile: Precompile | None,
-) -> CudaExecutor:
-    """The executor on a GPU; arguments as in `_executor`."""
-    kv, dtype, args, device = config.kv, getattr(torch, config.kv.dtype), config.args, torch.device("cuda")
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-    with startup_errors(device, "pinning memory of the host for swap space", lambda _: LESS_SWAP):
-        host_kv = torch.empty(kv.pool_shape(config.num_host_blocks), dtype=dtype, pin_memory=True)
-    with startup_errors(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):
-        runner = CudaModelRunner(
-            decoder,
-            torch.zeros(kv.pool_shape(config.num_blocks), dtype=dtype, device=device),
-            host_kv,
-            num_rows=args.max_num_seqs,
-            max_model_len=config.max_model_len,
-            max_num_tokens=args.max_num_batched_tokens,
-            max_decode_steps=args.decode_window,
-            vocab_size=decoder.spec.vocab_size,
-            ops=ops,
-            graphs=not args.enforce_eager,
-        )
-        runner.capture(precompile)
-    return CudaExecutor(runner)
-
-
-def _lazy_zeros(kv: KVCacheSpec, num_blocks: int) -> torch.Tensor:
-    """A pool whose memory is allocated at the first write; torch.zeros writes all of it, which takes seconds."""
-    flat = torch.from_numpy(np.zeros(kv.pool_bytes(num_blocks), dtype=np.uint8))
-    return flat.view(getattr(torch, kv.dtype)).view(kv.pool_shape(num_blocks))

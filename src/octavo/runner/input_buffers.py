@@ -37,6 +37,8 @@ class InputBuffers:
     | step counter | rows of all slices | starts of all slices | ends of all slices | parts of the plan |
 
     See `octavo.kernels.row_state.DecodeInputs` for the head.
+
+    head   [3, num_slices]: rows, starts and ends, where the host writes the device's memory
     """
 
     def __init__(self, num_slices: int, platform: Platform) -> None:
@@ -52,8 +54,7 @@ class InputBuffers:
         self._turn = 0
         self.step_counter = self.buffer[:2]
         self.rows, self.starts, self.ends = self.buffer[2 : self.head_size].view(3, stride)[:, :num_slices]
-        if platform.is_host:
-            self.head = self.buffer.numpy()[2 : self.head_size].reshape(3, stride)
+        self.head = self._arrays[0][2 : self.head_size].reshape(3, stride)
 
     @property
     def num_passes(self) -> int:

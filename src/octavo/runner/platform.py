@@ -7,6 +7,7 @@ the signatures of `kernels.ops.Ops`.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -139,7 +140,7 @@ class Platform:
         return None
 
     def make_executor(
-        self, model: Model, kv: Tensor, host_kv: Tensor, *, precompile: Precompile | None = None, **options: int
+        self, model: Model, kv: Tensor, host_kv: Tensor, *, precompile: Precompile | None = None, **options: Any
     ) -> Executor:
         """The executor of an engine, with its model runner, and graphs captured. options: see `ModelRunner`"""
         from octavo.runner.model_runner import ModelRunner  # which imports this module

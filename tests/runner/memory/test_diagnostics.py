@@ -174,7 +174,7 @@ def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build, "_device", lambda args: CUDA)
     patch.setattr(build, "_precompiler", lambda *_: None)
     patch.setattr(build, "_ops", lambda device: cpu)
-    patch.setattr(build, "CudaModelRunner", Runner)
+    patch.setattr(build, "ModelRunner", Runner)
     patch.setattr(build, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)
 
     def loaded(*args: Any, **options: Any) -> Any:

@@ -109,10 +109,11 @@ def write_logprobs(
     nums = np.where(tokens.numpy() < 0, -1, nums)
     column = ring.numpy()[step_counter.numpy()[0]]
     for num in set(nums[nums >= 0].tolist()):
-        lines = torch.from_numpy(np.flatnonzero(nums == num))
-        chosen, ranks, ids, best = token_logprobs(logits[lines].float(), tokens[lines], num)
+        lines = np.flatnonzero(nums == num)
+        ids = torch.from_numpy(lines)
+        chosen, ranks, top_ids, best = token_logprobs(logits[ids].float(), tokens[ids], min(num, logits.shape[1]))
         column[lines, 0], column[lines, 1] = chosen.numpy().view(np.int32), ranks.numpy()
-        column[lines, 2 : 2 + num] = ids.numpy()
+        column[lines, 2 : 2 + num] = top_ids.numpy()
         column[lines, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num] = best.numpy().view(np.int32)
 
 
