@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -152,6 +153,31 @@ def test_kernel_tests_and_benchmarks_have_guessable_paths() -> None:
     assert {Path(test).name.removeprefix("test_") for test in tests} <= names
     benchmarks = (ROOT / "benchmarks" / "kernels").glob("bench_*.py")
     assert {path.name.removeprefix("bench_") for path in benchmarks} <= names
+
+
+def private_accesses(source: str) -> list[str]:
+    """Private attributes of other objects and private names of other modules that a file uses, and methods it replaces.
+
+    `_replace` and `_asdict` are the public methods of a named tuple.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and re.match(r"_(?!_|replace$|asdict$)", node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            found += [name.name for name in node.names if name.name.startswith("_")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "vars"):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_the_view_uses_public_names_of_the_core() -> None:
+    paths = sorted((PACKAGE / "view").rglob("*.py"))
+    assert len(paths) > 15
+    assert {str(path): found for path in paths if (found := private_accesses(path.read_text()))} == {}
+    planted = "from a import _b\nsetattr(scheduler, 'add', f)\nself._c = scheduler._counted + self._pool._freed"
+    assert len(private_accesses(planted)) == 4
 
 
 def test_blocks_are_called_blocks() -> None:

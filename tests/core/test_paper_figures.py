@@ -6,11 +6,11 @@ from hashlib import sha256
 
 import pytest
 
-from octavo.core.block_hash import block_hashes
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence
 from octavo.core.scheduler import Scheduler
+from octavo.core.types import block_hashes
 from tests.core.lab import Lab, arrange, ints, make, sequence
 
 

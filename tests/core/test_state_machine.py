@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
+from octavo.core.snapshot import Roster
 from tests.core.lab import make
 from tests.core.test_memory_rules import snapshot
 from tests.proof import oracle as o
@@ -389,7 +390,8 @@ class Memory(RuleBasedStateMachine):
         young = {s for s in self.live(Status.RUNNING) if any(i > mark for i in s.seal_ids)}
         assert set(self.cache.unseal_after(mark)) == young
         assert all(seal <= mark for seal in self.pool.seal_id)
-        assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids)
+        # Dropped blocks keep their seals: they stay in the chain, and out of the index.
+        assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids[s.num_dropped :])
         self.note_seals()
         for s in young:
             if s.num_dropped:  # dropped blocks cannot be sealed again: it would be recomputed, here it is freed
@@ -414,6 +416,17 @@ class Memory(RuleBasedStateMachine):
         assert stats.num_unfilled_slots <= len(holders) * (self.size - 1)
         rows = [s.row for s in self.live(Status.RUNNING) if s.row >= 0]
         assert len(set(rows)) == len(rows) == 4 - self.cache.rows.num_free
+
+    @invariant()
+    def a_restored_manager_is_equal(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        sequences = [*self.live(*Status), *self.cache.pins.values()]
+        roster = Roster(dict.fromkeys(seq.request for seq in sequences), sequences)
+        again = KVCacheManager.from_settings(self.cache.settings())
+        again.restore(self.cache.snapshot(roster), roster)
+        assert snapshot(again, *sequences) == snapshot(self.cache, *sequences)
+        o._check_pool(again.pool, Counter({b: n for b, n in enumerate(self.pool.refs) if n}))
 
     @invariant()
     def every_slot_reads_back(self) -> None:
@@ -470,6 +483,17 @@ QUICK = settings(
 
 def test_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=QUICK)
+
+
+def test_seals_of_blocks_out_of_the_attention_window_are_taken_back() -> None:
+    state = Memory()
+    state.begin(size=1, num_blocks=3, num_host=0, caching=True, attention_window=1)
+    state.admit(which=0, tokens=[0], salt=b"", chunk=1)
+    state.seal(which=0)
+    state.drop_out_of_window(which=0)
+    assert state.live(Status.RUNNING)[0].num_dropped == 1
+    state.take_back_seals(which=0)
+    state.teardown()
 
 
 @pytest.mark.slow

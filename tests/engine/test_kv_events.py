@@ -22,10 +22,10 @@ import zmq
 from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs, KVEventsConfig
 from octavo.core import events as ev
-from octavo.core.block_hash import block_hashes
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
+from octavo.core.types import block_hashes
 from octavo.engine.kv_events import END_SEQUENCE, KVCacheEvent, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError, UnknownOptionError
 from tests.engine.process.engines import last_of, nothing_left, oracle_client, own_directory, run, until  # noqa: F401

@@ -25,9 +25,9 @@ class Mutant(NamedTuple):
 
 POOL, ROWS, SWAP, CACHE = "core/block_pool.py", "core/row_table.py", "core/swap_space.py", "core/kv_cache_manager.py"
 SCHEDULER, REQUEST, POLICY, PLAN = "core/scheduler.py", "core/request.py", "core/policy.py", "core/plan.py"
-BLOCK_HASH, EVENTS, ORACLE = "core/block_hash.py", "core/events.py", "oracle"
+BLOCK_HASH, EVENTS, ORACLE = "core/types.py", "core/events.py", "oracle"
 PARAMS, VALIDATION = "params/sampling_params.py", "params/validation.py"
-TENANTS = "core/tenants.py"
+TENANTS, SNAPSHOT, COMMANDS = "core/tenants.py", "core/snapshot.py", "core/commands.py"
 
 MUTANTS = [
     # -- blocks: states, references, the line of the cached ------------------------------------------------------------
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant("pins take the whole pool", SCHEDULER, "if cache.num_pinned + needs > total // 2:", "if cache.num_pinned + needs > total:"),
     Mutant("pins take a block less than half", SCHEDULER, "if cache.num_pinned + needs > total // 2:", "if cache.num_pinned + needs >= total // 2:"),
     Mutant("a pin takes blocks reserved for others", SCHEDULER, "if longest > cache.num_unpinned_blocks - needs:", "if False:"),
-    Mutant("a pin is counted when it is computed", SCHEDULER, "        cache.num_pinned += needs\n", "        pass\n"),
+    Mutant("a pin is counted when it is computed", SCHEDULER, "            cache.num_pinned += cache.blocks_for(prompt)\n", "            pass\n"),
     Mutant("a pin that ends early stays counted", SCHEDULER, "if request.pin and request.request_id not in self.cache.pins:", "if False:"),
     Mutant("a pin keeps its row", SCHEDULER, "        self.cache.rows.release(seq)\n        self.cache.pin(seq)\n", "        self.cache.pin(seq)\n"),
     Mutant("a token without blocks makes a pin", SCHEDULER, "if request.pin and request.status is not Status.RUNNING:", "if False:"),
@@ -405,4 +405,25 @@ MUTANTS = [
     Mutant("device: copies one after another, the source late", ORACLE, "            self.kv[dst] = content\n", "            self.kv[dst] = [None] * self.block_size\n"),
     Mutant("device: an old setup after its row changed hands", ORACLE, "            self.setup[setup.row] = setup\n", "            self.setup[setup.row] = self.setup[setup.row] or setup\n"),
     Mutant("device: a window that does not feed itself", ORACLE, "                self.last[row] = t\n", "                pass\n"),
+    # -- snapshots and the command tee ---------------------------------------------------------------------------------
+    Mutant("snapshot: the free stack is lost", POOL, '        freed="_freed",\n', ""),
+    Mutant("snapshot: a restored pool has an empty index", POOL, "                self._shard(packed)[packed] = block\n\n", "                pass\n\n"),
+    Mutant("snapshot: keys go on living with the pool", POOL, "        return self._packed_of[:]\n", "        return self._packed_of\n"),
+    Mutant("snapshot: lists go on living with their owner", SNAPSHOT, "    list: list,\n", ""),
+    Mutant("snapshot: no sequence holds blocks", CACHE, 'self._holders = dict.fromkeys(roster.sequences_at(state["holders"]))', "self._holders = {}"),
+    Mutant("snapshot: pins are lost", CACHE, 'for seq in roster.sequences_at(state["pins"])}', "for seq in ()}"),
+    Mutant("snapshot: steps are no longer confined", SCHEDULER, 'frozenset(roster.requests_at(state.get("confined", ())))', "frozenset()"),
+    Mutant("snapshot: events count from the restored counters", SCHEDULER, 'self._counted = tuple(state["counted"])', "self._counted = self.cache.counters()"),
+    Mutant("snapshot: a pruned beam of a plan in flight is lost", SCHEDULER, "            sequences |= dict.fromkeys(plan.sequences)\n", "            pass\n"),
+    Mutant("snapshot: all tenants are level again", TENANTS, "Tenant(number, positions) for number", "Tenant(number, 0) for number"),
+    Mutant("snapshot: a tenant's queue is reversed", TENANTS, "        for request in waiting:\n            self.wait(request)\n", "        for request in waiting:\n            self.present[request.tenant].waiting.insert(0, request)\n"),
+    Mutant("snapshot: no sequence is alone in its request", REQUEST, 'self.only_sequence = None if state["solo"] < 0 else roster.sequences[state["solo"]]', "self.only_sequence = None"),
+    Mutant("snapshot: a stop token no longer ends its sequence", REQUEST, 'token_ids[-1] if state["stopped"] else None', "None"),
+    Mutant("snapshot: a partial result is expected again", PLAN, 'None if state["outstanding"] is None else list(state["outstanding"])', "None"),
+    Mutant("snapshot: void slices count again", PLAN, 'frozenset(state["void"])', "NO_SLICES"),
+    Mutant("tee: a result is reported after it acted", SCHEDULER, "        if self.tee.active:\n            self.tee.emit(cmd.Update(plan, result, last))\n        if result.corrupt:\n            self._recompute_corrupt(plan, result.corrupt)\n", "        if result.corrupt:\n            self._recompute_corrupt(plan, result.corrupt)\n        if self.tee.active:\n            self.tee.emit(cmd.Update(plan, result, last))\n"),
+    Mutant("tee: a refused pin is reported", SCHEDULER, "        if request.pin:\n            self._check_pin(request)\n        if self.tee.active:\n            self.tee.emit(cmd.Add(request, max_tokens))\n", "        if self.tee.active:\n            self.tee.emit(cmd.Add(request, max_tokens))\n        if request.pin:\n            self._check_pin(request)\n"),
+    Mutant("tee: a reset of the prefix cache is not reported", CACHE, "        if self.tee.active:\n            self.tee.emit(ResetPrefixCache())\n", ""),
+    Mutant("tee: the choice of beams is not reported", SCHEDULER, "        if self.tee.active:\n            self.tee.emit(cmd.BeamsSelected(", "        if False:\n            self.tee.emit(cmd.BeamsSelected("),
+    Mutant("tee: one listener's end is every listener's", COMMANDS, "            self.active = bool(self._listeners)", "            self.active = False"),
 ]

@@ -443,9 +443,7 @@ class World:
             self._confine([*scheduler.running, *scheduler.waiting])
         if scheduler.max_num_scheduled_tokens < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
             totals["steps grow again"] += 1
-            scheduler.max_num_scheduled_tokens = min(
-                scheduler.max_num_batched_tokens, 2 * scheduler.max_num_scheduled_tokens
-            )
+            scheduler.limit_steps(min(scheduler.max_num_batched_tokens, 2 * scheduler.max_num_scheduled_tokens))
         o.check(scheduler)
 
     def _confine(self, requests: list[Request]) -> None:

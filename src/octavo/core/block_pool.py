@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from octavo.core.events import Allocated, EventStream, Evicted, Released, Sealed, Shared
+from octavo.core.snapshot import Fields, State
 from octavo.core.types import NULL_BLOCK, BlockId, SealId
 
 Key: TypeAlias = tuple[SealId | bytes, bytes]
@@ -53,6 +54,21 @@ class BlockPool:
         "num_sealed",
         "refs",
         "seal_id",
+    )
+
+    SAVED = Fields(
+        "refs",
+        "seal_id",
+        "_prev",
+        "_next",
+        "_untouched",
+        "num_free",
+        "num_cached",
+        "num_refs",
+        "last_seal_id",
+        "num_sealed",
+        "num_evicted",
+        freed="_freed",
     )
 
     def __init__(self, num_blocks: int, events: EventStream | None = None) -> None:
@@ -138,13 +154,13 @@ class BlockPool:
 
     def find(self, key: Key) -> BlockId:
         """Return the block with this content, `NULL_BLOCK` if there is none."""
-        packed = _pack(key)
+        packed = pack_key(key)
         return self._shard(packed).get(packed, NULL_BLOCK)
 
     def key_of(self, block: BlockId) -> Key | None:
         """Return the content that the block is sealed with, None if it is not sealed."""
         packed = self._packed_of[block]
-        return None if packed is None else _unpack(packed)
+        return None if packed is None else unpack_key(packed)
 
     def _shard(self, packed: bytes) -> dict[bytes, BlockId]:
         return self._shards[hash(packed) & (len(self._shards) - 1)]
@@ -157,7 +173,7 @@ class BlockPool:
         its seal and its one index entry. That happens to a block that a swap left on the device, when its parent was
         evicted and sealed again.
         """
-        packed = _pack(key)
+        packed = pack_key(key)
         index = self._shard(packed)
         if other := index.get(packed, NULL_BLOCK):
             return self.seal_id[other]
@@ -204,6 +220,25 @@ class BlockPool:
         self._packed_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
 
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> State:
+        return self.SAVED.save(self)
+
+    def packed_keys(self) -> list[bytes | None]:
+        """The content of each block as `pack_key` returns it, None for a block that is not sealed."""
+        return self._packed_of[:]
+
+    def restore(self, state: State, packed_keys: list[bytes | None]) -> None:
+        """Take the state of a pool of the same size."""
+        self.SAVED.load(self, state)
+        self._packed_of = packed_keys[:]
+        for block, packed in enumerate(packed_keys):
+            if packed is not None:
+                self._shard(packed)[packed] = block
+
+    # -- the LRU queue -------------------------------------------------------------------------------------------------
+
     def _link(self, block: BlockId) -> None:
         newest = self._prev[NULL_BLOCK]
         self._next[newest], self._prev[block] = block, newest
@@ -216,7 +251,7 @@ class BlockPool:
         self.num_cached -= 1
 
 
-def _pack(key: Key) -> bytes:
+def pack_key(key: Key) -> bytes:
     """A key as bytes: eight bytes for the parent, then the tokens.
 
     For a first block the eight bytes are -1 - len(salt), and the salt stands between them and the tokens.
@@ -227,7 +262,7 @@ def _pack(key: Key) -> bytes:
     return parent.to_bytes(8, "little", signed=True) + tokens
 
 
-def _unpack(packed: bytes) -> Key:
+def unpack_key(packed: bytes) -> Key:
     parent = int.from_bytes(packed[:8], "little", signed=True)
     if parent >= 0:
         return parent, packed[8:]

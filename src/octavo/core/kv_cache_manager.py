@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from octavo.core.block_pool import BlockPool, Key
+from octavo.core.commands import CommandTee, ResetPrefixCache
 from octavo.core.events import Copied, EventStream
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.row_table import RowTable
+from octavo.core.snapshot import Fields, Roster, State
 from octavo.core.swap_space import SwapSpace
 from octavo.core.types import NULL_BLOCK, BlockId, HostBlockId, SealId
 from octavo.integers import cdiv
@@ -100,6 +102,19 @@ class KVCacheManager:
     All counters of cache events are kept here.
     """
 
+    SAVED = Fields(
+        "num_hits",
+        "num_misses",
+        "num_hit_tokens",
+        "num_queried_tokens",
+        "num_copied",
+        "num_dropped",
+        "num_swapped_out",
+        "num_swapped_in",
+        "num_corrupt",
+        "num_pinned",
+    )
+
     def __init__(
         self,
         num_blocks: int,
@@ -113,6 +128,7 @@ class KVCacheManager:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         assert 0 <= num_host_blocks <= num_blocks, "the swap space is at most as large as the pool"
         self.events = EventStream()
+        self.tee = CommandTee()  # the scheduler's commands
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, self.events)
         self.swap_space = SwapSpace(num_host_blocks)
@@ -424,6 +440,8 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> int:
         """Evict every cached block and return their number. Blocks in use stay in the index."""
+        if self.tee.active:
+            self.tee.emit(ResetPrefixCache())
         num_cached = self.pool.num_cached
         self.pool.evict_all_cached()
         return num_cached
@@ -531,6 +549,50 @@ class KVCacheManager:
             self._holders[sequence] = None
             self._set_seals(sequence, sequence.seal_ids[:num_kept])  # swapped-in blocks are sealed again
         request.shared_on_device = {}
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def settings(self) -> State:
+        """The arguments that the manager is made with."""
+        return {
+            "num_blocks": self.pool.num_blocks,
+            "block_size": self.block_size,
+            "num_host_blocks": self.swap_space.num_blocks,
+            "num_rows": self.rows.num_rows,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "attention_window": self.attention_window,
+        }
+
+    @classmethod
+    def from_settings(cls, settings: State) -> KVCacheManager:
+        return cls(
+            settings["num_blocks"],
+            settings["block_size"],
+            settings["num_host_blocks"],
+            num_rows=settings["num_rows"],
+            enable_prefix_caching=settings["enable_prefix_caching"],
+            attention_window=settings["attention_window"],
+        )
+
+    def snapshot(self, roster: Roster) -> State:
+        return {
+            "pool": self.pool.snapshot(),
+            "keys": self.pool.packed_keys(),
+            "host": self.swap_space.snapshot(),
+            "free_rows": self.rows.snapshot(),
+            "cache": self.SAVED.save(self),
+            "holders": roster.indices(self._holders),
+            "pins": roster.indices(self.pins.values()),
+        }
+
+    def restore(self, state: State, roster: Roster) -> None:
+        """Take the state of a manager with the same settings."""
+        self.pool.restore(state["pool"], state["keys"])
+        self.swap_space.restore(state["host"])
+        self.rows.restore(state["free_rows"])
+        self.SAVED.load(self, state["cache"])
+        self._holders = dict.fromkeys(roster.sequences_at(state["holders"]))
+        self.pins = {seq.request.request_id: seq for seq in roster.sequences_at(state["pins"])}
 
     # -- statistics ----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octavo.core.snapshot import Fields, Roster, State
+
 if TYPE_CHECKING:
     from octavo.core.request import Request, Sequence
     from octavo.core.types import BlockId, HostBlockId, Row, SealId
@@ -146,6 +148,18 @@ class StepPlan:
         "void_slices",
     )
 
+    SAVED = Fields(
+        "step",
+        "rows",
+        "starts",
+        "counts",
+        "seal_mark",
+        draws="num_samples",
+        masked="bitmask_slices",
+        samples="num_sampled",
+    )
+    """What a result needs while the plan is in flight. For the host, its work on memory is done."""
+
     def __init__(self, step: int = 0, seal_mark: SealId = 0) -> None:
         self.step = step
         self.rows: list[Row] = []
@@ -187,6 +201,29 @@ class StepPlan:
             if seq.request in requests and i not in self.void_slices:
                 self.void_slices |= {i}
                 seq.num_pending -= left[i]
+
+    def snapshot(self, roster: Roster) -> State:
+        return self.SAVED.save(self) | {
+            "outstanding": None if self.num_outstanding is None else self.num_outstanding[:],
+            "host_tokens": list(self.host_tokens),
+            "sequences": roster.indices(self.sequences),
+            "swapped": roster.indices(self.swapped_requests),
+            "returning": [(block, roster.index(request)) for block, request in self.swap_in_requests.items()],
+            "void": sorted(self.void_slices),
+        }
+
+    @classmethod
+    def restored(cls, state: State, roster: Roster) -> StepPlan:
+        """A plan in flight of a snapshot, without its input tokens and its memory operations."""
+        plan = cls()
+        cls.SAVED.load(plan, state)
+        plan.num_outstanding = None if state["outstanding"] is None else list(state["outstanding"])
+        plan.host_tokens = {i: array("i") for i in state["host_tokens"]}
+        plan.sequences = roster.sequences_at(state["sequences"])
+        plan.swapped_requests = roster.requests_at(state["swapped"])
+        plan.swap_in_requests = {block: roster.requests[i] for block, i in state["returning"]}
+        plan.void_slices = frozenset(state["void"])
+        return plan
 
     def slices(self) -> Iterator[Slice]:
         for i, row in enumerate(self.rows):

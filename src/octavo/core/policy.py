@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from octavo.core.request import Request
+from octavo.core.snapshot import Fields, State
 
 if TYPE_CHECKING:
     from octavo.core.kv_cache_manager import KVCacheManager
@@ -52,10 +53,18 @@ class PreemptionCosts:
     kept      share of a preempted request's positions that the prefix cache still has when it is recomputed
     """
 
+    SAVED: ClassVar = Fields("token_s", "move_s", "step_s", "kept")
+
     token_s: float = 0.0
     move_s: float = 0.0
     step_s: float = 0.0
     kept: float = 0.0
+
+    def snapshot(self) -> State:
+        return self.SAVED.save(self)
+
+    def restore(self, state: State) -> None:
+        self.SAVED.load(self, state)
 
     @property
     def known(self) -> bool:
@@ -103,6 +112,10 @@ class Policy:
     Subclasses must not raise: the scheduler calls these methods mid-step, and an exception there ends the engine.
     """
 
+    SETTINGS: ClassVar = Fields(
+        "by_priority", "mode", "ageing", "victims", "long_prefill_token_threshold", "max_long_partial_prefills"
+    )
+
     by_priority: bool = False
     mode: PreemptionMode | None = None
     ageing: int = 0
@@ -110,6 +123,17 @@ class Policy:
     long_prefill_token_threshold: int = 0
     max_long_partial_prefills: int = 1
     costs: PreemptionCosts = field(default_factory=PreemptionCosts)
+
+    def settings(self) -> State:
+        """The arguments that the policy is made with."""
+        return self.SETTINGS.save(self)
+
+    @classmethod
+    def from_settings(cls, settings: State) -> Policy:
+        arguments = {name: settings[name] for name in cls.SETTINGS.attributes}
+        mode = arguments.pop("mode")
+        victims = VictimPolicy(arguments.pop("victims"))
+        return cls(mode=None if mode is None else PreemptionMode(mode), victims=victims, **arguments)
 
     def order(self, request: Request, arrival: int) -> tuple[int, int]:
         """Return the request's sort key; the smallest runs first.

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from enum import Enum
 from typing import Any
 
+from octavo.core.snapshot import Fields, Roster, State
 from octavo.core.types import BlockId, Row, SealId
 from octavo.params.sampling_params import SamplingParams
 
@@ -64,6 +66,21 @@ class Sequence:
         "token_ids",
     )
 
+    SAVED = Fields(
+        "block_ids",
+        "finish_reason",
+        "index",
+        "num_computed",
+        "num_dropped",
+        "num_pending",
+        "room",
+        "row",
+        "row_has_last",
+        "seal_at",
+        "seal_ids",
+        limit="max_length",
+    )
+
     def __init__(self, request: Request, index: int, token_ids: array[int], max_length: int) -> None:
         self.request = request
         self.index = index
@@ -80,6 +97,21 @@ class Sequence:
         self.seal_at = 0
         self.finish_reason = ""
         self.stop_token: int | None = None
+
+    def snapshot(self, roster: Roster) -> State:
+        return self.SAVED.save(self) | {
+            "request": roster.index(self.request),
+            "num_tokens": len(self.token_ids),
+            "stopped": self.stop_token is not None,
+        }
+
+    @classmethod
+    def restored(cls, state: State, requests: Seq[Request], token_ids: array[int]) -> Sequence:
+        """A sequence of a snapshot; `requests` are those of the roster."""
+        sequence = cls(requests[state["request"]], state["index"], token_ids, state["limit"])
+        cls.SAVED.load(sequence, state)
+        sequence.stop_token = token_ids[-1] if state["stopped"] else None
+        return sequence
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -152,6 +184,27 @@ class Request:
         "width",
     )
 
+    SAVED = Fields(
+        "arrival",
+        "forked",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_preemptions",
+        "order",
+        "pin",
+        "priority",
+        "status",
+        "tenant",
+        "width",
+        constrained="use_structured_output",
+        left_behind="shared_on_device",
+        must_wait="needs_result",
+        newest_found="newest_prefix_seal",
+        num_draws="num_samples",
+        rank="index_in_call",
+        waits_for="wait_reason",
+    )
+
     def __init__(
         self,
         request_id: str,
@@ -214,6 +267,23 @@ class Request:
         limit, known = len(prompt) + max_tokens, self.resume or {0: ()}
         self.sequences = [Sequence(self, i, prompt + array("i", output), limit) for i, output in known.items()]
         self.only_sequence = self.sequences[0] if self.width == 1 and self.select_beams is None else None
+
+    def snapshot(self, roster: Roster) -> State:
+        return self.SAVED.save(self) | {
+            "beam_search": self.select_beams is not None,
+            "num_prompt": len(self.prompt_token_ids),
+            "skip_prefix_cache": self.sampling_params.skip_reading_prefix_cache,
+            "sequences": roster.indices(self.sequences),
+            "done": roster.indices(self.finished_sequences),
+            "solo": -1 if self.only_sequence is None else roster.index(self.only_sequence),
+        }
+
+    def restore(self, state: State, roster: Roster) -> None:
+        """Continue as this request of a snapshot."""
+        self.SAVED.load(self, state)
+        self.sequences = roster.sequences_at(state["sequences"])
+        self.finished_sequences = roster.sequences_at(state["done"])
+        self.only_sequence = None if state["solo"] < 0 else roster.sequences[state["solo"]]
 
     @property
     def num_pending(self) -> int:

@@ -68,3 +68,9 @@ class RowTable:
             self._free.append(sequence.row)
             sequence.row = -1
             sequence.row_has_last = False
+
+    def snapshot(self) -> list[Row]:
+        return self._free[:]
+
+    def restore(self, free: list[Row]) -> None:
+        self._free = list(free)

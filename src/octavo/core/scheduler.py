@@ -12,17 +12,21 @@ sequence's `num_pending` tokens.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+from octavo.core import commands as cmd
 from octavo.core import events as ev
 from octavo.core.block_pool import Key
 from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
+from octavo.core.snapshot import Fields, Roster, Snapshot, State
 from octavo.core.tenants import Tenant, Tenants, catch_up_shares
 from octavo.core.types import HostBlockId
 from octavo.errors import CapacityError
@@ -64,7 +68,12 @@ class Scheduler:
     max_num_scheduled_tokens  current limit of positions per step, lowered after a step ran out of memory. A group that
                               exceeds it runs in a step of its own
     confined_to               the only requests planned at present; empty: all requests are
+    tee                       reports the commands that change the scheduler, before it acts on them
     """
+
+    SAVED = Fields(
+        "num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", step_limit="max_num_scheduled_tokens"
+    )
 
     def __init__(
         self,
@@ -81,7 +90,7 @@ class Scheduler:
         self.decode_window = decode_window
         self.num_watermark_blocks = num_watermark_blocks
         self.policy = policy or Policy()
-        self.events = cache.events
+        self.events, self.tee = cache.events, cache.tee
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.running: list[Request] = []  # this and the next two are in the policy's order
         self.swapped: list[Request] = []
@@ -93,7 +102,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self._num_arrivals = 0
-        self._counted = cache.counters()
+        self._counted: tuple[int, ...] = cache.counters()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +131,11 @@ class Scheduler:
                 param="n",
             )
         if request.pin:
-            self._reserve_pin(request)
+            self._check_pin(request)
+        if self.tee.active:
+            self.tee.emit(cmd.Add(request, max_tokens))
+        if request.pin:
+            cache.num_pinned += cache.blocks_for(prompt)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         request.begin(arrival, self.policy.order(request, arrival), max_tokens)
@@ -142,8 +155,8 @@ class Scheduler:
     def _remedy(width: int) -> str:
         return ("lower n, " if width > 1 else "") + "shorten the prompt or enlarge the pool"
 
-    def _reserve_pin(self, request: Request) -> None:
-        """Reserve the blocks of a pin. Raises `CapacityError` if an unfinished request might no longer fit."""
+    def _check_pin(self, request: Request) -> None:
+        """Raise `CapacityError` if an unfinished request might no longer fit next to this pin."""
         cache, total = self.cache, self.cache.pool.num_blocks
         needs = cache.blocks_for(len(request.prompt_token_ids))
         if cache.num_pinned + needs > total // 2:
@@ -164,12 +177,13 @@ class Scheduler:
                 f"{cache.num_unpinned_blocks - needs} are left for it; pin before it arrives or after it has finished",
                 param="prompt",
             )
-        cache.num_pinned += needs
 
     def unpin(self, name: str) -> int | None:
         """Release a pin by name. Returns its number of blocks, None if there is no such pin."""
         if name not in self.cache.pins:
             return None
+        if self.tee.active:
+            self.tee.emit(cmd.Unpin(self.cache.pins[name]))
         num_blocks = self.cache.unpin(name)
         if self.events.active:
             self.events.emit(ev.Unpinned(name, num_blocks))
@@ -179,6 +193,8 @@ class Scheduler:
         """Finish a request in any state. Unknown and finished requests are ignored."""
         request = self.requests.get(request_id)
         if request is not None:
+            if self.tee.active:
+                self.tee.emit(cmd.Abort(request, reason))
             self._finish_request(request, reason)
         return request
 
@@ -186,7 +202,15 @@ class Scheduler:
         """Finish a sequence whose text met a stop string. Returns True if its request finished with it."""
         if sequence.finish_reason:
             return False
+        if self.tee.active:
+            self.tee.emit(cmd.Stop(sequence, reason))
         return self._finish_sequence(sequence, reason)
+
+    def limit_steps(self, limit: int) -> None:
+        """Change the limit of positions per step."""
+        if self.tee.active and limit != self.max_num_scheduled_tokens:
+            self.tee.emit(cmd.LimitSteps(limit))
+        self.max_num_scheduled_tokens = limit
 
     @property
     def has_work(self) -> bool:
@@ -199,6 +223,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. Returns an empty (falsy) plan if nothing can run before the next result."""
+        if self.tee.active:
+            self.tee.emit(cmd.Schedule())
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
         draft = _Draft(plan, self.max_num_scheduled_tokens)
         num_decode_steps, several = self._num_decode_steps(), self.tenants.several and not self.confined_to
@@ -650,6 +676,8 @@ class Scheduler:
         """
         if last:
             assert self.in_flight and self.in_flight[0] is plan, "results arrive in the order of the plans"
+        if self.tee.active:
+            self.tee.emit(cmd.Update(plan, result, last))
         if result.corrupt:
             self._recompute_corrupt(plan, result.corrupt)
         if plan.void_slices:
@@ -738,6 +766,8 @@ class Scheduler:
         """
         assert request.select_beams is not None
         selected = request.select_beams(parents)
+        if self.tee.active:
+            self.tee.emit(cmd.BeamsSelected(request, [seq for seq, _ in parents], selected))
         tokens_before = {seq: seq.token_ids[:] for seq, _ in parents}
         beams: list[tuple[Sequence, int]] = []
         kept: set[Sequence] = set()
@@ -833,6 +863,8 @@ class Scheduler:
         limit   new limit of positions per step if the step ran out of memory; 0: unchanged
         """
         assert plan in self.in_flight
+        if self.tee.active:
+            self.tee.emit(cmd.Fail(plan, limit))
         self.max_num_scheduled_tokens = limit or self.max_num_scheduled_tokens
         touched: dict[Request, None] = {}
         void: StepPlan | None = None
@@ -880,7 +912,10 @@ class Scheduler:
 
         The others wait and release their blocks, so that the confined requests can be admitted.
         """
-        self.confined_to = frozenset(requests)
+        members = tuple(requests)
+        if self.tee.active:
+            self.tee.emit(cmd.Confine(members))
+        self.confined_to = frozenset(members)
         if self.confined_to:
             for request in (*self.running, *self.swapped):
                 if request not in self.confined_to:
@@ -888,6 +923,86 @@ class Scheduler:
                     self._requeue(request)
                     if self.events.active:
                         self.events.emit(ev.Recomputed(request.request_id, self.num_steps, "confined"))
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def settings(self) -> State:
+        """The arguments that the scheduler, its cache and its policy are made with, as plain data."""
+        return {
+            **self.cache.settings(),
+            **self.policy.settings(),
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "decode_window": self.decode_window,
+            "num_watermark_blocks": self.num_watermark_blocks,
+        }
+
+    @classmethod
+    def from_settings(cls, settings: State) -> Scheduler:
+        """An empty scheduler with these settings."""
+        return cls(
+            KVCacheManager.from_settings(settings),
+            max_num_batched_tokens=settings["max_num_batched_tokens"],
+            decode_window=settings["decode_window"],
+            num_watermark_blocks=settings["num_watermark_blocks"],
+            policy=Policy.from_settings(settings),
+        )
+
+    def snapshot(self) -> Snapshot:
+        """The state between two commands, without tokens: see `core.snapshot`."""
+        plans, pins = self.in_flight, self.cache.pins.values()
+        requests = dict.fromkeys(self.requests.values())
+        for plan in plans:  # with those that have finished since
+            requests |= dict.fromkeys([*(seq.request for seq in plan.sequences), *plan.swapped_requests])
+        requests |= dict.fromkeys(seq.request for seq in pins)
+        sequences = dict.fromkeys(seq for r in requests for seq in (*r.sequences, *r.finished_sequences))
+        for plan in plans:  # with beams that were not selected
+            sequences |= dict.fromkeys(plan.sequences)
+        roster = Roster(requests, sequences | dict.fromkeys(pins))
+        return Snapshot(
+            {
+                **self.cache.snapshot(roster),
+                "scheduler": self.SAVED.save(self),
+                "counted": list(self._counted),
+                "served": self.tenants.snapshot(),
+                "costs": self.policy.costs.snapshot(),
+                "requests": [request.snapshot(roster) for request in roster.requests],
+                "sequences": [seq.snapshot(roster) for seq in roster.sequences],
+                "scheduled": roster.indices(self.requests.values()),
+                "running": roster.indices(self.running),
+                "swapped": roster.indices(self.swapped),
+                "waiting": roster.indices(self.waiting),
+                "confined": roster.indices(r for r in self.requests.values() if r in self.confined_to),
+                "in_flight": [plan.snapshot(roster) for plan in plans],
+            },
+            roster,
+        )
+
+    def restore(self, state: State, requests: Seq[Request], tokens: Seq[array[int]]) -> None:
+        """Continue from a snapshot. This scheduler is new, and has the same settings.
+
+        requests  for each entry of `state["requests"]` the request, which has not begun
+        tokens    for each entry of `state["sequences"]` its tokens
+        """
+        roster = Roster(
+            requests,
+            [
+                Sequence.restored(entry, requests, known)
+                for entry, known in zip(state["sequences"], tokens, strict=True)
+            ],
+        )
+        for request, entry in zip(requests, state["requests"], strict=True):
+            request.restore(entry, roster)
+        self.cache.restore(state, roster)
+        self.SAVED.load(self, state["scheduler"])
+        self.policy.costs.restore(state["costs"])
+        self._counted = tuple(state["counted"])
+        self.requests = {request.request_id: request for request in roster.requests_at(state["scheduled"])}
+        self.running = roster.requests_at(state["running"])
+        self.swapped = roster.requests_at(state["swapped"])
+        self.waiting = roster.requests_at(state["waiting"])
+        self.confined_to = frozenset(roster.requests_at(state.get("confined", ())))  # recordings before it have none
+        self.tenants.restore(state["served"], self.requests.values(), self.waiting)
+        self.in_flight.extend(StepPlan.restored(entry, roster) for entry in state["in_flight"])
 
     # -- events --------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from octavo.core.snapshot import Fields, State
 from octavo.core.types import HostBlockId
 
 
@@ -11,6 +12,8 @@ class SwapSpace:
     """`num_blocks` reference-counted host blocks with the ids 1 to num_blocks."""
 
     __slots__ = ("_freed", "_untouched", "num_blocks", "num_free", "refs")
+
+    SAVED = Fields("refs", "_untouched", "num_free", freed="_freed")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -45,3 +48,10 @@ class SwapSpace:
         if not refs:
             self._freed.append(block)
             self.num_free += 1
+
+    def snapshot(self) -> State:
+        return self.SAVED.save(self)
+
+    def restore(self, state: State) -> None:
+        """Take the state of a swap space of the same size."""
+        self.SAVED.load(self, state)

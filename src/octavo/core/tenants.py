@@ -55,6 +55,19 @@ class Tenants:
             del self.present[request.tenant]
             self.several = len(self.present) > 1
 
+    def snapshot(self) -> list[tuple[int, int]]:
+        return [(tenant.number, tenant.served) for tenant in self.present.values()]
+
+    def restore(
+        self, served: Iterable[tuple[int, int]], requests: Iterable[Request], waiting: Iterable[Request]
+    ) -> None:
+        """Take the counts of a snapshot, all unfinished requests, and those that wait."""
+        self.present = {number: Tenant(number, positions) for number, positions in served}
+        for request in requests:
+            self.enter(request)
+        for request in waiting:
+            self.wait(request)
+
     def wait(self, request: Request) -> None:
         insort(self.present[request.tenant].waiting, request)
 

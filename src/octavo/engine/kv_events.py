@@ -4,7 +4,7 @@
      (engine thread)                                                     └──▶ last batches ──▶ ROUTER, for replays
 
 The engine thread only appends to a deque; hashing, encoding and sending happen on the other thread. A block's hash is
-the last eight bytes of the digest of its content and of all blocks before it (`core.block_hash.block_hashes`), as an
+the last eight bytes of the digest of its content and of all blocks before it (`core.types.block_hashes`), as an
 integer. Two blocks may have equal content: it is stored with the first and removed with the last.
 
 A payload is a MessagePack array `[time, events, rank]`; an event is a map with its class name as `type`. Sequence
@@ -28,9 +28,8 @@ import zmq
 
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
-from octavo.core.block_hash import block_hashes
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.types import SealId
+from octavo.core.types import SealId, block_hashes
 from octavo.errors import ParameterError
 
 logger = logging.getLogger("octavo.kv_events")

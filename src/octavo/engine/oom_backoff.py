@@ -41,16 +41,14 @@ class OOMBackoff:
             self._num_successes += 1
             if self._num_successes >= self._patience:
                 self._num_successes, self._has_grown = 0, True
-                scheduler.max_num_scheduled_tokens = min(
-                    2 * scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens
-                )
+                scheduler.limit_steps(min(2 * scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens))
                 if scheduler.max_num_scheduled_tokens == scheduler.max_num_batched_tokens:
                     self.reset()
 
     def reset(self) -> None:
         """Return to full steps: the request that needed too much has ended, or the memory is free again."""
         self._num_successes, self._patience, self._has_grown = 0, INITIAL_PATIENCE, False
-        self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_batched_tokens
+        self._scheduler.limit_steps(self._scheduler.max_num_batched_tokens)
 
 
 def first_pass_size(plan: StepPlan) -> int:

@@ -24,8 +24,8 @@ from octavo.simulate.executor import OUTPUT_TOKEN
 from octavo.simulate.models import ModelShape
 from octavo.simulate.simulation import MAX_POOL_SAMPLES, PoolSample, Records, SimConfig, simulate
 from octavo.simulate.traces import Arrival
+from octavo.view.recording.format import CallKind, RecordedRequest
 from octavo.view.recording.player import Player, Recording, ReplayedCall
-from octavo.view.recording.recorder import CallKind, RecordedRequest
 
 MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, 1)
 """A placeholder: the recording holds the number of blocks, and the fitted cost the step times."""
@@ -175,7 +175,7 @@ class RecordedTokens:
         key = request_index, sample_index
         if key not in self._sample_tokens:
             request = self._recording.file.requests[request_index]
-            self._sample_tokens[key] = self._recording.sample(request, sample_index)
+            self._sample_tokens[key] = self._recording.tokens.sample(request, sample_index)
         all_tokens = self._sample_tokens[key]
         known = all_tokens[begin : begin + count].tolist()
         if begin + count >= len(all_tokens):
@@ -197,7 +197,8 @@ def arrivals_from(recording: Recording) -> Iterator[Arrival]:
     times = _times(recording)
     for request in recording.file.requests:
         num_output = max((sample.num_tokens for sample in request.samples.values()), default=_num_choices(request))
-        prompt = recording.sample(request, 0)[: request.num_prompt] if request.samples else recording.prompt(request)
+        tokens = recording.tokens
+        prompt = tokens.sample(request, 0)[: request.num_prompt] if request.samples else tokens.prompt(request)
         runs = tuple((token, len(list(same))) for token, same in groupby(prompt))
         yield Arrival(times.get(request.number, 0.0), runs, max(1, num_output), request.width, request.beam_search)
 
