@@ -60,7 +60,7 @@ class LimitedModel:
 def limit_memory(llm: LLM, room: int, never: int = -1) -> LimitedModel:
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
     found = LimitedModel(runner.model, room, never)
-    runner.model = found
+    runner.model, runner.forward_graphs = found, None  # recorded passes would not call it
     if hasattr(runner, "host_sampling"):
         runner = found
     return found

@@ -55,6 +55,7 @@ def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
         tags = t.tag(
             llm,
             CpuPlatform() if way == "cpu" else StubPlatform(graphs=way == "graphs"),
+            graphs=way == "graphs",
         )
         for seed in SEEDS:
             outputs, events = t.serve(llm, seed)

@@ -140,7 +140,7 @@ class ModelRunner:
         )
         made = platform.make_graphs(self._decode_inputs) if graphs else None
         self.graphs: Graphs | None = made if made is not None and made.whole_passes else None
-        self._forward_graphs: Graphs | None = made if self.graphs is None else None
+        self.forward_graphs: Graphs | None = made if self.graphs is None else None
         self._decode_sizes, self._cascade_sizes = decode_sizes(num_rows), cascade_sizes(num_rows)
         self._prefill_sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
         self._prefill_buffers: dict[PrefillSize, Tensor] = {}  # inputs of prefill graphs
@@ -520,7 +520,7 @@ class ModelRunner:
     def _forward_decode(self, inputs: DecodeInputs) -> Tensor:
         self.ops.prepare_decode_inputs(self.state, inputs, self.block_size)
         forward = partial(self.model.forward, inputs.token_ids, inputs.batch, self.kv, None)
-        graphs, size = self._forward_graphs, len(inputs.rows)
+        graphs, size = self.forward_graphs, len(inputs.rows)
         if graphs is None or size > graphs.max_slices:
             return forward()
         if size not in graphs:

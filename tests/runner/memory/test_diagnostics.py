@@ -6,6 +6,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from octavo.kernels.cpu import ops as cpu
 from octavo.runner.memory import diagnostics
 from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors
 from octavo.runner.memory.profile import GPUMemoryProfile
+from octavo.runner.platform import Platform
 from tests.models.tiny import make_tiny_checkpoint
 
 TOO_OLD = (
@@ -157,6 +159,14 @@ MEMORY = GPUMemoryProfile(
 )
 
 
+class FakeCudaPlatform(Platform):
+    device = CUDA
+    ops = cpu
+
+    def startup_errors(self, doing: str, remedy: Callable[[int], str]) -> AbstractContextManager[None]:
+        return startup_errors(CUDA, doing, remedy)
+
+
 def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
     """Let a start on a fake GPU raise the error at this stage."""
 
@@ -173,8 +183,8 @@ def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
     zeros, empty, load = torch.zeros, torch.empty, build._load
     patch.setattr(build, "_device", lambda args: CUDA)
     patch.setattr(build, "_precompiler", lambda *_: None)
-    patch.setattr(build, "_ops", lambda device: cpu)
-    patch.setattr(build, "ModelRunner", Runner)
+    patch.setattr(build, "CudaPlatform", FakeCudaPlatform)
+    patch.setattr("octavo.runner.model_runner.ModelRunner", Runner)
     patch.setattr(build, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)
 
     def loaded(*args: Any, **options: Any) -> Any:
