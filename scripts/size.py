@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 620,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
-    "core": 2405,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots beside the fields
+    "core": 2360,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots beside the fields
     "checkpoint": 580,  # finding a model's files, reading headers
     "engine": 2660,  # the step loop, outputs, beam search, and the engine process with its supervisor
     "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input
@@ -27,7 +27,7 @@ BUDGETS: dict[str, int] = {
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2780,  # cost models, traces, planner, the paper's experiments
     "bench": 1545,  # `octavo bench`
-    "view": 3100,  # live view, flight recorder and player, playground and lessons
+    "view": 3040,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
     "cli": 2050,  # one file a command
 }

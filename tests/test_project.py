@@ -135,7 +135,8 @@ COVERED_BY = {
     "triton/launch.py": "triton/test_precompile.py",
     "triton/rope.py": "triton/kv/test_write.py",
     "triton/linear/tuning.py": "triton/linear/test_skinny_hopper.py",
-    "triton/attention/common.py": "triton/attention/test_paged_attention.py",
+    "triton/attention/kv_tile.py": "triton/attention/test_paged_attention.py",
+    "triton/attention/softmax.py": "triton/attention/test_paged_attention.py",
     "triton/attention/prefill_tuning.py": "triton/attention/test_prefill_hopper.py",
 }
 """Kernel files without a test file of their own -> the test file that covers them."""

@@ -27,6 +27,7 @@ from octavo.kernels.reference import split_heads
 from octavo.kernels.triton import ops as cuda
 from octavo.models.config import spec_from_config
 from octavo.models.decoder import Decoder
+from octavo.models.linear import LayerFactory
 
 BLOCK_SIZE = 16
 MIN_LEN, MAX_LEN = 100, 1800
@@ -51,7 +52,7 @@ def batch_of(lengths: list[int], ids: Iterator[int]) -> RaggedBatch:
 
 def captured(model: Decoder, ops: Any, token_ids: Tensor, batch: RaggedBatch, kv: Tensor) -> torch.cuda.CUDAGraph:
     for layer in model.layers:
-        layer.attention.ops = ops
+        layer.attention.qkv.method.ops = ops
     with torch.cuda.stream(torch.cuda.Stream()):
         model.forward(token_ids, replace(batch, derived={}), kv, None)
         torch.cuda.synchronize()
@@ -79,7 +80,7 @@ def main() -> None:
     torch.manual_seed(0)
     spec = spec_from_config(json.loads((args.folder / "config.json").read_text()))
     spec = replace(spec, num_layers=args.layers or spec.num_layers)
-    model = Decoder(spec, ops=cuda, dtype=torch.bfloat16, device="cuda", max_len=8192)
+    model = Decoder(spec, LayerFactory(cuda, torch.bfloat16, "cuda"), max_len=8192)
     for weight in model.weights():
         weight.tensor.normal_(0, weight.tensor.shape[-1] ** -0.5) if weight.tensor.ndim > 1 else weight.tensor.fill_(1)
     shape = spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim

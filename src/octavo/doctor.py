@@ -23,8 +23,7 @@ from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
 from octavo.models.config import read_spec
-from octavo.models.param_count import num_params, weight_bytes
-from octavo.models.spec import DecoderSpec, ModelSpec
+from octavo.models.spec import ModelSpec
 from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
@@ -100,7 +99,7 @@ class Report:
         report: dict[str, Any] = {
             "model": self.model,
             "architecture": self.spec.architecture,
-            "num_params": num_params(self.spec),
+            "num_params": self.spec.num_params,
             "machine": asdict(self.machine) | {"device": self.machine.device},
             "dtype": need.kv.dtype,
             "weight_bytes": need.weights,
@@ -167,7 +166,7 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
     graphs = 0
     if machine.device == "cuda" and not args.enforce_eager:
         graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
-    weights = weight_bytes(spec, size, int8=args.quantization == "int8")
+    weights = spec.weight_bytes(size, args.quantization)
     return MemoryNeeds(KVCacheSpec.of(spec, args.block_size, dtype), weights, activations, graphs)
 
 
@@ -196,9 +195,7 @@ def activation_bytes(args: EngineArgs, spec: ModelSpec, itemsize: int) -> int:
     dtype and in float32."""
     num_tokens = args.max_num_batched_tokens or 1
     num_rows = min(args.max_num_seqs or 1, num_tokens)
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # Q, K, V and the attention output
-    mlp = (3 if isinstance(spec, DecoderSpec) else 2) * spec.intermediate_size
-    layer = num_tokens * (2 * spec.hidden_size + max(heads, mlp)) * itemsize
+    layer = num_tokens * (2 * spec.hidden_size + spec.activation_size) * itemsize
     logits = num_tokens * 2 * spec.hidden_size * itemsize + num_rows * spec.vocab_size * (itemsize + 4)
     return max(layer, logits)
 
@@ -354,7 +351,7 @@ def format_report(report: Report) -> list[str]:
     spec, need, budget, machine = report.spec, report.need, report.budget, report.machine
     heads = f"{spec.num_layers} layers, {spec.num_heads} heads over {spec.num_kv_heads} of K and V"
     out = [
-        f"{report.model}: {spec.architecture}, {_count(num_params(spec))} parameters, {heads}, "
+        f"{report.model}: {spec.architecture}, {_count(spec.num_params)} parameters, {heads}, "
         f"{spec.max_position_embeddings:,} positions"
     ]
     if machine.device_bytes is None:

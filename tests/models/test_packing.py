@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +11,19 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu import packed_linear as packed
-from octavo.models.decoder import Decoder
-from octavo.models.linear import PackableWeight, VocabEmbedding
-from octavo.models.loading.loader import dummy_model
+from octavo.models.linear import VocabEmbedding
+from octavo.models.linear_methods import LinearMethod, PackedMethod, PlainMethod, find_linear_method
+from octavo.models.loading.loader import Model, dummy_model
 from tests.kernels.cpu.backends import use_backend
-from tests.models.tiny import PagedRun, assert_close, load_tiny, make_tiny_checkpoint, random_prompts, read_spec
+from tests.models.tiny import (
+    PagedRun,
+    assert_close,
+    load_tiny,
+    make_tiny_checkpoint,
+    num_bytes,
+    random_prompts,
+    read_spec,
+)
 
 PROMPTS = random_prompts(11, 3, 30)
 
@@ -27,10 +35,16 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_tiny_checkpoint(kind, folder, **({"tie_word_embeddings": False} if untied else {}))
 
 
+def methods_of(decoder: Model) -> set[LinearMethod]:
+    return {weight.method for weight in decoder.weights() if weight.method is not None}
+
+
 def logits(directory: Path, quantization: packed.Quantization | None, *, pack: bool = True) -> torch.Tensor:
-    finish = methodcaller("pack", quantization) if pack else None
-    decoder = load_tiny(directory, cpu, torch.bfloat16, finish=finish)
-    assert all((matrix.packed is not None) == pack for matrix in decoder.matrices())
+    method = find_linear_method(quantization) if pack else PlainMethod
+    decoder = load_tiny(directory, cpu, torch.bfloat16, linear_method=method)
+    # The table of an untied embedding is read, not multiplied with.
+    matrices = methods_of(decoder) - ({decoder.vocabulary.table} - {decoder.vocabulary.head})
+    assert all((getattr(matrix, "packed", None) is not None) == pack for matrix in matrices)
     return torch.cat(PagedRun(decoder, PROMPTS, block_size=8).run(7))
 
 
@@ -45,21 +59,20 @@ def test_int8_models_compute_nearly_the_same(directory: Path) -> None:
 
 
 def test_packing_frees_the_plain_matrix(directory: Path) -> None:
-    decoder = load_tiny(directory, cpu, torch.bfloat16)
-    shapes = [matrix.weight.shape for matrix in decoder.matrices()]
-    num_bytes = decoder.num_bytes
-    for matrix in decoder.matrices():
-        matrix.pack()
-    assert [matrix.weight.shape for matrix in decoder.matrices()] == shapes
-    assert all(matrix.weight.is_meta for matrix in decoder.matrices())
-    assert decoder.num_bytes == num_bytes
+    plain = load_tiny(directory, cpu, torch.bfloat16)
+    decoder = load_tiny(directory, cpu, torch.bfloat16, linear_method=PackedMethod)
+    shapes = [(weight.name, weight.shape) for weight in decoder.weights()]
+    assert shapes == [(weight.name, weight.shape) for weight in plain.weights()]
+    untied = {decoder.vocabulary.table} - {decoder.vocabulary.head}
+    assert all(method.weight.is_meta for method in methods_of(decoder) - untied)
+    assert num_bytes(decoder) == num_bytes(plain)
 
 
 def test_tied_embedding_and_head_share_the_packed_weight(directory: Path) -> None:
-    vocabulary = load_tiny(directory, cpu, torch.bfloat16).vocabulary
-    table, token_ids = vocabulary.embedding.clone(), torch.tensor([5, 0, 96, 5])
-    vocabulary.pack()
-    assert vocabulary.embedding.is_meta == vocabulary.tied
+    table = load_tiny(directory, cpu, torch.bfloat16).vocabulary.table.weight
+    vocabulary = load_tiny(directory, cpu, torch.bfloat16, linear_method=PackedMethod).vocabulary
+    token_ids = torch.tensor([5, 0, 96, 5])
+    assert vocabulary.table.weight.is_meta == vocabulary.tied
     assert torch.equal(vocabulary.embed(token_ids), table[token_ids])
     assert vocabulary.logits(torch.randn(2, table.shape[1]).bfloat16()).shape == (2, len(table))
 
@@ -75,26 +88,26 @@ def test_an_engine_decodes_with_packed_weights(directory: Path, backend: str, mo
     with LLM(str(directory), **options) as llm:
         (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5
-    assert seen[0].embedding.is_meta == seen[0].tied
+    assert seen[0].table.weight.is_meta == seen[0].tied and seen[0].head.weight.is_meta
 
 
-def test_each_matrix_is_packed_as_soon_as_it_is_filled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    created: list[Decoder] = []
-    monkeypatch.setattr(
-        "octavo.models.loading.loader.empty_model", lambda *_, **k: created.append(Decoder(*_, **k)) or created[-1]
-    )
-    if "gpt2" in str(directory):
-        pytest.skip("one kind is enough")
+def test_each_matrix_is_packed_as_soon_as_it_is_filled(directory: Path) -> None:
+    created: list[PackedMethod] = []
     plain_left: list[int] = []
 
-    def finish(matrix: PackableWeight) -> None:
-        matrix.pack()
-        plain_left.append(sum(not m.weight.is_meta for m in created[-1].matrices()))
+    class Counting(PackedMethod):
+        def __init__(self, *sizes: int, **options: Any) -> None:
+            super().__init__(*sizes, **options)
+            if not self.weight.is_meta:
+                created.append(self)
 
-    decoder = dummy_model(read_spec(directory), dtype=torch.bfloat16, device="cpu", ops=cpu, finish=finish)
-    assert plain_left == list(range(len(plain_left) - 1, -1, -1))
-    assert len(plain_left) == len(list(decoder.matrices()))
+        def finish(self) -> None:
+            super().finish()
+            plain_left.append(sum(not method.weight.is_meta for method in created))
+
+    dummy_model(read_spec(directory), dtype=torch.bfloat16, device="cpu", ops=cpu, linear_method=Counting)
+    assert plain_left == list(range(len(created) - 1, -1, -1)) and len(created) == 3 * 4 + 1
     created.clear()
     plain_left.clear()
-    load_tiny(directory, cpu, torch.bfloat16, finish=finish)
-    assert plain_left == list(range(len(plain_left) - 1, -1, -1))
+    load_tiny(directory, cpu, torch.bfloat16, linear_method=Counting)
+    assert plain_left == list(range(len(created) - 1, -1, -1)) and len(created) == 3 * 4 + 1

@@ -122,6 +122,11 @@ def load_tiny(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torc
     return load_model(open_checkpoint(path), read_spec(path), dtype=dtype, device="cpu", ops=ops, **kwargs)
 
 
+def num_bytes(model: Model) -> int:
+    """Bytes of all weights before they are packed; a tied head counts once."""
+    return sum(weight.tensor.nbytes for weight in model.weights())
+
+
 def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
@@ -152,9 +157,8 @@ class PagedRun:
         num_blocks = sum(counts) + 3
         ids = random.Random(seed).sample(range(1, num_blocks + 1), num_blocks)
         self.block_tables = [[ids.pop() for _ in range(count)] for count in counts]
-        self.kv = empty_pool(
-            decoder.spec, num_blocks, block_size, dtype=decoder.vocabulary.weight.dtype, tp_size=tp_size
-        )
+        dtype = decoder.vocabulary.head.weight.dtype
+        self.kv = empty_pool(decoder.spec, num_blocks, block_size, dtype=dtype, tp_size=tp_size)
 
     def step(self, num_tokens: Sequence[int]) -> list[Tensor]:
         """Compute the next `num_tokens[s]` tokens of each sequence s in one call -> the logits of each sequence."""

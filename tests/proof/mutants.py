@@ -406,7 +406,7 @@ MUTANTS = [
     Mutant("device: an old setup after its row changed hands", ORACLE, "            self.setup[setup.row] = setup\n", "            self.setup[setup.row] = self.setup[setup.row] or setup\n"),
     Mutant("device: a window that does not feed itself", ORACLE, "                self.last[row] = t\n", "                pass\n"),
     # -- snapshots and the command tee ---------------------------------------------------------------------------------
-    Mutant("snapshot: the free stack is lost", POOL, '        freed="_freed",\n', ""),
+    Mutant("snapshot: the free stack is lost", POOL, "        \"freed=_freed\"\n", ""),
     Mutant("snapshot: a restored pool has an empty index", POOL, "                self._shard(packed)[packed] = block\n\n", "                pass\n\n"),
     Mutant("snapshot: keys go on living with the pool", POOL, "        return self._packed_of[:]\n", "        return self._packed_of\n"),
     Mutant("snapshot: lists go on living with their owner", SNAPSHOT, "    list: list,\n", ""),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs
 from octavo.models.decoder import Decoder
+from octavo.models.linear_methods import PackedMethod
 from octavo.runner.recorded_graphs import RecordedGraphs
 from tests.models.tiny import load_tiny, make_tiny_checkpoint
 
@@ -30,7 +30,7 @@ NUM_BLOCKS = 6 * MAX_BLOCKS
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    return load_tiny(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * MAX_BLOCKS)
+    return load_tiny(folder, cpu, torch.bfloat16, linear_method=PackedMethod, max_len=4 * MAX_BLOCKS)
 
 
 class Passes:

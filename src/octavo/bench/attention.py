@@ -27,6 +27,7 @@ from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.models.decoder import Decoder
+from octavo.models.linear import LayerFactory
 from octavo.models.spec import DecoderSpec
 
 LENGTHS = (128, 64, 32, 8)
@@ -172,7 +173,7 @@ def _random_decoder(ops: ModelOps, max_len: int, seed: int) -> Decoder:
         rope_theta=10000.0,
         max_position_embeddings=max_len,
     )
-    model = Decoder(spec, ops=ops, dtype=torch.float32, device="cpu")
+    model = Decoder(spec, LayerFactory(ops, torch.float32, "cpu"))
     generator = torch.Generator().manual_seed(seed)
     for weight in model.weights():
         if weight.tensor.ndim == 1:

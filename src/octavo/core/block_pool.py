@@ -57,18 +57,8 @@ class BlockPool:
     )
 
     SAVED = Fields(
-        "refs",
-        "seal_id",
-        "_prev",
-        "_next",
-        "_untouched",
-        "num_free",
-        "num_cached",
-        "num_refs",
-        "last_seal_id",
-        "num_sealed",
-        "num_evicted",
-        freed="_freed",
+        "refs seal_id _prev _next _untouched num_free num_cached num_refs last_seal_id num_sealed num_evicted "
+        "freed=_freed"
     )
 
     def __init__(self, num_blocks: int, events: EventStream | None = None) -> None:

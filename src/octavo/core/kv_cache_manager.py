@@ -103,16 +103,8 @@ class KVCacheManager:
     """
 
     SAVED = Fields(
-        "num_hits",
-        "num_misses",
-        "num_hit_tokens",
-        "num_queried_tokens",
-        "num_copied",
-        "num_dropped",
-        "num_swapped_out",
-        "num_swapped_in",
-        "num_corrupt",
-        "num_pinned",
+        "num_hits num_misses num_hit_tokens num_queried_tokens num_copied num_dropped num_swapped_out "
+        "num_swapped_in num_corrupt num_pinned"
     )
 
     def __init__(

@@ -148,16 +148,7 @@ class StepPlan:
         "void_slices",
     )
 
-    SAVED = Fields(
-        "step",
-        "rows",
-        "starts",
-        "counts",
-        "seal_mark",
-        draws="num_samples",
-        masked="bitmask_slices",
-        samples="num_sampled",
-    )
+    SAVED = Fields("step rows starts counts seal_mark draws=num_samples masked=bitmask_slices samples=num_sampled")
     """What a result needs while the plan is in flight. For the host, its work on memory is done."""
 
     def __init__(self, step: int = 0, seal_mark: SealId = 0) -> None:

@@ -53,7 +53,7 @@ class PreemptionCosts:
     kept      share of a preempted request's positions that the prefix cache still has when it is recomputed
     """
 
-    SAVED: ClassVar = Fields("token_s", "move_s", "step_s", "kept")
+    SAVED: ClassVar = Fields("token_s move_s step_s kept")
 
     token_s: float = 0.0
     move_s: float = 0.0
@@ -113,7 +113,7 @@ class Policy:
     """
 
     SETTINGS: ClassVar = Fields(
-        "by_priority", "mode", "ageing", "victims", "long_prefill_token_threshold", "max_long_partial_prefills"
+        "by_priority mode ageing victims long_prefill_token_threshold max_long_partial_prefills"
     )
 
     by_priority: bool = False

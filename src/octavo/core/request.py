@@ -67,18 +67,8 @@ class Sequence:
     )
 
     SAVED = Fields(
-        "block_ids",
-        "finish_reason",
-        "index",
-        "num_computed",
-        "num_dropped",
-        "num_pending",
-        "room",
-        "row",
-        "row_has_last",
-        "seal_at",
-        "seal_ids",
-        limit="max_length",
+        "block_ids finish_reason index num_computed num_dropped num_pending room row row_has_last seal_at seal_ids "
+        "limit=max_length"
     )
 
     def __init__(self, request: Request, index: int, token_ids: array[int], max_length: int) -> None:
@@ -184,25 +174,13 @@ class Request:
         "width",
     )
 
+    INPUTS = Fields(
+        "pin priority tenant width constrained=use_structured_output num_draws=num_samples rank=index_in_call"
+    )
+    """Arguments that are plain data and never change. A restored request is made with them."""
     SAVED = Fields(
-        "arrival",
-        "forked",
-        "max_tokens",
-        "num_cached_tokens",
-        "num_preemptions",
-        "order",
-        "pin",
-        "priority",
-        "status",
-        "tenant",
-        "width",
-        constrained="use_structured_output",
-        left_behind="shared_on_device",
-        must_wait="needs_result",
-        newest_found="newest_prefix_seal",
-        num_draws="num_samples",
-        rank="index_in_call",
-        waits_for="wait_reason",
+        "arrival forked max_tokens num_cached_tokens num_preemptions order status left_behind=shared_on_device "
+        "must_wait=needs_result newest_found=newest_prefix_seal waits_for=wait_reason"
     )
 
     def __init__(
@@ -269,7 +247,9 @@ class Request:
         self.only_sequence = self.sequences[0] if self.width == 1 and self.select_beams is None else None
 
     def snapshot(self, roster: Roster) -> State:
-        return self.SAVED.save(self) | {
+        return {
+            **self.INPUTS.save(self),
+            **self.SAVED.save(self),
             "beam_search": self.select_beams is not None,
             "num_prompt": len(self.prompt_token_ids),
             "skip_prefix_cache": self.sampling_params.skip_reading_prefix_cache,

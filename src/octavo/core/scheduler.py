@@ -71,9 +71,7 @@ class Scheduler:
     tee                       reports the commands that change the scheduler, before it acts on them
     """
 
-    SAVED = Fields(
-        "num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", step_limit="max_num_scheduled_tokens"
-    )
+    SAVED = Fields("num_rows_taken num_steps num_preemptions _num_arrivals step_limit=max_num_scheduled_tokens")
 
     def __init__(
         self,

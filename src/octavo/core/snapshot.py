@@ -30,17 +30,19 @@ ENCODERS: dict[type, Callable[[Any], Any]] = {
 
 
 class Fields:
-    """Attributes that a class saves as they are.
+    """Attributes that a class saves as they are: names between spaces, or key=name where the key in the snapshot
+    differs."""
 
-    names  attributes whose key in the snapshot is their name
-    keys   key in the snapshot -> attribute, where they differ
-    """
-
-    def __init__(self, *names: str, **keys: str) -> None:
-        self.attributes = dict(zip(names, names, strict=True)) | keys
+    def __init__(self, names: str) -> None:
+        pairs = [item.rpartition("=") for item in names.split()]
+        self.attributes = {key or name: name for key, _, name in pairs}
 
     def save(self, owner: object) -> State:
         return {key: _encode(getattr(owner, name)) for key, name in self.attributes.items()}
+
+    def arguments(self, state: object) -> State:
+        """The keyword arguments with these names, from an object whose attributes are the keys."""
+        return {name: getattr(state, key) for key, name in self.attributes.items()}
 
     def load(self, owner: object, state: State) -> None:
         """Set the attributes. Each keeps the type that it has."""

@@ -13,7 +13,7 @@ class SwapSpace:
 
     __slots__ = ("_freed", "_untouched", "num_blocks", "num_free", "refs")
 
-    SAVED = Fields("refs", "_untouched", "num_free", freed="_freed")
+    SAVED = Fields("refs _untouched num_free freed=_freed")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import cast
 
@@ -30,7 +29,8 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu import packed_linear as packed
 from octavo.kernels.ops import Ops
 from octavo.models.config import read_spec
-from octavo.models.loading.loader import Model, dummy_model, empty_model, load_model
+from octavo.models.linear_methods import find_linear_method
+from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
 from octavo.runner.executor import Executor
 from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
@@ -100,7 +100,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     model_len = spec.max_model_len(args.max_model_len)
     precompile = _precompiler(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
     # Plan before anything large is loaded: the system kills a process that takes too much memory.
-    weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
+    weight_bytes = spec.weight_bytes(dtype.itemsize, args.quantization)
     kv = KVCacheSpec.of(spec, args.block_size, str(dtype).removeprefix("torch."))
     gpu: GPUMemoryProfile | None = None
     timer.lap("files")
@@ -237,12 +237,6 @@ def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.devi
         )
 
 
-def _weight_bytes(model: Model, args: EngineArgs) -> int:
-    """Bytes of the weights once they are loaded; the model may be on "meta"."""
-    packing = sum(matrix.num_bytes(args.quantization) - matrix.weight.nbytes for matrix in model.matrices())
-    return model.num_bytes + packing
-
-
 def _precompiler(
     args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, model_len: int, starting: ExitStack
 ) -> Precompile:
@@ -264,7 +258,7 @@ def _load(
     max_len: int,
 ) -> Model:
     """Load and pack the weights; on a CPU compile the native kernels in parallel."""
-    finish = methodcaller("pack", args.quantization)
+    method = find_linear_method(args.quantization)
     load: Callable[..., Model] = dummy_model
     if args.load_format == "auto":
         load = partial(load_model, checkpoint)
@@ -273,7 +267,9 @@ def _load(
     with ThreadPoolExecutor(2) as threads:
         if device.type == "cpu":
             threads.submit(native.library)
-        return threads.submit(load, spec, dtype=dtype, device=device, ops=ops, max_len=max_len, finish=finish).result()
+        return threads.submit(
+            load, spec, dtype=dtype, device=device, ops=ops, max_len=max_len, linear_method=method
+        ).result()
 
 
 def _executor(

@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
-from octavo.models.linear import Linear, TensorParallel, Weight
-from octavo.models.spec import DecoderSpec, TensorNames
+from octavo.models.linear import LayerFactory, Linear, Weight
+from octavo.models.spec import DecoderSpec
 
 
-def empty_norm(spec: DecoderSpec, size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def empty_norm(spec: DecoderSpec, size: int, factory: LayerFactory) -> Tensor:
     """The weight of an RMS norm, [size]. float32 if it is 1 + the checkpoint's value, which float16 would round."""
-    return torch.empty(size, dtype=torch.float32 if spec.unit_offset_norms else dtype, device=device)
+    return torch.empty(size, dtype=torch.float32 if spec.unit_offset_norms else factory.dtype, device=factory.device)
 
 
 class Attention:
-    """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write."""
+    """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write.
+
+    q_norm, k_norm  [head_dim], weights of the RMS norms of heads, if there are such norms
+    """
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        layer: int,
-        *,
-        ops: ModelOps,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, spec: DecoderSpec, layer: int, factory: LayerFactory, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
-        self.ops = ops
+        self.ops = factory.ops
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.window_of(layer)
-        tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
-        tp.per_rank(spec.num_kv_heads, "K/V heads")
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(
-            spec.hidden_size,
-            (q_size, kv_size, kv_size),
-            bias=spec.qkv_bias,
-            split="out",
-            tp=tp,
-            dtype=dtype,
-            device=device,
-        )
-        self.out = Linear(q_size, (spec.hidden_size,), bias=spec.o_bias, split="in", tp=tp, dtype=dtype, device=device)
-        self.q_norm = empty_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
-        self.k_norm = empty_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
+        factory.tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
+        factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
+        self.qkv = Linear(spec.linears["qkv"], factory, split="out")
+        self.out = Linear(spec.linears["out"], factory, split="in")
+        self.q_norm, self.k_norm = q_norm, k_norm
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
@@ -70,57 +56,74 @@ class Attention:
         )
         return self.out(self._attend(q, batch, kv_layer))
 
+    @property
+    def max_small_batch_tokens(self) -> int:
+        return min(self.qkv.max_small_batch_tokens, self.out.max_small_batch_tokens)
+
     def forward_small_batch(
-        self, residual: NormedResidual, eps: float, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
-    ) -> Tensor:
-        """Small-batch path, without the output projection: residual -> [num_tokens, num_heads * head_dim]."""
-        q = self.ops.project_qkv(
-            residual,
-            eps,
-            self.qkv.weight,
-            self.qkv.bias,
-            kv_layer,
-            batch,
-            cos_sin,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            norm_eps=self.eps,
+        self,
+        residual: NormedResidual,
+        eps: float,
+        batch: RaggedBatch,
+        kv_layer: Tensor,
+        cos_sin: Tensor,
+        next_norm: Tensor,
+    ) -> NormedResidual:
+        """Small-batch path: the norm before attention, attention, and the addition; next_norm as for `MLP`."""
+        q = self.qkv.project_qkv(
+            residual, eps, kv_layer, batch, cos_sin, q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.eps
         )
-        return self._attend(q, batch, kv_layer)
+        return self.out.add_linear(residual, self._attend(q, batch, kv_layer), next_norm)
 
     def _attend(self, q: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-        output: Tensor = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
-        return output.flatten(1)
+        return self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window).flatten(1)
 
-    def weights(self, prefix: str, names: TensorNames) -> Iterator[Weight]:
-        yield from self.qkv.weights(*(prefix + name for name in names.qkv))
-        yield from self.out.weights(prefix + names.out)
-        for name, norm in zip(names.qk_norms, (self.q_norm, self.k_norm), strict=True):
-            if norm is not None:
-                yield Weight.whole(f"{prefix}{name}.weight", norm)
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        yield from self.qkv.weights(prefix)
+        yield from self.out.weights(prefix)
 
-    def linears(self) -> Iterator[Linear]:
-        yield from (self.qkv, self.out)
+
+class MLP(Protocol):
+    """The part of a decoder layer after attention: a gated MLP, or experts."""
+
+    @property
+    def max_small_batch_tokens(self) -> int:
+        """Maximum tokens for `forward_small_batch`; 0: it has none."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] -> the same shape."""
+        ...
+
+    def forward_small_batch(self, residual: NormedResidual, eps: float, next_norm: Tensor) -> NormedResidual:
+        """Small-batch path: the norm before the MLP, the MLP, and the addition. next_norm: the next norm's weight."""
+        ...
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """Its tensors in a checkpoint; prefix: the layer's."""
+        ...
 
 
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up in one product (arXiv 2002.05202)."""
 
-    def __init__(
-        self, spec: DecoderSpec, *, ops: ModelOps, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, factory: LayerFactory) -> None:
         self.gate_name: Gate = "gelu" if spec.activation == "gelu_tanh" else "silu"
-        self.gate = ops.gelu_mul if self.gate_name == "gelu" else ops.silu_mul
-        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-        self.gate_up = Linear(hidden, (inner, inner), bias=bias, split="out", tp=tp, dtype=dtype, device=device)
-        self.down = Linear(inner, (hidden,), bias=bias, split="in", tp=tp, dtype=dtype, device=device)
+        self.gate = factory.ops.gelu_mul if self.gate_name == "gelu" else factory.ops.silu_mul
+        self.gate_up = Linear(spec.linears["mlp_in"], factory, split="out")
+        self.down = Linear(spec.linears["down"], factory, split="in")
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate(self.gate_up(x)))
 
-    def weights(self, prefix: str, names: TensorNames) -> Iterator[Weight]:
-        yield from self.gate_up.weights(*(prefix + name for name in names.mlp_in))
-        yield from self.down.weights(prefix + names.down)
+    @property
+    def max_small_batch_tokens(self) -> int:
+        return min(self.gate_up.max_small_batch_tokens, self.down.max_small_batch_tokens)
 
-    def linears(self) -> Iterator[Linear]:
-        yield from (self.gate_up, self.down)
+    def forward_small_batch(self, residual: NormedResidual, eps: float, next_norm: Tensor) -> NormedResidual:
+        inner = self.gate_up.norm_linear(residual, eps, self.gate_name)
+        return self.down.add_linear(residual, inner, next_norm)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        yield from self.gate_up.weights(prefix)
+        yield from self.down.weights(prefix)

@@ -1,23 +1,24 @@
-"""Linear layers, embeddings and the LM head: names, merging, tensor parallelism and packing of their weights.
+"""Linear layers, embeddings and the LM head: names, merging and tensor parallelism of their weights.
 
 Each part of a model lists its weights under their names in checkpoints (`Weight`), so loading is one loop that copies
-into the merged tensors. A loaded matrix may be packed into the layout of its fastest product; the plain tensor is then
-freed, and only its shape remains.
+into the merged tensors. How a layer stores its weight and multiplies with it is a `linear_methods.LinearMethod`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import ParameterError
-from octavo.kernels.cpu import packed_linear
-from octavo.kernels.cpu.packed_linear import PackedHead, PackedWeight, Quantization
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
+from octavo.kernels.reference.norms import Gate, NormedResidual
+from octavo.models.linear_methods import LinearMethod, PlainMethod
+from octavo.models.spec import LinearShape, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +52,40 @@ class Weight:
 
     name    Transformers' name
     shape   of the whole tensor in the checkpoint
-    tensor  to be filled; a view into the tensor that the model computes with
-    start   [ndim], first index of this rank's part in the checkpoint's tensor; its shape is that of `tensor`
+    tensor  to be filled; a view into the tensor that the model computes with. Its last dimensions are those of `shape`
+    start   [len(shape)], first index of this rank's part in the checkpoint's tensor
+    method  encodes the checkpoint's rows, and is finished once it is filled; None: rows are copied
     """
 
     name: str
     shape: tuple[int, ...]
     tensor: Tensor
     start: tuple[int, ...]
+    method: LinearMethod | None = None
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Weight:
         return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim)
 
 
-def _empty_like(weight: Tensor, device: torch.device | str) -> Tensor:
-    """torch.empty_like, which on "meta" would import sympy first: half a second, two on a slow disk."""
-    return torch.empty(weight.shape, dtype=weight.dtype, device=device)
+@dataclass(frozen=True, slots=True)
+class LayerFactory:
+    """What all layers of a model are created with: their operations, dtype, device, rank and linear method."""
+
+    ops: ModelOps
+    dtype: torch.dtype
+    device: torch.device | str
+    tp: TensorParallel = SINGLE_RANK
+    linear_method: type[LinearMethod] = PlainMethod
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def method(self, num_out: int, num_in: int, *, is_head: bool = False) -> LinearMethod:
+        return self.linear_method(num_out, num_in, ops=self.ops, dtype=self.dtype, device=self.device, is_head=is_head)
 
 
-class PackableWeight:
-    """A weight [num_out, num_in] that is multiplied as it is, or packed by `kernels.cpu.packed_linear`."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        self.packed: PackedWeight | None = None
-
-    def pack(self, quantization: Quantization | None = None) -> None:
-        """Pack the loaded weight and free the plain one. Does nothing if no packed layout is faster."""
-        self.packed = packed_linear.pack(self.weight, quantization)
-        if self.packed is not None:
-            self.weight = _empty_like(self.weight, "meta")
-
-    def num_bytes(self, quantization: Quantization | None = None) -> int:
-        """Bytes of the packed weight."""
-        return packed_linear.packed_bytes(self.weight, quantization)
-
-
-class Linear(PackableWeight):
+class Linear:
     """y = x @ weight.T + bias, with several projections of the same input merged into one product.
 
         split "out": a rank has rows of each projection    split "in": a rank has columns; results are summed
@@ -99,84 +96,94 @@ class Linear(PackableWeight):
     x [num_tokens, in_size] -> y [num_tokens, sum(out_sizes)], of which a split dimension is this rank's part.
     """
 
-    def __init__(
-        self,
-        in_size: int,
-        out_sizes: Sequence[int],
-        *,
-        bias: bool,
-        split: Literal["out", "in"],
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.tp = tp
-        self.split = split
-        self.in_size = in_size
-        self.out_sizes = tuple(out_sizes)
-        columns = tp.per_rank(in_size, "inputs of a projection") if split == "in" else in_size
-        self.rows = [tp.per_rank(size, "outputs of a projection") if split == "out" else size for size in out_sizes]
-        super().__init__(torch.empty(sum(self.rows), columns, dtype=dtype, device=device))
+    def __init__(self, shape: LinearShape, factory: LayerFactory, *, split: Literal["out", "in"]) -> None:
+        tp = factory.tp
+        self.shape, self.split, self.rank = shape, split, tp.rank
+        columns = tp.per_rank(shape.in_size, "inputs of a projection") if split == "in" else shape.in_size
+        self.rows = [
+            tp.per_rank(size, "outputs of a projection") if split == "out" else size for size in shape.out_sizes
+        ]
+        self.method = factory.method(sum(self.rows), columns)
         # Where results are summed over ranks, only one rank adds the bias.
-        has_bias = bias and (split == "out" or tp.rank == 0)
-        self.bias = torch.empty(sum(self.rows), dtype=dtype, device=device) if has_bias else None
-        self.all_reduce = tp.all_reduce if split == "in" and tp.size > 1 else None
+        has_bias = shape.bias and (split == "out" or tp.rank == 0)
+        self.bias = factory.empty(sum(self.rows)) if has_bias else None
+        self.is_partial = split == "in" and tp.size > 1
+        self.all_reduce = tp.all_reduce if self.is_partial else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)
+        y = self.method.apply(x, self.bias)
         return y if self.all_reduce is None else self.all_reduce(y)
 
-    def weights(self, *names: str) -> Iterator[Weight]:
-        """The checkpoint's tensors that are merged here; one name for each projection."""
-        first_column = self.tp.rank * self.weight.shape[1] if self.split == "in" else 0
-        parts = zip(names, self.out_sizes, self.rows, torch.split(self.weight, self.rows), strict=True)
+    @property
+    def max_small_batch_tokens(self) -> int:
+        """Maximum tokens for the fused products below; 0: none. Fused sums need all ranks' parts."""
+        return 0 if self.is_partial else self.method.max_small_batch_tokens
+
+    def norm_linear(self, residual: NormedResidual, eps: float, gate: Gate = "") -> Tensor:
+        """The residual's RMS norm, this layer, and a gated MLP's activation; see `kernels.reference.norm_linear`."""
+        return self.method.norm_linear(residual, eps, self.bias, gate)
+
+    def add_linear(self, residual: NormedResidual, x: Tensor, norm: Tensor) -> NormedResidual:
+        """residual + this layer's output for x. norm: weight of the next RMS norm."""
+        return self.method.add_linear(residual, x, self.bias, norm)
+
+    def project_qkv(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        kv_layer: Tensor,
+        batch: RaggedBatch,
+        cos_sin: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+    ) -> Tensor:
+        """All operations between the residual and attention; see `kernels.reference.project_qkv`."""
+        return self.method.project_qkv(
+            residual, eps, self.bias, kv_layer, batch, cos_sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps
+        )
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """The checkpoint's tensors that are merged here: one for each projection, or a part of one for each."""
+        shape, method = self.shape, self.method
+        is_merged = len(shape.names) < len(shape.out_sizes)
+        names = shape.names * (len(shape.out_sizes) if is_merged else 1)
+        first_in = self.rank * method.weight.shape[-1] if self.split == "in" else 0
         biases = [None] * len(names) if self.bias is None else torch.split(self.bias, self.rows)
-        for (name, out_size, rows, weight), bias in zip(parts, biases, strict=True):
-            first_row = self.tp.rank * rows if self.split == "out" else 0
-            yield Weight(f"{name}.weight", (out_size, self.in_size), weight, (first_row, first_column))
+        parts = zip(names, shape.out_sizes, torch.split(method.weight, self.rows, dim=-2), biases, strict=True)
+        before = 0
+        for name, size, weight, bias in parts:
+            first_out = before + (self.rank * weight.shape[-2] if self.split == "out" else 0)
+            whole, start = (shape.num_out if is_merged else size, shape.in_size), (first_out, first_in)
+            if shape.is_conv1d:
+                yield Weight(f"{prefix}{name}.weight", whole[::-1], weight.mT, start[::-1], method)
+            else:
+                yield Weight(f"{prefix}{name}.weight", whole, weight, start, method)
             if bias is not None:
-                yield Weight(f"{name}.bias", (out_size,), bias, (first_row,))
+                yield Weight(f"{prefix}{name}.bias", whole[:1], bias, start[:1])
+            before += size if is_merged else 0
 
 
-class VocabEmbedding(PackableWeight):
+class VocabEmbedding:
     """Embedding table and LM head, both [vocab_size, width]. In tied models they are one tensor, packed or not."""
 
-    def __init__(
-        self, vocab_size: int, width: int, *, tied: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        self.embedding = torch.empty(vocab_size, width, dtype=dtype, device=device)
-        self.tied = tied
-        super().__init__(self.embedding if tied else _empty_like(self.embedding, device))
-        self.packed: PackedHead | None = None
+    def __init__(self, spec: ModelSpec, factory: LayerFactory) -> None:
+        self.names = spec.names
+        self.tied = spec.tie_word_embeddings
+        self.head = factory.method(*spec.vocabulary, is_head=True)
+        self.table = self.head if self.tied else replace(factory, linear_method=PlainMethod).method(*spec.vocabulary)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, width]."""
-        if self.tied and self.packed is not None:
-            return self.packed.gather_rows(token_ids)
-        return packed_linear.embed(self.embedding, token_ids)
+        return self.table.gather_rows(token_ids)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[num_rows, width] -> [num_rows, vocab_size] float32.
+        """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype."""
+        return self.head.logits(x)
 
-        On a GPU, logits have x's dtype and the sampler converts them: a float32 copy would take longer than a layer.
-        """
-        if self.packed is not None:
-            return self.packed(x, None, float32_out=True)
-        if x.is_cuda:
-            return F.linear(x, self.weight)
-        if x.dtype in (torch.bfloat16, torch.float16):  # F.linear would round the logits
-            return packed_linear.blockwise_linear(x, self.weight)
-        return F.linear(x, self.weight).float()
-
-    def pack(self, quantization: Quantization | None = None) -> None:
-        self.packed = packed_linear.pack_head(self.weight, quantization)
-        if self.packed is None:
-            return
-        self.weight = _empty_like(self.weight, "meta")
-        if self.tied:
-            self.embedding = self.weight
-
-    def weights(self, embedding: str, head: str) -> Iterator[Weight]:
-        yield Weight.whole(f"{embedding}.weight", self.embedding)
-        if not self.tied:
-            yield Weight.whole(f"{head}.weight", self.weight)
+    def weights(self) -> Iterator[Weight]:
+        methods = {self.names.embedding: self.table} | ({} if self.tied else {self.names.head: self.head})
+        for name, method in methods.items():
+            shape = tuple(method.weight.shape[-2:])
+            yield Weight(f"{name}.weight", shape, method.weight, (0, 0), method)

@@ -1,12 +1,18 @@
-"""Descriptions of models, complete apart from the weights: sizes, options and names of tensors. Imports no torch.
+"""Descriptions of models, complete apart from the weights: sizes, options, names and shapes of tensors. No torch here.
 
 `config.spec_from_config` reads a `DecoderSpec` from a config.json of the Llama family, a `GPTSpec` for GPT-2 and OPT.
+A spec declares each layer's tensors once (`linears`, `norms`): models create them from it, and memory plans, the doctor
+and the simulator count them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from octavo.models import quantization as methods
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +28,8 @@ class TensorNames:
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
     positions: str = ""
+    project_in: str = "model.decoder.project_in"
+    project_out: str = "model.decoder.project_out"
     final_norm: str = "model.norm"
     layer: str = "model.layers.{}."
     attention_norm: str = "input_layernorm"
@@ -39,9 +47,45 @@ LLAMA_NAMES = TensorNames()
 """Transformers' names in the Llama family."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer: projections of one input, merged into one weight [num_out, in_size].
+
+    names      of the checkpoint's tensors: one for each projection, or one for a tensor that merges them
+    is_conv1d  the checkpoint's tensors are [in_size, num_out]
+    """
+
+    names: tuple[str, ...]
+    in_size: int
+    out_sizes: tuple[int, ...]
+    bias: bool = False
+    is_conv1d: bool = False
+
+    @property
+    def num_out(self) -> int:
+        return sum(self.out_sizes)
+
+    @property
+    def num_params(self) -> int:
+        return self.num_out * (self.in_size + self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NormShape:
+    """A norm's weight [size], and its bias [size] if it has one."""
+
+    name: str
+    size: int
+    bias: bool = False
+
+    @property
+    def num_params(self) -> int:
+        return self.size * (1 + self.bias)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The fields that all models have.
+    """The fields that all models have. Subclasses declare the tensors of one kind of model.
 
     num_heads, num_kv_heads, head_dim
                              query heads, K/V heads, and the size of both; num_heads * head_dim may differ from
@@ -74,6 +118,65 @@ class ModelSpec:
     bos_token_id: int | None = None
     dtype: str = "float32"
     names: TensorNames = field(default=LLAMA_NAMES, repr=False)
+
+    # -- tensors -------------------------------------------------------------------------------------------------------
+
+    @property
+    def linears(self) -> dict[str, LinearShape]:
+        """Linear layers of a layer: "qkv", "out", "mlp_in" and "down". Names follow the layer's prefix."""
+        raise NotImplementedError
+
+    @property
+    def norms(self) -> dict[str, NormShape]:
+        """Norms of a layer. Names follow the layer's prefix."""
+        raise NotImplementedError
+
+    @property
+    def last_norm(self) -> NormShape | None:
+        """The norm after the last layer."""
+        return NormShape(self.names.final_norm, self.hidden_size)
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """Shape of the embedding table, and of the head."""
+        return self.vocab_size, self.hidden_size
+
+    @property
+    def others(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the other tensors, by name."""
+        return {}
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        layer = sum(linear.num_params for linear in self.linears.values())
+        vocabularies = math.prod(self.vocabulary) * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + vocabularies + self._norm_params + sum(map(math.prod, self.others.values()))
+
+    def weight_bytes(self, itemsize: int, quantization: str | None = None) -> int:
+        """Bytes of the weights of one rank in a dtype of `itemsize` bytes. quantization: `EngineArgs.quantization`."""
+        matrices = [(self.num_layers, linear.num_out, linear.in_size) for linear in self.linears.values()]
+        packed_bytes = methods.METHODS[quantization].packed_bytes
+        saved = sum(
+            copies * (num_out * num_in * itemsize - packed_bytes(num_out, num_in, itemsize))
+            for copies, num_out, num_in in [*matrices, (1, *self.vocabulary)]
+        )
+        norm_itemsize = 4 if self.unit_offset_norms else itemsize
+        return self.num_params * itemsize + self._norm_params * (norm_itemsize - itemsize) - saved
+
+    @property
+    def _norm_params(self) -> int:
+        last = self.last_norm.num_params if self.last_norm else 0
+        return self.num_layers * sum(norm.num_params for norm in self.norms.values()) + last
+
+    @property
+    def activation_size(self) -> int:
+        """Activations of a token inside attention or MLP: outputs of the first product and inputs of the last."""
+        linears = self.linears
+        pairs = (linears["qkv"], linears["out"]), (linears["mlp_in"], linears["down"])
+        return max(first.num_out + last.in_size for first, last in pairs)
+
+    # -- lengths -------------------------------------------------------------------------------------------------------
 
     def window_of(self, layer: int) -> int:
         """Sliding window of a layer, in keys; 0: none."""
@@ -116,6 +219,27 @@ class DecoderSpec(ModelSpec):
     embedding_scale: float = 1.0
     attention_scale: float | None = None
 
+    @property
+    def linears(self) -> dict[str, LinearShape]:
+        names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "qkv": LinearShape(names.qkv, hidden, (q_size, kv_size, kv_size), self.qkv_bias),
+            "out": LinearShape((names.out,), q_size, (hidden,), self.o_bias),
+            "mlp_in": LinearShape(names.mlp_in, hidden, (inner, inner), self.mlp_bias),
+            "down": LinearShape((names.down,), inner, (hidden,), self.mlp_bias),
+        }
+
+    @property
+    def norms(self) -> dict[str, NormShape]:
+        names, hidden = self.names, self.hidden_size
+        norms = {"attention": NormShape(names.attention_norm, hidden), "mlp": NormShape(names.mlp_norm, hidden)}
+        for role, name in zip(("after_attention", "after_mlp"), names.post_norms, strict=False):
+            norms[role] = NormShape(name, hidden)
+        if self.qk_norm:
+            norms |= {role: NormShape(name, self.head_dim) for role, name in zip("qk", names.qk_norms, strict=True)}
+        return norms
+
     def max_model_len(self, requested: int | None = None) -> int:
         """See `ModelSpec`. Dynamic scaling and YaRN extend the trained length by `factor`, if more is requested.
 
@@ -155,3 +279,40 @@ class GPTSpec(ModelSpec):
     bias: bool = True
     attention_scale: float = 1.0
     scale_by_layer: bool = False
+
+    @property
+    def linears(self) -> dict[str, LinearShape]:
+        names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        shapes = {
+            "qkv": (names.qkv, hidden, (hidden, hidden, hidden)),
+            "out": ((names.out,), hidden, (hidden,)),
+            "mlp_in": (names.mlp_in, hidden, (inner,)),
+            "down": ((names.down,), inner, (hidden,)),
+        }
+        return {role: LinearShape(*shape, self.bias, names.is_conv1d) for role, shape in shapes.items()}
+
+    @property
+    def norms(self) -> dict[str, NormShape]:
+        if not self.norm_weights:
+            return {}
+        names = {"attention": self.names.attention_norm, "mlp": self.names.mlp_norm}
+        return {role: NormShape(name, self.hidden_size, bias=True) for role, name in names.items()}
+
+    @property
+    def last_norm(self) -> NormShape | None:
+        if not (self.final_norm and self.norm_weights):
+            return None
+        return NormShape(self.names.final_norm, self.hidden_size, bias=True)
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        return self.vocab_size, self.embedding_size
+
+    @property
+    def others(self) -> Mapping[str, tuple[int, ...]]:
+        """Learned positions, and the projections between embedding_size and hidden_size."""
+        hidden, width = self.hidden_size, self.embedding_size
+        shapes = {self.names.positions: (self.max_position_embeddings + self.position_offset, hidden)}
+        if width != hidden:
+            shapes |= {self.names.project_in: (hidden, width), self.names.project_out: (width, hidden)}
+        return shapes

@@ -86,13 +86,12 @@ def find_model(name: str) -> ModelShape:
 def _from_config(path: Path) -> ModelShape:
     from octavo.checkpoint.resolve import open_checkpoint
     from octavo.models.config import read_spec
-    from octavo.models.param_count import num_params
 
     checkpoint = open_checkpoint(path, download=False, weights=False)
     spec = read_spec(checkpoint)
     return ModelShape(
         path.name or str(path),
-        num_params(spec),
+        spec.num_params,
         spec.num_layers,
         spec.hidden_size,
         spec.num_heads,

@@ -21,7 +21,6 @@ from octavo.kernels.cpu.packed_linear import (
     choose_backend,
     pack,
     pack_head,
-    packed_bytes,
 )
 from tests.kernels.cpu.backends import BACKENDS, INSTRUCTIONS, MARCHES, expected_backend, use_backend
 
@@ -276,9 +275,3 @@ def test_float16_is_multiplied_in_float32() -> None:
     assert packed_weight(x, None).dtype == torch.float16 and torch.equal(
         packed_weight.gather_rows(torch.tensor([7])), weight[7:8]
     )
-
-
-def test_packed_bytes_are_known_without_packing() -> None:
-    weight = torch.empty(100, 64, dtype=torch.bfloat16, device="meta")
-    assert packed_bytes(weight) == 100 * 64 * 2
-    assert packed_bytes(weight, "int8") == 100 * 64 + 100 * 8

@@ -21,8 +21,6 @@ from octavo.kernels.triton import capability, launch, precompile
 
 SHARED_BYTES = 227 * 1024
 """Limit of a program on Hopper."""
-SHARED_LIMITS = {(8, 0): 99 * 1024, (9, 0): SHARED_BYTES, (10, 0): SHARED_BYTES}
-"""Limit of a program; for sm_80 that of sm_86 and sm_89, which run the same kernels in the least shared memory."""
 MULTIPROCESSOR_SHARED_BYTES = 228 * 1024
 """Shared memory of a multiprocessor; each program takes one KiB more than it asks for."""
 MULTIPROCESSOR_REGISTERS = 65536

@@ -113,7 +113,7 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     }
     decoder = load_tiny(edit(directory, lambda tensors: tensors.update(extra)))
     assert isinstance(decoder, Decoder) and decoder.vocabulary.tied
-    assert decoder.vocabulary.embedding.any()
+    assert decoder.vocabulary.table.weight.any()
 
 
 def renamed(pattern: str, replacement: str) -> Callable[[dict[str, Tensor]], None]:

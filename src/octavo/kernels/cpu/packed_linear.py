@@ -129,13 +129,6 @@ def embed(table: Tensor, token_ids: Tensor) -> Tensor:
     return F.embedding(token_ids, table)
 
 
-def packed_bytes(weight: Tensor, quantization: Quantization | None = None) -> int:
-    """Bytes of a weight after `pack`, without padding; the weight may be on "meta"."""
-    if quantization == "int8" and weight.dtype == torch.bfloat16:
-        return weight.numel() + 8 * weight.shape[0]  # for each output, a scale and what oneDNN may keep
-    return weight.nbytes
-
-
 # -- int8 -------------------------------------------------------------------------------------------------------------
 
 # W8A8: weights have a scale for each output, and x is rounded to int8 with a scale for each row. Sums are integers, the

@@ -54,6 +54,11 @@ class NormedResidual:
     weighted: Tensor
     squares: Tensor
 
+    def scale(self, eps: float) -> Tensor:
+        """What normalises `weighted`, [num_tokens, 1] in `accumulation_dtype`."""
+        num_tokens, size = self.x.shape
+        return torch.rsqrt(self.squares.sum(0)[:num_tokens, None] / size + eps)
+
 
 def make_normed_residual(x: Tensor, norm: Tensor) -> NormedResidual:
     """A residual from x [num_tokens, size] and the next norm's weight, norm [size]."""
@@ -68,8 +73,7 @@ def norm_linear(
 
     weight [num_out, size], or [2 * num_out, size] with a gate; bias [num_out] or [2 * num_out]
     """
-    num_tokens, size = residual.x.shape
-    scale = torch.rsqrt(residual.squares.sum(0)[:num_tokens, None] / size + eps)
+    scale = residual.scale(eps)
     wide = scale.dtype
     y = F.linear(residual.weighted.to(wide), weight.to(wide)) * scale
     y = (y if bias is None else y + bias).to(residual.x.dtype)

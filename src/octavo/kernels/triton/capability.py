@@ -1,9 +1,11 @@
 """Which kernels a GPU runs: the only code that reads its compute capability.
 
-    GPU                       capability    long queries, products of few tokens   dependent launch
-    A100, A10, L4, RTX 4090   8.0 to 8.9    portable, in Triton                    no
-    H100, H200                9.0           `*_hopper`, in Gluon: wgmma and TMA    yes
-    B200, RTX 5090            10.0, 12.0    portable, in Triton                    yes
+    GPU                 capability   long queries, products of few tokens   dependent launch   shared memory
+    A100                8.0          portable, in Triton                    no                 163 KiB
+    A10, L4, RTX 4090   8.6, 8.9     portable, in Triton                    no                  99 KiB
+    H100, H200          9.0          `*_hopper`, in Gluon: wgmma and TMA    yes                227 KiB
+    B200                10.0         portable, in Triton                    yes                227 KiB
+    RTX 5090            12.0         portable, in Triton                    yes                 99 KiB
 
 The files `*_hopper.py` are the only ones that need Triton's NVIDIA modules. They are imported where a GPU runs them.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 logger = logging.getLogger("octavo")
+LARGE_SHARED = 227 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +28,27 @@ class KernelChoice:
 
     hopper            the `*_hopper` kernels, for the tensors that they support
     dependent_launch  a kernel may start while its predecessor runs; see `launch`
+    shared_bytes      limit of a program's shared memory; tunings with more have fewer stages
     reason            for people: the kernels, and why
     """
 
     hopper: bool
     dependent_launch: bool
+    shared_bytes: int
     reason: str
 
 
 def choose_kernels(capability: tuple[int, int] | None) -> KernelChoice:
     """The kernels for a compute capability; None: not on a GPU, but in Triton's interpreter."""
     if capability is None:
-        return KernelChoice(False, False, "portable kernels: no GPU")
+        return KernelChoice(False, False, LARGE_SHARED, "portable kernels: no GPU")
     name = "sm_{}{}".format(*capability)
     if capability == (9, 0):
-        return KernelChoice(True, True, f"Hopper's kernels: {name} has wgmma")
-    return KernelChoice(False, capability >= (9, 0), f"portable kernels: {name} has no wgmma")
+        return KernelChoice(True, True, LARGE_SHARED, f"Hopper's kernels: {name} has wgmma")
+    shared = {(8, 0): 163 << 10, (8, 7): 163 << 10}.get(
+        capability, LARGE_SHARED if 9 <= capability[0] < 12 else 99 << 10
+    )
+    return KernelChoice(False, capability >= (9, 0), shared, f"portable kernels: {name} has no wgmma")
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 The model lists its weights, a file format (safetensors or GGUF) its tensors. The two lists are compared before any data
 is read. Then a few threads copy chunks of rows from the mapped file into the model's tensors, so loading needs the
-model's memory plus a chunk a thread. A matrix with a packed layout is packed as soon as it is filled: at most one
-matrix has both layouts at a time.
+model's memory plus a chunk a thread. A linear method is finished as soon as its weight is filled: at most one weight is
+plain and packed at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, cast
 
@@ -22,7 +22,8 @@ from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
-from octavo.models.linear import SINGLE_RANK, PackableWeight, TensorParallel, VocabEmbedding, Weight
+from octavo.models.linear import SINGLE_RANK, LayerFactory, TensorParallel, VocabEmbedding, Weight
+from octavo.models.linear_methods import LinearMethod, PlainMethod
 from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.safetensors import read_safetensors
 from octavo.models.loading.stored_tensor import FLOAT_DTYPES, StoredTensor, raise_problems
@@ -47,18 +48,6 @@ class Model(Protocol):
         """All tensors of a checkpoint of this model; several weights may be parts of one tensor."""
         ...
 
-    def matrices(self) -> Iterator[PackableWeight]:
-        """All matrices, to be packed after loading."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights."""
-        ...
-
-
-Finish = Callable[[PackableWeight], None]
-
 
 def empty_model(
     spec: ModelSpec,
@@ -67,10 +56,11 @@ def empty_model(
     dtype: torch.dtype,
     device: torch.device | str,
     tp: TensorParallel = SINGLE_RANK,
+    linear_method: type[LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
     """The model of `spec` with uninitialised weights; on "meta", only its shapes."""
-    return cast("Model", load(spec.model)(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len))
+    return cast("Model", load(spec.model)(spec, LayerFactory(ops, dtype, device, tp, linear_method), max_len=max_len))
 
 
 def load_model(
@@ -81,23 +71,23 @@ def load_model(
     device: torch.device | str,
     ops: ModelOps,
     tp: TensorParallel = SINGLE_RANK,
+    linear_method: type[LinearMethod] = PlainMethod,
     max_len: int | None = None,
-    finish: Finish | None = None,
 ) -> Model:
     """The model of `spec` with the checkpoint's weights, converted to `dtype`.
 
-    max_len  positions of the rotary table
-    finish   called with each matrix as soon as it is filled, one by one, to pack it
+    linear_method  of all linear layers; a layer's method is finished as soon as its weight is filled, one by one
+    max_len        positions of the rotary table
 
     Raises `CheckpointError`, one line with up to ten problems: tensors that are missing, unexpected, damaged, of the
     wrong shape or dtype, or that contain NaN or infinity.
     """
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
     # The comparison uses a model on "meta": a mismatch must not cost a model's memory.
-    shapes = empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1)
+    shapes = empty_model(spec, ops=ops, dtype=dtype, device="meta", linear_method=linear_method, max_len=1)
     raise_problems(checkpoint, dict.fromkeys(_mismatches(list(shapes.weights()), stored)))  # each problem once
-    model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
-    raise_problems(checkpoint, _fill(model, stored, finish))
+    model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
+    raise_problems(checkpoint, _fill(model, stored))
     return model
 
 
@@ -107,21 +97,21 @@ def dummy_model(
     dtype: torch.dtype,
     device: torch.device | str,
     ops: ModelOps,
+    linear_method: type[LinearMethod] = PlainMethod,
     max_len: int | None = None,
-    finish: Finish | None = None,
 ) -> Model:
     """The model of `spec` with random weights, for benchmarks."""
-    model = empty_model(spec, ops=ops, dtype=dtype, device=device, max_len=max_len)
+    model = empty_model(spec, ops=ops, dtype=dtype, device=device, linear_method=linear_method, max_len=max_len)
     generator = torch.Generator(device).manual_seed(0)
-    for matrix, weights in _weights_by_matrix(model):
+    for method, weights in _weights_by_method(model):
         for weight in weights:
             if len(weight.shape) == 1 and not weight.name.endswith("bias"):
                 weight.tensor.fill_(1.0)  # a norm
             else:
                 weight.tensor.normal_(0.0, 0.02, generator=generator)
         weights.clear()
-        if matrix is not None and finish is not None:
-            finish(matrix)
+        if method is not None:
+            method.finish()
     return model
 
 
@@ -157,23 +147,23 @@ def _is_redundant(name: str) -> bool:
     )
 
 
-def _fill(model: Model, stored: dict[str, StoredTensor], finish: Finish | None) -> Iterator[str]:
+def _fill(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
     """Copy all weights in chunks, with several threads; yields a problem for each weight with NaN or infinity."""
     num_threads = min(MAX_THREADS, os.cpu_count() or 1)
     problems: dict[str, None] = {}  # one for each weight
-    pending: deque[tuple[PackableWeight | None, list[Future[str | None]]]] = deque()
+    pending: deque[tuple[LinearMethod | None, list[Future[str | None]]]] = deque()
 
     def finish_oldest() -> None:
-        matrix, chunks = pending.popleft()
+        method, chunks = pending.popleft()
         problems.update(dict.fromkeys(problem for chunk in chunks if (problem := chunk.result())))
-        if matrix is not None and finish is not None:
+        if method is not None:
             chunks.clear()
-            finish(matrix)
+            method.finish()
 
     with ThreadPoolExecutor(num_threads) as threads:
-        for matrix, weights in _weights_by_matrix(model):
+        for method, weights in _weights_by_method(model):
             jobs = [job for weight in weights for job in _copy_jobs(weight, stored[weight.name])]
-            pending.append((matrix, [threads.submit(_copy_rows, *job) for job in jobs]))
+            pending.append((method, [threads.submit(_copy_rows, *job) for job in jobs]))
             jobs.clear()
             weights.clear()
             if len(pending) > num_threads:
@@ -183,21 +173,21 @@ def _fill(model: Model, stored: dict[str, StoredTensor], finish: Finish | None) 
     yield from problems
 
 
-def _weights_by_matrix(model: Model) -> Iterator[tuple[PackableWeight | None, list[Weight]]]:
-    """Group the model's weights by the matrix that contains them; None: weights outside matrices.
+def _weights_by_method(model: Model) -> Iterator[tuple[LinearMethod | None, list[Weight]]]:
+    """Group the model's weights by the linear method that they fill; None: weights outside of linear layers.
 
-    Weights are views and keep the memory of their matrix alive. The caller clears each list before it packs the matrix.
+    Weights are views and keep the memory of a method's weight alive. The caller clears each list before it finishes the
+    method.
     """
-    matrix_at = {matrix.weight.untyped_storage().data_ptr(): matrix for matrix in model.matrices()}
-    groups: dict[PackableWeight | None, list[Weight]] = {None: []}
+    groups: dict[LinearMethod | None, list[Weight]] = {None: []}
     for weight in model.weights():
-        groups.setdefault(matrix_at.get(weight.tensor.untyped_storage().data_ptr()), []).append(weight)
-    for matrix in list(groups):
-        yield matrix, groups.pop(matrix)
+        groups.setdefault(weight.method, []).append(weight)
+    for method in list(groups):
+        yield method, groups.pop(method)
 
 
 def _copy_jobs(weight: Weight, stored: StoredTensor) -> Iterator[tuple[Weight, StoredTensor, int, int]]:
-    num_rows = weight.tensor.shape[0]
+    num_rows = weight.tensor.shape[-len(weight.shape)]
     chunk = max(1, CHUNK_ELEMENTS // math.prod(weight.shape[1:]))
     for first in range(0, num_rows, chunk):
         yield weight, stored, first, min(first + chunk, num_rows)
@@ -205,11 +195,11 @@ def _copy_jobs(weight: Weight, stored: StoredTensor) -> Iterator[tuple[Weight, S
 
 def _copy_rows(weight: Weight, stored: StoredTensor, first: int, last: int) -> str | None:
     """Copy rows [first, last) of the weight's tensor; returns a problem if they contain NaN or infinity."""
-    target = weight.tensor[first:last]
+    target = weight.tensor.narrow(-len(weight.shape), first, last - first)
     rows = stored.read(weight.start[0] + first, weight.start[0] + last)
     for dim in range(1, rows.ndim):
-        rows = rows.narrow(dim, weight.start[dim], target.shape[dim])
-    target.copy_(rows)
+        rows = rows.narrow(dim, weight.start[dim], target.shape[dim - rows.ndim])
+    target.copy_(rows if weight.method is None else weight.method.encode(rows))
     # The sum is not finite if any element is not: one cheap pass. It may also overflow, so then check each element.
     if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
         return f"{weight.name} contains NaN or infinity (as {str(weight.tensor.dtype).removeprefix('torch.')})"

@@ -159,21 +159,9 @@ class ExternalPool:
             self._needs_snapshot = False
             self._changed.clear()
             self._counts = counts
-            return Snapshot(
-                self._epoch,
-                self._frame,
-                now_s,
-                0,
-                self._num_blocks,
-                self._block_size,
-                0,
-                self._words[1:].astype("<u2").tobytes(),
-                _seals(list(self._stored.values())),
-                [],
-                [],
-                self._stats(),
-                counts,
-            )
+            place, sizes = (self._epoch, self._frame, now_s, 0), (self._num_blocks, self._block_size, 0)
+            words, seals = self._words[1:].astype("<u2").tobytes(), _seals(list(self._stored.values()))
+            return Snapshot(*place, *sizes, words, seals, [], [], self._stats(), counts)
         if not self._changed and not self._events and counts == self._counts:
             return None
         ids = np.array(sorted(self._changed), dtype="<u4")
@@ -371,8 +359,4 @@ def _fields(event: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _seals(stored: list[_Stored]) -> Seals:
-    return Seals(
-        np.array([s.block for s in stored], dtype="<u4").tobytes(),
-        np.array([s.seal for s in stored], dtype="<f8").tobytes(),
-        np.array([s.parent for s in stored], dtype="<f8").tobytes(),
-    )
+    return Seals.of([s.block for s in stored], [s.seal for s in stored], [s.parent for s in stored])

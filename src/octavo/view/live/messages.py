@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
 
 SEALED_BIT, MAX_REFS = 0x8000, 0x7FFF
 """A block's state word, 0 if free: bit 15 is set if it is sealed, the other bits are its reference count, capped."""
@@ -25,6 +27,11 @@ class Seals(msgspec.Struct, omit_defaults=True):
     block_ids: bytes = b""  # u32[num]
     seal_ids: bytes = b""  # f64[num]
     parent_ids: bytes = b""  # f64[num]
+
+    @classmethod
+    def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike) -> Seals:
+        encoded = (np.asarray(blocks, "<u4"), np.asarray(seals, "<f8"), np.asarray(parents, "<f8"))
+        return cls(*(column.tobytes() for column in encoded))
 
 
 class Wait(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.core import events as ev
+from octavo.core.block_pool import BlockPool
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.view.live.messages import (
@@ -197,45 +198,22 @@ class Publisher:
         sequences, _, _, _ = self._changed_sequences(current)
         self._queues = self._current_queues()
         self._stats = cache.stats().as_dict()
-        return Snapshot(
-            self._epoch,
-            self._frame,
-            self._time_s(),
-            scheduler.num_steps,
-            cache.pool.num_blocks,
-            cache.block_size,
-            cache.swap_space.num_blocks,
-            pack_words(self._refs[1:], self._seal_ids[1:]),
-            self._seals([]) or Seals(),
-            requests,
-            sequences,
-            dict(self._stats),
-            self._counts(),
-            cost_s=round(time.thread_time() - begin, 6),
-        )
+        place = self._epoch, self._frame, self._time_s(), scheduler.num_steps
+        sizes = cache.pool.num_blocks, cache.block_size, cache.swap_space.num_blocks
+        blocks = pack_words(self._refs[1:], self._seal_ids[1:]), self._seals([]) or Seals()
+        snapshot = Snapshot(*place, *sizes, *blocks, requests, sequences, dict(self._stats), self._counts())
+        snapshot.cost_s = round(time.thread_time() - begin, 6)
+        return snapshot
 
     def _delta(self) -> Delta:
         begin = time.thread_time()
         self._frame += 1
         current = self._current()
         requests, removed = self._changed_requests(current)
-        sequences, tables, progress, removed_sequences = self._changed_sequences(current)
+        sequences, tables, progress, left = self._changed_sequences(current)
         blocks, seals = self._changed_blocks()
-        delta = Delta(
-            self._epoch,
-            self._frame,
-            self._time_s(),
-            self._scheduler.num_steps,
-            self._counts(),
-            blocks=blocks,
-            seals=seals,
-            requests=requests,
-            sequences=sequences,
-            tables=tables,
-            progress=progress,
-            removed=removed,
-            removed_sequences=removed_sequences,
-        )
+        place = self._epoch, self._frame, self._time_s(), self._scheduler.num_steps
+        delta = Delta(*place, self._counts(), blocks, seals, requests, sequences, tables, progress, removed, left)
         self._add_events(delta)
         if (queues := self._current_queues()) != self._queues:
             delta.queues = self._queues = queues
@@ -287,12 +265,7 @@ class Publisher:
         blocks += [int(b) for b in islice(self._old_seals, MAX_OLD_SEALS) if pool.seal_id[b]]
         if not blocks:
             return None
-        parents = [key[0] for key in map(pool.key_of, blocks) if key is not None]
-        return Seals(
-            np.array(blocks, dtype="<u4").tobytes(),
-            np.array([pool.seal_id[block] for block in blocks], dtype="<f8").tobytes(),
-            np.array([0 if isinstance(parent, bytes) else parent for parent in parents], dtype="<f8").tobytes(),
-        )
+        return Seals.of(blocks, [pool.seal_id[block] for block in blocks], parents_of(pool, blocks))
 
     # -- requests and sequences ----------------------------------------------------------------------------------------
 
@@ -398,6 +371,12 @@ def pack_words(refs: np.ndarray, seal_ids: np.ndarray) -> bytes:
     words[seal_ids != 0] |= SEALED_BIT
     data: bytes = words.astype("<u2").tobytes()
     return data
+
+
+def parents_of(pool: BlockPool, blocks: Iterable[int]) -> list[int]:
+    """The seal id of the block before each sealed block; 0: it is a first block."""
+    keys = map(pool.key_of, blocks)
+    return [0 if key is None or isinstance(key[0], bytes) else key[0] for key in keys]
 
 
 def _ids(sequence: Sequence, start: int = 0) -> bytes:

@@ -129,27 +129,14 @@ class PoolState:
             sealed = np.sort(sealed[np.argsort(self.words[sealed] == SEALED_BIT, kind="stable")[:MAX_SEALS]])
         queued = [name for status in ("running", "swapped", "waiting") for name in self.queues[status]]
         names = dict.fromkeys([name for name in queued if name in self.requests]) | dict.fromkeys(self.requests)
-        return Snapshot(
-            self.epoch,
-            self.frame,
-            self.time_s,
-            self.step,
-            self.num_blocks,
-            self.block_size,
-            self.num_host_blocks,
-            self.words[1:].astype("<u2").tobytes(),
-            Seals(
-                sealed.astype("<u4").tobytes(),
-                self.seal_ids[sealed].astype("<f8").tobytes(),
-                self.parent_ids[sealed].astype("<f8").tobytes(),
-            ),
-            [self.requests[name] for name in names],
-            [SequenceView(uid, t.index, t.num_tokens, t.num_computed, t.entries) for uid, t in self.tables.items()],
-            dict(self.stats),
-            self.counts,
-            list(self.steps),
-            list(self.events),
-        )
+        place = self.epoch, self.frame, self.time_s, self.step
+        sizes = self.num_blocks, self.block_size, self.num_host_blocks
+        words = self.words[1:].astype("<u2").tobytes()
+        seals = Seals.of(sealed, self.seal_ids[sealed], self.parent_ids[sealed])
+        requests = [self.requests[name] for name in names]
+        tables = [SequenceView(uid, t.index, t.num_tokens, t.num_computed, t.entries) for uid, t in self.tables.items()]
+        stats, steps, events = dict(self.stats), list(self.steps), list(self.events)
+        return Snapshot(*place, *sizes, words, seals, requests, tables, stats, self.counts, steps, events)
 
     @property
     def num_used(self) -> int:

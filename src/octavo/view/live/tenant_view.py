@@ -135,12 +135,9 @@ def _held(state: PoolState, uids: set[int]) -> np.ndarray:
 def _seals(state: PoolState, blocks: np.ndarray, lost: np.ndarray) -> Seals:
     """The seals of `blocks`, and seal 0 for `lost` blocks that are not in `blocks`."""
     lost = np.setdiff1d(lost, blocks)
-    none = bytes(8 * len(lost))
-    return Seals(
-        np.concatenate([blocks, lost]).astype("<u4").tobytes(),
-        state.seal_ids[blocks].astype("<f8").tobytes() + none,
-        state.parent_ids[blocks].astype("<f8").tobytes() + none,
-    )
+    none = np.zeros(len(lost))
+    columns = [blocks, lost], [state.seal_ids[blocks], none], [state.parent_ids[blocks], none]
+    return Seals.of(*map(np.concatenate, columns))
 
 
 def _only(progress: Progress | None, uids: set[int]) -> Progress | None:

@@ -215,15 +215,9 @@ class Player:
             tokens.prompt(recorded),
             sampling,
             stop_ids=(STOP,),
-            priority=recorded.priority,
             salt=recorded.salt,
-            width=recorded.width,
-            num_samples=recorded.num_draws,
             select_beams=self._select_beams(recorded) if recorded.beam_search else None,
-            use_structured_output=recorded.constrained,
-            pin=recorded.pin,
-            tenant=recorded.tenant,
-            index_in_call=recorded.rank,
+            **Request.INPUTS.arguments(recorded),
             resume={i: tokens.sample(recorded, i)[begin : begin + n] for i, n in recorded.resumed.items()} or None,
         )
 

@@ -42,21 +42,15 @@ class RequestLog:
     def add(self, request: Request, max_tokens: int) -> RecordedRequest:
         blocks = self._digests.of_blocks(request.prompt_token_ids, request.salt)
         recorded = self._live[request] = RecordedRequest(
-            self.num_requests,
-            len(request.prompt_token_ids),
-            max_tokens,
-            request.width,
-            request.num_samples,
-            request.select_beams is not None,
-            request.use_structured_output,
-            request.pin,
-            request.priority,
-            request.sampling_params.skip_reading_prefix_cache,
-            self._digests.of_salt(request.salt),
-            blocks,
-            {index: len(list(output)) for index, output in (request.resume or {}).items()},
-            tenant=request.tenant,
-            rank=request.index_in_call,
+            number=self.num_requests,
+            num_prompt=len(request.prompt_token_ids),
+            max_tokens=max_tokens,
+            beam_search=request.select_beams is not None,
+            skip_prefix_cache=request.sampling_params.skip_reading_prefix_cache,
+            salt=self._digests.of_salt(request.salt),
+            block_digests=blocks,
+            resumed={index: len(list(output)) for index, output in (request.resume or {}).items()},
+            **Request.INPUTS.save(request),
         )
         tail = request.prompt_token_ids[len(blocks) // DIGEST_BYTES * self._block_size :]
         if request.pin and tail:

@@ -34,7 +34,6 @@ def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded:
         "GROUP": group,
         "BLOCK_SIZE": 16,
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": head_dim,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
         "SPLIT_TILES": 0,
@@ -43,10 +42,7 @@ def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded:
         "WITH_LSE": False,
         "MERGE_INLINE": True,
         "USE_CASCADE": cascaded,
-        "DECODE_ONLY": True,
-        "GROUP_PADDED": 1 << (group - 1).bit_length(),
-        "KV_HEADS_PADDED": 8,
-        "PRECISION": "tf32",
+        "WRITE_EMPTY_ROWS": True,
         "USE_PDL": True,
     }
     options = {"num_warps": tuning.num_warps, "maxnreg": tuning.registers}
@@ -74,11 +70,9 @@ def test_all_programs_of_cascade_are_resident(group: int, head_dim: int) -> None
         "GROUP": group,
         "BLOCK_SIZE": 16,
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": head_dim,
         "ROWS": tuning.rows,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
-        "PRECISION": "tf32",
         "USE_PDL": True,
     }
     attend_common = cascade._attend_common

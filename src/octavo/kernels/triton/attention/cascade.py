@@ -22,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.common import LOG2_E, MIN_SCORE, load_kv_rows
+from octavo.kernels.triton.attention import softmax
+from octavo.kernels.triton.attention.kv_tile import load_kv_tile, locate_keys
+from octavo.kernels.triton.attention.softmax import LOG2_E, padded_size
 from octavo.kernels.triton.launch import gdc_wait, pdl_options
 
 PREFIX_ALIGNMENT = 64
@@ -149,11 +151,9 @@ def cascade_attention(
         GROUP=num_heads // num_kv_heads,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=max(triton.next_power_of_2(head_dim), 16),
         ROWS=tuning.rows,
         TILE=tuning.tile,
         STAGES=tuning.num_stages,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         **(pdl_options(q.device) if early else {"USE_PDL": False}),
     )
@@ -249,21 +249,19 @@ def _attend_common(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Attend over splits of prefixes; programs take (split, K/V head) pairs in turn.
 
     Only the rows of the group's sequences are used. All of them see all keys, so no load of keys needs a mask.
     """
+    PRECISION: tl.constexpr = softmax.dot_precision(q.dtype.element_ty)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, HEAD_DIM_PADDED)
+    column = tl.arange(0, padded_size(HEAD_DIM, 16))
     key = tl.arange(0, TILE)
-    in_head = column < HEAD_DIM
     num_items = tl.load(count) * NUM_KV_HEADS
     if USE_PDL:
         gdc_wait()
@@ -277,75 +275,47 @@ def _attend_common(
         seq_in_group = row // GROUP
         valid = seq_in_group < tl.load(split_ptr + 1)
         table = block_tables + first.to(tl.int64) * table_stride
-        next_ids = tl.load(table + (begin + key) // BLOCK_SIZE)
+        block_ids = tl.load(table + (begin + key) // BLOCK_SIZE)
         token = tl.load(query_start + first + seq_in_group, mask=valid, other=0).to(tl.int64)
         heads = head * GROUP + row % GROUP
         queries = tl.load(
             q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :],
-            mask=valid[:, None] & in_head[None, :],
+            mask=valid[:, None] & (column < HEAD_DIM)[None, :],
             other=0.0,
         )
-        row_max = tl.full([ROWS], MIN_SCORE, tl.float32)
-        row_sum = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+        row_max, row_sum, acc = softmax.empty_result(ROWS, column.shape[0])
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            offset = next_ids.to(tl.int64) * kv_block_stride + head * kv_head_stride
-            offset += (start + key) % BLOCK_SIZE * HEAD_DIM
-            next_ids = tl.load(table + tl.minimum(start + TILE + key, end - 1) // BLOCK_SIZE)
-            keys = load_kv_rows(kv + offset[:, None] + column[None, :], in_head, HEAD_DIM, HEAD_DIM_PADDED)
+            offset = locate_keys(block_ids, start + key, kv_block_stride, head * kv_head_stride, BLOCK_SIZE, HEAD_DIM)
+            block_ids = tl.load(table + tl.minimum(start + TILE + key, end - 1) // BLOCK_SIZE)
+            keys = load_kv_tile(kv, offset, column, 0, None, HEAD_DIM, False)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_max[:, None])
-            rescale = tl.exp2(row_max - new_max)
-            row_sum = row_sum * rescale + tl.sum(weights, 1)
-            value_ptrs = kv + kv_value_stride + offset[:, None] + column[None, :]
-            values = load_kv_rows(value_ptrs, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+            row_max, row_sum, weights, rescale = softmax.update(scores, row_max, row_sum, 1.0)
+            values = load_kv_tile(kv + kv_value_stride, offset, column, 0, None, HEAD_DIM, False)
             acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
-            row_max = new_max
-        slot_row = ((first_slot + seq_in_group).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
-        tl.store(partial + slot_row[:, None] * HEAD_DIM + column[None, :], acc, mask=valid[:, None] & in_head[None, :])
-        tl.store(partial_ml + slot_row * 2, row_max, mask=valid)
-        tl.store(partial_ml + slot_row * 2 + 1, row_sum, mask=valid)
+        part = ((first_slot + seq_in_group).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
+        softmax.store_part(
+            partial, partial_ml, part * HEAD_DIM, part * 2, row_max, row_sum, acc, valid, column, HEAD_DIM, 1
+        )
 
 
 @triton.jit
 def merge_prefix(
-    acc,
-    row_max,
-    row_sum,
-    row,
-    column,
-    partial,
-    partial_ml,
-    prefix_ptr,
-    head,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+    row_max, row_sum, acc, row, column, partial, partial_ml, prefix_ptr, head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
     """Merge the parts of a sequence's prefix into its running result for one K/V head; the group's rows come first.
 
     prefix_ptr  the sequence's row of `CascadePlan.prefixes`
-    The parts of an earlier layer were in the same slots, so they are read past the L1 cache.
     """
-    in_group = row < GROUP
-    mask = in_group[:, None] & (column < HEAD_DIM)[None, :]
     first_slot = tl.load(prefix_ptr + 1).to(tl.int64)
     slot_stride = tl.load(prefix_ptr + 2)
     num_splits = tl.load(prefix_ptr + 3)
     for base in range(0, num_splits, 2):
         for i in tl.static_range(2):  # more at once do not fit into registers
-            valid = base + i < num_splits
+            mask = (row < GROUP) & (base + i < num_splits)
             rows = ((first_slot + (base + i) * slot_stride) * NUM_KV_HEADS + head) * GROUP + row
-            part = tl.load(
-                partial + rows[:, None] * HEAD_DIM + column[None, :], mask=mask & valid, other=0.0, cache_modifier=".cg"
+            part_max, part_sum, part = softmax.load_part(
+                partial, partial_ml, rows * HEAD_DIM, rows * 2, mask, column, HEAD_DIM, 1
             )
-            part_max = tl.load(partial_ml + rows * 2, mask=in_group & valid, other=MIN_SCORE, cache_modifier=".cg")
-            part_sum = tl.load(partial_ml + rows * 2 + 1, mask=in_group & valid, other=0.0, cache_modifier=".cg")
-            new_max = tl.maximum(row_max, part_max)
-            rescale = tl.exp2(row_max - new_max)
-            weight = tl.exp2(part_max - new_max)
-            row_sum = row_sum * rescale + part_sum * weight
-            acc = acc * rescale[:, None] + part * weight[:, None]
-            row_max = new_max
-    return acc, row_max, row_sum
+            row_max, row_sum, acc = softmax.merge(row_max, row_sum, acc, part_max, part_sum, part)
+    return row_max, row_sum, acc

@@ -100,6 +100,11 @@ class DecodeSchedule:
     partial_ml: Tensor
     cascade: CascadePlan | None = None
 
+    @property
+    def num_merges(self) -> int:
+        """(head, segment)s that a second kernel merges; 0 if the last program to finish merges."""
+        return self.merges.shape[1]
+
 
 def make_decode_schedule(
     batch: RaggedBatch,
@@ -116,33 +121,30 @@ def make_decode_schedule(
     split_tiles     tiles of a fixed split, or 0
     cascade_tuning  if set, shared prefixes are read once; the batch needs `common_prefix_lens`
     """
-    device = batch.seq_lens.device
-    num_programs = cdiv(num_multiprocessors(device) * tuning.programs_per_multiprocessor, 4) * 4
+    multiprocessors = num_multiprocessors(batch.seq_lens.device)
+    num_programs = cdiv(multiprocessors * tuning.programs_per_multiprocessor, 4) * 4
     num_pairs = batch.num_seqs * num_kv_heads
     num_sharers = num_programs // num_pairs + 2
     num_merges, num_slots = (num_pairs if split_tiles or num_sharers > MAX_INLINE_MERGE else 0, 2 * num_programs)
     cascade = None
     if cascade_tuning is not None and num_merges == 0:
-        cascade = plan_cascade(batch, cascade_tuning, num_multiprocessors(device), num_kv_heads, group_size, head_dim)
+        cascade = plan_cascade(batch, cascade_tuning, multiprocessors, num_kv_heads, group_size, head_dim)
     if split_tiles:
         num_tiles = cdiv(batch.max_seq_len, tuning.tile)  # of one sequence; a window may begin and end inside a tile
         num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
         num_slots = num_pairs * cdiv(num_tiles, split_tiles)
-    # One allocation, multiples of 16 bytes first: every alignment of a pointer is a variant of the kernel.
-    sizes = [4, ROW_SIZE.value * (num_programs + 1), ROW_SIZE.value * batch.num_seqs, num_programs, 5 * num_merges]
-    ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    totals, starts, segments, arrivals, merges = ints.split(sizes)
-    floats = torch.empty(num_slots * group_size * (head_dim + 2), dtype=torch.float32, device=device)
-    partial, partial_ml = floats.split([num_slots * group_size * head_dim, 2 * num_slots * group_size])
+    schedule = _allocate_schedule(
+        batch, num_programs, num_sharers, num_merges, num_slots * group_size, head_dim, cascade
+    )
     _build_decode_schedule[(1,)](
         batch.seq_lens,
         batch.query_start,
-        segments,
-        starts,
-        arrivals,
-        totals,
-        merges,
-        totals if cascade is None else cascade.prefixes,
+        schedule.segments,
+        schedule.starts,
+        schedule.arrivals,
+        schedule.totals,
+        schedule.merges,
+        schedule.totals if cascade is None else cascade.prefixes,
         batch.num_seqs,
         num_programs,
         num_merges,
@@ -156,8 +158,29 @@ def make_decode_schedule(
         USE_CASCADE=cascade is not None,
         num_warps=8,
     )
-    segments, starts = segments.view(-1, ROW_SIZE.value), starts.view(-1, ROW_SIZE.value)
-    merges = merges.view(5, num_merges)
+    return schedule
+
+
+def _allocate_schedule(
+    batch: RaggedBatch,
+    num_programs: int,
+    num_sharers: int,
+    num_merges: int,
+    num_rows: int,
+    head_dim: int,
+    cascade: CascadePlan | None,
+) -> DecodeSchedule:
+    """Two allocations, multiples of 16 bytes first: every alignment of a pointer is a variant of the kernel.
+
+    num_rows  of the parts: slots times query heads of a group
+    """
+    device, size = batch.seq_lens.device, ROW_SIZE.value
+    sizes = [4, size * (num_programs + 1), size * batch.num_seqs, num_programs, 5 * num_merges]
+    ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    totals, starts, segments, arrivals, merges = ints.split(sizes)
+    floats = torch.empty(num_rows * (head_dim + 2), dtype=torch.float32, device=device)
+    partial, partial_ml = floats.split([num_rows * head_dim, num_rows * 2])
+    segments, starts, merges = segments.view(-1, size), starts.view(-1, size), merges.view(5, num_merges)
     return DecodeSchedule(num_sharers, segments, starts, totals, merges, arrivals, partial, partial_ml, cascade)
 
 
@@ -186,6 +209,35 @@ def _build_decode_schedule(
 ):
     """Fill a `DecodeSchedule`; one program. Sequences without a query, with several, or without keys have no tiles."""
     seq = tl.arange(0, SEQS)
+    num_tiles, num_segments = _write_segments(
+        seq_lens, query_start, segments, prefixes, seq, num_seqs, window, TILE, SEQ_OVERHEAD, SPLIT_TILES, USE_CASCADE
+    )
+    tiles_per_program = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), 1)
+    slot_tiles = tiles_per_program
+    if SPLIT_TILES:
+        tiles_per_program = tl.cdiv(tiles_per_program, SPLIT_TILES) * SPLIT_TILES
+        slot_tiles = SPLIT_TILES
+    tl.store(totals, num_tiles)
+    tl.store(totals + 1, tiles_per_program)
+    tl.debug_barrier()  # other threads of this program read what was written
+    program = tl.arange(0, PROGRAMS)
+    _write_starts(
+        segments, starts, program, num_programs, num_segments, num_tiles, tiles_per_program,
+        NUM_KV_HEADS, SEQS, SEQ_OVERHEAD, USE_CASCADE,
+    )  # fmt: skip
+    tl.store(arrivals + program, 0, mask=program < num_programs)
+    if num_merges > 0:
+        _write_merges(
+            segments, merges, program, num_merges, num_segments, num_tiles, slot_tiles, NUM_KV_HEADS, SEQ_OVERHEAD
+        )
+
+
+@triton.jit
+def _write_segments(
+    seq_lens, query_start, segments, prefixes, seq, num_seqs, window,
+    TILE: tl.constexpr, SEQ_OVERHEAD: tl.constexpr, SPLIT_TILES: tl.constexpr, USE_CASCADE: tl.constexpr,
+):  # fmt: skip
+    """Number the tiles of the sequences with one query and some keys -> (tiles of a head, segments)."""
     valid = seq < num_seqs
     seq_len = tl.load(seq_lens + seq, mask=valid, other=0)
     query_begin = tl.load(query_start + seq, mask=valid, other=0)
@@ -201,15 +253,6 @@ def _build_decode_schedule(
     is_decode = (query_end - query_begin == 1) & (seq_len > 0)
     length = tl.where(is_decode, SEQ_OVERHEAD + tiles, 0)
     ends = tl.cumsum(length, 0)
-    num_tiles = tl.sum(length, 0)
-    num_segments = tl.sum(is_decode.to(tl.int32), 0)
-    tiles_per_program = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), 1)
-    slot_tiles = tiles_per_program
-    if SPLIT_TILES:
-        tiles_per_program = tl.cdiv(tiles_per_program, SPLIT_TILES) * SPLIT_TILES
-        slot_tiles = SPLIT_TILES
-    tl.store(totals, num_tiles)
-    tl.store(totals + 1, tiles_per_program)
     segment_ptr = segments + (tl.cumsum(is_decode.to(tl.int32), 0) - 1) * ROW_SIZE
     tl.store(segment_ptr, ends - tiles, mask=is_decode)
     tl.store(segment_ptr + 1, ends, mask=is_decode)
@@ -218,12 +261,19 @@ def _build_decode_schedule(
     tl.store(segment_ptr + 4, seq, mask=is_decode)
     if USE_CASCADE:
         tl.store(segment_ptr + PREFIX_TILES, prefix_tiles, mask=is_decode)
-    tl.debug_barrier()  # other threads of this program read what was written
-    program = tl.arange(0, PROGRAMS)
+    return tl.sum(length, 0), tl.sum(is_decode.to(tl.int32), 0)
+
+
+@triton.jit
+def _write_starts(
+    segments, starts, program, num_programs, num_segments, num_tiles, tiles_per_program,
+    NUM_KV_HEADS: tl.constexpr, SEQS: tl.constexpr, SEQ_OVERHEAD: tl.constexpr, USE_CASCADE: tl.constexpr,
+):  # fmt: skip
+    """Find the segment and the tile where each program begins."""
     tile = (program * tiles_per_program) % tl.maximum(num_tiles, 1)
     # Binary search: segment `low` begins at the tile or before it, `high` after it.
-    low = tl.zeros([PROGRAMS], tl.int32)
-    high = tl.zeros([PROGRAMS], tl.int32) + num_segments
+    low = tl.zeros([program.shape[0]], tl.int32)
+    high = tl.zeros([program.shape[0]], tl.int32) + num_segments
     search_step = SEQS
     while search_step > 0:
         middle = (low + high) // 2
@@ -243,24 +293,28 @@ def _build_decode_schedule(
     first_tile = tl.load(segments + low * ROW_SIZE, mask=valid, other=0)
     begin = tl.minimum(program * tiles_per_program - tile + tl.maximum(tile, first_tile), num_tiles * NUM_KV_HEADS)
     tl.store(starts + program * ROW_SIZE + PROGRAM_BEGIN, begin, mask=program <= num_programs)
-    tl.store(arrivals + program, 0, mask=program < num_programs)
 
-    if num_merges > 0:
-        merge = program
-        head = merge % NUM_KV_HEADS
-        segment_of_merge = segments + merge // NUM_KV_HEADS * ROW_SIZE
-        mask = merge < num_merges
-        valid = mask & (merge // NUM_KV_HEADS < num_segments)
-        start = head * num_tiles + tl.load(segment_of_merge, mask=valid, other=0)
-        first = start // slot_tiles
-        last = (head * num_tiles + tl.load(segment_of_merge + 1, mask=valid, other=0) - 1) // slot_tiles
-        token = tl.load(segment_of_merge + 3, mask=valid, other=0)
-        tl.store(merges + merge, tl.where(valid & (first < last), token, -1), mask=mask)
-        tl.store(merges + num_merges + merge, head, mask=mask)
-        tl.store(merges + 2 * num_merges + merge, first, mask=mask)
-        tl.store(merges + 3 * num_merges + merge, last, mask=mask)
-        # A segment that begins inside a program is that program's last, and the first of all that follow.
-        tl.store(merges + 4 * num_merges + merge, (first * slot_tiles < start - SEQ_OVERHEAD).to(tl.int32), mask=mask)
+
+@triton.jit
+def _write_merges(
+    segments, merges, merge, num_merges, num_segments, num_tiles, slot_tiles,
+    NUM_KV_HEADS: tl.constexpr, SEQ_OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    """List which programs share each (head, segment); slot_tiles: tiles of a program, or of a fixed split."""
+    head = merge % NUM_KV_HEADS
+    segment_ptr = segments + merge // NUM_KV_HEADS * ROW_SIZE
+    mask = merge < num_merges
+    valid = mask & (merge // NUM_KV_HEADS < num_segments)
+    start = head * num_tiles + tl.load(segment_ptr, mask=valid, other=0)
+    first = start // slot_tiles
+    last = (head * num_tiles + tl.load(segment_ptr + 1, mask=valid, other=0) - 1) // slot_tiles
+    token = tl.load(segment_ptr + 3, mask=valid, other=0)
+    tl.store(merges + merge, tl.where(valid & (first < last), token, -1), mask=mask)
+    tl.store(merges + num_merges + merge, head, mask=mask)
+    tl.store(merges + 2 * num_merges + merge, first, mask=mask)
+    tl.store(merges + 3 * num_merges + merge, last, mask=mask)
+    # A segment that begins inside a program is that program's last, and the first of all that follow.
+    tl.store(merges + 4 * num_merges + merge, (first * slot_tiles < start - SEQ_OVERHEAD).to(tl.int32), mask=mask)
 
 
 @triton.jit

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.common import MAX_GROUP
 from octavo.kernels.triton.attention.decode import decode_attention
 from octavo.kernels.triton.attention.prefill import prefill_attention
 from octavo.kernels.triton.attention.prefill_tuning import prefers_hopper_prefill, supports_hopper_prefill
+from octavo.kernels.triton.attention.softmax import MAX_GROUP
 
 
 @overload

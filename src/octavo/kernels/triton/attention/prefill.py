@@ -7,15 +7,16 @@ loaded one tile ahead.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.common import LN_2, LOG2_E, MIN_SCORE, load_kv_rows
+from octavo.kernels.triton.attention import softmax
+from octavo.kernels.triton.attention.kv_tile import load_kv_tile, locate_keys
 from octavo.kernels.triton.attention.prefill_tuning import PrefillTuning, prefill_tuning
 from octavo.kernels.triton.attention.query_tiles import query_tiles
+from octavo.kernels.triton.attention.softmax import LOG2_E, padded_size
 
 
 def prefill_attention(
@@ -61,12 +62,10 @@ def prefill_attention(
         GROUP=group_size,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=max(triton.next_power_of_2(head_dim), 16),
         ROWS=tuning.rows,
         TILE=tuning.tile,
         SLIDING_WINDOW=window > 0,
         WITH_LSE=lse.numel() > 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
@@ -92,12 +91,10 @@ def _prefill(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     WITH_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of queries and one K/V head; rows past its queries are padding."""
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -107,18 +104,18 @@ def _prefill(
     num_queries = tl.load(tiles + tile * 4 + 2)
     first_position = tl.load(tiles + tile * 4 + 3)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, HEAD_DIM_PADDED)
+    column = tl.arange(0, padded_size(HEAD_DIM, 16))
     query = row // GROUP
     heads = head * GROUP + row % GROUP
-    in_head = column < HEAD_DIM
     row_mask = query < num_queries
     token = (first_token + query).to(tl.int64)
     out_row = token * NUM_KV_HEADS * GROUP + heads
     if seq >= 0:
         position = first_position + query
-        row_mask_2d = row_mask[:, None] & in_head[None, :]
         queries = tl.load(
-            q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :], mask=row_mask_2d, other=0.0
+            q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :],
+            mask=row_mask[:, None] & (column < HEAD_DIM)[None, :],
+            other=0.0,
         )
         # Tiles of keys: all queries see those in [key_begin, masked_begin), some see the rest. A window masks all.
         key_end = first_position + num_queries
@@ -129,36 +126,31 @@ def _prefill(
             first_key = tl.maximum(first_position - window + 1, 0)
             key_begin = first_key // TILE * TILE
             masked_begin = key_begin
-        row_max = tl.full([ROWS], MIN_SCORE, tl.float32)
-        row_sum = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+        row_max, row_sum, acc = softmax.empty_result(ROWS, queries.shape[1])
         table = block_tables + seq.to(tl.int64) * table_stride
         kv_head = kv + head * kv_head_stride
         last_block = (key_end - 1) // BLOCK_SIZE
         ids = tl.load(table + tl.minimum((key_begin + tl.arange(0, TILE)) // BLOCK_SIZE, last_block))
         if not SLIDING_WINDOW:
-            acc, row_max, row_sum, ids = _attend(
-                acc, row_max, row_sum, ids, queries, position, key_begin, masked_begin, 0, key_end, last_block, table,
+            row_max, row_sum, acc, ids = _attend(
+                row_max, row_sum, acc, ids, queries, position, key_begin, masked_begin, 0, key_end, last_block, table,
                 kv_head, scale, window, kv_block_stride, kv_value_stride,
-                BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, False, SLIDING_WINDOW, PRECISION,
+                BLOCK_SIZE, HEAD_DIM, TILE, False, SLIDING_WINDOW,
             )  # fmt: skip
-        acc, row_max, row_sum, ids = _attend(
-            acc, row_max, row_sum, ids, queries, position, masked_begin, key_end, first_key, key_end, last_block, table,
+        row_max, row_sum, acc, ids = _attend(
+            row_max, row_sum, acc, ids, queries, position, masked_begin, key_end, first_key, key_end, last_block, table,
             kv_head, scale, window, kv_block_stride, kv_value_stride,
-            BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, True, SLIDING_WINDOW, PRECISION,
+            BLOCK_SIZE, HEAD_DIM, TILE, True, SLIDING_WINDOW,
         )  # fmt: skip
         row_sum = tl.where(row_mask, row_sum, 1.0)  # padding rows may have seen no key
-        result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
-        tl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=row_mask_2d)
-        if WITH_LSE:
-            tl.store(lse + out_row, (row_max + tl.log2(row_sum)) * LN_2, mask=row_mask)
+        softmax.write_rows(out, lse, out_row, column, row_max, row_sum, acc, row_mask, HEAD_DIM, WITH_LSE)
 
 
 @triton.jit
 def _attend(
-    acc,
     row_max,
     row_sum,
+    acc,
     ids,
     queries,
     query_position,
@@ -175,32 +167,25 @@ def _attend(
     kv_value_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Add the keys [begin, end) to the running result; ids are the blocks of the first tile.
 
     With a window, a row may see none of a tile's keys: its scores are -inf, whose exponential is 0, because the row
     maximum is finite even before the first key.
     """
-    key = tl.arange(0, TILE)
-    column = tl.arange(0, HEAD_DIM_PADDED)
-    in_head = column < HEAD_DIM
+    PRECISION: tl.constexpr = softmax.dot_precision(queries.dtype)
+    column = tl.arange(0, queries.shape[1])
     for start in range(begin, end, TILE):
-        position = start + key
-        offset = ids.to(tl.int64) * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM
+        position = start + tl.arange(0, TILE)
+        offset = locate_keys(ids, position, kv_block_stride, 0, BLOCK_SIZE, HEAD_DIM)
         ids = tl.load(table + tl.minimum((position + TILE) // BLOCK_SIZE, last_block))
-        ptrs = kv + offset[:, None] + column[None, :]
         mask = position < num_keys
         if SLIDING_WINDOW:
             mask &= position >= first_key
-        if MASKED:
-            keys = tl.load(ptrs, mask=mask[:, None] & in_head[None, :], other=0.0)
-        else:
-            keys = load_kv_rows(ptrs, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+        keys = load_kv_tile(kv, offset, column, 0, mask, HEAD_DIM, MASKED)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if MASKED:
             distance = query_position[:, None] - position[None, :]
@@ -208,15 +193,8 @@ def _attend(
             if SLIDING_WINDOW:
                 visible &= distance < window
             scores = tl.where(visible, scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        row_max, row_sum, weights, rescale = softmax.update(scores, row_max, row_sum, scale)
         acc = acc * rescale[:, None]
-        if MASKED:
-            values = tl.load(ptrs + kv_value_stride, mask=mask[:, None] & in_head[None, :], other=0.0)
-        else:
-            values = load_kv_rows(ptrs + kv_value_stride, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+        values = load_kv_tile(kv, offset, column, kv_value_stride, mask, HEAD_DIM, MASKED)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
-        row_max = new_max
-    return acc, row_max, row_sum, ids
+    return row_max, row_sum, acc, ids

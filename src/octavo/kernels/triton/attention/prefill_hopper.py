@@ -41,7 +41,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.common import LN_2, LOG2_E, MIN_SCORE
 from octavo.kernels.triton.attention.prefill_merge import count_parts, merge_parts
 from octavo.kernels.triton.attention.prefill_tuning import (
     HOPPER_REGISTERS,
@@ -51,6 +50,7 @@ from octavo.kernels.triton.attention.prefill_tuning import (
     may_split_keys,
 )
 from octavo.kernels.triton.attention.query_tiles import query_tiles
+from octavo.kernels.triton.attention.softmax import LN_2, LOG2_E, MIN_SCORE
 from octavo.kernels.triton.capability import num_multiprocessors
 
 

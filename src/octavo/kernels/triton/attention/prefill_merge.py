@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention.common import LN_2, MIN_SCORE
+from octavo.kernels.triton.attention import softmax
+from octavo.kernels.triton.attention.softmax import MIN_SCORE
 
 
 @triton.jit
@@ -59,15 +60,7 @@ def merge_parts(
                 parts = tl.load(
                     partial + offset[:, None] * HEAD_DIM_PADDED + column[None, :], mask=mask[:, None], other=0.0
                 )
-                new_max = tl.maximum(row_max, tl.max(part_lses, 0))
-                rescale = tl.exp2(row_max - new_max)
-                weight = tl.exp2(part_lses - new_max)
-                row_sum = row_sum * rescale + tl.sum(weight, 0)
-                acc = acc * rescale + tl.sum(parts * weight[:, None], 0)
-                row_max = new_max
+                row_max, row_sum, acc = softmax.merge_parts_of_row(row_max, row_sum, acc, part_lses, 1.0, parts)
             token = (tl.load(tiles + tile * 4 + 1) + query).to(tl.int64)
-            offset = token * NUM_HEADS + item % HEADS * PACKED + row % PACKED
-            result = (acc / row_sum).to(out.dtype.element_ty)
-            tl.store(out + offset * HEAD_DIM + column, result, mask=column < HEAD_DIM)
-            if WITH_LSE:
-                tl.store(lse + offset, (row_max + tl.log2(row_sum)) * LN_2)
+            out_row = token * NUM_HEADS + item % HEADS * PACKED + row % PACKED
+            softmax.write_row(out, lse, out_row, column, row_max, row_sum, acc, HEAD_DIM, WITH_LSE)

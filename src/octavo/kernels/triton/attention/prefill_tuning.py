@@ -39,7 +39,8 @@ def prefill_tuning(q: Tensor, max_query_len: int, group_size: int) -> PrefillTun
     tile = 32 if head_dim > 128 else 64
     if max_query_len * group_size <= 16:
         return PrefillTuning(rows=16, tile=tile, num_warps=4, num_stages=3)
-    return PrefillTuning(rows=64, tile=tile, num_warps=4, num_stages=3)
+    stages = 3 if head_dim <= 128 or kernels_for(q.device).shared_bytes > 128 << 10 else 2
+    return PrefillTuning(rows=64, tile=tile, num_warps=4, num_stages=stages)
 
 
 @dataclass(frozen=True, slots=True)

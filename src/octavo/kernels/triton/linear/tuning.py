@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -87,7 +87,12 @@ def linear_tuning(weight: Tensor, num_tokens: int, gated: bool) -> Tuning:
     """The tuning of the kernel that runs the weight."""
     num_rows, num_in = weight.shape
     num_out = num_rows // 2 if gated else num_rows
-    return (skinny_hopper_tuning if supports_hopper(weight) else skinny_tuning)(num_out, num_in, num_tokens, gated)
+    if supports_hopper(weight):
+        return skinny_hopper_tuning(num_out, num_in, num_tokens, gated)
+    tuning = skinny_tuning(num_out, num_in, num_tokens, gated)
+    stage_bytes = (tuning.rows * (2 if gated else 1) + padded_tokens(num_tokens)) * tuning.columns * weight.itemsize
+    max_stages = max(kernels_for(weight.device).shared_bytes // stage_bytes, 1)
+    return tuning if tuning.num_stages <= max_stages else replace(tuning, num_stages=max_stages)
 
 
 def skinny_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyTuning:
