@@ -18,11 +18,11 @@ BUDGETS: dict[str, int] = {
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
     "core": 2360,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots beside the fields
     "checkpoint": 580,  # finding a model's files, reading headers
-    "engine": 2660,  # the step loop, outputs, beam search, and the engine process with its supervisor
-    "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input
+    "engine": 2770,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
+    "frontend": 1640,  # LLM, the client with its transports, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
     "kernels": 6110,  # reference, CPU (torch and C++) and Triton, Hopper variants included
-    "models": 1510,  # a module a family, config readers, decoders, a loader module for each checkpoint format
+    "models": 1590,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2780,  # cost models, traces, planner, the paper's experiments

@@ -135,21 +135,14 @@ def test_engine_plan_equals_the_prediction(
     assert report.need.kv.dtype == resolved.dtype
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", None])
-@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_dtype_equals_the_engine(
-    stored: str | None, asked: Any, quantization: Any, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = {**LLAMA, "dtype": stored} if stored else {k: v for k, v in LLAMA.items() if k != "dtype"}
-    args = EngineArgs(model="m", dtype=asked, quantization=quantization)
-    spec = spec_from_config(config)
+def test_dtype_equals_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ask `EngineArgs.resolved_dtype`, each with its own detection of the processor."""
+    args: dict[str, Any] = {"model": write_config(tmp_path), "load_format": "dummy", "device": "cpu"}
     for fast in (False, True):
         monkeypatch.setattr(packed, "has_fast_bfloat16", lambda fast=fast: fast)
         monkeypatch.setattr(doctor, "has_bfloat16_products", lambda fast=fast: fast)
-        wanted = building._dtype(args, spec, torch.device(device))
-        assert doctor.dtype_of(args, spec, device) == str(wanted).removeprefix("torch.")
+        with LLM(**args, skip_tokenizer_init=True) as llm:
+            assert llm.config.dtype == examine(EngineArgs(**args)).need.kv.dtype == ("bfloat16" if fast else "float32")
 
 
 def test_bfloat16_detection_equals_torch() -> None:
@@ -270,7 +263,7 @@ def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[
     [
         (("--gpu", "h20000"), 2, "no GPU 'h20000'; known: h200"),
         (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
-        (("--gpu", "h200", "--quantization", "int8"), 2, "is for CPUs"),
+        (("--gpu", "h200", "--quantization", "int8"), 2, "works on CPUs only; remove it"),
         (("--device", "cuda"), 2, "nvidia-smi finds no GPU"),
     ],
 )

@@ -236,6 +236,30 @@ class EngineArgs(ValidatedParams):
         threshold = min(DEFAULT_LONG_PREFILL_TOKENS[device], max(1, args.max_num_batched_tokens // 2))
         return replace(args, long_prefill_token_threshold=threshold)
 
+    def resolved_dtype(self, device: str, stored: str, *, has_bfloat16: bool) -> str:
+        """The dtype in which the engine computes; see `dtype`.
+
+        stored        dtype of the checkpoint
+        has_bfloat16  a CPU has bfloat16 products; it never has fast float16 ones
+
+        Raises `ParameterError` if `quantization` works neither on the device nor with the dtype.
+        """
+        if self.quantization is not None and device != "cpu":
+            raise ParameterError(
+                f"quantization {self.quantization!r} works on CPUs only; remove it", param="quantization"
+            )
+        dtype: str = self.dtype
+        if dtype == "auto" and device != "cpu":
+            dtype = "bfloat16" if stored == "float32" else stored
+        elif dtype == "auto":
+            dtype = "bfloat16" if self.quantization or (stored != "float32" and has_bfloat16) else "float32"
+        if self.quantization is not None and dtype != "bfloat16":
+            raise ParameterError(
+                f"quantization {self.quantization!r} needs bfloat16 for the other layers, not {dtype}; use dtype auto",
+                param="dtype",
+            )
+        return dtype
+
     def kv_events(self) -> KVEventsConfig:
         return KVEventsConfig(**(self.kv_events_config or {}))
 

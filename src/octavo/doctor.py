@@ -136,7 +136,6 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     machine = detect_machine(args.device) if gpu is None else machine_with(gpu)
     args = args.resolved(machine.device)
     name = Path(args.model).name or args.model
-    _check_quantization(args, machine)
 
     def plan(args: EngineArgs) -> MemoryBudget:
         return _plan(args, spec, memory_needs(args, spec, machine), machine)
@@ -160,7 +159,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
 
 def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryNeeds:
     """The memory needs of a model on a machine, before its KV pool."""
-    dtype = dtype_of(args, spec, machine.device)
+    dtype = args.resolved_dtype(machine.device, spec.dtype, has_bfloat16=has_bfloat16_products())
     size = ITEMSIZE[dtype]
     activations = activation_bytes(args, spec, size)
     graphs = 0
@@ -168,16 +167,6 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
         graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
     weights = spec.weight_bytes(size, args.quantization)
     return MemoryNeeds(KVCacheSpec.of(spec, args.block_size, dtype), weights, activations, graphs)
-
-
-def dtype_of(args: EngineArgs, spec: ModelSpec, device: str) -> str:
-    """The dtype in which the engine would compute; see `EngineArgs.dtype`."""
-    if args.dtype != "auto":
-        return args.dtype
-    if device == "cpu":
-        halves = spec.dtype != "float32" and has_bfloat16_products()
-        return "bfloat16" if halves or args.quantization else "float32"
-    return "bfloat16" if spec.dtype == "float32" else spec.dtype
 
 
 def has_bfloat16_products() -> bool:
@@ -335,13 +324,6 @@ def _concurrency(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
     max_kept = budget.max_model_len if spec.kv_window is None else spec.kv_window + budget.kv.block_size
     return {n: budget.num_blocks / cdiv(min(n, max_kept), budget.kv.block_size) for n in lengths}
-
-
-def _check_quantization(args: EngineArgs, machine: Machine) -> None:
-    if args.quantization is not None and machine.device != "cpu":
-        raise ParameterError(
-            f"quantization {args.quantization!r} is for CPUs; remove it on {machine.name}", param="quantization"
-        )
 
 
 # -- report as text ----------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def test_engine_and_asyncio_recognise_the_default_sigint_handler() -> None:
 import asyncio, os, signal, sys
 import octavo.cli.app
 from octavo.cli.main import main
-from octavo.engine.sigint import DeferredSigint
+from octavo.frontend.sigint import DeferredSigint
 
 async def wait():
     try:

@@ -25,6 +25,7 @@ from octavo.engine.executor import GrammarBitmask
 from octavo.engine.oom_backoff import OOMBackoff, first_pass_size
 from octavo.engine.output_processor import RequestState
 from octavo.engine.outputs import RequestOutput, request_failed_error
+from octavo.engine.timeline import describe_kv
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -755,11 +756,11 @@ def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
         engine.step()
     (seq,) = scheduler.requests["w"].sequences
     assert 0 in seq.block_ids
-    held = engine.describe_kv()
+    held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
     plan = StepPlan()
     scheduler._preempt(seq.request, seq.request, 0, plan)
-    held = engine.describe_kv()
+    held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
     assert held["num_host_used"] == len(plan.swap_outs) > 0
 

@@ -306,10 +306,10 @@ def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
                     while not set(hashes_of(prompt, 4)) <= set((router := await asyncio.to_thread(known)).blocks):
                         pass
                     assert router.seen["AllBlocksCleared"] == 1
-                    first = client.pid
+                    first = client.transport.pid
                     assert first is not None
                     os.kill(first, signal.SIGKILL)
-                    await until(lambda first=first: client._supervisor.is_up and client.pid != first)
+                    await until(lambda t=client.transport, first=first: t._supervisor.is_up and t.pid != first)
                 router = await asyncio.to_thread(known)
                 assert not router.blocks and router.seen == {"AllBlocksCleared": 1}
 

@@ -58,7 +58,7 @@ async def serving(built: BuiltEngine) -> AsyncIterator[AsyncLLM]:
         yield engine
         if engine.is_running:
             assert (await engine.kv_stats()).num_used == 0
-            assert not engine._thread._queues
+            assert not engine.transport._queues
 
 
 async def last_of(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
@@ -254,7 +254,7 @@ def test_unstarted_iterator_adds_no_request(built: BuiltEngine) -> None:
         async with serving(built) as engine:
             stream = engine.generate("Hello", LONG, "name")
             del stream
-            assert not engine._thread._queues
+            assert not engine.transport._queues
             await last_of(engine, "Hello", request_id="name")
 
     run(main())
@@ -375,7 +375,7 @@ def test_idle_engine_sleeps_and_wakes_at_once(built: BuiltEngine) -> None:
             assert not any(collects[1:])  # no collection while it works
             await until(lambda: not built.engine.has_work and gc.isenabled())
             steps = built.engine.stats.num_steps
-            clock = time.pthread_getcpuclockid(engine._thread._thread.ident)  # type: ignore[arg-type]
+            clock = time.pthread_getcpuclockid(engine.transport._thread.ident)  # type: ignore[arg-type]
             before = time.clock_gettime(clock)
             await asyncio.sleep(0.2)
             assert time.clock_gettime(clock) - before < 0.005
@@ -435,14 +435,14 @@ def test_shutdown_during_requests(built: BuiltEngine) -> None:
             await last_of(engine, "Hello")
 
     run(main())
-    assert not engine._thread._thread.is_alive()
+    assert not engine.transport._thread.is_alive()
     assert runner() is None  # the weights and the pool are freed, too
 
 
 def test_dropped_engine_is_shut_down(built: BuiltEngine) -> None:
     engine = AsyncLLM(built.engine, built.tokenizer)
     run(last_of(engine, "Hello"))
-    thread = engine._thread._thread
+    thread = engine.transport._thread
     del engine
     gc.collect()
     assert not thread.is_alive()
@@ -520,13 +520,13 @@ def test_pin_of_a_cancelled_caller_is_removed(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             opened: list[str] = []
-            open_queue = engine._thread.open_queue
+            open_queue = engine.transport.open_queue
 
-            def notify_open(request_id: str) -> Any:  # the queue may be removed before the loop runs
+            def notify_open(request_id: str, **options: Any) -> Any:  # the queue may be removed before the loop runs
                 opened.append(request_id)
-                return open_queue(request_id)
+                return open_queue(request_id, **options)
 
-            engine._thread.open_queue = notify_open  # type: ignore[method-assign]
+            engine.transport.open_queue = notify_open  # type: ignore[method-assign]
             for wait_s in (0.0, 0.5):  # before and after the computation
                 opened.clear()
                 pinning = asyncio.ensure_future(engine.pin_prefix("give-me-a-story"))

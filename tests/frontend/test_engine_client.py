@@ -13,7 +13,7 @@ import pytest
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.engine.outputs import CompletionOutput
 from octavo.errors import ParameterError
-from octavo.frontend.engine_client import EngineClient
+from octavo.frontend.process_transport import ProcessClient
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
 from tests.engine.process.engines import OPTIONS, own_directory, real_client, run, serving, until  # noqa: F401
@@ -85,14 +85,14 @@ def check_logprobs(a: Any, b: Any) -> None:
         assert list(x or ()) == list(y or ())
 
 
-async def last_of(client: EngineClient, name: str) -> RequestOutput:
+async def last_of(client: ProcessClient, name: str) -> RequestOutput:
     async for output in client.generate(name + "?", CASES[name]):
         last = output
     assert last.finished
     return last
 
 
-async def all_of(client: EngineClient) -> AsyncIterator[tuple[str, RequestOutput]]:
+async def all_of(client: ProcessClient) -> AsyncIterator[tuple[str, RequestOutput]]:
     for name, output in zip(CASES, await asyncio.gather(*[last_of(client, name) for name in CASES]), strict=True):
         yield name, output
 
@@ -115,7 +115,7 @@ def test_outputs_equal_those_of_llm(model: str, wanted: dict[str, RequestOutput]
             assert caught.value.code == "invalid_grammar"
             stream = client.generate("y", BeamSearchParams(beam_width=2, max_tokens=100), "more beams")
             first = asyncio.ensure_future(anext(stream))
-            await until(lambda: "more beams" in client._handles)
+            await until(lambda: "more beams" in client.transport._handles)
             await asyncio.sleep(0.02)
             assert await client.abort("more beams")
             assert [c.finish_reason for c in (await first).outputs] == ["abort", "abort"]
@@ -130,8 +130,8 @@ def test_outputs_are_the_same_when_the_engine_is_killed(model: str, wanted: dict
         async with serving(real_client(model)) as client:
 
             async def kill() -> None:
-                await until(lambda: max(map(num_received, client._handles.values()), default=0) >= 8)
-                os.kill(client.pid or 0, signal.SIGKILL)
+                await until(lambda: max(map(num_received, client.transport._handles.values()), default=0) >= 8)
+                os.kill(client.transport.pid or 0, signal.SIGKILL)
 
             killing = asyncio.ensure_future(kill())
             async for name, output in all_of(client):

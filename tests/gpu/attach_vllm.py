@@ -40,6 +40,7 @@ import zmq
 
 from octavo.view.live.external import ExternalPool
 from octavo.view.live.messages import SEALED_BIT, Frame, Snapshot
+from octavo.view.live.queries import GetFrame
 from octavo.view.live.state import PoolState
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +196,7 @@ class LossyView(ViewClient):
 
     def update(self) -> None:
         after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
-        frame = asyncio.run(self.attached.view_rpc("view", after))
+        frame = asyncio.run(self.attached.query(GetFrame(after)))
         if frame is not None:
             self.apply(frame)
 

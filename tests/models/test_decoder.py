@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import ParameterError
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
-from octavo.models.decoder import Decoder
-from octavo.models.linear import TensorParallel
+from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.linear import LayerFactory, TensorParallel
+from octavo.models.loading.loader import load_model
+from octavo.models.spec import DecoderSpec
 from tests.models.tiny import (
     PagedRun,
     assert_close,
@@ -155,6 +159,45 @@ class SmallBatchPath(ModuleType):
         super().__init__("small batches")
         self.__dict__.update(vars(reference))
         self.max_small_batch_tokens = lambda weight: 6
+
+
+class PlainPathMLP:
+    """Another MLP in the slot of a layer; it has no small-batch path."""
+
+    max_small_batch_tokens = 0
+
+    def __init__(self, mlp: Any) -> None:
+        self.mlp = mlp
+        self.weights = mlp.weights
+        self.num_calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.mlp(x)
+
+
+class OtherDecoder(Decoder):
+    def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
+        made = super().make_layer(layer, factory)
+        made.mlp = PlainPathMLP(made.mlp)  # type: ignore[assignment]
+        return made
+
+
+class OtherSpec(DecoderSpec):
+    __slots__ = ()
+    model = f"{__name__}:OtherDecoder"
+
+
+def test_a_spec_names_its_model_and_a_model_fills_the_slot_of_the_mlp(models: Any) -> None:
+    directory, expected = models["llama"]
+    spec = read_spec(directory)
+    other = OtherSpec(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
+    ops = SmallBatchPath()
+    decoder = load_model(open_checkpoint(directory), other, dtype=torch.float32, device="cpu", ops=ops)
+    assert isinstance(decoder, OtherDecoder) and decoder.max_small_batch_tokens == 0
+    for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=8).run(4), expected, strict=True):
+        assert_close(actual, wanted)
+    assert all(isinstance(layer.mlp, PlainPathMLP) and layer.mlp.num_calls > 4 for layer in decoder.layers)
 
 
 @pytest.mark.parametrize("ops", [reference, cpu, SmallBatchPath()], ids=["reference", "cpu", "small batches"])

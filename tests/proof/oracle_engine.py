@@ -8,7 +8,7 @@ raise_in    [hook, number]: a part of the loop (`HOOKS`) raises a bug after that
 die_at      the step in which the process is killed; stop_at: in which it is stopped (SIGSTOP)
 hold        a file: the second step ends only when the file is gone; first steps may be slow
 poison      a token that kills the process when a prompt with it is computed
-no_answer   RPC methods that fail
+no_answer   queries that fail
 fail_in     a phase of the start that raises; die_in: in which the process is killed
 once        a file: the faults happen only if it exists; the process removes it
 """
@@ -31,9 +31,9 @@ from octavo.config import KVEventsConfig
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
+from octavo.engine import query
 from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
-from octavo.engine.process import server
 from octavo.engine.process.server import EngineServer
 from octavo.errors import MemoryBudgetError
 from octavo.frontend import engine_main as engine_process
@@ -92,7 +92,7 @@ def trap(parts: dict[str, Any], hook: str, number: int) -> None:
     setattr(parts[part], name, call)
 
 
-def has_no_answer(engine: Engine, argument: str) -> Any:
+def has_no_answer(question: query.Query[Any], engine: Engine) -> Any:
     raise RuntimeError("a bug in /home/octavo/inspect.py")
 
 
@@ -111,7 +111,7 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
         if phase == faults.get("die_in"):
             os.kill(os.getpid(), signal.SIGKILL)
     for name in faults.get("no_answer", ()):
-        server.RPC_METHODS[name] = has_no_answer
+        getattr(query, name).answer = has_no_answer
     cache = KVCacheManager(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
     engine = Engine(Scheduler(cache), FaultyOracle(cache, faults), vocab_size=97, max_model_len=256)
     hook, number = faults.get("raise_in", ("", 0))

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from octavo.cli.main import run as command
-from octavo.frontend.engine_client import EngineClient
+from octavo.frontend.process_transport import process_client
 from octavo.serve import launcher
 
 PROGRAM = "paced_engine.py" if "pace_s" in json.loads(sys.argv[1]) else "oracle_engine.py"
@@ -26,5 +26,5 @@ USUAL_FILES = 1024
 if __name__ == "__main__":
     with contextlib.suppress(ValueError):  # the hard limit is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    launcher.EngineClient = functools.partial(EngineClient, command=ENGINE_COMMAND)  # type: ignore[assignment,misc]
+    launcher.process_client = functools.partial(process_client, command=ENGINE_COMMAND)
     sys.exit(command(sys.argv[2:]))

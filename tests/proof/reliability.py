@@ -32,7 +32,7 @@ from typing import Any
 from octavo import LLM, SamplingParams
 from octavo.engine.process.supervisor import EngineTimeouts
 from octavo.errors import OctavoError
-from octavo.frontend.engine_client import EngineClient
+from octavo.frontend.process_transport import ProcessClient
 from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import children_of, is_alive, oracle_client, real_client, reference_outputs, residue
 from tests.proof import server_trials
@@ -46,7 +46,7 @@ ALONE_S = 5.0
 """Bound in seconds for an engine to exit after its parent; one that is starting exits at its first check."""
 
 
-async def stream_tokens(client: EngineClient, prompt: Any, params: SamplingParams) -> list[list[int]]:
+async def stream_tokens(client: ProcessClient, prompt: Any, params: SamplingParams) -> list[list[int]]:
     """The tokens of each sample of a stream, which must only grow."""
     so_far: dict[int, list[int]] = {}
     async for output in client.generate(prompt, params):
@@ -59,24 +59,24 @@ async def stream_tokens(client: EngineClient, prompt: Any, params: SamplingParam
 
 
 @contextlib.asynccontextmanager
-async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineClient]:
+async def at_rest(tally: Tally, client: ProcessClient) -> AsyncIterator[ProcessClient]:
     """Context manager: afterwards nothing of the engine may be left."""
     before = residue()
     async with client:
         yield client
         stats = await client.kv_stats()
-        tally.leaked += bool(stats.num_used or client._handles)
+        tally.leaked += bool(stats.num_used or client.transport._handles)
     tally.leaked += bool(residue() - before)
 
 
-async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: float) -> None:
+async def strike(tally: Tally, client: ProcessClient, number: int, noticed_s: float) -> None:
     """Sends a signal to the engine and measures the recovery."""
-    if client.pid is None:
+    if client.transport.pid is None:
         return
     begin = time.monotonic()
-    os.kill(client.pid, number)
-    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not client._supervisor.is_up, noticed_s))
-    await tally.until(lambda: client._supervisor.is_up, BACK_S)
+    os.kill(client.transport.pid, number)
+    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not client.transport._supervisor.is_up, noticed_s))
+    await tally.until(lambda: client.transport._supervisor.is_up, BACK_S)
     back = time.monotonic() - begin - (tally.noticed_s if number == signal.SIGSTOP else 0)
     tally.back_s = max(tally.back_s, back)
 
@@ -85,7 +85,7 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
     """16 endless streams, and repeated signals."""
     chance, over = random.Random(0), asyncio.Event()
 
-    async def stream(client: EngineClient, prompt: str) -> None:
+    async def stream(client: ProcessClient, prompt: str) -> None:
         while not over.is_set():
             await tally.check(stream_tokens(client, prompt, params_of(prompt)), world.wanted[prompt])
 
@@ -101,11 +101,11 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
         await asyncio.gather(*streams)
 
 
-def num_streamed(client: EngineClient) -> int:
+def num_streamed(client: ProcessClient) -> int:
     """Number of tokens of running and finished requests."""
-    ended = client._past.num_generation_tokens + client._stats.engine.num_generation_tokens
+    ended = client.transport._past.num_generation_tokens + client.transport._stats.engine.num_generation_tokens
     return ended + sum(
-        s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client._handles.values()
+        s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client.transport._handles.values()
     )
 
 
@@ -144,7 +144,7 @@ async def leaving(tally: Tally, world: World) -> None:
     chance = random.Random(1)
     room = asyncio.Semaphore(64)
 
-    async def one(client: EngineClient, number: int) -> None:
+    async def one(client: ProcessClient, number: int) -> None:
         async with room:
             prompt, wanted = oracle_prompt(number % 50), reference_outputs(oracle_prompt(number % 50), ORACLE_PARAMS)
             if number % 10 == 0:  # these stay and must not be affected
@@ -159,7 +159,7 @@ async def leaving(tally: Tally, world: World) -> None:
 
     async with at_rest(tally, oracle_client(world.model)) as client:
         await asyncio.gather(*[one(client, number) for number in range(world.times(10_000))])
-        while client._handles:
+        while client.transport._handles:
             await asyncio.sleep(0.01)
 
 

@@ -26,6 +26,7 @@ from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
 from octavo.frontend.build import BuiltEngine, build
 from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.process_transport import process_client
 from octavo.runner.executor import Advance
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.output_buffers import StepOutput
@@ -157,7 +158,6 @@ def is_alive(group: int) -> bool:
 
 def check_engine_process(model: str, harm: str, tmp_path: Path) -> None:
     """The engine process is replaced, and its requests get the same tokens as without the failure."""
-    from octavo.frontend.engine_client import EngineClient
 
     once = tmp_path / "once"
     once.touch()
@@ -170,11 +170,11 @@ def check_engine_process(model: str, harm: str, tmp_path: Path) -> None:
         return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS))
 
     async def main() -> None:
-        async with EngineClient(model, command=command, **options_for(harm)) as client:
-            first = client.pid
+        async with process_client(model, command=command, **options_for(harm)) as client:
+            first = client.transport.pid
             outputs = await all_of(client)
             health = client.health()
-            assert health.num_restarts == 1 and not once.exists() and client.pid != first
+            assert health.num_restarts == 1 and not once.exists() and client.transport.pid != first
             assert health.reason.startswith("DeviceLostError: ") and health.reason.endswith(MESSAGES[harm])
             assert first is not None and not is_alive(first)
             assert await all_of(client) == outputs  # without a failure

@@ -211,7 +211,7 @@ def test_tokens_per_step_are_recorded(model: str) -> None:
         metrics, prompt = Metrics("m", 128), [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
         params = SamplingParams(max_tokens=5)
         async with oracle_client(model) as client:
-            client.on_step = metrics.iteration_tokens.observe
+            client.transport.on_step = metrics.iteration_tokens.observe
             await last_of(client, prompt, params)
             got = values_of(metrics.render(await client.stats(), client.health()).decode())
             name = "vllm:iteration_tokens_total"
@@ -236,11 +236,11 @@ def test_requests_waiting_for_an_engine_are_deferred(model: str, tmp_path: Path)
         metrics = Metrics("m", 128)
         async with oracle_client(model, hold=str(hold)) as client:
             first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
-            while not any(stream.sent for stream in client._handles.values()):
+            while not any(stream.sent for stream in client.transport._handles.values()):
                 await asyncio.sleep(0.002)
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            while client._supervisor.is_up:
+            assert client.transport.pid is not None
+            os.kill(client.transport.pid, signal.SIGKILL)
+            while client.transport._supervisor.is_up:
                 await asyncio.sleep(0.002)
             late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
             await asyncio.sleep(0.05)

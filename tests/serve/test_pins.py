@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams
+from octavo.engine.engine_request import EngineRequest
 from octavo.errors import CapacityError, ParameterError
-from octavo.frontend.engine_client import EngineClient, _Pin
+from octavo.frontend.process_transport import ProcessClient
 from octavo.serve.args import ServeArgs
 from octavo.serve.http.middleware import ApiKeys
 from octavo.serve.launcher import load_pin_prefixes
@@ -45,7 +46,7 @@ def ids(tokens: list[int]) -> dict[str, Any]:
     return {"prompt_token_ids": tokens}
 
 
-async def cached(client: EngineClient, prompt: list[int], salt: bytes = b"") -> int | None:
+async def cached(client: ProcessClient, prompt: list[int], salt: bytes = b"") -> int | None:
     """Cached tokens of a prompt; the prefix cache is emptied of earlier prompts."""
     await client.reset_prefix_cache()
     output = await last_of(client, ids(prompt), PARAMS, salt=salt)
@@ -60,8 +61,8 @@ def test_pin_survives_an_engine_restart(model: str) -> None:
                 assert await client.pin_prefix(ids(PREFIX), "system") == "system"
                 assert await cached(client, PROMPT) == len(PREFIX)
                 for restarts in (1, 2):
-                    os.kill(client.pid or 0, signal.SIGKILL)
-                    await until(lambda: client.health().num_restarts == restarts and client._supervisor.is_up)  # noqa: B023
+                    os.kill(client.transport.pid or 0, signal.SIGKILL)
+                    await until(lambda: client.health().num_restarts == restarts and client.transport._supervisor.is_up)  # noqa: B023
                     # A request during the recomputation finds the pin's full blocks, but not its tail.
                     found = [await cached(client, PROMPT) for _ in range(3)]
                     assert found[-1] == len(PREFIX) and found == sorted(found)
@@ -79,15 +80,17 @@ def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCapture
     async def main() -> None:
         async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
             assert await client.pin_prefix(ids(PREFIX), "good") == "good"
-            client._pins["pin:bad"] = _Pin([1, 2, 50, 3], b"")  # as after an engine that survived it
+            client.transport._pins["pin:bad"] = EngineRequest.pinning(
+                "bad", [1, 2, 50, 3]
+            )  # as after an engine that survived it
             running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
-            os.kill(client.pid or 0, signal.SIGKILL)
-            await until(lambda: "pin:bad" not in client._pins)
+            os.kill(client.transport.pid or 0, signal.SIGKILL)
+            await until(lambda: "pin:bad" not in client.transport._pins)
             outputs = await running
             assert [tokens_of(o) for o in outputs] == [reference_outputs([i] * 9, PARAMS) for i in range(3)]
-            await until(lambda: not client._handles)
+            await until(lambda: not client.transport._handles)
             num_restarts = client.health().num_restarts
-            assert num_restarts <= 8 and not client._suspects
+            assert num_restarts <= 8 and not client.transport._suspects
             assert await cached(client, PROMPT) == len(PREFIX)
             assert (await client.kv_stats()).num_pinned == 3
             assert client.health().num_restarts == num_restarts
@@ -104,11 +107,11 @@ def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
         async with serving(oracle_client(model, slow_at=[0, 0.3])) as client:
             await client.pin_prefix(ids(PREFIX), "early")
             await client.pin_prefix(ids(PROMPT), "late")
-            os.kill(client.pid or 0, signal.SIGKILL)
-            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client._handles)
+            os.kill(client.transport.pid or 0, signal.SIGKILL)
+            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client.transport._handles)
             await client.unpin_prefix("late")
-            assert "pin:late" not in client._handles
-            await until(lambda: not client._handles)
+            assert "pin:late" not in client.transport._handles
+            await until(lambda: not client.transport._handles)
             assert await client.unpin_prefix("early") == 3
             assert (await client.kv_stats()).num_pinned == 0
 
@@ -118,11 +121,11 @@ def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
 def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
-            client._pins["pin:large"] = _Pin([1] * 250, b"")
-            client._pins["pin:larger"] = _Pin([2] * 250, b"")
-            os.kill(client.pid or 0, signal.SIGKILL)
-            await until(lambda: len(client._pins) == 1)
-            await until(lambda: not client._handles)
+            client.transport._pins["pin:large"] = EngineRequest.pinning("large", [1] * 250)
+            client.transport._pins["pin:larger"] = EngineRequest.pinning("larger", [2] * 250)
+            os.kill(client.transport.pid or 0, signal.SIGKILL)
+            await until(lambda: len(client.transport._pins) == 1)
+            await until(lambda: not client.transport._handles)
             assert (await client.kv_stats()).num_pinned == 63
             assert await client.unpin_prefix("large") == 63
 
@@ -146,11 +149,11 @@ def test_refused_or_cancelled_pin_leaves_nothing(model: str) -> None:
                 await client.unpin_prefix("other")
             before = (await client.kv_stats()).num_pinned
             pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
-            while "pin:left" not in client._handles:
+            while "pin:left" not in client.transport._handles:
                 await asyncio.sleep(0)
             pinning.cancel()
             await asyncio.gather(pinning, return_exceptions=True)
-            assert (await client.kv_stats()).num_pinned == before and not client._handles
+            assert (await client.kv_stats()).num_pinned == before and not client.transport._handles
 
     run(main())
 

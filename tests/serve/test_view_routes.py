@@ -195,7 +195,7 @@ def test_view_follows_an_engine_process_across_a_restart(model: str) -> None:
     async def main() -> None:
         client = oracle_client(model)
         async with client:
-            hub = Hub(client.view_rpc)
+            hub = Hub(client.query)
             stream = hub.watch()
             state = PoolState(frame_of(await anext(stream)))
             assert state.num_blocks == 200
@@ -209,7 +209,7 @@ def test_view_follows_an_engine_process_across_a_restart(model: str) -> None:
             await until("first")
             assert state.num_used == 0 and state.num_cached == 8  # the last of 33 tokens is never computed
             epoch = state.epoch
-            os.kill(client.pid or 0, signal.SIGKILL)
+            os.kill(client.transport.pid or 0, signal.SIGKILL)
             while state.epoch == epoch:
                 state.apply(frame_of(await anext(stream)))
             assert state.num_free == 200

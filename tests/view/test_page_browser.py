@@ -26,8 +26,8 @@ import uvicorn
 
 import octavo.view
 from octavo.serve.http.server import bind, socket_url
+from octavo.view.playground.history import Playgrounds
 from octavo.view.playground.lessons import LESSONS
-from octavo.view.playground.session import Playgrounds
 from tests.serve.in_process_server import Server, run, serving
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import octavo.view
-from octavo.view.playground.session import Playgrounds
+from octavo.view.playground.history import Playgrounds
 
 STATIC = Path(octavo.view.__file__).parent / "static"
 MODULES = sorted(STATIC.glob("*.mjs"))

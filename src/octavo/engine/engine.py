@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import compress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine.engine_request import EngineRequest, ModelLimits, RequestBuilder, pin_id
+from octavo.engine.engine_request import EngineRequest, ModelLimits, RequestBuilder, pin_id, unknown_pin_error
 from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.gc_control import GCPause
@@ -24,7 +24,7 @@ from octavo.engine.output_processor import RequestState
 from octavo.engine.outputs import RequestOutput, error_code
 from octavo.engine.stats import EngineStats, StatsSnapshot
 from octavo.engine.structured_output import BitmaskRow, compute_bitmask
-from octavo.engine.timeline import Timelines, describe_kv, describe_request
+from octavo.engine.timeline import Timelines
 from octavo.errors import (
     DeviceLostError,
     EngineError,
@@ -140,7 +140,7 @@ class Engine:
         """
         num_blocks = self.scheduler.unpin(pin_id(name))
         if num_blocks is None:
-            raise ParameterError(f"no prefix is pinned under the name {name!r}", param="name", code="not_found")
+            raise unknown_pin_error(name)
         return num_blocks
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -174,13 +174,6 @@ class Engine:
         scheduler, waits = self.scheduler, dict(self.timelines.wait_counts)
         num_running, num_waiting, num_swapped = map(len, (scheduler.running, scheduler.waiting, scheduler.swapped))
         return StatsSnapshot(self.stats, scheduler.stats(), num_running, num_waiting, num_swapped, waits)
-
-    def describe_request(self, request_id: str) -> dict[str, Any] | None:
-        state = self._states.get(request_id)
-        return describe_request(self.scheduler, self.timelines, request_id, None if state is None else state.request)
-
-    def describe_kv(self) -> dict[str, Any]:
-        return describe_kv(self.scheduler)
 
     @property
     def has_work(self) -> bool:

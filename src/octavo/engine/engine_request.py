@@ -59,9 +59,10 @@ class EngineRequest:
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """A beam search has a final output only."""
-        params = self.params
-        return params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
+        """A beam search and a pin have a final output only."""
+        if self.pin or isinstance(self.params, BeamSearchParams):
+            return RequestOutputKind.FINAL_ONLY
+        return self.params.output_kind
 
 
 @dataclass(slots=True)
@@ -272,6 +273,10 @@ def check_resume(resume: Mapping[int, Seq[int]], width: int, max_tokens: int, vo
 def pin_id(name: str) -> str:
     """The request id of a pinned prefix; no other request has such an id."""
     return f"pin:{name}"
+
+
+def unknown_pin_error(name: str) -> ParameterError:
+    return ParameterError(f"no prefix is pinned under the name {name!r}", param="name", code="not_found")
 
 
 def generate_seed(seeds: random.Random) -> int:

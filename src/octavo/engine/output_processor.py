@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch, Hypothesis
 from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 from octavo.engine.structured_output import RequestGrammar
-from octavo.params.sampling_params import RequestOutputKind
+from octavo.params.beam_search_params import BeamSearchParams
+from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Detokenizer(Protocol):
@@ -35,6 +37,20 @@ class Detokenizer(Protocol):
 
 
 MakeDetokenizer = Callable[[Request], Detokenizer]
+
+
+class TextProcessor(Protocol):
+    """Text work for an engine; `frontend.input_processor.InputProcessor` implements it.
+
+    The client of an engine process does all other detokenization.
+    """
+
+    @property
+    def make_detokenizer(self) -> MakeDetokenizer | None:
+        """For beam searches with stop strings, which decide between beams."""
+
+    def submit_grammar(self, params: SamplingParams | BeamSearchParams) -> Future[Any] | None:
+        """Compile the grammar of parameters with one. The future raises `UsageError`."""
 
 
 @dataclass(slots=True)

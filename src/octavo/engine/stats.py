@@ -65,6 +65,7 @@ class StatsSnapshot:
 
     engine       counters, summed over restarts
     kv           the KV cache; its counters restart with the engine
+    num_waiting  waiting requests; num_deferred of them wait for an engine, whether or not there is room for them
     wait_counts  wait reason (`core.events.Waiting`) -> how often a request started to wait for it
     """
 
@@ -74,6 +75,7 @@ class StatsSnapshot:
     num_waiting: int = 0
     num_swapped: int = 0
     wait_counts: dict[str, int] = field(default_factory=dict)
+    num_deferred: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from octavo.core import events as ev
+from octavo.core.kv_cache_manager import KVStats
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 
@@ -18,6 +20,47 @@ MAX_ENTRIES = 64
 """Entries kept per request: the newest."""
 MAX_FINISHED = 256
 """Finished requests whose timelines are kept."""
+
+
+class RequestDescription(TypedDict, total=False):
+    """A request as `GET /debug/requests/{id}` shows it; one that has finished has the first three entries only.
+
+    waits_for       the reason why it waits, and `waiting`: that entry of the timeline
+    place_in_line   number of requests ahead of it in its queue
+    """
+
+    request_id: str
+    status: str
+    timeline: list[dict[str, Any]]
+    waits_for: str | None
+    waiting: dict[str, Any] | None
+    place_in_line: int | None
+    num_prompt_tokens: int
+    max_tokens: int | None
+    priority: int
+    num_cached_tokens: int
+    sequences: list[dict[str, Any]]
+
+
+class HeldBlocks(TypedDict):
+    """Blocks that a request holds, on the device and on the host."""
+
+    status: str
+    num_blocks: int
+    num_host_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVDescription:
+    """The pool, and the blocks that each request holds. `cost_s`: CPU seconds that the description took."""
+
+    stats: KVStats
+    requests: dict[str, HeldBlocks]
+    cost_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `GET /debug/kv` shows it."""
+        return {**self.stats.as_dict(), "requests": self.requests, "cost_s": self.cost_s}
 
 
 class Timelines:
@@ -64,13 +107,14 @@ def _fields(event: ev.Event) -> dict[str, Any]:
 
 def describe_request(
     scheduler: Scheduler, timelines: Timelines, request_id: str, request: Request | None
-) -> dict[str, Any] | None:
+) -> RequestDescription | None:
     """Describe a request; `request` is None once it has finished. Returns None for an id without a timeline."""
     timeline = timelines.of(request_id)
     if request is None:
-        return {"request_id": request_id, "status": "finished", "timeline": timeline} if timeline else None
+        finished: RequestDescription = {"request_id": request_id, "status": "finished", "timeline": timeline}
+        return finished if timeline else None
     last_wait = next((entry for entry in reversed(timeline) if entry["event"] == "waiting"), None)
-    return {
+    description: RequestDescription = {
         "request_id": request_id,
         "status": request.status.value,
         "waits_for": request.wait_reason or None,
@@ -83,6 +127,7 @@ def describe_request(
         "sequences": [_describe_sequence(s) for s in request.sequences],
         "timeline": timeline,
     }
+    return description
 
 
 def _queue_position(scheduler: Scheduler, request: Request) -> int | None:
@@ -104,15 +149,13 @@ def _describe_sequence(sequence: Sequence) -> dict[str, Any]:
     }
 
 
-def describe_kv(scheduler: Scheduler) -> dict[str, Any]:
-    """Describe the pool and the blocks that each request holds. `cost_s`: CPU seconds that the description took."""
+def describe_kv(scheduler: Scheduler) -> KVDescription:
     begin = time.thread_time()
     held = {name: _blocks_of(request) for name, request in scheduler.requests.items()}
-    stats = scheduler.stats().as_dict()
-    return {**stats, "requests": held, "cost_s": round(time.thread_time() - begin, 6)}
+    return KVDescription(scheduler.stats(), held, round(time.thread_time() - begin, 6))
 
 
-def _blocks_of(request: Request) -> dict[str, Any]:
+def _blocks_of(request: Request) -> HeldBlocks:
     # Ids of 0 and below are not held: the null block before a sliding window, blocks that a swap shares on the device.
     num_blocks = len({b for s in request.sequences for b in s.block_ids if b > 0})
     swapped = request.status is Status.SWAPPED

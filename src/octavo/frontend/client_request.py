@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 
 from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch
-from octavo.engine.output_processor import MakeDetokenizer, RequestState
+from octavo.engine.engine_request import EngineRequest, sampling_params_of
+from octavo.engine.output_processor import RequestState
 from octavo.engine.outputs import RequestMetrics, RequestOutput
 from octavo.engine.process.ipc import AddRequest, RequestStats, RequestUpdate, SampleUpdate, pack_tokens, params_to_wire
-from octavo.params.beam_search_params import BeamSearchParams
-from octavo.params.sampling_params import SamplingParams
 from octavo.params.validation import INT32
 
 
@@ -27,57 +25,40 @@ class TokensLostError(ValueError):
 class ClientRequest:
     """One request.
 
-    seed            used if the parameters have none; it must outlive the engine
+    new             the request as submitted; its seed must outlive the engine
     eos_token_ids   the model's end-of-sequence tokens
     vocab_size      upper bound on the token ids of an update
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Seq[int],
-        params: SamplingParams | BeamSearchParams,
-        *,
-        seed: int,
-        eos_token_ids: Iterable[int] = (),
-        prompt: str | None = None,
-        priority: int = 0,
-        salt: bytes = b"",
-        tenant: int = 0,
-        index_in_call: int = 0,
-        pin: bool = False,
-        make_detokenizer: MakeDetokenizer | None = None,
-        vocab_size: int = INT32,
-    ) -> None:
-        beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
-        self._params = beams or params
+    def __init__(self, new: EngineRequest, *, eos_token_ids: Iterable[int] = (), vocab_size: int = INT32) -> None:
+        self.new = new
         self._vocab_size = vocab_size
+        beams, params = sampling_params_of(new.params)
         stop_ids = params.stop_ids(eos_token_ids)
         request = Request(
-            request_id,
-            prompt_token_ids,
+            new.request_id,
+            new.prompt_token_ids,
             params,
-            seed=seed if params.seed is None else params.seed,
+            seed=(new.seed or 0) if params.seed is None else params.seed,
             stop_ids=stop_ids,
-            priority=priority,
-            salt=salt,
-            tenant=tenant,
-            index_in_call=index_in_call,
+            priority=new.priority,
+            salt=new.salt,
+            tenant=new.tenant,
+            index_in_call=new.index_in_call,
             width=None if beams is None else beams.beam_width,
-            pin=pin,
+            pin=new.pin,
         )
         request.sequences = [Sequence(request, 0, request.prompt_token_ids[:], 0)]
         request.only_sequence = request.sequences[0] if request.width == 1 and beams is None else None
-        if not params.detokenize:
-            make_detokenizer = None
+        make_detokenizer = new.make_detokenizer if params.detokenize else None
         self.state = RequestState(
             request,
-            prompt,
+            new.prompt,
             RequestMetrics(time.monotonic()),
             make_detokenizer,
             # Without stop strings, text is made when an output is read, perhaps for several steps at once.
             incremental=make_detokenizer is not None and beams is None and bool(params.stop_strings),
-            search=None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids),
+            search=None if beams is None else BeamSearch(beams, len(new.prompt_token_ids), stop_ids),
         )
         self._num_preemptions = 0  # by engines that have died
 
@@ -196,7 +177,7 @@ class ClientRequest:
         self.state.metrics.finished_time = time.monotonic()
 
     def agrees(self, delivered: dict[int, int]) -> bool:
-        """True if all that the engine has sent (`EngineServer`'s method DELIVERED) has arrived."""
+        """True if all that the engine has sent (the answer to `CountDelivered`) has arrived."""
         state, request = self.state, self.state.request
         if state.search is not None:
             return True  # a search has a single update, the last
@@ -225,7 +206,7 @@ class ClientRequest:
         return AddRequest(
             request.request_id,
             pack_tokens(request.prompt_token_ids),
-            params_to_wire(self._params),
+            params_to_wire(self.new.params),
             self.state.search is not None,
             request.seed,
             request.priority,

@@ -1,7 +1,7 @@
-"""`EngineClient`: the engine in a process of its own, for programs on an event loop. An `EngineInterface`.
+"""`EngineClient`: an engine for callers on an event loop, wherever the engine runs.
 
-This process makes the text, the other one the tokens. A dead or hung engine process is restarted and gets every
-unfinished request again, with its tokens so far (`frontend.client_request`): readers only notice a pause.
+AsyncLLM     --> EngineClient --> EngineThread       engine.process.thread: an engine on a thread
+octavo serve --> EngineClient --> ProcessTransport   frontend.process_transport: an engine in a process of its own
 """
 
 from __future__ import annotations
@@ -9,177 +9,86 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
-import random
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
-import msgspec
-
-from octavo.checkpoint.generation_config import sampling_defaults
-from octavo.checkpoint.resolve import open_checkpoint
-from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.engine_request import PIN_PARAMS, check_priority, check_prompt, generate_seed, pin_id
-from octavo.engine.failure_bisection import FailureBisection
+from octavo.engine.engine_request import EngineRequest, pin_id, unknown_pin_error
 from octavo.engine.outputs import RequestOutput, request_failed_error
-from octavo.engine.process import ipc
-from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts, Supervisor, rebuild_error
-from octavo.engine.process.thread import copy_error
-from octavo.engine.stats import EngineStats, Health, StatsSnapshot
-from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
-from octavo.frontend.client_request import ClientRequest, TokensLostError
-from octavo.frontend.cooperative import YIELD_POINT, run_cooperatively
+from octavo.engine.query import DescribeKV, DescribeRequest, GetKVStats, Query, ResetPrefixCache
+from octavo.engine.stats import Health, StatsSnapshot
 from octavo.frontend.input_processor import InputProcessor, Messages, Prompt
-from octavo.frontend.interface import ClientStats
 from octavo.params.beam_search_params import BeamSearchParams
-from octavo.params.sampling_params import RequestOutputKind, SamplingParams
-from octavo.text import chat_template
+from octavo.params.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("octavo.client")
-
-DEATHS_TO_TRIAL = 2
-"""Engine deaths without a new token after which a request is a suspect. Later engines get halves of the suspects. A
-suspect fails when an engine dies that had no other request."""
-MAX_LOSSES = 3
-"""How often a request is restarted because messages about it were lost."""
-KILLS_PER_DEATH = 8
-"""This many killed engines count as one that died by itself: a request that exhausts the memory must fail at last."""
+R = TypeVar("R")
 
 
-class _RequestHandle:
-    """A request and its reader. Outputs are built when they are read, so a slow reader costs no memory.
+class OutputStream(Protocol):
+    """The outputs of one request, for one reader."""
 
-    num_deaths   deaths of engines with this request since its last new token
-    num_kills    deaths by a kill from outside: by a person, or for lack of memory, rarely the request's fault
-    num_losses   restarts because of lost messages since its last new token
-    started      its first tokens have arrived
-    sent         the running engine has it
-    aborting     the engine is aborting it, and alone knows its last output (a beam search)
+    async def get(self) -> RequestOutput:
+        """Wait for the next output: for a slow reader, all that is new. Raises the request's or the engine's error."""
+
+
+class Transport(Protocol):
+    """Carries requests, outputs and queries between a client and its engine.
+
+    is_running      False after a shutdown or the engine's final failure
+    max_model_len   maximum tokens of prompt and output together; 0 before the engine is ready for the first time
     """
 
-    def __init__(self, request: ClientRequest, *, only_final: bool) -> None:
-        self.request = request
-        self.only_final = only_final
-        self.updated = asyncio.Event()
-        self.error: OctavoError | None = None
-        self.num_deaths = self.num_kills = self.num_losses = 0
-        self.started = self.sent = self.aborting = False
+    @property
+    def is_running(self) -> bool: ...
 
     @property
-    def blame(self) -> float:
-        return self.num_deaths - self.num_kills + self.num_kills / KILLS_PER_DEATH
-
-    @property
-    def failure(self) -> str:
-        """Why it failed or was aborted; "" if it runs or has succeeded."""
-        request = self.request.state.request
-        if self.error is not None:
-            return str(self.error)
-        bad = [s.finish_reason for s in request.finished_sequences if s.finish_reason in ("abort", "error")]
-        return request.error or bad[0] if bad else ""
-
-    def notify(self) -> None:
-        if self.request.finished or not self.only_final:
-            self.updated.set()
-
-    def apply_update(self, update: ipc.RequestUpdate) -> list[int]:
-        """Returns the samples that end in a stop string now."""
-        stopped = self.request.apply_update(update)
-        self.num_deaths = self.num_kills = self.num_losses = 0
-        return stopped
-
-    def count_tokens(self, update: ipc.RequestUpdate) -> int:
-        """Tokens that an applied update stands for: its own and, with the first of them, the computed prompt tokens,
-        even if their prefill took several steps. vLLM counts the same way."""
-        count = sum(len(sample.token_ids) for sample in update.samples)
-        if count and not self.started:
-            self.started, request = True, self.request.state.request
-            count += len(request.prompt_token_ids) - request.num_cached_tokens
-        return count
-
-    def fail(self, error: OctavoError) -> None:
-        self.error = error
-        self.updated.set()
-
-    async def read(self) -> RequestOutput:
-        await self.updated.wait()
-        self.updated.clear()
-        await run_cooperatively(YIELD_POINT for _ in self.request.state.build_logprobs())
-        if self.error is not None:
-            raise copy_error(self.error)
-        output = self.request.output()
-        if any(c.finish_reason == "error" for c in output.outputs):
-            raise request_failed_error(output)
-        return output
-
-
-class EngineClient:
-    """Create it, then `await start()`; use it on that event loop only. The options are the fields of `EngineArgs`.
-
-        client = EngineClient("smollm2-135m-instruct")
-        await client.start()
-
-    command    the command that starts the engine process
-    timeouts   when the process counts as hung
-    on_step    attribute: called with the number of tokens of each step that gave a request new tokens
-
-    The constructor raises the errors of a model or option without which no engine can start (see `LLM`).
-    """
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        command: Sequence[str] = ENGINE_COMMAND,
-        timeouts: EngineTimeouts | None = None,
-        **options: Any,
-    ) -> None:
-        args = EngineArgs(model=str(model), **options)
-        checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
-        template = None if args.chat_template is None else chat_template.load(args.chat_template)
-        tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
-        self._input_processor = InputProcessor(tokenizer)
-        self._default_params = sampling_defaults(args.generation_config, checkpoint).params
-        self._supervisor = Supervisor(
-            asdict(args),
-            on_ready=self._on_ready,
-            on_step=self._on_step,
-            on_bad=self._on_bad,
-            on_down=self._on_down,
-            on_failed=self._on_failed,
-            command=command,
-            timeouts=timeouts,
-        )
-        self._seeds = random.Random(args.seed)
-        self._names = itertools.count()
-        self._rpc_numbers = itertools.count()
-        self._handles: dict[str, _RequestHandle] = {}  # unfinished requests by id, oldest first
-        self._num_early = 0  # requests without a handle: they wait for the first engine
-        self._ended_here: set[str] = set()  # ids without a handle whose last update the engine has not sent yet
-        self._pins: dict[str, _Pin] = {}  # by request id; a restarted engine computes them again, as requests
-        self._rpc_futures: dict[int, asyncio.Future[ipc.RpcReply]] = {}
-        self._outbox: list[msgspec.Raw] = []
-        self._suspects: FailureBisection[_RequestHandle] = FailureBisection()  # several engines died with them
-        self._audit: _Audit | None = None
-        self._audit_scheduled = False
-        self._up = asyncio.Event()  # an engine runs, or has failed for good
-        self._error: OctavoError | None = None
-        self._info: ipc.Ready | None = None
-        self._stats = StatsSnapshot(EngineStats(), None)
-        self._past = EngineStats()  # of engines that have died
-        self.on_step: Callable[[int], object] = lambda count: None
+    def max_model_len(self) -> int: ...
 
     async def start(self) -> None:
         """Start the engine and wait until it accepts requests. Raises the root cause if it does not start."""
-        try:
-            await self._supervisor.start()
-        except OctavoError as error:
-            self._on_failed(error)
-            raise
+
+    async def submit(self, request: EngineRequest) -> OutputStream:
+        """Queue a request. Raises `UsageError` for an invalid one, `EngineError` if the engine is gone for good."""
+
+    def close_stream(self, stream: Any) -> None:
+        """The reader of a stream leaves: abort its request, if it is unfinished, before the next step."""
+
+    async def abort(self, request_id: str) -> bool:
+        """Abort a request; its stream gets a last output. True if the request was running."""
+
+    def discard_pin(self, request_id: str) -> None:
+        """Remove a pin whose caller has left, once the engine has processed the earlier commands."""
+
+    async def unpin(self, request_id: str) -> int | None:
+        """Remove a pin and return its number of blocks; None if there is none."""
+
+    async def query(self, query: Query[R], /) -> R:
+        """Answer a query between two steps. Raises `EngineQueryError` if that fails."""
+
+    async def stats(self) -> StatsSnapshot: ...
+
+    def health(self) -> Health: ...
+
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Transport)
+
+
+class EngineClient(Generic[T]):
+    """An engine for callers on an event loop. Any number of requests run at once, each as an async iterator."""
+
+    def __init__(self, transport: T, input_processor: InputProcessor, default_params: SamplingParams) -> None:
+        self.transport = transport
+        self._input_processor = input_processor
+        self._default_params = default_params
+        self._names = itertools.count()
+
+    async def start(self) -> None:
+        """Start the engine and wait until it accepts requests. Raises the root cause if it does not start."""
+        await self.transport.start()
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -194,45 +103,48 @@ class EngineClient:
         tenant: int = 0,
         rank: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`. Requests wait while the engine starts or restarts."""
+        """Complete one prompt; yields its output so far whenever it has grown, as `output_kind` selects.
+
+        sampling_params   None: `get_default_sampling_params()`
+        priority          lower first, with the priority scheduling policy
+        salt              requests of different salts share no blocks
+        tenant            tenants share the engine's steps evenly
+        rank              number of earlier requests of the same call; a higher rank lets other requests pass
+
+        A reader slower than the model gets fewer, larger outputs. The last output has `finished` set. Closing the
+        iterator, cancelling its task or dropping it aborts the request before the next step.
+
+        Raises `UsageError` for an invalid request, `RequestFailedError` if this request fails, and `EngineError` if the
+        engine is gone for good. Errors of one request affect no other. Requests wait while an engine process starts or
+        restarts.
+        """
         params = self._input_processor.prepare_params(
             self._default_params if sampling_params is None else sampling_params
         )
         text, token_ids = await self._input_processor.encode_async(prompt)
-        self._num_early += 1
-        try:
-            info = await self._when_up()
-        finally:
-            self._num_early -= 1
-        check_prompt(token_ids, info.vocab_size)
-        check_priority(priority)
-        name = f"octavo-{next(self._names)}" if request_id is None else request_id
-        if name in self._handles:
-            raise ParameterError(f"a request {name!r} is running already; ids must differ", param="request_id")
-        request = ClientRequest(
-            name,
+        request = EngineRequest(
+            f"octavo-{next(self._names)}" if request_id is None else request_id,
             token_ids,
             params,
-            seed=generate_seed(self._seeds) if getattr(params, "seed", None) is None else 0,
-            eos_token_ids=info.eos_token_ids,
             prompt=text,
             priority=priority,
             salt=salt,
             tenant=tenant,
             index_in_call=rank,
+            stream=True,
             make_detokenizer=self._input_processor.make_detokenizer,
-            vocab_size=info.vocab_size,
         )
-        kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
-        handle = self._open(request, only_final=kind is RequestOutputKind.FINAL_ONLY)
+        stream = await self.transport.submit(request)
         try:
             while True:
-                output = await handle.read()
+                output = await stream.get()
+                if any(c.finish_reason == "error" for c in output.outputs):
+                    raise request_failed_error(output)
                 yield output
                 if output.finished:
                     return
         finally:
-            self._close(handle)
+            self.transport.close_stream(stream)
 
     async def chat(
         self,
@@ -244,7 +156,12 @@ class EngineClient:
         salt: bytes = b"",
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.chat`."""
+        """Complete one conversation, as `generate` does a prompt.
+
+        `template`: the template arguments of `LLM.chat`: add_generation_prompt, continue_final_message, tools,
+        chat_template and chat_template_kwargs.
+        """
+        # On a worker thread: a template may be slow.
         prompt = await asyncio.to_thread(self._input_processor.chat, messages, **template)
         run = self.generate(prompt, sampling_params, request_id, priority=priority, salt=salt)
         async with contextlib.aclosing(run):
@@ -253,83 +170,31 @@ class EngineClient:
 
     async def abort(self, request_id: str) -> bool:
         """Abort a request; its iterator yields a last output. True if the request was running."""
-        handle = self._handles.get(request_id)
-        if handle is None:
-            return False
-        if handle.sent:
-            self._send(ipc.AbortRequest(request_id))
-        if handle.sent and handle.request.state.search is not None:
-            handle.aborting = True
-        else:
-            self._finish(handle, "abort")
-        return True
-
-    def _open(self, request: ClientRequest, *, only_final: bool) -> _RequestHandle:
-        handle = self._handles[request.request_id] = _RequestHandle(request, only_final=only_final)
-        if not self._suspects:
-            self._submit(handle)
-        return handle
-
-    def _close(self, handle: _RequestHandle) -> None:
-        """Close the handle of a reader that leaves; aborts its request if unfinished."""
-        if self._handles.get(handle.request.request_id) is handle:
-            self._remove(handle, abort=True)
-            self._on_progress(handle)
-        handle.request.release()
-
-    def _finish(self, handle: _RequestHandle, reason: str, error: str = "") -> None:
-        """Finish a request on this side with its tokens so far."""
-        self._remove(handle)
-        handle.request.finish(reason, error)
-        handle.notify()
-        self._on_progress(handle)
-
-    def _fail(self, handle: _RequestHandle, error: OctavoError) -> None:
-        """Fail one request; the engine aborts it."""
-        self._remove(handle, abort=True)
-        handle.fail(error)
-        self._on_progress(handle)
-
-    def _remove(self, handle: _RequestHandle, *, abort: bool = False) -> None:
-        name = handle.request.request_id
-        del self._handles[name]
-        if handle.sent:
-            if abort:
-                self._send(ipc.AbortRequest(name))
-            self._ended_here.add(name)
+        return await self.transport.abort(request_id)
 
     # -- pinned prefixes -----------------------------------------------------------------------------------------------
 
     async def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None, *, salt: bytes = b"") -> str:
-        """As `LLM.pin_prefix`, for requests with that salt. A restarted engine pins the prefix again."""
+        """As `LLM.pin_prefix`, for requests with that salt. A restarted engine process pins the prefix again."""
         token_ids = await asyncio.to_thread(self._input_processor.encode_prefix, prefix)
         name = str(next(self._names)) if name is None else name
-        check_prompt(token_ids, (await self._when_up()).vocab_size)
-        if (request_id := pin_id(name)) in self._pins or request_id in self._handles:
-            raise ParameterError(f"{name!r} is pinned already; unpin it, or use another name", param="name")
-        pin = _Pin(token_ids, salt)
-        handle = self._open(pin.request(request_id), only_final=True)
+        stream = await self.transport.submit(EngineRequest.pinning(name, token_ids, salt))
         try:
-            await handle.read()
+            output = await stream.get()
+            if any(c.finish_reason == "error" for c in output.outputs):
+                raise request_failed_error(output)
         except BaseException:
-            self._unpin(request_id)
+            self.transport.close_stream(stream)
+            self.transport.discard_pin(pin_id(name))
             raise
-        finally:
-            self._close(handle)
-        self._pins[request_id] = pin
+        self.transport.close_stream(stream)
         return name
-
-    def _unpin(self, request_id: str) -> None:
-        """Free the blocks of a failed pin, which the engine may have computed already."""
-        self._send(ipc.RpcCall(next(self._rpc_numbers), "unpin", request_id.removeprefix(pin_id(""))))
 
     async def unpin_prefix(self, name: str) -> int:
         """As `LLM.unpin_prefix`."""
-        if self._pins.pop(pin_id(name), None) is None:
-            raise ParameterError(f"no prefix is pinned under the name {name!r}", param="name", code="not_found")
-        if (handle := self._handles.get(pin_id(name))) is not None:
-            self._close(handle)
-        return int(await self._rpc("unpin", name) or 0)
+        if (num_blocks := await self.transport.unpin(pin_id(name))) is None:
+            raise unknown_pin_error(name)
+        return num_blocks
 
     # -- state, and shutdown -------------------------------------------------------------------------------------------
 
@@ -343,76 +208,46 @@ class EngineClient:
     @property
     def is_running(self) -> bool:
         """True while requests are accepted, also during a restart; False after shutdown or final failure."""
-        return self._error is None
+        return self.transport.is_running
 
     @property
     def max_model_len(self) -> int:
         """Maximum tokens of prompt and output together; 0 before the engine is ready for the first time."""
-        return 0 if self._info is None else self._info.max_model_len
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The engine's resolved configuration: device, dtype, num_blocks, kv_bytes, ...; {} before it is ready."""
-        return {} if self._info is None else self._info.summary
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the engine."""
-        return self._supervisor.pid
+        return self.transport.max_model_len
 
     def health(self) -> Health:
-        return self._supervisor.health()
+        return self.transport.health()
 
     async def stats(self) -> StatsSnapshot:
-        """Counters and gauges, a fraction of a second old; returns at once, even while the engine is busy or down."""
-        num_deferred = self._num_early + sum(not handle.sent for handle in self._handles.values())
-        engine, stats = self._past.plus(self._stats.engine), self._stats
-        num_waiting = stats.num_waiting + num_deferred
-        return ClientStats(
-            engine, stats.kv, stats.num_running, num_waiting, stats.num_swapped, stats.wait_counts, num_deferred
-        )
+        """Counters and gauges; of an engine process a fraction of a second old, and at once even while it is down."""
+        return await self.transport.stats()
+
+    async def query(self, query: Query[R], /) -> R:
+        """Ask the engine; it answers between two steps. Raises `EngineQueryError` if its process cannot answer."""
+        return await self.transport.query(query)
 
     async def kv_stats(self) -> KVStats:
         """The KV cache between two steps."""
-        return KVStats(**await self._rpc("kv_stats"))
+        return await self.query(GetKVStats())
 
     async def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; returns the number of cached blocks."""
-        return int(await self._rpc("reset_prefix_cache"))
+        return await self.query(ResetPrefixCache())
 
     async def debug_request(self, request_id: str) -> dict[str, Any] | None:
-        description: dict[str, Any] | None = await self._rpc("debug_request", request_id)
-        return description
+        """A request's state, wait reason, blocks and events (`engine.timeline`); None if unknown."""
+        return cast("dict[str, Any] | None", await self.query(DescribeRequest(request_id)))
 
     async def debug_kv(self) -> dict[str, Any]:
-        description: dict[str, Any] = await self._rpc("debug_kv")
-        return description
-
-    async def view_rpc(self, method: str, argument: str) -> Any:
-        return await self._rpc(method, argument)
-
-    async def _rpc(self, method: str, argument: str = "") -> Any:
-        while True:
-            await self._when_up()
-            number = next(self._rpc_numbers)
-            future = self._rpc_futures[number] = asyncio.get_running_loop().create_future()
-            try:
-                self._send(ipc.RpcCall(number, method, argument))
-                reply = await future
-            except _EngineGoneError:
-                continue  # call the next engine
-            finally:
-                self._rpc_futures.pop(number, None)
-            if reply.error:
-                raise EngineQueryError(reply.error)
-            return reply.value
+        """The KV cache, and the blocks that each request holds."""
+        return (await self.query(DescribeKV())).as_dict()
 
     def shutdown(self) -> None:
-        """Shut down; iterators get an `EngineError`. Call it on the event loop; a second call does nothing."""
-        self._on_failed(EngineError("the engine is closed; create a new one"))
-        self._supervisor.close()
+        """Abort all requests and free all resources. Iterators get an `EngineError`. A second call does nothing."""
+        self.transport.close()
+        self._input_processor.close()
 
-    async def __aenter__(self) -> EngineClient:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -420,231 +255,3 @@ class EngineClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    # -- messages from the engine --------------------------------------------------------------------------------------
-
-    async def _when_up(self) -> ipc.Ready:
-        await self._up.wait()
-        if self._error is not None:
-            raise copy_error(self._error)
-        assert self._info is not None
-        return self._info
-
-    def _on_ready(self, ready: ipc.Ready) -> None:
-        self._info = ready
-        self._up.set()
-        pins = {name: _RequestHandle(pin.request(name), only_final=True) for name, pin in self._pins.items()}
-        self._handles = pins | self._handles  # pins first, so that no request takes their blocks
-        self._submit_unsent()
-
-    def _on_step(self, step: ipc.StepReport) -> None:
-        if step.stats is not None:
-            if step.stats.engine.num_bad_messages > self._stats.engine.num_bad_messages:
-                self._schedule_audit()
-            self._stats = step.stats
-        for error in step.errors:
-            if error.request_id in self._ended_here:
-                self._on_last_update(error.request_id)
-            elif (handle := self._handles.pop(error.request_id, None)) is not None:
-                handle.fail(rebuild_error(error.error, error.message, error.param, error.code))
-                self._on_progress(handle)
-        num_tokens = 0
-        for update in step.updates:
-            if update.request_id in self._ended_here:
-                if update.finished:
-                    self._on_last_update(update.request_id)
-                continue
-            if (handle := self._handles.get(update.request_id)) is None:
-                continue  # it ended on this side
-            try:
-                stopped = handle.apply_update(update)
-            except TokensLostError as error:  # the audit finds out whether to restart the request
-                self._on_bad(ipc.BadMessage("an update", f"request {update.request_id!r}: {error}"))
-                continue
-            except Exception as error:  # fails this request only
-                self._on_bad(ipc.BadMessage("an update", str(error), update.request_id))
-                continue
-            for index in stopped:
-                self._send(ipc.StopSample(update.request_id, index))
-            num_tokens += handle.count_tokens(update)
-            if handle.request.finished:
-                del self._handles[update.request_id]
-                if not update.finished:
-                    self._ended_here.add(update.request_id)
-            handle.notify()
-            self._on_progress(handle)
-        if num_tokens:
-            self.on_step(num_tokens)
-        for reply in step.replies:
-            if self._audit is not None and reply.number == self._audit.number:
-                self._finish_audit(self._audit, reply)
-            future = self._rpc_futures.get(reply.number)
-            if future is not None and not future.done():
-                future.set_result(reply)
-
-    def _on_last_update(self, request_id: str) -> None:
-        """The engine has sent the last update of a request that ended here; a new request may use its id."""
-        self._ended_here.remove(request_id)
-        handle = self._handles.get(request_id)
-        if handle is not None and not handle.sent and (not self._suspects or handle in self._suspects.active):
-            self._submit(handle)
-
-    # -- lost messages -------------------------------------------------------------------------------------------------
-
-    def _on_bad(self, bad: ipc.BadMessage) -> None:
-        """Fail the request that an unusable message names, and check for other losses."""
-        self._past.num_bad_messages += 1
-        logger.warning("%s", bad)
-        handle = None if bad.request_id is None else self._handles.get(bad.request_id)
-        if handle is not None and handle.sent:
-            text = f"request {bad.request_id} failed: {bad}; send it again"
-            self._fail(handle, RequestFailedError(text, code=ipc.BAD_MESSAGE))
-        self._schedule_audit()
-
-    def _schedule_audit(self) -> None:
-        """Schedule one audit for all unusable messages of this turn of the loop."""
-        if not self._audit_scheduled:
-            self._audit_scheduled = True
-            asyncio.get_running_loop().call_soon(self._start_audit)
-
-    def _start_audit(self) -> None:
-        """Ask the engine how much it has sent of each request."""
-        self._audit_scheduled = False
-        if self._supervisor.is_up:
-            sent = [handle for handle in self._handles.values() if handle.sent]
-            self._audit = _Audit(next(self._rpc_numbers), sent, set(self._ended_here))
-            self._send(ipc.RpcCall(self._audit.number, ipc.DELIVERED))
-
-    def _finish_audit(self, audit: _Audit, reply: ipc.RpcReply) -> None:
-        """Restart requests with lost messages from their tokens so far, and repeat commands that the engine lost."""
-        self._audit = None
-        delivered: dict[str, dict[int, int] | None] = reply.value if isinstance(reply.value, dict) else {}
-        for handle in audit.sent if not reply.error else ():
-            name, request = handle.request.request_id, handle.request
-            if self._handles.get(name) is not handle or not handle.sent:
-                continue
-            if name in delivered and ((counts := delivered[name]) is None or request.agrees(counts)):
-                for index in () if counts is None else request.stopped_samples(counts):
-                    self._send(ipc.StopSample(name, index))
-                continue
-            handle.num_losses += 1
-            if handle.num_losses > MAX_LOSSES:
-                lost = f"request {name} failed: messages about it were lost {handle.num_losses} times; send it again"
-                self._fail(handle, RequestFailedError(lost, code=ipc.BAD_MESSAGE))
-                continue
-            logger.warning("messages about request %s were lost; it resumes with its tokens so far", name)
-            handle.sent = False
-            if name in delivered:
-                self._send(ipc.AbortRequest(name))
-                self._ended_here.add(name)
-            else:
-                self._submit(handle)
-        for name in audit.ended_here & self._ended_here:
-            if name in delivered:
-                self._send(ipc.AbortRequest(name))
-            else:
-                self._on_last_update(name)
-        for number, future in list(self._rpc_futures.items()):
-            if number < audit.number and not future.done():
-                future.set_exception(_EngineGoneError())
-
-    def _on_down(self, by_itself: bool) -> None:
-        self._up.clear()
-        self._outbox.clear()
-        self._past = self._past.plus(self._stats.engine)
-        self._stats = StatsSnapshot(EngineStats(), self._stats.kv, wait_counts=self._stats.wait_counts)
-        for future in self._rpc_futures.values():
-            if not future.done():
-                future.set_exception(_EngineGoneError())
-        self._ended_here.clear()
-        self._audit = None
-        sent = [handle for handle in self._handles.values() if handle.sent]
-        suspects = []
-        for handle in sent:
-            handle.sent = False
-            handle.num_deaths += 1
-            handle.num_kills += not by_itself
-            if handle.aborting:
-                self._finish(handle, "abort")
-            elif handle.blame > DEATHS_TO_TRIAL and len(sent) == 1:
-                error = f"{handle.num_deaths} engines died while they ran it, the last with no other request"
-                self._finish(handle, "error", error)
-            elif handle.blame >= DEATHS_TO_TRIAL:
-                suspects.append(handle)
-        if suspects:
-            self._suspects.split(suspects)
-
-    def _on_failed(self, error: OctavoError) -> None:
-        if self._error is None:
-            # An `EngineError` whatever the cause: later requests are not at fault.
-            self._error = error if type(error) is EngineError else EngineError(str(error))
-            self._error.__cause__ = error
-            self._up.set()
-            for handle in self._handles.values():
-                handle.fail(EngineError(str(error)))
-            self._handles.clear()
-            for future in self._rpc_futures.values():
-                if not future.done():
-                    future.set_exception(copy_error(self._error))
-
-    # -- commands to the engine ----------------------------------------------------------------------------------------
-
-    def _submit_unsent(self) -> None:
-        """Send the requests that the engine does not have; while there are suspects, only the active ones."""
-        for handle in self._suspects.active or list(self._handles.values()):
-            if not handle.sent:
-                self._submit(handle)
-
-    def _on_progress(self, handle: _RequestHandle) -> None:
-        """A request got a token or ended: it is no suspect any more. A failed pin is removed."""
-        name = handle.request.request_id
-        if (why := handle.failure) and self._pins.pop(name, None) is not None:
-            logger.warning("%s is not pinned any more: %s", name, why)
-            self._unpin(name)
-        if self._suspects and self._suspects.clear([handle]):
-            self._submit_unsent()
-
-    def _submit(self, handle: _RequestHandle) -> None:
-        if not self._supervisor.is_up or handle.request.request_id in self._ended_here:
-            return
-        try:
-            self._send(handle.request.add_command())
-            handle.sent = True
-        except OctavoError as error:  # fails this request only
-            del self._handles[handle.request.request_id]
-            handle.fail(error)
-            self._on_progress(handle)
-
-    def _send(self, command: ipc.Command) -> None:
-        """Send all commands of one turn of the loop in one message. Raises as `encode_command`."""
-        data = ipc.encode_command(command)
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(data)
-
-    def _flush(self) -> None:
-        commands, self._outbox = self._outbox, []
-        if commands and self._supervisor.is_up:
-            self._supervisor.send(commands)
-
-
-class _Pin(NamedTuple):
-    """A pinned prefix; a request computes it."""
-
-    token_ids: Sequence[int]
-    salt: bytes
-
-    def request(self, request_id: str) -> ClientRequest:
-        return ClientRequest(request_id, self.token_ids, PIN_PARAMS, seed=0, salt=self.salt, pin=True)
-
-
-class _Audit(NamedTuple):
-    """An RPC for delivered counts, with `sent` and `ended_here` as they were when it was sent."""
-
-    number: int
-    sent: list[_RequestHandle]
-    ended_here: set[str]
-
-
-class _EngineGoneError(Exception):
-    """The engine died, or lost the call; it never leaves this module."""

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo import log_setup as logs
+from octavo.engine.output_processor import TextProcessor
 from octavo.engine.process.heartbeat import HeartbeatSender
 from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline
-from octavo.engine.process.server import EngineServer, TextProcessor
-from octavo.view.live import publisher
+from octavo.engine.process.server import EngineServer
+from octavo.view.live.queries import ServedQuery
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
@@ -69,7 +70,7 @@ def main(fd: int, build: Build = build) -> int:
     try:
         _die_with_parent()  # only now: a parent that dies earlier leaves the directory to `orphaned`
         engine, text, summary = build(launch.options, heartbeats.enter)
-        EngineServer(engine, channel, heartbeats, text, summary, publisher.view_rpc_methods()).serve()
+        EngineServer(engine, channel, heartbeats, text, summary, ServedQuery).serve()
     except Exception as error:
         logging.getLogger("octavo").debug("the engine process ends", exc_info=True)
         channel.send(EngineFailed(type(error).__name__, str(error) or type(error).__name__))

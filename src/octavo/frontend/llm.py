@@ -16,11 +16,11 @@ from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import RequestOutput, merge_outputs, request_failed_error
-from octavo.engine.sigint import DeferredSigint
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineError, ParameterError
 from octavo.frontend.build import build
 from octavo.frontend.input_processor import InputProcessor, Messages, Prompt, prompt_list
+from octavo.frontend.sigint import DeferredSigint
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer

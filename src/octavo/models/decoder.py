@@ -98,7 +98,7 @@ class Decoder:
         """Create a layer. A model with another MLP, such as experts, overrides this."""
         spec = self.spec
         norms = {role: empty_norm(spec, norm.size, factory) for role, norm in spec.norms.items()}
-        attention = Attention(spec, layer, factory, norms.get("q"), norms.get("k"))
+        attention = Attention(spec, layer, factory, {"q_norm": norms.get("q"), "k_norm": norms.get("k")})
         return DecoderLayer(spec, factory, attention, GatedMLP(spec, factory), norms)
 
     @cached_property

@@ -12,6 +12,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear import LayerFactory, Linear, Weight
+from octavo.models.linear_methods import HeadNorms
 from octavo.models.spec import DecoderSpec
 
 
@@ -21,14 +22,9 @@ def empty_norm(spec: DecoderSpec, size: int, factory: LayerFactory) -> Tensor:
 
 
 class Attention:
-    """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write.
+    """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write."""
 
-    q_norm, k_norm  [head_dim], weights of the RMS norms of heads, if there are such norms
-    """
-
-    def __init__(
-        self, spec: DecoderSpec, layer: int, factory: LayerFactory, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, factory: LayerFactory, norms: HeadNorms) -> None:
         self.ops = factory.ops
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
@@ -37,22 +33,13 @@ class Attention:
         factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
         self.qkv = Linear(spec.linears["qkv"], factory, split="out")
         self.out = Linear(spec.linears["out"], factory, split="in")
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.head_norms = norms
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
         q, k, v = split_heads(self.qkv(x), kv_layer)
         q = self.ops.rope_kv_write(
-            q,
-            k,
-            v,
-            batch.positions,
-            cos_sin,
-            kv_layer,
-            batch.slot_mapping,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            eps=self.eps,
+            q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )
         return self.out(self._attend(q, batch, kv_layer))
 
@@ -70,9 +57,7 @@ class Attention:
         next_norm: Tensor,
     ) -> NormedResidual:
         """Small-batch path: the norm before attention, attention, and the addition; next_norm as for `MLP`."""
-        q = self.qkv.project_qkv(
-            residual, eps, kv_layer, batch, cos_sin, q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.eps
-        )
+        q = self.qkv.project_qkv(residual, eps, kv_layer, batch, cos_sin, norm_eps=self.eps, **self.head_norms)
         return self.out.add_linear(residual, self._attend(q, batch, kv_layer), next_norm)
 
     def _attend(self, q: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:

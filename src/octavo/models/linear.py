@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from octavo.errors import ParameterError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference.norms import Gate, NormedResidual
-from octavo.models.linear_methods import LinearMethod, PlainMethod
+from octavo.models.linear_methods import HeadNorms, LinearMethod, PlainMethod
 from octavo.models.spec import LinearShape, ModelSpec
 
 
@@ -135,14 +135,11 @@ class Linear:
         batch: RaggedBatch,
         cos_sin: Tensor,
         *,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
         norm_eps: float,
+        **norms: Unpack[HeadNorms],
     ) -> Tensor:
         """All operations between the residual and attention; see `kernels.reference.project_qkv`."""
-        return self.method.project_qkv(
-            residual, eps, self.bias, kv_layer, batch, cos_sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps
-        )
+        return self.method.project_qkv(residual, eps, self.bias, kv_layer, batch, cos_sin, norm_eps=norm_eps, **norms)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """The checkpoint's tensors that are merged here: one for each projection, or a part of one for each."""

@@ -5,7 +5,7 @@ A layer (`linear.Linear`) owns a method. `quantization.METHODS` names the method
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,13 @@ from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.quantization import METHODS
 from octavo.models.registry import load
+
+
+class HeadNorms(TypedDict):
+    """Weights of the RMS norms of the heads of Q and K, [head_dim] each; None: no such norms."""
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
 
 
 class LinearMethod:
@@ -98,15 +105,13 @@ class LinearMethod:
         batch: RaggedBatch,
         cos_sin: Tensor,
         *,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
         norm_eps: float,
+        **norms: Unpack[HeadNorms],
     ) -> Tensor:
         """See `kernels.reference.project_qkv`."""
         q, k, v = split_heads(self.norm_linear(residual, eps, bias), kv_layer)
-        norms = {"q_norm": q_norm, "k_norm": k_norm}
         return self.ops.rope_kv_write(
-            q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, **norms, eps=norm_eps
+            q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=norm_eps, **norms
         )
 
 
@@ -146,13 +151,11 @@ class PlainMethod(LinearMethod):
         batch: RaggedBatch,
         cos_sin: Tensor,
         *,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
         norm_eps: float,
+        **norms: Unpack[HeadNorms],
     ) -> Tensor:
-        norms = {"q_norm": q_norm, "k_norm": k_norm}
         return self.ops.project_qkv(
-            residual, eps, self.weight, bias, kv_layer, batch, cos_sin, **norms, norm_eps=norm_eps
+            residual, eps, self.weight, bias, kv_layer, batch, cos_sin, norm_eps=norm_eps, **norms
         )
 
 

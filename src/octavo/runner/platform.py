@@ -20,7 +20,6 @@ from torch import Tensor
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
-from octavo.errors import ParameterError
 from octavo.kernels.cpu import native, packed_linear
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.ops import Ops
@@ -59,19 +58,9 @@ class Platform:
 
     # -- start of an engine --------------------------------------------------------------------------------------------
 
-    def dtype_for(self, stored: str, *, quantised_file: bool, quantization: str | None) -> torch.dtype:
-        """The dtype of `--dtype auto`.
-
-        stored          dtype of the checkpoint, such as "bfloat16"
-        quantised_file  its weights are quantised and have no dtype
-        quantization    `EngineArgs.quantization`
-        """
-        dtype: torch.dtype = getattr(torch, stored)
-        return dtype
-
-    def check_quantization(self, quantization: str) -> None:
-        """Raises `ParameterError` if this platform has no products for `EngineArgs.quantization`."""
-        raise ParameterError(f"quantization {quantization!r} works on CPUs only; remove it", param="quantization")
+    def has_fast_bfloat16(self) -> bool:
+        """True if bfloat16 is faster than float32, and not only smaller."""
+        return True
 
     def startup_errors(self, doing: str, remedy: Callable[[int], str]) -> AbstractContextManager[None]:
         """Turns device errors into one line while an engine starts; see `memory.diagnostics.startup_errors`."""
@@ -92,10 +81,9 @@ class Platform:
 
     def measure(
         self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
-    ) -> GPUMemoryProfile | None:
-        """The memory that passes of the loaded model take; see `memory.profile.measure`. None: the KV pool lies in the
-        host's memory, where the budget is planned from free memory before the weights are loaded."""
-        return None
+    ) -> GPUMemoryProfile:
+        """The memory that passes of the loaded model take; see `memory.profile.measure`. Not called if `is_host`."""
+        raise NotImplementedError
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -172,13 +160,8 @@ class CpuPlatform(Platform):
     executor = ThreadedExecutor
     is_host = True
 
-    def dtype_for(self, stored: str, *, quantised_file: bool, quantization: str | None) -> torch.dtype:
-        """The stored dtype if the processor multiplies it fast, which it never does with float16."""
-        fast = (quantised_file or stored in ("bfloat16", "float16")) and packed_linear.has_fast_bfloat16()
-        return torch.bfloat16 if fast or quantization else torch.float32
-
-    def check_quantization(self, quantization: str) -> None:
-        pass
+    def has_fast_bfloat16(self) -> bool:
+        return packed_linear.has_fast_bfloat16()
 
     def compile_kernels(self) -> None:
         native.library()
@@ -209,10 +192,6 @@ class CudaPlatform(Platform):
 
         self.ops = ops
 
-    def dtype_for(self, stored: str, *, quantised_file: bool, quantization: str | None) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, "bfloat16" if stored == "float32" else stored)
-        return dtype
-
     def startup_errors(self, doing: str, remedy: Callable[[int], str]) -> AbstractContextManager[None]:
         return diagnostics.startup_errors(self.device, doing, remedy)
 
@@ -228,7 +207,7 @@ class CudaPlatform(Platform):
 
     def measure(
         self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
-    ) -> GPUMemoryProfile | None:
+    ) -> GPUMemoryProfile:
         return profile.measure(model, args, ops=self.ops, kv_cache=kv_cache, precompile=precompile)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

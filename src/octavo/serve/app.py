@@ -117,7 +117,7 @@ class App:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        hub = Hub(service.backend.view_rpc)
+        hub = Hub(service.backend.query)
         return View(service.model_names[0], hub=hub, text_of=text_of, rate_limiter=self._rate_limiter, playground=False)
 
     def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:

@@ -20,9 +20,10 @@ import uvloop
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
+from octavo.engine.query import DumpRecording, RecordingDump
 from octavo.errors import OctavoError, ParameterError
-from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import Messages, Prompt
+from octavo.frontend.process_transport import ProcessClient, process_client
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs, check_key
 from octavo.serve.http.gc_tuning import defer_full_gc
@@ -120,16 +121,16 @@ async def serve(
     startup_server = contextlib.AsyncExitStack()
     try:
         await startup_server.enter_async_context(StartupServer(settings).on(sock))
-        backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
+        backend = process_client(**{f.name: getattr(args, f.name) for f in fields(args)})
         timer.record("tokenizer")
         try:
             await backend.start()
             timer.record("engine")
             kv = await backend.kv_stats()
-            limits = engine_limits(args, backend.summary, kv.num_blocks * kv.block_size)
+            limits = engine_limits(args, backend.transport.summary, kv.num_blocks * kv.block_size)
             service = Service(backend, settings, args.model, limits, tracing)
             _log_capacity(kv, backend.max_model_len, service.limits.device)
-            backend.on_step = service.metrics.iteration_tokens.observe
+            backend.transport.on_step = service.metrics.iteration_tokens.observe
             service.metrics.set_cache_config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
             app = App(service, api_keys)
             for name, prefix in prefixes.items():
@@ -161,15 +162,15 @@ async def serve(
     logger.info("the server has stopped")
 
 
-def _dump_recorder_on_signal(backend: EngineClient) -> None:
+def _dump_recorder_on_signal(backend: ProcessClient) -> None:
     """SIGUSR1 writes the flight recorder to a file; requests continue."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def dump() -> None:
         try:
-            result = await backend.view_rpc("dump_recording", "asked")
+            result = await backend.query(DumpRecording("asked"))
         except OctavoError as error:
-            result = {"error": str(error)}
+            result = RecordingDump(error=str(error))
         if "path" in result:
             logger.info("the flight recorder was written to %s", result["path"])
         else:

@@ -17,7 +17,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import Health, StatsSnapshot
-from octavo.frontend.interface import ClientStats
 from octavo.integers import cdiv
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -280,7 +279,7 @@ class _EngineCollector:
         yield gauge("vllm:num_requests_running", "Running requests.", stats.num_running)
         num_waiting = stats.num_waiting + stats.num_swapped
         yield gauge("vllm:num_requests_waiting", "Waiting requests.", num_waiting)
-        num_deferred = stats.num_deferred if isinstance(stats, ClientStats) else 0
+        num_deferred = stats.num_deferred
         reasons = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", labels=[*names, "reason"]
         )

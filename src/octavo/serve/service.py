@@ -14,8 +14,8 @@ from typing import Any
 
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import RequestFailedError, TemplateError, UsageError
+from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import InputProcessor
-from octavo.frontend.interface import EngineInterface
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
@@ -69,7 +69,7 @@ class Service:
 
     def __init__(
         self,
-        backend: EngineInterface,
+        backend: EngineClient[Any],
         settings: ServeArgs,
         model: str,
         limits: EngineLimits,

@@ -23,8 +23,8 @@ from octavo.serve.http.endpoint import EventStream, Handler, HttpResponse, Reque
 from octavo.serve.openai.errors import ApiError, bad_request, not_found
 from octavo.serve.tenants import Tenant
 from octavo.view.live.hub import Hub, Message
+from octavo.view.playground.history import MAX_CHARS, Playgrounds
 from octavo.view.playground.lessons import LESSONS
-from octavo.view.playground.session import MAX_CHARS, Playgrounds
 from octavo.view.recording.frames import Replay
 
 STATIC = Path(octavo.view.__file__).parent / "static"

@@ -19,7 +19,7 @@ import pytest
 from octavo import RequestOutput, SamplingParams
 from octavo.core.request import Request
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts
-from octavo.frontend.engine_client import EngineClient
+from octavo.frontend.process_transport import ProcessClient, process_client
 from tests.proof import oracle
 from tests.serve.event_loop import run as run  # re-exported for tests of clients
 
@@ -38,23 +38,25 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def oracle_client(
     model: str, *, timeouts: EngineTimeouts | None = None, options: dict[str, Any] | None = None, **faults: Any
-) -> EngineClient:
+) -> ProcessClient:
     command = (sys.executable, str(Path(__file__).parents[2] / "proof" / "oracle_engine.py"), json.dumps(faults))
-    return EngineClient(model, command=command, timeouts=timeouts, **(OPTIONS | (options or {})))
+    return process_client(model, command=command, timeouts=timeouts, **(OPTIONS | (options or {})))
 
 
-def real_client(model: str, *, timeouts: EngineTimeouts | None = None, **options: Any) -> EngineClient:
-    return EngineClient(model, command=ENGINE_COMMAND, timeouts=timeouts, **(OPTIONS | {"dtype": "float32"} | options))
+def real_client(model: str, *, timeouts: EngineTimeouts | None = None, **options: Any) -> ProcessClient:
+    return process_client(
+        model, command=ENGINE_COMMAND, timeouts=timeouts, **(OPTIONS | {"dtype": "float32"} | options)
+    )
 
 
 @contextlib.asynccontextmanager
-async def serving(client: EngineClient) -> AsyncIterator[EngineClient]:
+async def serving(client: ProcessClient) -> AsyncIterator[ProcessClient]:
     """Start a client. On exit its engine must hold no blocks, and no engine process or socket may be left."""
     with nothing_left():
         async with client:
             yield client
             if client.is_running:
-                assert not client._handles
+                assert not client.transport._handles
                 stats = await client.kv_stats()
                 assert stats.num_used == 0 and stats.num_host_used == 0
 
@@ -98,7 +100,7 @@ async def until(ready: Callable[[], Any], limit_s: float = 90) -> float:
     return time.monotonic() - begin
 
 
-async def last_of(client: EngineClient, prompt: Any, params: Any, **options: Any) -> RequestOutput:
+async def last_of(client: ProcessClient, prompt: Any, params: Any, **options: Any) -> RequestOutput:
     outputs = [output async for output in client.generate(prompt, params, **options)]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs[-1]
@@ -118,7 +120,7 @@ def prompt(number: int, length: int = 11) -> list[int]:
     return random.Random(number).choices(range(5), k=length)
 
 
-async def many(client: EngineClient, num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+async def many(client: ProcessClient, num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
     outputs = await asyncio.gather(*[last_of(client, prompt(i), params) for i in range(num)])
     return [tokens_of(output) for output in outputs]
 

@@ -20,6 +20,7 @@ import zmq
 
 from octavo import SamplingParams
 from octavo.engine.beam_search import Hypothesis
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.process.ipc import (
     AbortRequest,
     AddRequest,
@@ -41,9 +42,11 @@ from octavo.engine.process.ipc import (
     read_message,
 )
 from octavo.engine.process.supervisor import EngineProcess
+from octavo.engine.query import DescribeRequest, GetKVStats
 from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError
 from octavo.frontend.client_request import ClientRequest
-from octavo.frontend.engine_client import MAX_LOSSES, EngineClient
+from octavo.frontend.engine_client import EngineClient
+from octavo.frontend.process_transport import MAX_LOSSES, ProcessClient
 from octavo.params.beam_search_params import BeamSearchParams
 from tests.engine.process.engines import (
     PARAMS,
@@ -64,20 +67,20 @@ LONGER = SamplingParams(max_tokens=100, seed=1)
 encode = msgspec.msgpack.encode
 
 
-def process_of(client: EngineClient) -> EngineProcess:
-    process = client._supervisor._process
+def process_of(client: ProcessClient) -> EngineProcess:
+    process = client.transport._supervisor._process
     assert process is not None
     return process
 
 
-def send_raw(client: EngineClient, *parts: bytes) -> None:
+def send_raw(client: ProcessClient, *parts: bytes) -> None:
     """Send raw message parts to the engine."""
     channel = process_of(client)._channel
     channel._socket.send_multipart(parts, zmq.NOBLOCK)
     asyncio.get_running_loop().call_soon(channel._drain)  # sending may consume the edge that signals an arrival
 
 
-async def wait_for_rest(client: EngineClient) -> None:
+async def wait_for_rest(client: ProcessClient) -> None:
     while (await client.kv_stats()).num_used:
         await asyncio.sleep(0.01)
 
@@ -115,8 +118,8 @@ COMMANDS: list[Any] = [
     AddRequest("f3", P, {"max_tokens": 9}, False, 0, 0, b"", {0: pack_tokens([1, 2])}),
     AbortRequest("f0"),
     StopSample("f1", 1),
-    RpcCall(10**6, "kv_stats"),
-    RpcCall(10**6, "debug_request", "f0"),
+    RpcCall(10**6, GetKVStats()),
+    RpcCall(10**6, DescribeRequest("f0")),
 ]
 WRONG: list[Any] = [
     ["add", "w0", P, {"max_tokens": 4}, False, 1 << 63],
@@ -160,7 +163,7 @@ def test_bad_commands_fail_no_engine_and_no_other_request(model: str, make: Call
     async def main() -> None:
         async with serving(make(model)) as client:
             wanted = await many(client, 6, LONGER)
-            pid = client.pid
+            pid = client.transport.pid
             good = asyncio.ensure_future(many(client, 6, LONGER))
             while not good.done():
                 for data in GARBAGE:
@@ -174,7 +177,7 @@ def test_bad_commands_fail_no_engine_and_no_other_request(model: str, make: Call
             assert await good == wanted
             await wait_for_rest(client)
             assert await many(client, 6, LONGER) == wanted
-            assert client.pid == pid and client.health().num_restarts == 0
+            assert client.transport.pid == pid and client.health().num_restarts == 0
             assert (await client.stats()).engine.num_bad_messages > 50
             await wait_for_rest(client)
 
@@ -185,13 +188,13 @@ def test_duplicate_add_does_not_affect_the_running_request(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             task = asyncio.ensure_future(last_of(client, prompt(0), PARAMS, request_id="mine"))
-            await until(lambda: client._handles and client._handles["mine"].started)
+            await until(lambda: client.transport._handles and client.transport._handles["mine"].started)
             send_raw(
                 client,
                 encode([AddRequest("mine", P, {}), ["add", "mine", "no bytes", {}], AddRequest("mine", b"x", {})]),
             )
             assert tokens_of(await task) == reference_outputs(prompt(0), PARAMS)
-            await until(lambda: client._stats.engine.num_bad_messages == 3)
+            await until(lambda: client.transport._stats.engine.num_bad_messages == 3)
 
     run(main())
 
@@ -242,8 +245,8 @@ def test_bad_command_fails_the_request_that_it_names(model: str) -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             good = asyncio.ensure_future(many(client))
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="mine"))
-            await until(lambda: "mine" in client._handles and client._handles["mine"].started)
-            send_raw(client, encode([["stop", "mine", -1], RpcCall(10**6, "kv_stats")]))
+            await until(lambda: "mine" in client.transport._handles and client.transport._handles["mine"].started)
+            send_raw(client, encode([["stop", "mine", -1], RpcCall(10**6, GetKVStats())]))
             with pytest.raises(RequestFailedError, match="a command of request 'mine' is unusable") as caught:
                 await task
             assert caught.value.code == "bad_message"
@@ -280,7 +283,7 @@ def test_bad_update_fails_its_request_and_hangs_none(model: str, number: int) ->
         async with serving(oracle_client(model, step_s=0.002)) as client:
             good = asyncio.ensure_future(many(client))
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="bad"))
-            await until(lambda: "bad" in client._handles and client._handles["bad"].started)
+            await until(lambda: "bad" in client.transport._handles and client.transport._handles["bad"].started)
             process_of(client)._on_data(encode(["step", [bad_updates("bad")[number]], [], []]))
             with pytest.raises(RequestFailedError, match="'bad' is unusable and is dropped") as caught:
                 await task
@@ -300,7 +303,7 @@ def test_update_with_a_position_ahead_is_ignored(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="a"))
-            await until(lambda: "a" in client._handles and client._handles["a"].started)
+            await until(lambda: "a" in client.transport._handles and client.transport._handles["a"].started)
             process_of(client)._on_data(encode(["step", [["a", [[0, [3], "", None, None, 250]]]], [], []]))
             assert tokens_of(await task) == reference_outputs(prompt(0), LONGER)
             assert (await client.stats()).engine.num_bad_messages == 1
@@ -324,7 +327,9 @@ def test_bad_reports_fail_no_client_and_no_other_request(model: str) -> None:
             bad = [
                 asyncio.ensure_future(last_of(client, prompt(i), LONGER, request_id=v)) for i, v in enumerate(victims)
             ]
-            await until(lambda: all(v in client._handles and client._handles[v].started for v in victims))
+            await until(
+                lambda: all(v in client.transport._handles and client.transport._handles[v].started for v in victims)
+            )
             hear = process_of(client)._on_data
             while not good.done():
                 for data in (*GARBAGE, *map(encode, WRONG)):
@@ -403,7 +408,7 @@ def test_content_of_lost_messages_is_recovered(model: str, direction: str) -> No
             assert num_lost > 5 and losers <= 3
             process._channel._on_data = hear
             process._channel.send = send  # type: ignore[method-assign]
-            await until(lambda: not client._ended_here)
+            await until(lambda: not client.transport._ended_here)
             await wait_for_rest(client)
 
     run(main())
@@ -443,7 +448,7 @@ def test_bad_message_is_logged_in_one_short_line() -> None:
 
 
 def test_bad_update_is_not_applied() -> None:
-    request = ClientRequest("a", [1, 2], SamplingParams(n=2, seed=1, max_tokens=5), seed=0, vocab_size=10)
+    request = ClientRequest(EngineRequest("a", [1, 2], SamplingParams(n=2, seed=1, max_tokens=5)), vocab_size=10)
     request.apply_update(RequestUpdate("a", [SampleUpdate(0, [3]), SampleUpdate(1, [4])]))
     with pytest.raises(ValueError, match="it continues at token 0 of sample 1"):
         request.apply_update(RequestUpdate("a", [SampleUpdate(0, [5], position=1), SampleUpdate(1, [4])]))
@@ -464,7 +469,7 @@ def test_request_that_kills_engines_is_found_by_bisection(model: str, guilty: in
             for i, end in enumerate(ends):
                 assert i == guilty or tokens_of(end) == reference_outputs(prompts[i], PARAMS)
             assert client.health().num_restarts <= 8
-            assert not client._suspects
+            assert not client.transport._suspects
 
     run(main())
 
@@ -474,9 +479,9 @@ def test_requests_to_a_failed_engine_get_an_engine_error(model: str, monkeypatch
 
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
-            client._on_failed(ParameterError("the model directory has gone", param="model"))
+            client.transport._on_failed(ParameterError("the model directory has gone", param="model"))
             for error in (PromptError("x"), EngineError("y")):
-                client._on_failed(error)  # the first error counts
+                client.transport._on_failed(error)  # the first error counts
             with pytest.raises(EngineError, match="the model directory has gone") as caught:
                 await last_of(client, prompt(0), PARAMS)
             assert type(caught.value) is EngineError
@@ -488,10 +493,10 @@ def test_engine_killed_amid_bad_messages_is_replaced(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.004)) as client:
             task = asyncio.ensure_future(many(client))
-            await until(lambda: any(s.started for s in client._handles.values()))
+            await until(lambda: any(s.started for s in client.transport._handles.values()))
             process_of(client)._on_data(b"\xc1")
             send_raw(client, b"\xc1")
-            os.kill(client.pid or 0, signal.SIGKILL)
+            os.kill(client.transport.pid or 0, signal.SIGKILL)
             assert await task == expected()
 
     run(main())

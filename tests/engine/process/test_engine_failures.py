@@ -179,7 +179,7 @@ def test_reserved_template_variable_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/debug/kv", "/debug/requests/x"])
 def test_failing_debug_call_fails_alone(tmp_path: Path, path: str) -> None:
     model = make_model(tmp_path / "model")
-    faults = json.dumps({"no_answer": ["debug_kv", "debug_request"]})
+    faults = json.dumps({"no_answer": ["DescribeKV", "DescribeRequest"]})
 
     async def main() -> None:
         async with server_of(model, (ORACLE, faults)) as server:

@@ -20,6 +20,7 @@ from octavo import SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.beam_search import Hypothesis
+from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import request_failed_error
 from octavo.engine.process.heartbeat import NUM_WARM_UP_STEPS, TOLERANCE, WARM_UP_S, HeartbeatSender, StepTimes
 from octavo.engine.process.ipc import (
@@ -51,6 +52,7 @@ from octavo.engine.process.ipc import (
 )
 from octavo.engine.process.server import EngineServer
 from octavo.engine.process.supervisor import rebuild_error
+from octavo.engine.query import DescribeRequest
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
 from octavo.frontend.client_request import ClientRequest
 from octavo.params.beam_search_params import BeamSearchParams
@@ -127,7 +129,7 @@ def test_messages_survive_encoding() -> None:
         ),
         AbortRequest("a"),
         StopSample("a", 1),
-        RpcCall(1, "kv_stats"),
+        RpcCall(1, ["GetKVStats"]),
         CloseEngine(),
     ]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(commands), type=list[Command]) == commands
@@ -297,7 +299,7 @@ def test_failed_beam_search_is_an_error_in_the_client() -> None:
         lambda r: r.apply_update(RequestUpdate("a", [], True, stats)),
         lambda r: r.finish("error", "no_allowed_token: it"),
     ):
-        request = ClientRequest("a", [1, 2], params, seed=0)
+        request = ClientRequest(EngineRequest("a", [1, 2], params, seed=0))
         end(request)
         output = request.output()
         assert output.finished and [c.finish_reason for c in output.outputs] == ["error"]
@@ -309,7 +311,7 @@ def test_unreadable_command_is_not_sent() -> None:
     for bad in (
         AddRequest("a", b"", {"top_k": 1 << 80}),
         AddRequest("a", b"", {}, priority=0.5),
-        RpcCall(1, "x", "\udfff"),
+        RpcCall(1, DescribeRequest("\udfff")),
     ):  # type: ignore[arg-type]
         with pytest.raises(ParameterError, match="cannot be sent to the engine"):
             encode_command(bad)

@@ -31,10 +31,11 @@ from octavo.errors import (
     RequestFailedError,
     UsageError,
 )
-from octavo.frontend import engine_client as client_module
-from octavo.frontend.engine_client import EngineClient
+from octavo.frontend import process_transport as client_module
+from octavo.frontend.process_transport import process_client
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
+from octavo.view.live.queries import GetBlock
 from tests.engine.process.engines import (
     PARAMS,
     SHORT_TIMEOUTS,
@@ -70,8 +71,8 @@ def test_streams_continue_when_the_engine_is_killed(model: str) -> None:
             streams = asyncio.ensure_future(many(client, 12))
             for killed in range(1, 5):
                 await asyncio.sleep(chance.uniform(0.01, 0.06))
-                assert client.pid is not None
-                os.kill(client.pid, signal.SIGKILL)
+                assert client.transport.pid is not None
+                os.kill(client.transport.pid, signal.SIGKILL)
                 assert await until(lambda: client.health().state == "restarting") < 1
                 assert await until(lambda: client.health().state == "running") < 10
                 assert client.health().num_restarts == killed
@@ -98,8 +99,8 @@ def test_reused_id_gets_no_output_of_the_earlier_request(model: str, how: str) -
                 again = asyncio.ensure_future(last_of(client, prompt(i), PARAMS, request_id="x"))
                 if how == "killed":
                     await asyncio.sleep(0)
-                    assert client.pid is not None
-                    os.kill(client.pid, signal.SIGKILL)
+                    assert client.transport.pid is not None
+                    os.kill(client.transport.pid, signal.SIGKILL)
                 assert tokens_of(await again) == reference_outputs(prompt(i), PARAMS)
                 await stream.aclose()
 
@@ -138,7 +139,7 @@ def test_each_sample_resumes_where_it_was(model: str) -> None:
                     received[completion.index] += completion.token_ids
                 if not killed and max(map(len, received)) >= 10:
                     killed = True
-                    os.kill(client.pid or 0, signal.SIGKILL)
+                    os.kill(client.transport.pid or 0, signal.SIGKILL)
             assert killed and client.health().num_restarts == 1
             assert received == wanted
 
@@ -154,10 +155,10 @@ def test_known_tokens_are_not_generated_again(model: str) -> None:
             async for output in client.generate(prompt(0), PARAMS):
                 if not killed and len(output.outputs[0].token_ids) >= 25:
                     killed = True
-                    os.kill(client.pid or 0, signal.SIGKILL)
+                    os.kill(client.transport.pid or 0, signal.SIGKILL)
             assert tokens_of(output) == reference_outputs(prompt(0), PARAMS)
-            await until(lambda: client._stats.engine.num_finished)
-            assert client._stats.engine.num_steps <= 40 - 25 + 1
+            await until(lambda: client.transport._stats.engine.num_finished)
+            assert client.transport._stats.engine.num_steps <= 40 - 25 + 1
 
     run(main())
 
@@ -193,8 +194,8 @@ def test_hang_of_an_idle_engine_is_noticed(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, timeouts=SHORT_TIMEOUTS)) as client:
             assert client.health().last_step_age_s is None
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGSTOP)
+            assert client.transport.pid is not None
+            os.kill(client.transport.pid, signal.SIGSTOP)
             assert await until(lambda: client.health().state == "restarting") < 60
             await until(lambda: client.health().state == "running")
             assert await many(client, 2) == expected(2)
@@ -224,7 +225,7 @@ def test_busy_process_without_heartbeats_is_not_killed(model: str) -> None:
             streams = asyncio.ensure_future(many(client, 2))
             longest = 0.0
             while not streams.done():
-                process = client._supervisor._process
+                process = client.transport._supervisor._process
                 assert process is not None
                 longest = max(longest, time.monotonic() - process._heartbeat_at)
                 await asyncio.sleep(0.01)
@@ -272,9 +273,9 @@ def test_request_fails_after_many_killed_engines(model: str, monkeypatch: pytest
         async with serving(oracle_client(model, slow_at=[0, 60])) as client:
             stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
             for killed in range(1, 4):
-                await until(lambda: any(s.sent for s in client._handles.values()))
-                os.kill(client.pid or 0, signal.SIGKILL)
-                await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
+                await until(lambda: any(s.sent for s in client.transport._handles.values()))
+                os.kill(client.transport.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == killed and client.transport._supervisor.is_up)  # noqa: B023
             with pytest.raises(RequestFailedError, match="3 engines died while they ran it"):
                 await stream
 
@@ -288,9 +289,9 @@ def test_few_killed_engines_fail_no_request(model: str) -> None:
         async with serving(oracle_client(model, slow_at=[0, 0.1])) as client:
             stream = asyncio.ensure_future(many(client, 2))
             for killed in range(1, 7):
-                await until(lambda: any(s.sent for s in client._handles.values()))
-                os.kill(client.pid or 0, signal.SIGKILL)
-                await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
+                await until(lambda: any(s.sent for s in client.transport._handles.values()))
+                os.kill(client.transport.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == killed and client.transport._supervisor.is_up)  # noqa: B023
             assert await stream == expected(2)
 
     run(main())
@@ -319,7 +320,7 @@ def test_failed_start_reports_its_cause_and_leaves_nothing(model: str, phase: st
 
 def test_command_that_is_no_engine_fails(model: str) -> None:
     async def main() -> None:
-        client = EngineClient(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
+        client = process_client(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
         with pytest.raises(EngineError, match="ended while starting: it exited with code 7"):
             await client.start()
 
@@ -341,7 +342,7 @@ def test_three_failed_restarts_fail_the_engine(model: str, tmp_path: Path) -> No
     )
 
     async def main() -> None:
-        client = EngineClient(
+        client = process_client(
             model,
             command=(sys.executable, str(script), '{"step_s": 0.01}'),
             block_size=4,
@@ -352,7 +353,7 @@ def test_three_failed_restarts_fail_the_engine(model: str, tmp_path: Path) -> No
         await client.start()
         stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
         await asyncio.sleep(0.05)
-        os.kill(client.pid or 0, signal.SIGKILL)
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
         with pytest.raises(EngineError, match="exited with code 9"):
             await stream
         assert client.health().state == "failed" and not client.is_running
@@ -370,7 +371,7 @@ def test_restarts_without_file_descriptors_fail_the_engine(
         client = oracle_client(model)
         await client.start()
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-        os.kill(client.pid or 0, signal.SIGKILL)
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
         await until(lambda: client.health().state == "failed")
         with pytest.raises(EngineError, match=r"the engine process cannot be started: .*gone.*limits on files"):
             await last_of(client, prompt(0), PARAMS)
@@ -391,7 +392,7 @@ from octavo import SamplingParams
 async def main():
     client = oracle_client({model!r}, slow_at=[3, 60])
     await client.start()
-    print(client.pid, flush=True)
+    print(client.transport.pid, flush=True)
     await last_of(client, [1, 2, 3], SamplingParams(max_tokens=100))
 
 run(main(), limit_s=None)
@@ -430,7 +431,7 @@ def test_engine_exits_when_its_lifeline_breaks(model: str) -> None:
         await client.start()
         stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
         await until(lambda: client.health().last_step_age_s is not None)
-        process, pid = client._supervisor._process, client.pid or 0
+        process, pid = client.transport._supervisor._process, client.transport.pid or 0
         assert process is not None and is_alive(pid)
         asyncio.get_running_loop().remove_reader(process._lifeline.fileno())
         process._lifeline._socket.shutdown(socket.SHUT_RDWR)
@@ -480,8 +481,8 @@ def test_request_that_cannot_be_encoded_fails_alone(model: str, options: dict[st
         async with serving(oracle_client(model)) as client:
             for held in (False, True):
                 if held:
-                    assert client.pid is not None
-                    os.kill(client.pid, signal.SIGKILL)
+                    assert client.transport.pid is not None
+                    os.kill(client.transport.pid, signal.SIGKILL)
                     await until(lambda: client.health().state == "restarting")
                 good = asyncio.ensure_future(many(client, 3))
                 await asyncio.sleep(0)
@@ -491,7 +492,7 @@ def test_request_that_cannot_be_encoded_fails_alone(model: str, options: dict[st
                 assert await many(client, 1) == expected(1)
             with pytest.raises(ParameterError, match="cannot be sent to the engine"):
                 await client.debug_request("\ud800")
-            assert client.health().num_restarts == 1 and not client._rpc_futures
+            assert client.health().num_restarts == 1 and not client.transport._rpc_futures
 
     run(main())
 
@@ -501,15 +502,15 @@ def test_aborted_search_that_has_not_started_returns_its_prompt(model: str) -> N
 
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
+            assert client.transport.pid is not None
+            os.kill(client.transport.pid, signal.SIGKILL)
             await until(lambda: client.health().state == "restarting")
             task = asyncio.ensure_future(
                 last_of(client, prompt(0), BeamSearchParams(beam_width=2, max_tokens=9), request_id="a")
             )
-            client._up.set()  # it does not wait for the engine
-            await until(lambda: client._handles)
-            client._up.clear()
+            client.transport._up.set()  # it does not wait for the engine
+            await until(lambda: client.transport._handles)
+            client.transport._up.clear()
             assert await client.abort("a")
             output = await task
             assert [(c.finish_reason, c.token_ids) for c in output.outputs] == [("abort", [])]
@@ -559,7 +560,7 @@ def test_salts_separate_resumed_requests(model: str) -> None:
                 stream = client.generate(prompt(0), PARAMS, salt=salt)
                 await anext(stream)
                 if kill:
-                    os.kill(client.pid or 0, signal.SIGKILL)
+                    os.kill(client.transport.pid or 0, signal.SIGKILL)
                 async for output in stream:
                     last = output
                 cached.append(last.num_cached_tokens)
@@ -604,14 +605,14 @@ def test_rpc_calls(model: str) -> None:
             assert await client.reset_prefix_cache() > 0
             stats = await client.stats()
             assert stats.engine.num_finished == 1 and stats.num_running == 0
-            pid = client.pid
-            with pytest.raises(EngineError, match="ValueError: invalid literal"):
-                await client.view_rpc("view_block", "no number")
-            assert (await client.kv_stats()).num_used == 0 and client.pid == pid  # the engine survives
-            os.kill(client.pid or 0, signal.SIGKILL)
+            pid = client.transport.pid
+            with pytest.raises(EngineError, match="IndexError"):
+                await client.query(GetBlock(-(10**6)))
+            assert (await client.kv_stats()).num_used == 0 and client.transport.pid == pid  # the engine survives
+            os.kill(client.transport.pid or 0, signal.SIGKILL)
             assert (await client.kv_stats()).num_used == 0  # the next engine replies
             assert await many(client, 1) == expected(1)
-            await until(lambda: client._stats.engine.num_finished)
+            await until(lambda: client.transport._stats.engine.num_finished)
             assert (await client.stats()).engine.num_finished == 2
 
     run(main())

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.config import GIB, EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
-from octavo.errors import MemoryBudgetError
+from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
 from octavo.runner.memory import budget as memory
 from octavo.runner.memory.budget import FreeMemory, MemoryBudget, plan_memory
@@ -154,3 +154,32 @@ def test_weights_larger_than_the_free_memory_raise() -> None:
         match=r"take 3.00 GiB, 1.00 GiB more than the free memory;.*; run `octavo doctor m` for flags that fit$",
     ):
         plan_memory(EngineArgs(model="m"), KV, FreeMemory(weights=3 * GIB, host=-GIB), model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "stored", "has_bfloat16", "dtype"),
+    [
+        ("cpu", {}, "float32", True, "float32"),
+        ("cpu", {}, "bfloat16", True, "bfloat16"),
+        ("cpu", {}, "bfloat16", False, "float32"),
+        ("cpu", {}, "float16", True, "bfloat16"),
+        ("cpu", {"dtype": "float16"}, "float32", False, "float16"),
+        ("cpu", {"quantization": "int8"}, "float32", False, "bfloat16"),
+        ("cpu", {"quantization": "int8", "dtype": "bfloat16"}, "float32", False, "bfloat16"),
+        ("cuda", {}, "float32", False, "bfloat16"),
+        ("cuda", {}, "float16", False, "float16"),
+        ("cuda", {"dtype": "float32"}, "bfloat16", True, "float32"),
+    ],
+)
+def test_dtype_depends_on_the_device_and_the_checkpoint(
+    device: str, options: dict[str, Any], stored: str, has_bfloat16: bool, dtype: str
+) -> None:
+    args = EngineArgs(model="m", **options)
+    assert args.resolved_dtype(device, stored, has_bfloat16=has_bfloat16) == dtype
+
+
+def test_quantization_needs_a_cpu_and_bfloat16() -> None:
+    with pytest.raises(ParameterError, match="'int8' works on CPUs only; remove it"):
+        EngineArgs(model="m", quantization="int8").resolved_dtype("cuda", "bfloat16", has_bfloat16=True)
+    with pytest.raises(ParameterError, match="needs bfloat16 for the other layers, not float32; use dtype auto"):
+        EngineArgs(model="m", quantization="int8", dtype="float32").resolved_dtype("cpu", "bfloat16", has_bfloat16=True)

@@ -6,8 +6,10 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,10 @@ from octavo.config import GIB, EngineArgs
 from octavo.errors import DeviceLostError, MemoryBudgetError, ParameterError
 from octavo.frontend import build
 from octavo.kernels.cpu import ops as cpu
-from octavo.runner.memory import diagnostics
+from octavo.runner.memory import diagnostics, profile
 from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors
 from octavo.runner.memory.profile import GPUMemoryProfile
-from octavo.runner.platform import Platform
+from octavo.runner.platform import CpuPlatform, CudaPlatform, find_platform
 from tests.models.tiny import make_tiny_checkpoint
 
 TOO_OLD = (
@@ -86,8 +88,9 @@ def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def device_and_warnings(caplog: pytest.LogCaptureFixture, device: str = "auto") -> tuple[str, list[str]]:
     caplog.clear()
-    found = build._device(EngineArgs(model="m", device=device))  # type: ignore[arg-type]
-    return found.type, [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return find_platform(device).name, [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
 
 
 def test_an_unusable_gpu_is_a_warning_with_device_auto(
@@ -159,42 +162,32 @@ MEMORY = GPUMemoryProfile(
 )
 
 
-class FakeCudaPlatform(Platform):
-    device = CUDA
-    ops = cpu
-
-    def startup_errors(self, doing: str, remedy: Callable[[int], str]) -> AbstractContextManager[None]:
-        return startup_errors(CUDA, doing, remedy)
-
-
 def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
     """Let a start on a fake GPU raise the error at this stage."""
 
-    class Runner:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
+    class FakeGPU(CudaPlatform):
+        def __init__(self, _: str) -> None:
+            self.device, self.ops = CUDA, cpu
 
-        def capture(self, _: Any) -> None:
+        def precompiler(self, key: str) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def make_executor(self, *_: Any, **__: Any) -> Any:
             if name == "graphs":
                 raise error
-
-        def measure_swap(self) -> float:
-            raise error
+            return SimpleNamespace(runner=SimpleNamespace(measure_swap=raising(error)))
 
     zeros, empty, load = torch.zeros, torch.empty, build._load
-    patch.setattr(build, "_device", lambda args: CUDA)
-    patch.setattr(build, "_precompiler", lambda *_: None)
-    patch.setattr(build, "CudaPlatform", FakeCudaPlatform)
-    patch.setattr("octavo.runner.model_runner.ModelRunner", Runner)
-    patch.setattr(build, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)
+    patch.setattr(build, "find_platform", FakeGPU)
+    patch.setattr(profile, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)
 
-    def loaded(*args: Any, **options: Any) -> Any:
+    def loaded(resolved: Any, max_len: int) -> Any:
         if name == "weights":
             raise error
-        checkpoint, spec, engine_args, _, _, ops = args
-        decoder = load(checkpoint, spec, engine_args, torch.float32, torch.device("cpu"), ops, **options)
+        model = load(replace(resolved, platform=CpuPlatform(), dtype="float32"), max_len)
         patch.setattr(torch, "zeros", raising(error) if name == "pool" else lambda *shape, **__: zeros(1))
         patch.setattr(torch, "empty", raising(error) if name == "swap space" else lambda *shape, **__: empty(1))
-        return decoder
+        return model
 
     patch.setattr(build, "_load", loaded)
 

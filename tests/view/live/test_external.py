@@ -25,7 +25,7 @@ from octavo.errors import ParameterError
 from octavo.view.live import external as external_module
 from octavo.view.live.external import FIRST_BLOCKS, ExternalPool
 from octavo.view.live.messages import Snapshot
-from octavo.view.live.publisher import STOP
+from octavo.view.live.queries import GetBlock, GetFrame, StopFrames
 from octavo.view.live.state import PoolState
 from tests.core.lab import Lab
 
@@ -69,7 +69,7 @@ class Watcher:
 
     def poll(self) -> PoolState:
         after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
-        frame = asyncio.run(self.external.view_rpc("view", after))
+        frame = asyncio.run(self.external.query(GetFrame(after)))
         if frame is not None:
             self.kinds.append(type(frame).__name__)
             if self.state is None:
@@ -225,9 +225,9 @@ def test_real_socket_and_metrics() -> None:
     state = watcher.poll()
     assert (state.num_blocks, state.num_cached) == (50, 2)
     assert (state.counts.running, state.counts.waiting) == (3, 2)
-    found = asyncio.run(external.view_rpc("view_block", str(np.nonzero(state.words)[0][0])))
-    assert len(found["name"]) == 32 and found["token_ids"] is None
-    assert asyncio.run(external.view_rpc("view", STOP)) is None
+    found = asyncio.run(external.query(GetBlock(int(np.nonzero(state.words)[0][0]))))
+    assert len(found.name or "") == 32 and found.token_ids is None
+    assert asyncio.run(external.query(StopFrames())) is None
     external.close()
     publisher.close(linger=0)
     context.term()

@@ -13,10 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from octavo.engine.query import Query
 from octavo.errors import EngineError
 from octavo.view.live.hub import MAX_QUEUED, Hub, Message
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import STOP, Publisher, view_rpc_methods
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.queries import StopFrames
 from octavo.view.live.state import FrameLostError, PoolState
 from tests.core.lab import SWAP, Lab
 from tests.view.live.test_state import check
@@ -36,25 +38,26 @@ class World:
 
     def __init__(self, *, plain: bool = False) -> None:
         self.lab = Lab(40, 2, rows=4, host=8, policy=SWAP, listen=False)
-        self.methods = view_rpc_methods()
         self.plain = plain
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[type[Query[Any]]] = Counter()
         self.error: EngineError | None = None
         self.lose = False
-        self.hub = Hub(self.rpc, interval_s=0, idle_ratio=0)
+        self.hub = Hub(self.query, interval_s=0, idle_ratio=0)
 
-    async def rpc(self, method: str, argument: str) -> Any:
+    async def query(self, query: Query[Any]) -> Any:
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        self.calls[method if argument != STOP else STOP] += 1
+        self.calls[type(query)] += 1
         engine: Any = type("Engine", (), {"scheduler": self.lab.scheduler})()
         engine = self.__dict__.setdefault("engine", engine)
-        reply = self.methods[method](engine, argument)
+        reply = query.answer(engine)
         if self.lose and isinstance(reply, Delta):
             self.lose = False
             reply.frame += 1
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(reply)) if self.plain else reply
+        if not self.plain:
+            return reply
+        return msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(reply)), query.answer_type())
 
     def add(self, name: str, num_prompt: int = 9) -> None:
         self.lab.add(name, list(range(num_prompt)), 6)
@@ -120,7 +123,7 @@ def test_late_viewer_gets_the_same_state(plain: bool) -> None:
         assert world.hub.num_viewers == 2
         await aclose(early.stream, late.stream)
         await until(lambda: not world.lab.cache.events.active)
-        assert world.calls[STOP] == 1 and world.hub.num_viewers == 0
+        assert world.calls[StopFrames] == 1 and world.hub.num_viewers == 0
         again = StreamReader(world.hub)
         check(await again.until("c"), world.lab.scheduler)
         await aclose(again.stream)

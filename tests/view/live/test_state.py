@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,10 +12,13 @@ import pytest
 
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
+from octavo.engine.engine import Engine
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import Publisher, view_rpc_methods
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.queries import BlockContent, GetBlock
 from octavo.view.live.state import PoolState
 from tests.core.lab import Lab
+from tests.proof.oracle import Oracle
 from tests.proof.workloads import World
 
 
@@ -33,10 +35,9 @@ def through_a_process(frame: Frame) -> Frame:
 def test_unknown_block_id_has_no_content() -> None:
     """The id may come from the state of an engine before a restart, which had more memory."""
     lab = Lab(4, 2, rows=4, listen=False)
-    engine: Any = SimpleNamespace(scheduler=lab.scheduler)
-    view_block = view_rpc_methods()["view_block"]
-    for block in ("1", "4", "5", "1000"):
-        assert view_block(engine, block) == {"name": None, "token_ids": None}
+    engine = Engine(lab.scheduler, Oracle(lab.cache), vocab_size=9, max_model_len=9)
+    for block in (1, 4, 5, 1000):
+        assert GetBlock(block).answer(engine) == BlockContent()
 
 
 def check(state: PoolState, scheduler: Scheduler) -> None:

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from octavo.engine.query import Query
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import STOP
+from octavo.view.live.queries import GetBlock, GetFrame, StopFrames
 from octavo.view.live.state import PoolState
 from octavo.view.live.tenant_view import TenantView
 from tests.view.live.test_hub import StreamReader, aclose, frame_of, run, until
@@ -113,7 +114,7 @@ def test_viewers_of_one_hub_share_one_engine_call() -> None:
         viewers[1].stream, viewers[2].stream = world.hub.watch(Half(0)), world.hub.watch(Half(1))
         for viewer in viewers:
             await viewer.read()
-        assert world.calls["view"] == 1
+        assert world.calls[GetFrame] == 1
         world.add("b", 5)  # Half(0) sees it
         world.lab.add("a", [7, 8, 9, 10, 11], 6)  # Half(1) sees it
         world.lab.step()
@@ -152,13 +153,13 @@ def test_content_of_a_reused_block_is_hidden() -> None:
         world.add("b", 5)
         state = await viewer.until("b")
         (block, *_) = next(iter(state.tables.values())).block_ids.tolist()
-        unchanged = world.rpc
+        unchanged = world.query
 
-        async def rpc(method: str, argument: str) -> Any:
-            reply = await unchanged(method, argument)
-            return reply | changed if method == "view_block" else reply
+        async def query(query: Query[Any]) -> Any:
+            reply = await unchanged(query)
+            return msgspec.structs.replace(reply, **changed) if isinstance(query, GetBlock) else reply
 
-        world.hub._rpc = rpc
+        world.hub._query = query
         for later in ({"seal_id": 99}, {"epoch": "another"}):
             changed = later
             found = await world.hub.block(block, Half(0))
@@ -179,12 +180,12 @@ def test_reconnecting_viewers_reuse_the_snapshot() -> None:
             stream = world.hub.watch()
             assert isinstance(frame_of(await anext(stream)), Snapshot)
             await aclose(stream)
-        assert world.calls[STOP] == 0
+        assert world.calls[StopFrames] == 0
         snapshots = [world.hub._snapshot(None, world.hub.state or PoolState(no_state())) for _ in range(2)]
         assert snapshots[0] is snapshots[1]
         world.hub._linger_until = 0.0
         await until(lambda: not world.lab.cache.events.active)
-        assert world.calls[STOP] == 1 and world.hub.state is None
+        assert world.calls[StopFrames] == 1 and world.hub.state is None
 
     run(main())
 
@@ -195,13 +196,12 @@ def no_state() -> Snapshot:
 
 def test_empty_tenant_delta_still_counts_as_a_frame() -> None:
     world = HubWorld()
-    view_rpc = world.methods["view"]
     engine: Any = type("Engine", (), {"scheduler": world.lab.scheduler})()
-    state = PoolState(view_rpc(engine, ""))
+    state = PoolState(GetFrame("").answer(engine))
     view = TenantView(state, Half(0))
     own = PoolState(view.snapshot(state))
     world.add("a", 5)
-    delta = view_rpc(engine, f"{state.epoch}:{state.frame}")
+    delta = GetFrame(f"{state.epoch}:{state.frame}").answer(engine)
     assert isinstance(delta, Delta)
     state.apply(delta)
     shown = view.delta(delta, state)

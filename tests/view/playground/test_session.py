@@ -13,18 +13,12 @@ import pytest
 
 from octavo.core.request import Status
 from octavo.errors import ParameterError
+from octavo.view.playground.history import MAX_POOLS, Playgrounds
 from octavo.view.playground.lessons import LESSONS, LessonStep
-from octavo.view.playground.session import (
-    MAX_HELD_TOKENS,
-    MAX_PHASES,
-    MAX_POOLS,
-    MAX_TOKENS,
-    MAX_WORK,
-    Playground,
-    Playgrounds,
-    Pool,
-    RefusedError,
-)
+from octavo.view.playground.phases import MAX_PHASES, MAX_WORK
+from octavo.view.playground.picture import picture_of
+from octavo.view.playground.pool import MAX_TOKENS, Pool, RefusedError
+from octavo.view.playground.session import ACTIONS, MAX_HELD_TOKENS, Playground
 
 STEPS = [pytest.param(step, id=f"{lesson.id}-{i}") for lesson in LESSONS for i, step in enumerate(lesson.steps, 1)]
 
@@ -166,7 +160,7 @@ def test_tokens_of_a_history_are_bounded() -> None:
 
 def check(play: Playground) -> None:
     """The invariants of the core, and that the reply matches the pool."""
-    kv, answer = play.kv, play.answer()
+    kv, answer = play.kv, picture_of(play)
     pool, stats = kv.pool, kv.stats()
     assert stats.num_used + stats.num_cached + stats.num_free == pool.num_blocks
     owners: Counter[int] = Counter()
@@ -176,7 +170,7 @@ def check(play: Playground) -> None:
             assert len(sequence.block_ids) == kv.blocks_for(len(sequence.token_ids)) > 0
             assert sequence.num_computed == len(sequence.token_ids)
             owners.update(sequence.block_ids)
-        assert answer["tokens"][str(play._uids[sequence])] == [play._texts[t] for t in sequence.token_ids]
+        assert answer["tokens"][str(play.uids[sequence])] == [play.tokens.texts[t] for t in sequence.token_ids]
         assert (name in answer["contiguous"]["refused"] or name in play.contiguous.starts) is running
     assert list(pool.refs) == [owners[b] for b in range(pool.num_blocks + 1)]
     assert tables(answer) == {name: s.block_ids for name, s in play.sequences.items()}
@@ -228,7 +222,7 @@ def test_random_actions_keep_the_invariants() -> None:
             check(play._playgrounds[history])
         assert Playgrounds().answer(history)["picture"] == play.answer(history)["picture"]
     verbs_done = {verb for verb, done in verbs if done}
-    assert verbs_done == set(Playground(Pool.parse("1x1"))._actions)
+    assert verbs_done == set(ACTIONS)
     assert {verb for verb, done in verbs if not done} >= {"new", "append", "fork", "beam", "preempt", "resume"}
 
 
@@ -251,8 +245,8 @@ def test_work_and_memory_of_a_history_are_bounded(history: str) -> None:
     with contextlib.suppress(RefusedError, ParameterError):
         for action in history.split(";")[1:]:
             playground.do(action)
-    assert playground._work <= MAX_WORK + MAX_TOKENS
+    assert playground.phases._work <= MAX_WORK + MAX_TOKENS
     assert sum(len(sequence.token_ids) for sequence in playground.sequences.values()) <= MAX_HELD_TOKENS
-    assert len(playground.phases) <= MAX_PHASES
+    assert len(playground.phases.latest) <= MAX_PHASES
     with contextlib.suppress(ParameterError):
         assert Playgrounds().answer(history)["done"]

@@ -24,8 +24,8 @@ from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request, Sequence
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.process.server import dump_recording
 from octavo.engine.process.thread import EngineThread
+from octavo.engine.query import DumpRecording
 from octavo.errors import EngineError, TraceError
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate import replay
@@ -382,13 +382,13 @@ def test_old_dumps_are_deleted(tmp_path: Path) -> None:
 def test_failed_dump_does_not_raise_in_a_crash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     engine = replica_of().engine
-    assert "no flight recorder" in dump_recording(engine, "asked")["error"]
+    assert "no flight recorder" in DumpRecording("asked").answer(engine)["error"]
     engine.recorder = FlightRecorder(engine, tmp_path / "file" / "folder")
-    assert "cannot be written" in dump_recording(engine, "asked")["error"]
+    assert "cannot be written" in DumpRecording("asked").answer(engine)["error"]
     engine.recorder.dump_last("crash")
     assert "could not be written" in caplog.text
     engine.recorder = FlightRecorder(engine, tmp_path)
-    assert Path(dump_recording(engine, "asked")["path"]).exists()
+    assert Path(DumpRecording("asked").answer(engine)["path"]).exists()
 
 
 def test_incomplete_dump_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def view(
         hub = None
         if attach is not None:
             external = stack.enter_context(contextlib.closing(ExternalPool(attach, metrics, replay=replay_endpoint)))
-            hub = Hub(external.view_rpc)
+            hub = Hub(external.query)
         try:
             sock = stack.enter_context(contextlib.closing(bind(host, port)))
         except OSError as error:

@@ -100,11 +100,10 @@ class StopSample(msgspec.Struct, array_like=True, tag="stop"):
 
 
 class RpcCall(msgspec.Struct, array_like=True, tag="rpc"):
-    """Call a method of `EngineServer`'s RPC table; an `RpcReply` with the same number answers it."""
+    """Ask a `Query`; an `RpcReply` with the same number has the answer."""
 
     number: Count
-    method: str
-    argument: str = ""
+    query: Any
 
 
 class CloseEngine(msgspec.Struct, array_like=True, tag="close"):
@@ -173,7 +172,7 @@ class RequestError(msgspec.Struct, array_like=True):
 
 
 class RpcReply(msgspec.Struct, array_like=True):
-    """The return value of an `RpcCall`, or its error."""
+    """The answer to an `RpcCall`, or its error."""
 
     number: Count
     value: Any = None
@@ -278,8 +277,6 @@ def encode_command(command: Command) -> msgspec.Raw:
 
 MAX_SHOWN = 120
 """Characters of an id or a reason in a log line."""
-DELIVERED = "delivered"
-"""RPC method that returns the delivered counts of all requests, by which a client detects lost messages."""
 BAD_MESSAGE = "bad_message"
 """Error code of a request that fails because of an unreadable message."""
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, cast
 
 import msgspec
 
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
 from octavo.engine.engine import Engine
-from octavo.engine.engine_request import EngineRequest, pin_id
-from octavo.engine.output_processor import MakeDetokenizer, RequestState
+from octavo.engine.engine_request import EngineRequest
+from octavo.engine.output_processor import RequestState, TextProcessor
 from octavo.engine.process import ipc
 from octavo.engine.process.heartbeat import HeartbeatSender
+from octavo.engine.query import CountDelivered, EngineQuery, Query
 from octavo.engine.structured_output import Grammar
 from octavo.errors import OctavoError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -27,45 +27,11 @@ logger = logging.getLogger("octavo.engine")
 STATS_S = 0.25
 """Interval of the engine's statistics while it works."""
 
-RpcMethod: TypeAlias = Callable[[Engine, str], Any]
-RPC_METHODS: dict[str, RpcMethod] = {
-    "kv_stats": lambda engine, _: engine.scheduler.stats(),
-    "unpin": lambda engine, name: engine.scheduler.unpin(pin_id(name)),
-    "reset_prefix_cache": lambda engine, _: engine.scheduler.cache.reset_prefix_cache(),
-    "dump_recording": lambda engine, why: dump_recording(engine, why),
-    "debug_request": Engine.describe_request,
-    "debug_kv": lambda engine, _: engine.describe_kv(),
-}
-
-
-def dump_recording(engine: Engine, why: str) -> dict[str, str]:
-    """Write the flight recorder's last minutes to a file; returns its `path`, or an `error`."""
-    if engine.recorder is None:
-        return {"error": "there is no flight recorder; start with --flight-recorder DIR"}
-    try:
-        return {"path": str(engine.recorder.dump(why))}
-    except OSError as error:
-        return {"error": f"the flight recorder cannot be written: {error}"}
-
-
-class TextProcessor(Protocol):
-    """Text work in the engine process; `frontend.input_processor.InputProcessor` implements it.
-
-    The client process does all other detokenization.
-    """
-
-    @property
-    def make_detokenizer(self) -> MakeDetokenizer | None:
-        """For beam searches with stop strings, which decide between beams."""
-
-    def submit_grammar(self, params: SamplingParams | BeamSearchParams) -> Future[Any] | None:
-        """Compile the grammar of parameters with one. The future raises `UsageError`."""
-
 
 class EngineServer:
     """Serves the client at the other end of `channel` until it sends `CloseEngine`.
 
-    more_methods   RPC methods besides `RPC_METHODS`
+    queries   type of the queries that it answers, a union of subclasses of `Query`
     """
 
     COMPILING_S = 0.005
@@ -80,9 +46,9 @@ class EngineServer:
         heartbeats: HeartbeatSender,
         text: TextProcessor | None,
         summary: dict[str, Any],
-        more_methods: Mapping[str, RpcMethod] | None = None,
+        queries: Any = EngineQuery,
     ) -> None:
-        self._rpc_methods = RPC_METHODS | dict(more_methods or {}) | {ipc.DELIVERED: lambda *_: self._delivered()}
+        self._queries = queries
         self._engine = engine
         self._channel = channel
         self._heartbeats = heartbeats
@@ -144,7 +110,7 @@ class EngineServer:
             timeout, begin = 0, begin or time.monotonic()
             if time.monotonic() - begin > self.READING_S:
                 break
-        if self._replies:  # now, before any later update: a `DELIVERED` reply covers the updates sent so far
+        if self._replies:  # now, before any later update: a `CountDelivered` reply covers the updates sent so far
             self._report()
 
     def _reject_message(self, bad: ipc.BadMessage) -> None:
@@ -179,7 +145,7 @@ class EngineServer:
             if state is not None and engine.get_state(command.request_id) is None:
                 self._send_update(state)
         elif isinstance(command, ipc.RpcCall):
-            self._replies.append(self._call(command))
+            self._replies.append(self._answer(command))
         elif isinstance(command, ipc.CloseEngine):
             self._closing = True
 
@@ -259,10 +225,7 @@ class EngineServer:
             state.delivered_of(index).num_tokens = len(output) // 4  # the client has these tokens
 
     def _delivered(self) -> dict[str, dict[int, int] | None]:
-        """Per request, the number of tokens sent of each live sample, and of prompt log-probabilities under -1.
-
-        None for a request that has not started. A client that lost messages compares them with what it has.
-        """
+        """The answer to `CountDelivered`."""
         delivered: dict[str, dict[int, int] | None] = dict.fromkeys(self._compiling)
         for name, state in self._engine.states():
             counts = {s.index: state.delivered_of(s.index).num_tokens for s in state.request.sequences}
@@ -273,15 +236,17 @@ class EngineServer:
         text = ipc.encodable(str(error))
         self._errors.append(ipc.RequestError(add.request_id, type(error).__name__, text, error.param, error.code))
 
-    def _call(self, call: ipc.RpcCall) -> ipc.RpcReply:
-        method = self._rpc_methods.get(call.method)
-        if method is None:
-            return ipc.RpcReply(call.number, error=f"no method {call.method!r}")
+    def _answer(self, call: ipc.RpcCall) -> ipc.RpcReply:
         try:
+            query: Query[Any] = msgspec.convert(call.query, self._queries)
+        except msgspec.ValidationError as error:
+            return ipc.RpcReply(call.number, error=ipc.encodable(f"no query of this engine: {error}"))
+        try:
+            answer = self._delivered() if isinstance(query, CountDelivered) else query.answer(self._engine)
             # Encoded here: a value that cannot be encoded must not take a whole step report with it.
-            return ipc.RpcReply(call.number, msgspec.Raw(msgspec.msgpack.encode(method(self._engine, call.argument))))
-        except Exception as error:  # a debug call must not crash the engine, nor the one after it
-            logger.exception("RPC %s failed", call.method)
+            return ipc.RpcReply(call.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
+        except Exception as error:  # a query must not crash the engine, nor the one after it
+            logger.exception("query %s failed", type(query).__name__)
             return ipc.RpcReply(call.number, error=ipc.encodable(f"{type(error).__name__}: {error}"))
 
     # -- reports -------------------------------------------------------------------------------------------------------

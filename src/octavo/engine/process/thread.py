@@ -1,8 +1,8 @@
-"""The engine on its own thread, for readers on event loops.
+"""The engine on its own thread, for readers on event loops: a `Transport` of `octavo.frontend.engine_client`.
 
     event loops                                          engine thread
     -----------                                          -------------
-    open_queue() -> OutputQueue --- calls, in order ---> add, abort, ... between two steps
+    submit() -> OutputQueue ------- calls, in order ---> add, abort, ... between two steps
     await queue.get() <-- wake-up --- OutputQueue <----- outputs of a step
 
 The thread blocks while there is no work, and nothing here blocks an event loop. A queue holds at most one output: a
@@ -12,15 +12,22 @@ slow reader gets merged outputs and costs no memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from octavo.engine.engine import Engine
+from octavo.engine.engine_request import EngineRequest
+from octavo.engine.output_processor import TextProcessor
 from octavo.engine.outputs import RequestOutput, merge_outputs
+from octavo.engine.query import GetStats, Query, Unpin
+from octavo.engine.stats import Health, StatsSnapshot
 from octavo.errors import EngineError, OctavoError, ParameterError
+from octavo.params.sampling_params import RequestOutputKind
 
 T = TypeVar("T")
 
@@ -85,11 +92,16 @@ class EngineThread:
     """Owns an engine; everything else accesses it through `call`. All methods are thread-safe.
 
     The engine is dead once a step raises an unexpected error, or the device is lost. Then every reader and every later
-    call gets an `EngineError`.
+    call gets an `EngineError`. It is not restarted.
+
+    text   compiles grammars; None: no request has one
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, text: TextProcessor | None = None) -> None:
         self._engine = engine
+        self._text = text
+        self._started_at = time.monotonic()
+        self.max_model_len = engine.limits.max_model_len
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queues: dict[str, OutputQueue] = {}
         self._lock = threading.Lock()  # guards `_queues`, `_error`, and the order of calls and shutdown
@@ -99,8 +111,49 @@ class EngineThread:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
+    def is_running(self) -> bool:
         return self._error is None
+
+    async def start(self) -> None:
+        """The engine accepts requests already."""
+
+    def health(self) -> Health:
+        return Health("running" if self.is_running else "failed", time.monotonic() - self._started_at)
+
+    async def submit(self, request: EngineRequest) -> OutputQueue:
+        if self._text is not None and (compiling := self._text.submit_grammar(request.params)) is not None:
+            # A cancelled caller must not cancel it for others.
+            request.grammar = await asyncio.shield(asyncio.wrap_future(compiling))
+        outputs = self.open_queue(request.request_id, merge=request.output_kind is RequestOutputKind.DELTA)
+        added: list[str] = []
+
+        def add(engine: Engine) -> None:
+            engine.add_request(request)
+            added.append(request.request_id)
+
+        try:
+            await asyncio.wrap_future(self.call(add))
+        except BaseException:
+            self.close_stream(outputs)
+            if request.pin:  # if the name was taken, `added` is empty, and the other pin stays
+                self._call_later(lambda engine: [engine.scheduler.unpin(request_id) for request_id in added])
+            raise
+        return outputs
+
+    async def abort(self, request_id: str) -> bool:
+        return await asyncio.wrap_future(self.call(lambda engine: self._abort(engine, request_id)))
+
+    def discard_pin(self, request_id: str) -> None:
+        self._call_later(lambda engine: engine.scheduler.unpin(request_id))
+
+    async def unpin(self, request_id: str) -> int | None:
+        return await self.query(Unpin(request_id))
+
+    async def query(self, query: Query[T], /) -> T:
+        return await asyncio.wrap_future(self.call(query.answer))
+
+    async def stats(self) -> StatsSnapshot:
+        return await self.query(GetStats())
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
         """Call `work` with the engine between two steps; the future has its result or exception."""
@@ -123,6 +176,10 @@ class EngineThread:
             self._calls.put(execute)
         return future
 
+    def _call_later(self, work: Callable[[Engine], object]) -> None:
+        with contextlib.suppress(EngineError):  # a dead engine holds nothing
+            self.call(work)
+
     def open_queue(self, request_id: str, *, merge: bool = False) -> OutputQueue:
         """Create the output queue of a request to be added; call it on a running event loop."""
         outputs = OutputQueue(request_id, merge=merge)
@@ -136,16 +193,12 @@ class EngineThread:
             self._queues[request_id] = outputs
         return outputs
 
-    def close_queue(self, outputs: OutputQueue) -> None:
+    def close_stream(self, outputs: OutputQueue) -> None:
         """Close the queue of a reader that leaves; a running request is aborted before the next step is scheduled."""
         with self._lock:
             if self._queues.get(outputs.request_id) is not outputs:
                 return  # the request or the engine has ended
             self._calls.put(lambda: self._abort_unread(outputs))
-
-    def abort(self, request_id: str) -> Future[bool]:
-        """Abort a request; its reader gets a last output. The future is True if the request was running."""
-        return self.call(lambda engine: self._abort(engine, request_id))
 
     def close(self) -> None:
         """Shut the engine down after the current step. A second call does nothing."""

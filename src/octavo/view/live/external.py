@@ -33,9 +33,10 @@ import msgspec
 import numpy as np
 import zmq
 
+from octavo.engine.query import Query
 from octavo.errors import ParameterError
 from octavo.view.live.messages import MAX_EVENTS, SEALED_BIT, BlockChange, Counts, Delta, Frame, Seals, Snapshot
-from octavo.view.live.publisher import STOP
+from octavo.view.live.queries import BlockContent, GetBlock, GetFrame
 
 FIRST_BLOCKS = 1024
 """Initial size of the pool while its real size is unknown. It doubles when it is full."""
@@ -70,7 +71,7 @@ class _MalformedError(Exception):
 
 
 class ExternalPool:
-    """The pool that a publisher's events describe. `view_rpc` serves a `Hub` as an engine does.
+    """The pool that a publisher's events describe. `query` serves a `Hub` as an engine does.
 
     endpoint   where it publishes, such as tcp://127.0.0.1:5557
     metrics    address of its /metrics, or None
@@ -139,18 +140,19 @@ class ExternalPool:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._counts = Counts()
 
-    # -- RPC methods ---------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
-    async def view_rpc(self, method: str, argument: str) -> Any:
-        if method == "view_block":
-            found = self._hashes.get(int(argument))
+    async def query(self, query: Query[Any]) -> Any:
+        """Answer a query of the view."""
+        if isinstance(query, GetBlock):
+            found = self._hashes.get(query.block_id)
             digest = None if found is None else blake2b(repr(found).encode(), digest_size=16, key=self._key).hexdigest()
-            return {"name": digest, "token_ids": None}
-        if argument == STOP:
+            return BlockContent(digest)
+        if not isinstance(query, GetFrame):
             return None  # the socket stays connected: messages of the meantime would be lost for good
         self._receive()
         await asyncio.to_thread(self._read_metrics)
-        return self._frame_after(argument)
+        return self._frame_after(query.after)
 
     def _frame_after(self, after: str) -> Frame | None:
         last, now_s = f"{self._epoch}:{self._frame}", round(time.monotonic() - self._begin_s, 6)

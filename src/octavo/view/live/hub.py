@@ -16,14 +16,15 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from octavo.engine.query import Query
 from octavo.errors import EngineQueryError, OctavoError
 from octavo.view.live.messages import Frame, Snapshot
-from octavo.view.live.publisher import STOP
+from octavo.view.live.queries import GetBlock, GetFrame, StopFrames
 from octavo.view.live.state import FrameLostError, PoolState
 from octavo.view.live.tenant_view import TenantAccess, TenantView
 
@@ -41,8 +42,15 @@ MAX_BYTES = 16 << 20
 MAX_QUEUED = 100
 """Limits of a viewer's queue. A larger message is accepted if it is the only one."""
 
-ViewRpc = Callable[[str, str], Awaitable[Any]]
-"""Calls one of the engine's `publisher.view_rpc_methods` with an argument."""
+R = TypeVar("R")
+
+
+class AskQuery(Protocol):
+    """Asks an engine a query of `octavo.view.live.queries`; `EngineClient.query` is one."""
+
+    def __call__(self, query: Query[R], /) -> Awaitable[R]: ...
+
+
 Message = tuple[str, msgspec.Raw]
 """The name of a server-sent event, and its JSON."""
 
@@ -90,8 +98,8 @@ class Hub:
     idle_ratio  see `IDLE_RATIO`
     """
 
-    def __init__(self, rpc: ViewRpc, *, interval_s: float = INTERVAL_S, idle_ratio: float = IDLE_RATIO) -> None:
-        self._rpc = rpc
+    def __init__(self, query: AskQuery, *, interval_s: float = INTERVAL_S, idle_ratio: float = IDLE_RATIO) -> None:
+        self._query = query
         self._idle_ratio = idle_ratio
         self._interval_s = interval_s
         self._viewers: set[Viewer] = set()
@@ -139,7 +147,7 @@ class Hub:
             self._reset()
             self._task = None
         with contextlib.suppress(OctavoError):
-            await self._rpc("view", STOP)
+            await self._query(StopFrames())
         if self._viewers and self._task is None:  # a viewer came meanwhile
             self._task = asyncio.create_task(self._poll_engine())
 
@@ -147,10 +155,9 @@ class Hub:
         """Apply and send the engine's next frame; returns the seconds that it cost the engine."""
         state = self.state
         after = "" if state is None else f"{state.epoch}:{state.frame}"
-        reply = await self._rpc("view", after)
-        if reply is None:
+        frame = await self._query(GetFrame(after))
+        if frame is None:
             return 0.0
-        frame: Frame = msgspec.convert(reply, Frame) if isinstance(reply, dict) else reply
         self._latest.clear()
         if isinstance(frame, Snapshot):
             state = self.state = PoolState(frame)
@@ -208,10 +215,10 @@ class Hub:
         state = self.state
         if state is None or not 1 <= block <= state.num_blocks:
             return None
-        content = await self._rpc("view_block", str(block))
+        content = await self._query(GetBlock(block))
         if state is not self.state:
             return None
-        found, details = state.block(block), {"name": content["name"], "token_ids": content["token_ids"]}
+        found, details = state.block(block), {"name": content.name, "token_ids": content.token_ids}
         if access is None or access.sees_all:
             return found | details
         view = self._tenant_views.get(access)
@@ -220,7 +227,7 @@ class Hub:
             return found | {"seal_id": 0, "parent_id": 0, "owners": [], "num_filled": num_filled}
         found["owners"] = [owner for owner in found["owners"] if access.sees(owner["request_id"])]
         # The engine is ahead of the state: the block may hold another request's content by now.
-        current = content.get("epoch"), content.get("seal_id")
+        current = content.epoch, content.seal_id
         return found | details if found["seal_id"] and current == (state.epoch, found["seal_id"]) else found
 
 

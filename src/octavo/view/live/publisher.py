@@ -17,7 +17,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +45,10 @@ from octavo.view.live.messages import (
 )
 
 if TYPE_CHECKING:
-    from octavo.engine.engine import Engine
+    pass
 
 MAX_OLD_SEALS = 8192
 """Seals older than the first frame that a frame has at most: each takes about a microsecond to read."""
-STOP = "stop"
-
-RpcMethod = Callable[["Engine", str], Any]
 
 
 class _PublishedSequence:
@@ -394,39 +390,3 @@ def _event(time_s: float, event: ev.Event) -> dict[str, Any]:
 def _step(time_s: float, step: ev.Step, num_sampled: int) -> list[int | float]:
     queues = step.num_running, step.num_waiting, step.num_swapped
     return [step.step, time_s, step.num_tokens, num_sampled, *queues, step.used, step.cached, step.free]
-
-
-def view_rpc_methods() -> dict[str, RpcMethod]:
-    """The engine's RPC methods for the view, by name.
-
-    view         argument: the last frame that the caller has, "EPOCH:NUMBER"; "" for a snapshot; "stop"
-    view_block   argument: a block's id. The result has a name, which is a digest of the block's tokens under a key of
-                 the process, the current seal id, and the epoch of the frames
-    """
-    publishers: dict[int, Publisher] = {}  # of the one engine, once it was called
-    key = secrets.token_bytes(16)
-
-    def view(engine: Engine, after: str) -> Frame | None:
-        publisher = publishers.get(id(engine))
-        if after == STOP:
-            if publisher is not None:
-                publisher.stop()
-            return None
-        if publisher is None:
-            publisher = publishers[id(engine)] = Publisher(engine.scheduler)
-        return publisher.frame(after)
-
-    def view_block(engine: Engine, block: str) -> dict[str, Any]:
-        # The id may come from a frame of the engine before a restart, which may have had more blocks.
-        pool, number, publisher = engine.scheduler.cache.pool, int(block), publishers.get(id(engine))
-        found = pool.key_of(number) if number <= pool.num_blocks else None
-        if found is None:
-            return {"name": None, "token_ids": None}
-        return {
-            "name": blake2b(found[1], digest_size=16, key=key).hexdigest(),
-            "token_ids": np.frombuffer(found[1], np.int32).tolist(),
-            "seal_id": pool.seal_id[number],
-            "epoch": "" if publisher is None else publisher.epoch,
-        }
-
-    return {"view": view, "view_block": view_block}

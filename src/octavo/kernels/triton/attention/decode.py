@@ -256,7 +256,9 @@ def _decode(
         prefix_tiles = tl.load(start_ptr + PREFIX_TILES)
     row = tl.arange(0, 16)  # a matrix product has at least 16 rows; those past the group are padding
     column = tl.arange(0, padded_size(HEAD_DIM, 16))
+    key = tl.arange(0, TILE)
     in_group = row < GROUP
+    in_head = column < HEAD_DIM
     cursor = begin
     while cursor < end:
         head = cursor // num_tiles
@@ -270,8 +272,9 @@ def _decode(
             tile - seq_begin, num_taken, prefix_tiles, seq_len, window, TILE, SLIDING_WINDOW, USE_CASCADE
         )
         table = block_tables + seq.to(tl.int64) * table_stride
-        block = (key_begin + tl.arange(0, TILE)) // BLOCK_SIZE  # clamped, so that no load needs a mask
-        block_ids = tl.load(table + tl.maximum(tl.minimum(block, (key_end - 1) // BLOCK_SIZE), first_key // BLOCK_SIZE))
+        last_block = (key_end - 1) // BLOCK_SIZE
+        block = tl.minimum((key_begin + key) // BLOCK_SIZE, last_block)  # clamped, so that no load needs a mask
+        block_ids = tl.load(table + tl.maximum(block, first_key // BLOCK_SIZE))
         # Prefetch the next segment. After a head's last segment comes the first segment of the next head.
         ends_segment = tile + num_taken == seq_end
         segment = tl.where(ends_segment, tl.where(seq_end == num_tiles, 0, segment + 1), segment)
@@ -285,7 +288,7 @@ def _decode(
         heads = head * GROUP + row
         queries = tl.load(
             q + token * q_token_stride + heads[:, None] * q_head_stride + column[None, :],
-            mask=in_group[:, None] & (column < HEAD_DIM)[None, :],
+            mask=in_group[:, None] & in_head[None, :],
             other=0.0,
         )
         row_max, row_sum, acc = _attend(

@@ -101,8 +101,8 @@ def load_part(
 def write_rows(out, lse, row, column, row_max, row_sum, acc, row_mask, HEAD_DIM: tl.constexpr, WITH_LSE: tl.constexpr):
     """Write the results of rows of the output, and their log-sum-exp. row [rows]: token * num_heads + head."""
     mask = row_mask[:, None] & (column < HEAD_DIM)[None, :]
-    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
     offset = row * HEAD_DIM
+    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + offset[:, None] + column[None, :], result, mask=mask)
     if WITH_LSE:
         tl.store(lse + row, (row_max + tl.log2(row_sum)) * LN_2, mask=row_mask)
