@@ -72,9 +72,9 @@ def run(watched: bool) -> tuple[float, int, int]:
     due = RATE / FRAMES_A_SECOND
     begin = time.process_time()
     while scheduler.has_work:
-        plan = scheduler.schedule()
-        num_tokens += sum(plan.num_sampled)
-        scheduler.update(plan, StepResult([[1] * n for n in plan.num_sampled]))
+        step = scheduler.schedule()
+        num_tokens += sum(step.plan.num_sampled)
+        scheduler.update(step, StepResult([[1] * n for n in step.plan.num_sampled]))
         if watched and num_tokens >= due:
             frame = publisher.frame(publisher.last)
             num_frames += 1
@@ -91,8 +91,8 @@ def million() -> dict[str, float]:
     for i in range(15):
         scheduler.add(Request(f"r{i}", [i] * 1_000_000, SamplingParams(max_tokens=1)))
     while scheduler.waiting or scheduler.running[-1].sequences[0].num_computed < 1_000_000:
-        plan = scheduler.schedule()  # whose results never come: the requests stay
-        assert plan
+        step = scheduler.schedule()  # whose result never comes: the requests stay
+        assert step
     gc.collect()
     gc.freeze()  # as a server does
     publisher = Publisher(scheduler)

@@ -40,9 +40,10 @@ def run() -> tuple[KVCacheManager, dict[str, Sequence], list[tuple[int, int]]]:
         return request
 
     def step() -> StepPlan:
-        plan = scheduler.schedule()
+        planned = scheduler.schedule()
+        plan = planned.plan
         tokens = [[90 + j for j in range(plan.num_samples.get(i, n))] for i, n in enumerate(plan.num_sampled)]
-        scheduler.update(plan, StepResult(tokens))
+        scheduler.update(planned, StepResult(tokens))
         return plan
 
     add("gone", max_tokens=1)

@@ -24,17 +24,22 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
 from octavo.models.config import read_spec
 from octavo.models.spec import ModelSpec
-from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.memory.budget import (
+    GRAPH_BYTES,
+    SPARE_BYTES,
+    FreeMemory,
+    MemoryBudget,
+    doctor_hint,
+    free_memory,
+    plan_memory,
+)
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
 """GiB as CUDA reports them, less than the GB of the data sheet."""
 CONTEXT_BYTES = 512 << 20
 """Estimated memory of the CUDA context on an otherwise empty GPU."""
-SPARE_BYTES = 256 << 20
-GRAPH_BYTES = 8 << 20
 NUM_PREFILL_GRAPHS = 17
-"""Equal to the values in `runner.memory.profile` and `runner.prefill_batch`, which import torch; a test compares
-them."""
+"""Equal to the number in `runner.prefill_batch`, which imports torch; a test compares them."""
 LENGTHS = (1024, 4096, 16384, 65536)
 
 

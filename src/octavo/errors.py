@@ -15,6 +15,7 @@ OctavoError                       base of everything that Octavo raises on purpo
 │   └── CheckpointError           files that are missing, cut short, corrupt, or of the wrong shape or dtype
 ├── MemoryBudgetError             weights, activations and KV blocks do not fit; the message prints the budget
 └── EngineError                   the engine failed
+    ├── PlanError                 bytes that are no plan, or a plan of another version; executors in other processes
     ├── StepError                 a step raised on the device; the scheduler has rolled back its plan
     │   └── StepMemoryError       the step ran out of memory; later steps are smaller
     ├── DeviceLostError           the device no longer responds: the engine is dead, and waiting callers fail
@@ -129,6 +130,10 @@ class MemoryBudgetError(OctavoError):
 
 class EngineError(OctavoError):
     code = "engine_error"
+
+
+class PlanError(EngineError):
+    code = "invalid_plan"
 
 
 class StepError(EngineError):

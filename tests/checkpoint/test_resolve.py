@@ -26,8 +26,8 @@ def _no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
 
 
-def rejection(model, error, *words, **kwargs):
-    """The one-line error message, which must contain `words`."""
+def assert_rejected(model, error, *words, **kwargs):
+    """Asserts an error of one line that contains `words` -> the message."""
     with pytest.raises(error) as caught:
         open_checkpoint(model, **kwargs)
     message = str(caught.value)
@@ -71,7 +71,7 @@ def test_catalogue_name_is_downloaded(write_gguf, monkeypatch):
     monkeypatch.setattr(catalog, "fetch", lambda name: asked.append(name) or path)
     assert open_checkpoint("SmolLM2-135M-Instruct").path == path
     assert asked == ["SmolLM2-135M-Instruct"]
-    rejection("smollm2", ModelNotFoundError, "octavo models fetch", download=False)
+    assert_rejected("smollm2", ModelNotFoundError, "octavo models fetch", download=False)
 
 
 def test_directory_precedes_a_catalogue_name(model_dir, monkeypatch):
@@ -93,7 +93,7 @@ def test_hub_repository_is_downloaded(model_dir, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert open_checkpoint("org/name", revision="v1").path == model_dir
     assert calls == [("org/name", "v1", True), ("org/name", "v1", False)]
-    rejection("org/name", ModelNotFoundError, "downloads are off", download=False)
+    assert_rejected("org/name", ModelNotFoundError, "downloads are off", download=False)
 
 
 def test_cached_hub_repository_needs_no_network(model_dir, monkeypatch):
@@ -131,63 +131,63 @@ def test_hub_errors_have_a_reason(monkeypatch, error, words):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    rejection("org/name", ModelNotFoundError, "org/name", words)
+    assert_rejected("org/name", ModelNotFoundError, "org/name", words)
 
 
 def test_unusable_hub_repository_is_reported(model_dir, monkeypatch):
     (model_dir / "config.json").write_text("{")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(model_dir))
-    rejection("org/name", CheckpointError, "config.json")
-    rejection("org/name", CheckpointError, "config.json", download=False)
+    assert_rejected("org/name", CheckpointError, "config.json")
+    assert_rejected("org/name", CheckpointError, "config.json", download=False)
 
 
 def test_unknown_name_is_reported(tmp_path):
-    rejection("org/name", ModelNotFoundError, "hub cannot be reached")
-    rejection("smollm2-135m-instuct", ModelNotFoundError, "did you mean 'smollm2-135m-instruct'?")
-    rejection(tmp_path / "smollm2-135", ModelNotFoundError, "smollm2-135")
-    rejection(str(tmp_path / "nothing.gguf"), ModelNotFoundError, "nothing.gguf")
-    rejection("https://huggingface.co/org/name", ModelNotFoundError, '"org/name"')
-    rejection("../x/../y", ModelNotFoundError)
-    rejection("", ModelNotFoundError)
-    rejection("a\0b", ModelNotFoundError)
-    rejection("x" * 5000, ModelNotFoundError)
+    assert_rejected("org/name", ModelNotFoundError, "hub cannot be reached")
+    assert_rejected("smollm2-135m-instuct", ModelNotFoundError, "did you mean 'smollm2-135m-instruct'?")
+    assert_rejected(tmp_path / "smollm2-135", ModelNotFoundError, "smollm2-135")
+    assert_rejected(str(tmp_path / "nothing.gguf"), ModelNotFoundError, "nothing.gguf")
+    assert_rejected("https://huggingface.co/org/name", ModelNotFoundError, '"org/name"')
+    assert_rejected("../x/../y", ModelNotFoundError)
+    assert_rejected("", ModelNotFoundError)
+    assert_rejected("a\0b", ModelNotFoundError)
+    assert_rejected("x" * 5000, ModelNotFoundError)
 
 
 def test_unusable_paths_are_reported(tmp_path, model_dir):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    rejection(loop, ModelNotFoundError, "loop of symbolic links")
+    assert_rejected(loop, ModelNotFoundError, "loop of symbolic links")
     (tmp_path / "dangling").symlink_to("gone")
-    rejection(tmp_path / "dangling", ModelNotFoundError, "gone")
-    rejection(model_dir / "config.json", UnsupportedModelError, "not a .gguf")
+    assert_rejected(tmp_path / "dangling", ModelNotFoundError, "gone")
+    assert_rejected(model_dir / "config.json", UnsupportedModelError, "not a .gguf")
     empty = tmp_path / "empty"
     empty.mkdir()
-    rejection(empty, ModelNotFoundError, "config.json")
+    assert_rejected(empty, ModelNotFoundError, "config.json")
     (empty / "x.gguf").touch()
-    rejection(empty, ModelNotFoundError, str(empty / "x.gguf"))
+    assert_rejected(empty, ModelNotFoundError, str(empty / "x.gguf"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_missing_permission_is_reported(model_dir):
     model_dir.chmod(0)
     try:
-        rejection(model_dir, ModelNotFoundError, "permission denied")
-        rejection(model_dir / "config.json", ModelNotFoundError, "permission denied")
+        assert_rejected(model_dir, ModelNotFoundError, "permission denied")
+        assert_rejected(model_dir / "config.json", ModelNotFoundError, "permission denied")
     finally:
         model_dir.chmod(0o755)
 
 
 def test_permission_error_of_the_system_is_reported(model_dir, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    rejection(model_dir, ModelNotFoundError, "permission denied")
+    assert_rejected(model_dir, ModelNotFoundError, "permission denied")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "model.ckpt", "model.pkl"])
 def test_pickles_are_rejected(model_dir, name):
     (model_dir / "model.safetensors").unlink()
     (model_dir / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    rejection(model_dir, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
-    rejection(model_dir / name, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
+    assert_rejected(model_dir, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
+    assert_rejected(model_dir / name, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
 
 
 @pytest.mark.parametrize("key", ["auto_map", "custom_code", "trust_remote_code"])
@@ -196,28 +196,28 @@ def test_custom_code_is_rejected_and_not_imported(model_dir, key):
     (model_dir / "modeling.py").write_text(f"open({str(canary)!r}, 'w')")
     value = {"AutoModel": "modeling.Model"} if key == "auto_map" else True
     (model_dir / "config.json").write_text(json.dumps({"architectures": ["X"], key: value}))
-    rejection(model_dir, UnsupportedModelError, "custom code", key)
+    assert_rejected(model_dir, UnsupportedModelError, "custom code", key)
     assert not canary.exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "", "\xff", "[" * 100_000])
 def test_config_json_must_be_an_object(model_dir, text):
     (model_dir / "config.json").write_bytes(text.encode("latin-1"))
-    rejection(model_dir, CheckpointError, "config.json")
+    assert_rejected(model_dir, CheckpointError, "config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_duplicate_key_is_rejected_in_every_file(model_dir, name):
     (model_dir / name).write_text('{"a": {"b": 1, "b": 2}}')
-    rejection(model_dir, CheckpointError, name, "the key 'b' occurs twice")
+    assert_rejected(model_dir, CheckpointError, name, "the key 'b' occurs twice")
     (model_dir / name).write_text(json.dumps("k" * 1_000_000).join(["{", ': 1, "c": 2, ', ": 2}"]))
-    assert len(rejection(model_dir, CheckpointError, "occurs twice")) < 500
+    assert len(assert_rejected(model_dir, CheckpointError, "occurs twice")) < 500
 
 
 def test_huge_json_file_is_not_read(model_dir):
     with open(model_dir / "config.json", "wb") as file:
         file.truncate(1 << 30)  # sparse
-    rejection(model_dir, CheckpointError, "1,073,741,824 bytes")
+    assert_rejected(model_dir, CheckpointError, "1,073,741,824 bytes")
 
 
 def write_index(folder: Path, *names: object) -> None:
@@ -259,13 +259,15 @@ def test_shards_may_be_links_out_of_the_directory(model_dir, tmp_path):
 def test_shards_outside_the_directory_are_rejected(model_dir, name):
     (model_dir.parent / "model.safetensors").write_bytes(b"x")
     write_index(model_dir, name)
-    rejection(model_dir, CheckpointError, "inside the directory")
+    assert_rejected(model_dir, CheckpointError, "inside the directory")
 
 
 def test_missing_shards_are_listed_up_to_ten(model_dir):
     (model_dir / "empty.safetensors").touch()
     write_index(model_dir, "empty.safetensors", *(f"s{i:02}.safetensors" for i in range(14)))
-    message = rejection(model_dir, CheckpointError, "empty.safetensors is empty", "and 5 more", "fetch the model again")
+    message = assert_rejected(
+        model_dir, CheckpointError, "empty.safetensors is empty", "and 5 more", "fetch the model again"
+    )
     assert message.count("is missing") == MAX_PROBLEMS - 1
 
 
@@ -273,12 +275,12 @@ def test_missing_weights_are_reported(model_dir):
     (model_dir / "model.safetensors").rename(model_dir / "model-00001-of-00002.safetensors")
     assert len(open_checkpoint(model_dir).shards) == 1  # one file, whatever its name
     (model_dir / "model-00002-of-00002.safetensors").write_bytes(b"x")
-    rejection(model_dir, CheckpointError, "index.json")
+    assert_rejected(model_dir, CheckpointError, "index.json")
     write_index(model_dir)
-    rejection(model_dir, CheckpointError, "weight_map")
+    assert_rejected(model_dir, CheckpointError, "weight_map")
     for file in model_dir.glob("*.safetensors*"):
         file.unlink()
-    rejection(model_dir, CheckpointError, "no weights")
+    assert_rejected(model_dir, CheckpointError, "no weights")
 
 
 def test_imports_neither_torch_nor_the_hub():

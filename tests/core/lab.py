@@ -8,8 +8,9 @@ from typing import Any
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import Slice, StepPlan, StepResult
+from octavo.core.plan import Slice, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
@@ -19,6 +20,23 @@ from tests.proof import oracle as o
 SWAP = Policy(mode=PreemptionMode.SWAP)
 RECOMPUTE = Policy(mode=PreemptionMode.RECOMPUTE)
 ANY = SamplingParams(max_tokens=None)
+
+
+COLUMNS = ("rows", "starts", "counts", "num_sampled")
+
+
+class Planned:
+    """A step with all that a test may read: its plan, columns as lists, and the scheduler's side of it."""
+
+    def __init__(self, in_flight: InFlightStep) -> None:
+        self.in_flight = in_flight
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.in_flight if name in InFlightStep.__slots__ else self.in_flight.plan, name)
+        return value.tolist() if name in COLUMNS else value
+
+    def __bool__(self) -> bool:
+        return bool(self.in_flight)
 
 
 class Lab:
@@ -56,11 +74,11 @@ class Lab:
             num_watermark_blocks=watermark,
             policy=policy,
         )
-        self.oracle = o.Oracle(self.cache, habits or o.Habits())
+        self.oracle = o.Oracle(self.scheduler, habits or o.Habits())
         self.events: list[ev.Event] = []
         if listen:
             self.cache.events.subscribe(self.events.append, blocks=True)
-        self.flight: deque[tuple[StepPlan, Any]] = deque()
+        self.flight: deque[tuple[InFlightStep, Any]] = deque()
         self.requests: dict[str, Request] = {}
         self.finished: list[str] = []
 
@@ -70,40 +88,40 @@ class Lab:
         self.requests[name] = request
         return request
 
-    def plan(self) -> StepPlan:
-        plan = self.scheduler.schedule()
+    def plan(self) -> Planned:
+        step = self.scheduler.schedule()
         o.check(self.scheduler)
-        if plan:
-            self.flight.append((plan, self.oracle.submit(plan)))
-        return plan
+        if step:
+            self.flight.append((step, self.oracle.submit(step.plan)))
+        return Planned(step)
 
     def part(self) -> list[str]:
         """Commit the next column of the oldest decode window in flight."""
-        plan, running = self.flight[0]
+        step, running = self.flight[0]
         columns = running.poll()
         assert columns is not None
-        return self._record_finished(self.scheduler.update(plan, columns, last=False))
+        return self._record_finished(self.scheduler.update(step, columns, last=False))
 
     def land(self) -> list[str]:
-        plan, running = self.flight.popleft()
-        return self._record_finished(self.scheduler.update(plan, running.result()))
+        step, running = self.flight.popleft()
+        return self._record_finished(self.scheduler.update(step, running.result()))
 
     def err(self, request: Request) -> list[str]:
         """Commit the oldest step in flight with non-finite logits of this request."""
-        plan, running = self.flight.popleft()
-        i = next(i for i, s in enumerate(plan.sequences) if s.request is request)
-        return self._record_finished(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
+        step, running = self.flight.popleft()
+        i = next(i for i, s in enumerate(step.sequences) if s.request is request)
+        return self._record_finished(self.scheduler.update(step, StepResult(running.result().tokens, {i: "NaN"})))
 
     def fail(self, limit: int = 0) -> list[str]:
         """Fail the oldest step in flight and all after it."""
-        void = [plan for plan, _ in self.flight]
+        void = list(self.flight)
         self.flight.clear()
-        redone = self.scheduler.fail(void[0], limit)
-        self.oracle.fail(void)
+        redone = self.scheduler.fail(void[0][0], limit)
+        self.oracle.fail([running.plan for _, running in void])
         o.check(self.scheduler)
         return [r.request_id for r in redone]
 
-    def step(self) -> StepPlan:
+    def step(self) -> Planned:
         plan = self.plan()
         self.land()
         return plan
@@ -168,7 +186,7 @@ def answer(prompt: list[int], num: int, index: int = 0) -> list[int]:
     return dict(o.reference(request))[index][len(prompt) :]
 
 
-def slice_of(plan: StepPlan, request: Request, index: int = 0) -> Slice | None:
+def slice_of(plan: Planned, request: Request, index: int = 0) -> Slice | None:
     """The slice of one sequence of a request in a plan."""
     for s, seq in zip(plan.slices(), plan.sequences, strict=True):
         if seq.request is request and seq.index == index:

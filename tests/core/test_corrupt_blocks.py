@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.request import Request, Status
-from tests.core.lab import SWAP, Lab
+from tests.core.lab import SWAP, Lab, Planned
 
 
 def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: object) -> Request:
@@ -46,7 +47,7 @@ def test_an_intact_swapped_block_is_not_recomputed() -> None:
     assert lab.cache.num_swapped_in > 0 and not lab.emitted(ev.Corrupt, ev.Recomputed)
 
 
-def returning(lab: Lab, request: Request) -> StepPlan:
+def returning(lab: Lab, request: Request) -> Planned:
     """Complete the plans in flight and return the plan that swaps the request in."""
     while True:
         plan = lab.plan()
@@ -60,8 +61,8 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> Non
     lab = Lab(20, host=20, policy=SWAP)
     request = lab.add("A", [1, 2, 3], 9)
     lab.step()
-    lab.scheduler._preempt(request, request, 0, plan := StepPlan(lab.scheduler.num_steps))
-    lab.oracle._run(plan)
+    lab.scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
+    lab.oracle.submit(plan)
     corrupt(lab, request)
     known = len(request.sequences[0].token_ids)
     returning(lab, request)
@@ -78,8 +79,8 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> Non
 
 
 def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
-    lab.scheduler._preempt(request, request, 0, plan := StepPlan(lab.scheduler.num_steps))
-    lab.oracle._run(plan)
+    lab.scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
+    lab.oracle.submit(plan)
     corrupt(lab, request, index)
 
 
@@ -145,7 +146,7 @@ def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
     out_and_corrupt(lab, a, -1)
     lab.scheduler.num_rows_taken += 1  # as if another request had the row: A is swapped in a step later
     first = lab.scheduler.schedule()
-    lab.flight.append((first, lab.oracle.submit(first)))
+    lab.flight.append((first, lab.oracle.submit(first.plan)))
     lab.scheduler.num_rows_taken -= 1
     plan = lab.plan()
     assert a in plan.swapped_requests and first.sequences == c.sequences
@@ -166,8 +167,8 @@ def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None
     lab.step()
     out_and_corrupt(lab, b, 0)
     corrupt(lab, b, 1)
-    lab.scheduler._preempt(a, a, 0, plan := StepPlan(lab.scheduler.num_steps))
-    lab.oracle._run(plan)
+    lab.scheduler._preempt(a, a, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
+    lab.oracle.submit(plan)
     plan = returning(lab, a)
     assert b in plan.swapped_requests
     lab.land()
@@ -209,7 +210,7 @@ def test_an_error_caused_by_a_corrupt_block_fails_no_request() -> None:
     plan = returning(lab, a)
     result = lab.flight.popleft()[1].result()
     result.errors[plan.sequences.index(a.sequences[0])] = "NaN"
-    assert lab.scheduler.update(plan, result) == []
+    assert lab.scheduler.update(plan.in_flight, result) == []
     lab.run()
     assert not a.error
 

@@ -8,11 +8,10 @@ from collections import Counter
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.plan import StepPlan
 from octavo.core.policy import ARRIVALS_PER_INDEX, Policy
 from octavo.core.request import Status
 from octavo.core.tenants import Tenant, Tenants, catch_up_shares, water_fill
-from tests.core.lab import SWAP, Lab, make
+from tests.core.lab import SWAP, Lab, Planned, make
 from tests.proof import oracle as o
 from tests.proof.workloads import Fairness, run
 
@@ -21,7 +20,7 @@ def long_prompts(longest: int, at_a_time: int = 1) -> Policy:
     return Policy(long_prefill_token_threshold=longest, max_long_partial_prefills=at_a_time)
 
 
-def slices(plan: StepPlan) -> dict[str, int]:
+def slices(plan: Planned) -> dict[str, int]:
     """Positions of each request in a plan."""
     counts: Counter[str] = Counter()
     for seq, count in zip(plan.sequences, plan.counts, strict=True):

@@ -9,6 +9,7 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager, Prefix
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut, TableWrite
 from octavo.core.request import Sequence, Status
@@ -363,7 +364,7 @@ def test_a_refused_swap_changes_no_state() -> None:
     before = snapshot(cache, seq)
     assert not cache.swap_out(seq.request, plan)
     assert snapshot(cache, seq) == before
-    assert not plan and not plan.swapped_requests and cache.num_swapped_out == 0
+    assert not plan and cache.num_swapped_out == 0
 
 
 def test_a_waiting_request_changes_no_state() -> None:
@@ -372,7 +373,7 @@ def test_a_waiting_request_changes_no_state() -> None:
     lab.step()
     late = lab.add("B", [1, 2, 9, 9, 9, 9], 3)
     before = snapshot(lab.cache, *late.sequences)
-    assert not lab.scheduler._admit(late, _Draft(StepPlan(), 99))
+    assert not lab.scheduler._admit(late, _Draft(InFlightStep(StepPlan()), 99))
     assert lab.reasons("B") == ["blocks"]
     assert snapshot(lab.cache, *late.sequences) == before
     lab.run()
@@ -619,7 +620,6 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     parent.request.status = Status.SWAPPED
     assert len(plan.copies) == 1
     assert out.swap_outs == [SwapOut(1, 1), SwapOut(2, 2), SwapOut(3, 3), SwapOut(4, 4)]
-    assert out.swapped_requests == [parent.request]
     assert (parent.block_ids, child.block_ids) == ([1, 2], [1, 3, 4])
     assert list(cache.swap_space.refs) == [0, 2, 1, 1, 1, 0, 0, 0, 0]
     assert cache.pool.num_used == 0 and cache.pool.num_cached == 1 and not cache._holders
@@ -631,7 +631,7 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     assert cache.blocks_needed([(parent, 1), (child, 1)], swapped=True) == 0
     back = StepPlan()
     cache.swap_in(parent.request, found, back)
-    assert [s.src for s in back.swap_ins] == [1, 2, 3, 4] and back.swapped_requests == [parent.request]
+    assert [s.src for s in back.swap_ins] == [1, 2, 3, 4]
     assert all(isinstance(s, SwapIn) for s in back.swap_ins)
     to = dict(back.swap_ins)
     assert (parent.block_ids, child.block_ids) == ([to[1], to[2]], [to[1], to[3], to[4]])

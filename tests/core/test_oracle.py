@@ -91,10 +91,10 @@ def serve(num_blocks: int, policy: Policy, *, watch: bool, host: int = 0) -> tup
         lab.requests[request.request_id] = request
     while lab.scheduler.has_work:
         if len(lab.flight) < 2:
-            plan = lab.scheduler.schedule()
-            if plan:
-                lab.flight.append((plan, lab.oracle.submit(plan)))
-        if len(lab.flight) == 2 or not plan:
+            step = lab.scheduler.schedule()
+            if step:
+                lab.flight.append((step, lab.oracle.submit(step.plan)))
+        if len(lab.flight) == 2 or not step:
             landed, running = lab.flight.popleft()
             lab.finished += [r.request_id for r in lab.scheduler.update(landed, running.result())]
         if watch:
@@ -131,7 +131,7 @@ def decoding() -> tuple[Lab, StepPlan]:
     lab = Lab(8)
     lab.add("A", [1, 2, 3, 4, 0], 8)
     lab.step()
-    return lab, lab.scheduler.schedule()
+    return lab, lab.scheduler.schedule().plan
 
 
 def test_the_oracle_notices_a_changed_slot() -> None:
@@ -169,7 +169,7 @@ def test_the_oracle_notices_an_extra_copy() -> None:
 
 def test_the_oracle_notices_a_repeated_row() -> None:
     lab, plan = decoding()
-    for mine in (plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences):
+    for mine in (plan.rows, plan.starts, plan.counts, plan.num_sampled, lab.scheduler.in_flight[-1].sequences):
         mine += mine
     with pytest.raises(o.Invariant, match="a row twice"):
         lab.oracle.submit(plan)

@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import pytest
 
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence
@@ -289,7 +290,7 @@ def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
     for _ in range(4):
         lab.step()
     (seq,) = request.sequences
-    lab.scheduler._preempt(request, request, 0, StepPlan())
+    lab.scheduler._preempt(request, request, 0, InFlightStep(StepPlan()))
     assert seq.block_ids == [] and len(seq.token_ids) == 7
     plan = lab.plan()
     assert (plan.starts, plan.counts, plan.num_sampled) == ([0], [7], [1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.policy import INITIAL_HEADROOM, Policy, PreemptionCosts, PreemptionMode, VictimPolicy
 from octavo.core.request import Request
@@ -241,7 +242,7 @@ def test_headroom_is_at_most_the_remaining_output() -> None:
     while len(b.sequences[0].token_ids) < 18:
         lab.step()
     asker = lab.requests["A"]
-    lab.scheduler._preempt(b, asker, 1, StepPlan())
+    lab.scheduler._preempt(b, asker, 1, InFlightStep(StepPlan()))
     assert lab.scheduler._headroom(b) == 2 * 2
     lab.step()
     lab.run()

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
 from octavo.errors import CapacityError
 from octavo.params.sampling_params import SamplingParams
-from tests.core.lab import RECOMPUTE, SWAP, Lab, answer, sequence, slice_of
+from tests.core.lab import RECOMPUTE, SWAP, Lab, Planned, answer, sequence, slice_of
 from tests.proof import oracle as o
 
 LAZY = o.Habits(eager=False)
@@ -39,7 +40,7 @@ def crowded(policy: Policy, *, steps: int = 3, late: int = 0, **options: object)
 def throw_out(lab: Lab, request: Request) -> StepPlan:
     """Preempt a request between two steps."""
     plan = StepPlan()
-    lab.scheduler._preempt(request, request, 0, plan)
+    lab.scheduler._preempt(request, request, 0, InFlightStep(plan))
     lab.oracle.submit(plan)
     return plan
 
@@ -360,7 +361,7 @@ def test_a_plan_with_only_swaps_is_submitted() -> None:
     assert not plan.rows and plan.swap_outs and plan
     assert lab.requests["B"].status is Status.SWAPPED
     assert lab.emitted(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0, "forced", 2, 4)]
-    assert lab.scheduler.in_flight[-1] is plan
+    assert lab.scheduler.in_flight[-1] is plan.in_flight
     lab.run(depth=2)
 
 
@@ -563,7 +564,7 @@ def test_blocks_needed_counts_a_group_as_a_whole() -> None:
     sequences = [(s, 1) for s in group.sequences]
     assert [lab.cache.blocks_needed([s]) for s in sequences] == [1, 1]
     assert lab.cache.blocks_needed(sequences) == 2
-    plan = lab.scheduler.schedule()
+    plan = Planned(lab.scheduler.schedule())
     assert slice_of(plan, group) is None and group.status is Status.WAITING
     assert slice_of(plan, lab.requests["A"]) is not None
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
@@ -15,12 +16,12 @@ from octavo.core.request import Status
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
 from octavo.params.sampling_params import SamplingParams
-from tests.core.lab import RECOMPUTE, SWAP, Lab, answer, make, slice_of
+from tests.core.lab import RECOMPUTE, SWAP, Lab, Planned, answer, make, slice_of
 from tests.proof import oracle as o
 from tests.proof.workloads import World
 
 
-def names(plan: StepPlan) -> list[str]:
+def names(plan: Planned) -> list[str]:
     return [s.request.request_id for s in plan.sequences]
 
 
@@ -203,7 +204,7 @@ def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole() -> None:
     a = lab.add("A", [1, 2], 5)
     group = lab.add("G", [3], 6, width=3)
     lab.step()
-    lab.scheduler._preempt(group, group, 0, plan := StepPlan())
+    lab.scheduler._preempt(group, group, 0, InFlightStep(plan := StepPlan()))
     lab.oracle.submit(plan)
     lab.plan()
     assert group.status is Status.SWAPPED
@@ -219,7 +220,7 @@ def test_swapped_requests_wait_for_rows() -> None:
     lab = Lab(20, host=20, rows=2, policy=SWAP)
     a = lab.add("A", [1, 2], 5)
     lab.step()
-    lab.scheduler._preempt(a, a, 0, plan := StepPlan())
+    lab.scheduler._preempt(a, a, 0, InFlightStep(plan := StepPlan()))
     lab.oracle.submit(plan)
     lab.scheduler.num_rows_taken += 2  # as if others ran
     lab.scheduler.schedule()
@@ -292,13 +293,13 @@ def test_a_group_swapped_during_recomputation_continues_after_swap_in() -> None:
         lab.step()
     assert len(group.sequences[0].token_ids) == 7
     lab.scheduler.policy = RECOMPUTE
-    lab.scheduler._preempt(group, group, 0, StepPlan())
+    lab.scheduler._preempt(group, group, 0, InFlightStep(StepPlan()))
     lab.step()
     lab.step()
     first, second, _ = group.sequences
     assert first.num_computed == len(first.token_ids) - 1 and not second.num_computed
     lab.scheduler.policy = SWAP
-    lab.scheduler._preempt(group, group, 0, plan := StepPlan())
+    lab.scheduler._preempt(group, group, 0, InFlightStep(plan := StepPlan()))
     lab.oracle.submit(plan)
     plan = lab.plan()
     assert plan.swap_ins and not plan.rows and group.status is Status.RUNNING
@@ -311,7 +312,7 @@ def test_a_group_finds_its_own_blocks_in_the_cache_when_it_is_recomputed() -> No
     group = lab.add("G", [1, 2, 3, 4, 5], 6, width=2)
     for _ in range(4):
         lab.step()
-    lab.scheduler._preempt(group, group, 0, StepPlan())
+    lab.scheduler._preempt(group, group, 0, InFlightStep(StepPlan()))
     plan = lab.plan()
     assert plan.starts[0] >= 4
     assert group.num_cached_tokens == 0  # counted at its first admission alone
@@ -689,7 +690,7 @@ def test_results_arrive_in_the_order_of_the_plans() -> None:
     lab = Lab(20)
     lab.add("A", [1, 2, 3], 8)
     lab.plan()
-    second = lab.plan()
+    second = lab.plan().in_flight
     with pytest.raises(AssertionError, match="in the order"):
         lab.scheduler.update(second, StepResult([[1]]))
     with pytest.raises(AssertionError):
@@ -721,11 +722,11 @@ def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None
     for _ in range(depth):
         lab.plan()
     if status is Status.SWAPPED:
-        lab.scheduler._preempt(victim, victim, 0, plan := StepPlan())
+        lab.scheduler._preempt(victim, victim, 0, InFlightStep(plan := StepPlan()))
         lab.oracle.submit(plan)
     elif status is Status.WAITING:
         lab.scheduler.policy = RECOMPUTE
-        lab.scheduler._preempt(victim, victim, 0, StepPlan())
+        lab.scheduler._preempt(victim, victim, 0, InFlightStep(StepPlan()))
     elif status is Status.FINISHED:
         while victim.status is not Status.FINISHED:
             lab.land() if lab.flight else lab.plan()
@@ -813,7 +814,7 @@ def test_an_error_of_a_preempted_request_leaves_no_block_in_the_index(num_tokens
     params = SamplingParams(max_tokens=None, skip_reading_prefix_cache=skips)
     a = lab.add("A", [1, 2, 3, 4, 0, 1, 2, 3][:num_tokens], 4, sampling_params=params)
     plan = lab.plan()
-    lab.scheduler._preempt(a, a, 0, plan)
+    lab.scheduler._preempt(a, a, 0, InFlightStep(plan))
     assert lab.pool.num_indexed == num_tokens // 4
     assert lab.err(a) == ["A"]
     assert lab.pool.num_indexed == 0
@@ -851,7 +852,7 @@ def test_steps_are_smaller_after_an_out_of_memory_step() -> None:
     lab.add("A", [4, 5, 6, 7], 5)
     lab.step()
     lab.plan()
-    assert [plan.num_tokens for plan, _ in lab.flight] == [3 * 4 + 4]
+    assert [step.plan.num_tokens for step, _ in lab.flight] == [3 * 4 + 4]
     assert lab.fail(limit=2) == ["G", "A"]
     assert lab.emitted(ev.Recomputed) == [ev.Recomputed(name, 1, "out of memory", 16, 2) for name in ("G", "A")]
     while group.status is not Status.FINISHED:
@@ -1020,7 +1021,7 @@ def test_a_prefix_of_a_failed_step_is_recomputed() -> None:
     group = lab.add("G", [1, 2, 3, 4], 3, width=2)
     lab.step()
     lab.step()
-    lab.scheduler._preempt(group, group, 0, StepPlan())
+    lab.scheduler._preempt(group, group, 0, InFlightStep(StepPlan()))
     lab.cache.reset_prefix_cache()
     lab.add("X", [1, 2, 3, 4], 6, priority=-1)
     lab.plan()
@@ -1164,7 +1165,7 @@ def test_a_corrupt_block_of_a_request_that_waits_for_the_confined() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [7, 8], 9)
     lab.step()
-    lab.scheduler._preempt(a, a, 0, plan := StepPlan(lab.scheduler.num_steps))
+    lab.scheduler._preempt(a, a, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
     lab.oracle._run(plan)
     lab.oracle.corrupt_block(a.sequences[0].block_ids[0], 0)
     known = len(a.sequences[0].token_ids)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
@@ -89,11 +90,11 @@ def play(world: World) -> Story:
     cache = KVCacheManager(world.num_blocks, SIZE, world.num_blocks, num_rows=3)
     policy = Policy(mode=PreemptionMode(world.mode))
     scheduler = Scheduler(cache, max_num_batched_tokens=16, decode_window=world.window, policy=policy)
-    oracle = o.Oracle(cache)
+    oracle = o.Oracle(scheduler)
     requests = [make(str(i), prompt_of(world, i), shape[1]) for i, shape in enumerate(world.shapes)]
     for request in requests:
         scheduler.add(request)
-    flight: deque[tuple[StepPlan, Any]] = deque()
+    flight: deque[tuple[InFlightStep, Any]] = deque()
     turns: list[list[Status]] = []
     aborted = None
     while scheduler.has_work:
@@ -106,20 +107,20 @@ def play(world: World) -> Story:
                 scheduler.abort(request.request_id)
             else:
                 scheduler.policy = Policy(mode=PreemptionMode(world.event.how))
-                scheduler._preempt(request, request, 0, plan := StepPlan())
+                scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan()))
                 scheduler.policy = policy
                 oracle.submit(plan)
             o.check(scheduler)
-        plan = StepPlan()
+        step = None
         if len(flight) < world.depth:
-            plan = scheduler.schedule()
+            step = scheduler.schedule()
             o.check(scheduler)
-            o.need(plan or flight or not scheduler.requests, o.Stall, "nothing planned, nothing in flight")
-            if plan:
-                flight.append((plan, oracle.submit(plan)))
-        if flight and (not plan or len(flight) == world.depth):
-            plan, running = flight.popleft()
-            scheduler.update(plan, running.result())
+            o.need(step or flight or not scheduler.requests, o.Stall, "nothing planned, nothing in flight")
+            if step:
+                flight.append((step, oracle.submit(step.plan)))
+        if flight and (not step or len(flight) == world.depth):
+            landed, running = flight.popleft()
+            scheduler.update(landed, running.result())
             o.check(scheduler)
     pool = cache.pool
     o.need(not any(pool.refs) and pool.num_used == 0, o.Invariant, "blocks leaked")

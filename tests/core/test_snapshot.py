@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.core import commands as cmd
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
@@ -122,11 +123,11 @@ class Twin:
         self.compare()
 
     def schedule(self) -> None:
-        plan = self.scheduler.schedule()
-        if plan:
-            original = self.original.in_flight[-1]
+        step = self.scheduler.schedule()
+        if step:
+            original = self.original.in_flight[-1].plan
             for name in (*MEMORY_WORK, "host_tokens"):
-                assert getattr(plan, name) == getattr(original, name), name
+                assert getattr(step.plan, name) == getattr(original, name), name
 
     def compare(self) -> None:
         assert self.events == self.own_events
@@ -158,12 +159,12 @@ class Twin:
                 return lambda: own.unpin(sequence.request.request_id)
             case cmd.Schedule():
                 return self.schedule
-            case cmd.Update(plan, result, last):
-                at = list(original.in_flight).index(plan)
+            case cmd.Update(step, result, last):
+                at = list(original.in_flight).index(step)
                 kept: StepResult = copy.deepcopy(result)
                 return lambda: own.update(own.in_flight[at], kept, last=last)
-            case cmd.Fail(plan, limit):
-                at = list(original.in_flight).index(plan)
+            case cmd.Fail(step, limit):
+                at = list(original.in_flight).index(step)
                 return lambda: own.fail(own.in_flight[at], limit)
             case cmd.Confine(requests):
                 names = [request.request_id for request in requests if request.request_id in original.requests]
@@ -196,7 +197,7 @@ def run_with_twins(seed: int, every: int, kinds: Counter[str]) -> int:
                 kinds[f"restored with {queue}"] += bool(getattr(scheduler, queue))
             kinds["restored with pins"] += bool(scheduler.cache.pins)
             kinds["restored with several tenants"] += scheduler.tenants.several
-            kinds["restored with void slices"] += any(plan.void_slices for plan in scheduler.in_flight)
+            kinds["restored with void slices"] += any(step.void_slices for step in scheduler.in_flight)
             kinds["restored with part of a result"] += any(p.num_outstanding is not None for p in scheduler.in_flight)
             twin = Twin(scheduler)
         if twin is not None:
@@ -253,12 +254,15 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
         Sequence: "request token_ids stop_token",
         Request: "request_id prompt_token_ids sampling_params select_beams sequences finished_sequences only_sequence "
         "stop_ids salt seed error resume",
-        StepPlan: "host_tokens sequences swapped_requests num_outstanding swap_in_requests void_slices",
     }
     for cls, fields in kept.items():
         rest = set(cls.__slots__) - set(cls.SAVED.attributes.values()) - MEMORY_WORK
         rest -= set(Request.INPUTS.attributes.values()) if cls is Request else set()
         assert rest == names(fields), cls
+    in_flight = "plan sequences swapped_requests num_outstanding swap_in_requests void_slices seal_mark"
+    assert set(InFlightStep.__slots__) == names(in_flight)
+    plan = "step rows starts counts num_sampled num_samples bitmask_slices host_tokens"
+    assert set(StepPlan.__slots__) - MEMORY_WORK == names(plan)
 
 
 # -- single commands ---------------------------------------------------------------------------------------------------
@@ -297,11 +301,11 @@ def test_commands_are_reported_before_they_act() -> None:
     scheduler = lab.scheduler
     scheduler.tee.attach(lambda c: states.append((type(c).__name__, len(scheduler.requests), len(scheduler.in_flight))))
     scheduler.add(Request("A", [1, 2, 3], SamplingParams(max_tokens=None)))
-    plan = scheduler.schedule()
-    scheduler.fail(plan)
+    step = scheduler.schedule()
+    scheduler.fail(step)
     scheduler.confine(iter([scheduler.requests["A"]]))
-    plan = scheduler.schedule()
-    scheduler.update(plan, StepResult([[7]]))
+    step = scheduler.schedule()
+    scheduler.update(step, StepResult([[7]]))
     scheduler.abort("A")
     assert states == [
         ("Add", 0, 0),
@@ -363,7 +367,7 @@ def test_a_snapshot_is_not_changed_by_what_follows() -> None:
         return again
 
     for other in (restored(), scheduler):
-        part = StepResult([[1]] * len(other.in_flight[0].rows))
+        part = StepResult([[1]] * len(other.in_flight[0].plan.rows))
         other.update(other.in_flight[0], part, last=False)
         other.abort("A")
         other.cache.reset_prefix_cache()

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from operator import add
 from typing import Any, cast
 from zlib import crc32
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
@@ -100,7 +102,7 @@ class FlakyOracle:
     """
 
     def __init__(
-        self, oracle: o.Oracle, rng: random.Random, failing: float, room: Callable[[StepPlan], int] | None = None
+        self, oracle: o.Oracle, rng: random.Random, failing: float, room: Callable[[o.Received], int] | None = None
     ) -> None:
         self.oracle, self.random, self.failing = oracle, rng, failing
         self.room = room or (lambda plan: 1 << 30)
@@ -141,12 +143,12 @@ class _FlakyHandle:
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """Check: one mask per live slice with a token in the next column, computed from all its earlier tokens."""
-        plan, column = self.plan, self.num_bitmasks
+        plan, sequences, column = self.plan, self.handle.plan.sequences, self.num_bitmasks
         assert self.executor.queued[0] is self and column < plan.num_bitmask_columns
-        live = [i for i in plan.bitmask_slices if plan.num_sampled[i] > column and not plan.sequences[i].finish_reason]
+        live = [i for i in plan.bitmask_slices if plan.num_sampled[i] > column and not sequences[i].finish_reason]
         assert (list(masks.slices) if masks is not None else []) == live
         for line, i in enumerate(live):
-            seq = plan.sequences[i]
+            seq = sequences[i]
             assert len(seq.token_ids) == plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + 1 + column
             assert masks is not None and masks.bitmask[line].tolist()[1:] == CountingGrammar.words(seq)
         self.num_bitmasks += 1
@@ -156,12 +158,12 @@ class _FlakyHandle:
         assert executor.queued[0] is self, "results are read in order"
         assert self.fails or self.num_bitmasks == self.plan.num_bitmask_columns
         if self.fails or executor.random.random() < executor.failing:
-            executor.oracle.fail([r.plan for r in executor.queued])
+            executor.oracle.fail([r.handle.plan for r in executor.queued])
             executor.queued.clear()
             raise StepError("planted")
-        if (size := first_pass_size(self.plan)) > executor.room(self.plan):
+        if (size := first_pass_size(self.plan)) > executor.room(self.handle.plan):
             executor.too_large.append(size)
-            executor.oracle.fail([r.plan for r in executor.queued])
+            executor.oracle.fail([r.handle.plan for r in executor.queued])
             executor.queued.clear()
             raise StepMemoryError(f"no memory for {size} positions")
         executor.queued.popleft()
@@ -184,7 +186,7 @@ class World:
             policy=Policy(rng.random() < 0.5, rng.choice([None, *PreemptionMode])),
         )
         habits = o.Habits(*(rng.random() < 0.5 for _ in range(5)))
-        self.executor = FlakyOracle(o.Oracle(self.cache, habits, seed), rng, failing)
+        self.executor = FlakyOracle(o.Oracle(self.scheduler, habits, seed), rng, failing)
         self.limits: list[ev.Recomputed] = []
         self.clock = 0.0
         self.engine = Engine(
@@ -372,7 +374,7 @@ def test_only_a_request_that_does_not_fit_alone_fails(overlap: bool) -> None:
         world = World(seed + 3000, overlap=overlap)
         oversized = "r1"
 
-        def has_room(plan: StepPlan, oversized: str = oversized) -> int:
+        def has_room(plan: o.Received, oversized: str = oversized) -> int:
             return 0 if any(seq.request.request_id == oversized for seq in plan.sequences) else 1 << 30
 
         world.executor.room = has_room
@@ -428,9 +430,9 @@ def test_step_limit_halves_until_steps_fit_and_grows_again() -> None:
 def test_patience_doubles_after_failed_growth() -> None:
     engine, _ = make_engine(max_num_batched_tokens=64)
     scheduler, backoff = engine.scheduler, OOMBackoff(engine.scheduler)
-    plan = StepPlan()
-    plan.rows, plan.counts, plan.num_sampled = [0, 1, 2], [30, 8, 4], [0, 8, 1]
-    plan.sequences = [type("S", (), {"request": i})() for i in range(3)]
+    step = InFlightStep(StepPlan())
+    step.plan.set_slices([0, 1, 2], [0, 0, 0], [30, 8, 4], [0, 8, 1])
+    step.sequences = [type("S", (), {"request": i})() for i in range(3)]  # type: ignore[misc]
 
     def steps_until_it_grows() -> int:
         before, num = scheduler.max_num_scheduled_tokens, 0
@@ -439,26 +441,26 @@ def test_patience_doubles_after_failed_growth() -> None:
             num += 1
         return num
 
-    assert first_pass_size(plan) == 35
+    assert first_pass_size(step.plan) == 35
     for wanted in (17, 8, 4):
-        scheduler.max_num_scheduled_tokens = backoff.smaller_limit(plan)
+        scheduler.max_num_scheduled_tokens = backoff.smaller_limit(step)
         assert scheduler.max_num_scheduled_tokens == wanted or wanted < 17
         scheduler.max_num_scheduled_tokens = wanted
     assert [steps_until_it_grows() for _ in range(2)] == [32, 32] and scheduler.max_num_scheduled_tokens == 16
-    scheduler.max_num_scheduled_tokens = backoff.smaller_limit(plan)
+    scheduler.max_num_scheduled_tokens = backoff.smaller_limit(step)
     assert [steps_until_it_grows() for _ in range(3)] == [64] * 3 and scheduler.max_num_scheduled_tokens == 64
     backoff.record_success()
-    scheduler.max_num_scheduled_tokens = backoff.smaller_limit(plan)
+    scheduler.max_num_scheduled_tokens = backoff.smaller_limit(step)
     assert steps_until_it_grows() == 32  # it reached full size before
 
 
 def make_engine(**options: Any) -> tuple[Engine, FlakyOracle]:
     cache = KVCacheManager(20, 4, 0, num_rows=4)
-    executor = FlakyOracle(o.Oracle(cache), random.Random(0), 0.0)
     scheduler_options = {
         name: options.pop(name) for name in ("decode_window", "max_num_batched_tokens") if name in options
     }
     scheduler = Scheduler(cache, **scheduler_options)
+    executor = FlakyOracle(o.Oracle(scheduler), random.Random(0), 0.0)
     return Engine(scheduler, executor, vocab_size=o.VOCAB, max_model_len=MAX_MODEL_LEN, **options), executor
 
 
@@ -501,7 +503,8 @@ def test_step_that_fails_after_its_first_samples_arrived() -> None:
         """Returns the first column of every slice, then fails."""
 
         def __init__(self, plan: StepPlan) -> None:
-            whole = inner(plan).result().tokens
+            self.running = inner(plan)
+            whole = self.running.result().tokens
             self.first = [t if i in plan.num_samples else t[:1] for i, t in enumerate(whole)]
             self.plan, self.done = plan, False
 
@@ -510,7 +513,7 @@ def test_step_that_fails_after_its_first_samples_arrived() -> None:
             return StepResult(self.first)
 
         def result(self) -> StepResult:
-            executor.oracle.fail([self.plan])
+            executor.oracle.fail([self.running.plan])
             raise StepError("planted")
 
     engine.add_request(EngineRequest("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True))
@@ -608,11 +611,11 @@ def beams(plan: StepPlan, fails_at: int) -> StepResult:
     """The stop token 5 is the top token at first; later all live sequences fail at length `fails_at`."""
     tokens: list[Any] = []
     errors: dict[int, str] = {}
-    for i, seq in enumerate(plan.sequences):
+    for i, length in enumerate(map(add, plan.starts, plan.counts)):
         found = [(-0.1 - 0.01 * j, 10 + j) for j in range(plan.num_samples[i])]
-        if len(seq.token_ids) == 5:
+        if length == 5:
             found[:2] = [(-0.05, 5), (-0.06, 10)]
-        if len(seq.token_ids) == fails_at:
+        if length == fails_at:
             errors[i] = "out_of_memory: planted"
         tokens.append(found)
     return StepResult(tokens, errors)
@@ -750,7 +753,7 @@ def test_unpinned_prefixes_leave_no_live_timeline() -> None:
 def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
     cache = KVCacheManager(12, 4, 12, num_rows=4, attention_window=8)
     scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
-    engine = Engine(scheduler, o.Oracle(cache), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
+    engine = Engine(scheduler, o.Oracle(scheduler), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
     engine.add_request(EngineRequest("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True)))
     for _ in range(4):
         engine.step()
@@ -759,7 +762,7 @@ def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
     held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
     plan = StepPlan()
-    scheduler._preempt(seq.request, seq.request, 0, plan)
+    scheduler._preempt(seq.request, seq.request, 0, InFlightStep(plan))
     held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
     assert held["num_host_used"] == len(plan.swap_outs) > 0

@@ -225,14 +225,15 @@ def subscribed(endpoint: str, **options: str) -> Iterator[Subscriber]:
 
 def engine_of(cache: KVCacheManager) -> Callable[..., None]:
     """A function that completes prompts on the oracle."""
-    scheduler, oracle, numbers = Scheduler(cache), Oracle(cache), itertools.count()
+    scheduler, numbers = Scheduler(cache), itertools.count()
+    oracle = Oracle(scheduler)
 
     def complete(*prompts: list[int]) -> None:
         for prompt in prompts:
             scheduler.add(Request(str(next(numbers)), prompt, SamplingParams(max_tokens=3)))
         while scheduler.requests:
-            plan = scheduler.schedule()
-            scheduler.update(plan, oracle.submit(plan).result())
+            step = scheduler.schedule()
+            scheduler.update(step, oracle.submit(step.plan).result())
 
     return complete
 

@@ -33,7 +33,8 @@ KINDS: tuple[type[Query[Any]], ...] = (*get_args(EngineQuery), *get_args(ViewQue
 def busy_engine() -> Engine:
     """Has a pin, a running request and one that waits."""
     cache = KVCacheManager(16, 2, num_rows=1)
-    engine = Engine(Scheduler(cache), Oracle(cache), vocab_size=97, max_model_len=64)
+    scheduler = Scheduler(cache)
+    engine = Engine(scheduler, Oracle(scheduler), vocab_size=97, max_model_len=64)
     engine.add_request(EngineRequest.pinning("p", [1, 2, 3, 4]))
     while engine.has_work:
         engine.step()

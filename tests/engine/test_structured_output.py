@@ -344,9 +344,10 @@ def test_only_constrained_slices_wait_for_bitmasks(llm: LLM, monkeypatch: pytest
 
     def spied(self: StepHandle, masks: GrammarBitmask | None) -> None:
         slices = () if masks is None else masks.slices
+        (step,) = (step for step in llm.engine.scheduler.in_flight if step.plan is self.plan)
         seen.append((len(self.plan.rows), len(slices)))
         for i in slices:
-            sequence, position = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
+            sequence, position = step.sequences[i], self.plan.starts[i] + self.plan.counts[i]
             assert len(sequence.token_ids) == position, "a mask is computed from exactly the earlier tokens"
         put(self, masks)
 
@@ -363,7 +364,7 @@ def test_steps_are_planned_before_their_bitmasks(llm: LLM, monkeypatch: pytest.M
     submit = ThreadedExecutor.submit
 
     def spied(self: ThreadedExecutor, plan: StepPlan) -> StepHandle:
-        pending.append(plan.sequences[0].num_pending)
+        pending.append(llm.engine.scheduler.in_flight[-1].sequences[0].num_pending)
         return submit(self, plan)
 
     monkeypatch.setattr(ThreadedExecutor, "submit", spied)

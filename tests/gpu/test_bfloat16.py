@@ -21,7 +21,7 @@ ON_HOPPER = torch.cuda.get_device_capability() == (9, 0)
 HOPPER_KERNELS = (
     "octavo.kernels.triton.linear.skinny_hopper.launch",
     "octavo.kernels.triton.linear.qkv_hopper.launch",
-    "octavo.kernels.triton.attention.paged_attention.hopper_prefill_attention",
+    "octavo.kernels.triton.attention.prefill_hopper.hopper_prefill_attention",
 )
 
 

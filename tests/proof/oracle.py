@@ -8,8 +8,8 @@ a hash of the value, so `reference` computes every output without memory and wit
 Host blocks may be corrupted while they are swapped out. The device keeps a checksum of each, reports changed blocks at
 swap-in, and continues. Values computed from them are poison, and no result of poison may be committed.
 
-The device uses the plan alone, like a real one: rows, setups and table writes. The checks also read `plan.sequences`
-for the owner of a slice, which an executor must not.
+The device uses the plan alone, like a real one: rows, setups and table writes, as it arrives in bytes (`Received`). The
+checks also read the scheduler's step for the owner of a slice, which an executor must not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.block_pool import BlockPool
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.engine.executor import GrammarBitmask
@@ -140,8 +141,45 @@ class Habits:
     corrupts: float = 0.0  # the chance that a host block loses a slot before a step
 
 
+class Received(StepPlan):
+    """A plan as it arrived in bytes. `origin`, the scheduler's step, is for the checks only."""
+
+    __slots__ = ("origin",)
+    origin: InFlightStep
+
+    @classmethod
+    def of(cls, step: InFlightStep) -> Received:
+        data = step.plan.encode()
+        plan = cls.decode(data)
+        assert isinstance(plan, Received)
+        need(plan.encode() == data, Invariant, "a plan that bytes change", step.plan)
+        for name in StepPlan.__slots__:
+            sent, got = getattr(step.plan, name), getattr(plan, name)
+            if name == "row_setups":
+                sent, got = ([for_device(s) for s in setups] for setups in (sent, got))
+            need(sent == got, Invariant, "a plan that bytes change", name, sent, got)
+        plan.origin = step
+        return plan
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.origin.sequences
+
+
+def for_device(setup: RowSetup) -> tuple[Any, ...]:
+    """A row setup without the parameters that no device needs."""
+    return *setup._replace(sampling_params=None), *(getattr(setup.sampling_params, name) for name in ON_DEVICE)  # type: ignore[arg-type]
+
+
+ON_DEVICE = (
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words_token_ids", "min_tokens", "logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
+
+
 class _Running:
-    def __init__(self, oracle: Oracle, plan: StepPlan) -> None:
+    def __init__(self, oracle: Oracle, plan: Received) -> None:
         self.oracle, self.plan = oracle, plan
         self._whole: list[list[Any]] | None = None
         self._given = 0
@@ -183,7 +221,7 @@ class _Running:
                 seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
                 known = len(seq.token_ids) == end - self.plan.num_sampled[i] + 1
                 need(
-                    known or seq.finish_reason or i in self.plan.void_slices,
+                    known or seq.finish_reason or i in self.plan.origin.void_slices,
                     Invariant,
                     "a mask of unknown tokens",
                     seq,
@@ -195,7 +233,9 @@ class _Running:
 class Oracle:
     """The executor. Its checks run with each step."""
 
-    def __init__(self, cache: KVCacheManager, habits: Habits | None = None, seed: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, habits: Habits | None = None, seed: int = 0) -> None:
+        cache = scheduler.cache
+        self._in_flight = scheduler.in_flight
         self.habits = habits or Habits()
         self.block_size = cache.block_size
         self.attention_window = cache.attention_window
@@ -211,7 +251,7 @@ class Oracle:
         self.checksums: dict[int, int] = {}  # host block -> checksum of the content swapped out into it
         self.corrupt: dict[int, list[int]] = {}  # plan -> corrupt host blocks that it swapped in and did not report yet
         self.poisoned: dict[int, set[int]] = {}  # plan -> slices that read poison
-        self._queue: deque[StepPlan] = deque()
+        self._queue: deque[Received] = deque()
         self._results: dict[int, list[list[Any]]] = {}
         self._random = random.Random(seed)
         self._flips = random.Random(seed + 0.5)
@@ -220,7 +260,9 @@ class Oracle:
         self._end: dict[Sequence, int] = {}  # slots after the stop token are arbitrary
         self._written: dict[int, list[tuple[int, int]]] = {}  # plan -> (block, offset) that it wrote
 
-    def submit(self, plan: StepPlan) -> _Running:
+    def submit(self, sent: StepPlan) -> _Running:
+        by_hand = InFlightStep(sent)
+        plan = Received.of(next((step for step in reversed(self._in_flight) if step.plan is sent), by_hand))
         self._queue.append(plan)
         if self.habits.eager:
             self._drain(None)
@@ -229,17 +271,17 @@ class Oracle:
     def close(self) -> None:
         pass
 
-    def finish(self, plan: StepPlan) -> list[list[Any]]:
+    def finish(self, plan: Received) -> list[list[Any]]:
         self._drain(plan)
         self._written.pop(id(plan), None)
         return self._results.pop(id(plan))
 
-    def _drain(self, upto: StepPlan | None) -> None:
+    def _drain(self, upto: Received | None) -> None:
         while self._queue and (upto is None or id(upto) not in self._results):
             plan = self._queue.popleft()
             self._results[id(plan)] = self._run(plan)
 
-    def fail(self, plans: Iterable[StepPlan]) -> None:
+    def fail(self, plans: Iterable[Received]) -> None:
         """Fail these plans: every slot that they touch holds garbage, whether they had started or not."""
         reached = True
         for plan in plans:
@@ -264,7 +306,7 @@ class Oracle:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _run(self, plan: StepPlan) -> list[list[Any]]:
+    def _run(self, plan: Received) -> list[list[Any]]:
         count = self.counts
         count["steps"] += 1
         count["slices"] += len(plan.rows)
@@ -312,7 +354,7 @@ class Oracle:
     def _get(self, row: int, position: int) -> Any:
         return self.kv[self.tables[row][position // self.block_size]][position % self.block_size]
 
-    def _slice(self, plan: StepPlan, i: int, written: list[tuple[int, int]]) -> list[Any]:
+    def _slice(self, plan: Received, i: int, written: list[tuple[int, int]]) -> list[Any]:
         row, start, num, num_sampled = plan.rows[i], plan.starts[i], plan.counts[i], plan.num_sampled[i]
         known, draws, setup = plan.host_tokens.get(i), plan.num_samples.get(i, 1), self.setup[row]
         if known is not None:
@@ -392,7 +434,7 @@ class Oracle:
         begin = max(0, start - self.attention_window + 1) if self.attention_window else 0
         return any(isinstance(self._get(row, p), Poison) for p in range(begin, start))
 
-    def _read_again(self, plan: StepPlan, i: int) -> None:
+    def _read_again(self, plan: Received, i: int) -> None:
         """Compare every position that a query of this slice attends to, through the device's block table."""
         row, seq = plan.rows[i], plan.sequences[i]
         if seq.finish_reason or i in self.poisoned.get(id(plan), ()):

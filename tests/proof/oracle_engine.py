@@ -55,8 +55,8 @@ HELD_STEP = 1
 
 
 class FaultyOracle(Oracle):
-    def __init__(self, cache: KVCacheManager, faults: dict[str, Any]) -> None:
-        super().__init__(cache)
+    def __init__(self, scheduler: Scheduler, faults: dict[str, Any]) -> None:
+        super().__init__(scheduler)
         self.faults = faults
 
     def submit(self, plan: StepPlan) -> Any:
@@ -113,7 +113,8 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
     for name in faults.get("no_answer", ()):
         getattr(query, name).answer = has_no_answer
     cache = KVCacheManager(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
-    engine = Engine(Scheduler(cache), FaultyOracle(cache, faults), vocab_size=97, max_model_len=256)
+    scheduler = Scheduler(cache)
+    engine = Engine(scheduler, FaultyOracle(scheduler, faults), vocab_size=97, max_model_len=256)
     hook, number = faults.get("raise_in", ("", 0))
     if hook:
         trap(

@@ -12,6 +12,7 @@ It works with `ModelRunner` on any platform. `tests.proof.oracle` does the same 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
 from octavo.engine.engine_request import EngineRequest
@@ -197,8 +199,8 @@ class LostBlocks:
 class TaggedExecutor:
     """Passes each plan's facts to the tags before the plan starts."""
 
-    def __init__(self, executor: Executor, tags: Tags, losses: LostBlocks) -> None:
-        self.executor = executor
+    def __init__(self, executor: Executor, tags: Tags, losses: LostBlocks, in_flight: Seq[InFlightStep]) -> None:
+        self.executor, self._in_flight = executor, in_flight
         self.close = executor.close
         self._losses = losses
         self._facts: dict[int, PlanFacts] = {}
@@ -211,7 +213,8 @@ class TaggedExecutor:
         setattr(executor.runner, "execute", torch.inference_mode()(begin))  # noqa: B010 (mypy refuses the plain way)
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        known = [(plan.rows[i], plan.sequences[i].token_ids.tolist()) for i in plan.host_tokens]
+        sequences = self._in_flight[-1].sequences
+        known = [(plan.rows[i], sequences[i].token_ids.tolist()) for i in plan.host_tokens]
         self._facts[id(plan)] = PlanFacts(plan.step, self._losses.collect(), known)
         return self.executor.submit(plan)
 
@@ -239,14 +242,14 @@ def tag(llm: LLM, platform: Platform, *, graphs: bool = True) -> Tags:
     executor = platform.executor(runner)
     losses, schedule = LostBlocks(), engine.scheduler.schedule
 
-    def next_turn() -> StepPlan:
+    def next_turn() -> InFlightStep:
         losses.turn += 1
         return schedule()
 
     setattr(engine.scheduler, "schedule", next_turn)  # noqa: B010 (mypy refuses the plain way)
     engine.scheduler.events.subscribe(losses, blocks=True)
     engine.executor.close()
-    engine.executor = TaggedExecutor(executor, tags, losses)
+    engine.executor = TaggedExecutor(executor, tags, losses, engine.scheduler.in_flight)
     return tags
 
 

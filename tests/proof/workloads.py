@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import StepResult
 from octavo.core.policy import Policy, PreemptionChoice, PreemptionCosts, PreemptionMode, VictimPolicy
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
@@ -61,12 +62,12 @@ class Fairness:
         self.served = {number: tenant.served for number, tenant in tenants.items()}
         self.stuck = any(r.wait_reason in ("blocks", "rows") for r in scheduler.waiting)
 
-    def check(self, plan: StepPlan, totals: Counter[str]) -> None:
+    def check(self, step: InFlightStep, totals: Counter[str]) -> None:
         prompts: Counter[int] = Counter()  # positions of prompts, by tenant
         longs: Counter[int] = Counter()
         whole: Counter[int] = Counter()
         unmet: set[int] = set()
-        for seq, count, start in zip(plan.sequences, plan.counts, plan.starts, strict=True):
+        for seq, count, start in zip(step.sequences, step.plan.counts, step.plan.starts, strict=True):
             tenant, due = seq.request.tenant, self.length.get(seq, len(seq.token_ids)) - start
             whole[tenant] += count
             if due <= 1:
@@ -80,11 +81,11 @@ class Fairness:
         need(max(longs.values(), default=0) <= self.max_longs, Invariant, "long prompts at a time", longs)
         totals["long prompts"] += bool(longs)
         if len(self.served) > 1:
-            self._are_level(plan, prompts, longs, whole, unmet, totals)
+            self._are_level(step, prompts, longs, whole, unmet, totals)
 
     def _are_level(
         self,
-        plan: StepPlan,
+        step: InFlightStep,
         prompts: Counter[int],
         longs: Counter[int],
         whole: Counter[int],
@@ -99,9 +100,9 @@ class Fairness:
             return
         if any(r.wait_reason in STOPPED for r in scheduler.waiting):
             return
-        if any(start and seq not in self.due for seq, start in zip(plan.sequences, plan.starts, strict=True)):
+        if any(start and seq not in self.due for seq, start in zip(step.sequences, step.plan.starts, strict=True)):
             return  # cache hits reduced what was due, and other tenants got the rest
-        planned = {seq.request for seq in plan.sequences}
+        planned = {seq.request for seq in step.sequences}
         for request in scheduler.running:
             due = 0 if request.only_sequence is None else self.due.get(request.only_sequence, 0)
             if due > 1 and request not in planned and not self._is_long(due):
@@ -182,7 +183,7 @@ class World:
         coin = lambda: rnd.random() < 0.5  # noqa: E731
         self.habits = o.Habits(coin(), coin(), coin(), coin(), coin())
         self.habits.corrupts = random.Random(seed + 0.4375).choice([0.0, 0.0 if self.kind != "swap" else 0.3, 0.3])
-        self.oracle = o.Oracle(self.cache, self.habits, seed)
+        self.oracle = o.Oracle(self.scheduler, self.habits, seed)
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
         self.short = random.Random(seed + 0.75)  # of memory, in some of the worlds where steps fail
@@ -196,7 +197,7 @@ class World:
         self.finished: set[str] = set()
         self.failed: set[str] = set()
         self.authors: dict[int, Sequence] = {}  # block -> who wrote into it last
-        self.flight: deque[tuple[StepPlan, Any]] = deque()
+        self.flight: deque[tuple[InFlightStep, Any]] = deque()
 
     def _listen(self, event: ev.Event) -> None:
         name = type(event).__name__
@@ -323,58 +324,59 @@ class World:
             self.cache.reset_prefix_cache()
         o.check(scheduler)
 
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> InFlightStep:
         scheduler = self.scheduler
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         fairness = Fairness(scheduler)
-        plan = scheduler.schedule()
-        fairness.check(plan, self.totals)
+        step = scheduler.schedule()
+        plan = step.plan
+        fairness.check(step, self.totals)
         o.check(scheduler)
         left = [r for r in running if r not in scheduler.running]
         came = [r for r in waiting if r in scheduler.running]
         need(not (left and (came or plan.swap_ins)), Invariant, "admitted in a step that preempted")
         need(not (came and scheduler.swapped), Invariant, "admitted while others are swapped")
-        planned = {seq.request for seq in plan.sequences}
+        planned = {seq.request for seq in step.sequences}
         need(not scheduler.confined_to or planned <= scheduler.confined_to, Invariant, "planned though not confined")
-        need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "no slice")
-        limit, alone = scheduler.max_num_scheduled_tokens, len({seq.request for seq in plan.sequences}) == 1
+        need(all(len(r.sequences) > 1 or r.sequences[0] in step.sequences for r in came), Invariant, "no slice")
+        limit, alone = scheduler.max_num_scheduled_tokens, len(planned) == 1
         need(plan.num_tokens <= limit or (alone and set(plan.counts) == {1}), Invariant, "token budget", limit)
         need(limit <= scheduler.max_num_batched_tokens, Invariant, "limit", limit)
         need(all(n <= scheduler.decode_window for n in plan.num_sampled), Invariant, "window")
         self.num_out_plans += len(plan.swap_outs)
         need(not self.cache.events.active or self.num_out_events == self.num_out_plans, Invariant, "swap-out events")
-        self._computed_once(plan, came)
-        self._note_authors(plan)
-        if plan:
-            self.flight.append((plan, self.oracle.submit(plan)))
-        return plan
+        self._computed_once(step, came)
+        self._note_authors(step)
+        if step:
+            self.flight.append((step, self.oracle.submit(plan)))
+        return step
 
-    def _computed_once(self, plan: StepPlan, came: list[Request]) -> None:
+    def _computed_once(self, step: InFlightStep, came: list[Request]) -> None:
         """Check that of two requests admitted together only one computes a common first block."""
         if not self.cache.enable_prefix_caching:
             return
         first = {}
-        size = self.cache.block_size
+        plan, size = step.plan, self.cache.block_size
         for request in came:
             seq = request.sequences[0]
-            if seq not in plan.sequences or request.sampling_params.skip_reading_prefix_cache:
+            if seq not in step.sequences or request.sampling_params.skip_reading_prefix_cache:
                 continue
-            i = plan.sequences.index(seq)
+            i = step.sequences.index(seq)
             end = plan.starts[i] // size * size + size
             if end <= min(plan.starts[i] + plan.counts[i], len(seq.token_ids) - 1):
                 content = (request.salt, seq.token_ids[:end].tobytes())
                 need(content not in first, Invariant, "computed twice in one step", request, first.get(content))
                 first[content] = request
 
-    def _note_authors(self, plan: StepPlan) -> None:
-        brought, size = {dst for _, dst in plan.swap_ins}, self.cache.block_size
-        for request in plan.swapped_requests:
+    def _note_authors(self, step: InFlightStep) -> None:
+        brought, size = {dst for _, dst in step.plan.swap_ins}, self.cache.block_size
+        for request in step.swapped_requests:
             if request.status is Status.RUNNING:
                 self.authors |= {b: seq for seq in request.sequences for b in seq.block_ids if b in brought}
-        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+        for seq, start, count in zip(step.sequences, step.plan.starts, step.plan.counts, strict=True):
             self.authors |= dict.fromkeys(seq.block_ids[start // size : -(-(start + count) // size)], seq)
 
-    def _break(self, plan: StepPlan, result: StepResult) -> set[int]:
+    def _break(self, step: InFlightStep, result: StepResult) -> set[int]:
         """Report non-finite logits for a random slice now and then.
 
         Returns the blocks that must leave the index: those that the request's sequences wrote, except blocks that other
@@ -384,14 +386,14 @@ class World:
             return set()  # a corrupt block may itself cause an error
         live = [
             i
-            for i, seq in enumerate(plan.sequences)
-            if seq.request.status is not Status.FINISHED and i not in plan.void_slices
+            for i, seq in enumerate(step.sequences)
+            if seq.request.status is not Status.FINISHED and i not in step.void_slices
         ]
-        away = [i for i in live if plan.sequences[i].request.status is not Status.RUNNING]  # rare, so chosen more often
+        away = [i for i in live if step.sequences[i].request.status is not Status.RUNNING]  # rare, so chosen more often
         if not live or self.broken.random() >= self.breaking * (10 if away else 1):
             return set()
         i = self.broken.choice(away or live)
-        request = plan.sequences[i].request
+        request = step.sequences[i].request
         result.errors[i] = "NaN"
         self.failed.add(request.request_id)
         self.totals["error " + request.status.value] += 1
@@ -409,19 +411,19 @@ class World:
             need(key is None, Invariant, "a failed request's block is in the index", block)
 
     def _land(self) -> None:
-        plan, running = self.flight[0]
+        step, running = self.flight[0]
         scheduler, totals = self.scheduler, self.totals
-        if plan.swap_ins and self.halving.random() < 0.1:  # swapped-in blocks may be corrupt
+        if step.plan.swap_ins and self.halving.random() < 0.1:  # swapped-in blocks may be corrupt
             self._confine(list(scheduler.running))
         if self.random.random() < self.failing:
             totals["failed steps"] += 1
-            void = [p for p, _ in self.flight]
+            void = [r.plan for _, r in self.flight]
             self.flight.clear()
             limit = 0
             if self.seed % 3 == 0:
                 totals["out of memory"] += 1
-                limit = self.short.randint(1, max(1, plan.num_tokens // 2))
-            redone = scheduler.fail(plan, limit)
+                limit = self.short.randint(1, max(1, step.plan.num_tokens // 2))
+            redone = scheduler.fail(step, limit)
             need(not limit or scheduler.max_num_scheduled_tokens == limit, Invariant, "limit", limit)
             self.oracle.fail(void)
             totals["recomputed after a failed step"] += len(redone)
@@ -430,14 +432,14 @@ class World:
             return
         while (part := running.poll()) is not None:
             totals["columns"] += 1
-            self._take_in(self._update(plan, part, last=False))
+            self._take_in(self._update(step, running, part, last=False))
             o.check(scheduler)
             if self.random.random() < 0.3:
                 break
         self.flight.popleft()
         result = running.result()
-        void = self._break(plan, result)
-        self._take_in(self._update(plan, result))
+        void = self._break(step, result)
+        self._take_in(self._update(step, running, result))
         self._are_not_indexed(void)
         if scheduler.confined_to and self.halving.random() < 0.3:
             self._confine([*scheduler.running, *scheduler.waiting])
@@ -459,22 +461,22 @@ class World:
             scheduler.confine(())
         o.check(scheduler)
 
-    def _update(self, plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
+    def _update(self, step: InFlightStep, running: Any, result: StepResult, *, last: bool = True) -> list[Request]:
         """Commit a result and check that nothing computed from corrupt blocks is committed or indexed."""
         scheduler, num_before = self.scheduler, self.cache.num_corrupt
-        corrupt, running = len(result.corrupt), [r for r in scheduler.running if r.num_pending]
-        poisoned = {i for i in self.oracle.poisoned.get(id(plan), ()) if not plan.sequences[i].finish_reason}
-        finished = scheduler.update(plan, result, last=last)
+        corrupt, before = len(result.corrupt), [r for r in scheduler.running if r.num_pending]
+        poisoned = {i for i in self.oracle.poisoned.get(id(running.plan), ()) if not step.sequences[i].finish_reason}
+        finished = scheduler.update(step, result, last=last)
         need(self.cache.num_corrupt - num_before == corrupt, Invariant, "corrupt blocks are counted", corrupt)
-        need(poisoned <= plan.void_slices, WrongOutput, "computed from corrupt blocks", poisoned - plan.void_slices)
+        need(poisoned <= step.void_slices, WrongOutput, "computed from corrupt blocks", poisoned - step.void_slices)
         if last:
-            self.oracle.poisoned.pop(id(plan), None)
+            self.oracle.poisoned.pop(id(running.plan), None)
         if corrupt:
             self.totals["corrupt blocks"] += corrupt
             self.totals["corrupt blocks while confined"] += bool(scheduler.confined_to)
-            redone = [r for r in running if r.status is Status.WAITING]
-            self.totals["others recomputed"] += len(redone) - len({plan.swap_in_requests[b] for b in result.corrupt})
-            self.totals["unaffected by a corrupt block"] += len(running) - len(redone)
+            redone = [r for r in before if r.status is Status.WAITING]
+            self.totals["others recomputed"] += len(redone) - len({step.swap_in_requests[b] for b in result.corrupt})
+            self.totals["unaffected by a corrupt block"] += len(before) - len(redone)
         return finished
 
     def _take_in(self, finished: list[Request]) -> None:

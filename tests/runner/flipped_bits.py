@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.core.plan import StepPlan
+from octavo.core.in_flight import InFlightStep
 
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(6 + 5 * i % 23)] for i in range(6)]
 PARAMS = [
@@ -39,14 +39,14 @@ class BitFlipper:
         self.max_flips = max_flips
         schedule = engine.scheduler.schedule
 
-        def flip_and_schedule() -> StepPlan:
+        def flip_and_schedule() -> InFlightStep:
             self.flip()
             return schedule()
 
         engine.scheduler.schedule = flip_and_schedule  # type: ignore[method-assign]
 
     def flip(self) -> None:
-        moving = [request for plan in self.engine.scheduler.in_flight for request in plan.swapped_requests]
+        moving = [request for step in self.engine.scheduler.in_flight for request in step.swapped_requests]
         for request in self.engine.scheduler.swapped:
             blocks = [b for b in request.sequences[0].block_ids if b > 0]
             if request not in moving and blocks and len(self.blocks) < self.max_flips:

@@ -30,10 +30,11 @@ def request(name: str, num_prompt: int, num_output: int, n: int = 1, **options: 
 
 
 def step(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.schedule()
+    step = scheduler.schedule()
+    plan = step.plan
     if plan:
         draws = [[7] * plan.num_samples.get(i, count) if count else [] for i, count in enumerate(plan.num_sampled)]
-        scheduler.update(plan, StepResult(draws))
+        scheduler.update(step, StepResult(draws))
     return plan
 
 

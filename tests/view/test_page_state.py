@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 import octavo.view
-from octavo.core.plan import StepPlan
+from octavo.core.in_flight import InFlightStep
 from octavo.view.live.messages import Snapshot
 from octavo.view.live.publisher import Publisher
 from tests.proof.workloads import World
@@ -66,10 +66,10 @@ class FilmedWorld(World):
         self.frames: list[Any] = []
         self.truths: list[dict[str, Any]] = []
 
-    def _plan(self) -> StepPlan:
-        plan = super()._plan()
+    def _plan(self) -> InFlightStep:
+        step = super()._plan()
         self.film()
-        return plan
+        return step
 
     def _land(self) -> None:
         super()._land()

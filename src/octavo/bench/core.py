@@ -86,11 +86,11 @@ def _round(scheduler: Scheduler, column: array[int], garbage: GCPause) -> list[t
     took = []
     for _ in range(BLOCK_SIZE):
         begin, begin_cpu = time.perf_counter(), time.thread_time()
-        plan = scheduler.schedule()
+        step = scheduler.schedule()
         planned, planned_cpu = time.perf_counter(), time.thread_time()
-        result = StepResult([column[:n] for n in plan.num_sampled])
+        result = StepResult([column[:n] for n in step.plan.num_sampled])
         landed, landed_cpu = time.perf_counter(), time.thread_time()
-        scheduler.update(plan, result)
+        scheduler.update(step, result)
         garbage.collect_young()
         end, end_cpu = time.perf_counter(), time.thread_time()
         took.append((planned - begin + end - landed, planned_cpu - begin_cpu + end_cpu - landed_cpu))

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from octavo.core.plan import StepPlan, StepResult
+    from octavo.core.in_flight import InFlightStep
+    from octavo.core.plan import StepResult
     from octavo.core.request import Request, Sequence
 
 
@@ -42,7 +43,7 @@ class Schedule(NamedTuple):
 
 
 class Update(NamedTuple):
-    plan: StepPlan
+    step: InFlightStep
     result: StepResult
     last: bool
 
@@ -60,7 +61,7 @@ class BeamsSelected(NamedTuple):
 
 
 class Fail(NamedTuple):
-    plan: StepPlan
+    step: InFlightStep
     limit: int
 
 

@@ -481,7 +481,6 @@ class KVCacheManager:
                 pool.release(block)
             self._holders.pop(sequence, None)
         plan.swap_outs += [SwapOut(src, dst) for src, dst in moved.items()]
-        plan.swapped_requests.append(request)
         self.num_swapped_out += len(moved)
         request.shared_on_device = shared
         return True
@@ -520,8 +519,6 @@ class KVCacheManager:
         to = {h: pool.allocate() for h in found.host_ids}
         fresh = set(found.host_ids)
         plan.swap_ins += [SwapIn(src, dst) for src, dst in to.items()]
-        plan.swapped_requests.append(request)
-        plan.swap_in_requests.update(dict.fromkeys(to, request))
         self.num_swapped_in += len(to)
         for sequence in request.sequences:
             num_kept = 0

@@ -7,23 +7,24 @@ An executor must keep stream order. Plan k+1 runs after plan k on the device, an
 
     row setups and table writes -> swaps out -> swaps in -> copies -> slices (in any order among themselves)
 
-A plan owns its lists, and nothing in them aliases live state, so the device may read them late.
+A plan owns its data, and nothing in it aliases live state, so the device may read it late. It encodes to bytes, for an
+executor in another process: a header, int32 numbers, then the row setups.
 """
 
 from __future__ import annotations
 
+import struct
+import sys
 from array import array
-from collections.abc import Container, Iterator, Set
+from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
-from octavo.core.snapshot import Fields, Roster, State
-
-if TYPE_CHECKING:
-    from octavo.core.request import Request, Sequence
-    from octavo.core.types import BlockId, HostBlockId, Row, SealId
-    from octavo.params.sampling_params import SamplingParams
+from octavo.core.types import BlockId, HostBlockId, Row
+from octavo.errors import ParameterError, PlanError
+from octavo.params.sampling_params import SamplingParams
 
 
 class BlockCopy(NamedTuple):
@@ -103,27 +104,29 @@ class Slice(NamedTuple):
     token_ids: array[int] | None
 
 
-NO_SLICES: frozenset[int] = frozenset()
+COLUMN = "I"
+"""Array type of a plan's columns: int32 numbers from 0 on. Python fills unsigned arrays three times as fast."""
+VERSION = 1
+"""Format of encoded plans. Both sides must be of the same version."""
+
+_EMPTY: array[int] = array(COLUMN)
+_MAGIC = b"octp"
+_HEADER = struct.Struct("=4sIq9I")
+_SETUP = struct.Struct("=3Iq6d5i?6i")
+_TOP_BYTE = 3 if sys.byteorder == "little" else 0
+_NONE = -2
+"""Stands for None where -1 has a meaning."""
 
 
 class StepPlan:
-    """One step as parallel lists with one entry per slice, without an object per slice because host time counts.
+    """One step as parallel columns with one entry per slice, without an object per slice because host time counts.
 
-    rows, starts, counts   the slice's row, first position and number of positions
+    rows, starts, counts   the slice's row, first position and number of positions: arrays of int32
     num_sampled            tokens that the slice returns: 0 for a prefill chunk, 1, or the length of a decode window
     num_samples            slice -> tokens taken from its last row of logits, where that is not 1
     bitmask_slices         slices of structured outputs. Each of their tokens is sampled through a bitmask, which is put
                            while the step runs, once all earlier tokens are known
     host_tokens            slice -> its first input tokens; absent: the row's last token. They clear the row's done flag
-
-    Only the scheduler reads the following fields:
-
-    sequences              the slice's sequence: results go to it, never to the row's present owner
-    swapped_requests       requests that this plan swaps out or in
-    swap_in_requests       host block of `swap_ins` -> its request
-    void_slices            slices whose results are dropped, because they were computed from corrupt blocks
-    seal_mark              seal ids above it were issued by this plan or later; a failed step removes them
-    num_outstanding        the rest of `num_sampled` once a part of a decode window has arrived
     """
 
     __slots__ = (
@@ -131,32 +134,23 @@ class StepPlan:
         "copies",
         "counts",
         "host_tokens",
-        "num_outstanding",
         "num_sampled",
         "num_samples",
         "row_setups",
         "rows",
-        "seal_mark",
-        "sequences",
         "starts",
         "step",
-        "swap_in_requests",
         "swap_ins",
         "swap_outs",
-        "swapped_requests",
         "table_writes",
-        "void_slices",
     )
 
-    SAVED = Fields("step rows starts counts seal_mark draws=num_samples masked=bitmask_slices samples=num_sampled")
-    """What a result needs while the plan is in flight. For the host, its work on memory is done."""
-
-    def __init__(self, step: int = 0, seal_mark: SealId = 0) -> None:
+    def __init__(self, step: int = 0) -> None:
         self.step = step
-        self.rows: list[Row] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.num_sampled: list[int] = []
+        self.rows = _EMPTY[:]
+        self.starts = _EMPTY[:]
+        self.counts = _EMPTY[:]
+        self.num_sampled = _EMPTY[:]
         self.num_samples: dict[int, int] = {}
         self.bitmask_slices: list[int] = []
         self.host_tokens: dict[int, array[int]] = {}
@@ -165,12 +159,11 @@ class StepPlan:
         self.swap_outs: list[SwapOut] = []
         self.swap_ins: list[SwapIn] = []
         self.copies: list[BlockCopy] = []
-        self.sequences: list[Sequence] = []
-        self.swapped_requests: list[Request] = []
-        self.swap_in_requests: dict[HostBlockId, Request] = {}
-        self.void_slices: Set[int] = NO_SLICES
-        self.seal_mark = seal_mark
-        self.num_outstanding: list[int] | None = None
+
+    def set_slices(self, rows: list[Row], starts: list[int], counts: list[int], num_sampled: list[int]) -> None:
+        """Set the columns. The scheduler appends to lists, which is faster than appending to arrays."""
+        self.rows, self.starts = array(COLUMN, rows), array(COLUMN, starts)
+        self.counts, self.num_sampled = array(COLUMN, counts), array(COLUMN, num_sampled)
 
     def __bool__(self) -> bool:
         """False if there is nothing to do. A plan with swaps alone is true: dropping it would lose their copies."""
@@ -185,41 +178,179 @@ class StepPlan:
         """The number of leading token columns that wait for bitmasks."""
         return max((self.num_sampled[i] for i in self.bitmask_slices), default=0)
 
-    def drop(self, requests: Container[Request]) -> None:
-        """Make the slices of these requests void: no more results are expected of them."""
-        left = self.num_outstanding or self.num_sampled
-        for i, seq in enumerate(self.sequences):
-            if seq.request in requests and i not in self.void_slices:
-                self.void_slices |= {i}
-                seq.num_pending -= left[i]
-
-    def snapshot(self, roster: Roster) -> State:
-        return self.SAVED.save(self) | {
-            "outstanding": None if self.num_outstanding is None else self.num_outstanding[:],
-            "host_tokens": list(self.host_tokens),
-            "sequences": roster.indices(self.sequences),
-            "swapped": roster.indices(self.swapped_requests),
-            "returning": [(block, roster.index(request)) for block, request in self.swap_in_requests.items()],
-            "void": sorted(self.void_slices),
-        }
-
-    @classmethod
-    def restored(cls, state: State, roster: Roster) -> StepPlan:
-        """A plan in flight of a snapshot, without its input tokens and its memory operations."""
-        plan = cls()
-        cls.SAVED.load(plan, state)
-        plan.num_outstanding = None if state["outstanding"] is None else list(state["outstanding"])
-        plan.host_tokens = {i: array("i") for i in state["host_tokens"]}
-        plan.sequences = roster.sequences_at(state["sequences"])
-        plan.swapped_requests = roster.requests_at(state["swapped"])
-        plan.swap_in_requests = {block: roster.requests[i] for block, i in state["returning"]}
-        plan.void_slices = frozenset(state["void"])
-        return plan
-
     def slices(self) -> Iterator[Slice]:
         for i, row in enumerate(self.rows):
             num_sampled, num_samples = self.num_sampled[i], self.num_samples.get(i, 1)
             yield Slice(row, self.starts[i], self.counts[i], num_sampled, num_samples, self.host_tokens.get(i))
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def encode(self) -> bytes:
+        """Return the plan as bytes, in this machine's byte order. `decode` is the inverse.
+
+        Row setups lose the parameters that no device needs: texts, limits of length, kinds of output.
+        """
+        ints: list[int] = []
+        for pair in self.num_samples.items():
+            ints += pair
+        ints += self.bitmask_slices
+        for i, tokens in self.host_tokens.items():
+            ints += i, len(tokens)
+        for row, start, block_ids in self.table_writes:
+            ints += row, start, len(block_ids), *block_ids
+        for pairs in (self.swap_outs, self.swap_ins, self.copies):
+            ints += chain.from_iterable(pairs)
+        header = _HEADER.pack(
+            _MAGIC,
+            VERSION,
+            self.step,
+            len(self.rows),
+            len(self.num_samples),
+            len(self.bitmask_slices),
+            len(self.host_tokens),
+            len(self.table_writes),
+            len(self.swap_outs),
+            len(self.swap_ins),
+            len(self.copies),
+            len(self.row_setups),
+        )
+        columns = header, self.rows, self.starts, self.counts, self.num_sampled, array(COLUMN, ints)
+        return b"".join((*columns, *self.host_tokens.values(), *map(_encode_setup, self.row_setups)))
+
+    @classmethod
+    def decode(cls, data: bytes) -> StepPlan:
+        """Return the plan that `encode` made these bytes of. Takes time and memory proportional to their length.
+
+        Raises `PlanError` for bytes of another version, of a wrong length, or that are no plan.
+        """
+        reader = _Reader(data)
+        magic, version, step, *counts = reader.unpack(_HEADER)
+        if magic != _MAGIC:
+            raise PlanError(f"bytes that begin with {magic!r} are no plan; send what `StepPlan.encode` returns")
+        if version != VERSION:
+            text = f"the plan has format version {version} and this process reads {VERSION}"
+            raise PlanError(f"{text}; run the same version of Octavo in all processes")
+        num_slices, num_samples, num_bitmasks, num_inputs, num_writes, *num_pairs, num_setups = counts
+        plan = cls(step)
+        plan.rows, plan.starts, plan.counts, plan.num_sampled = (reader.ints(num_slices, COLUMN) for _ in range(4))
+        plan.num_samples = dict(reader.pairs(num_samples))
+        plan.bitmask_slices = reader.ints(num_bitmasks).tolist()
+        inputs = reader.pairs(num_inputs)
+        for _ in range(num_writes):
+            row, start, num_blocks = reader.ints(3)
+            plan.table_writes.append(TableWrite(row, start, tuple(reader.ints(num_blocks))))
+        outs, ins, copies = map(reader.pairs, num_pairs)
+        plan.swap_outs = [SwapOut(*pair) for pair in outs]
+        plan.swap_ins = [SwapIn(*pair) for pair in ins]
+        plan.copies = [BlockCopy(*pair) for pair in copies]
+        plan.host_tokens = {i: reader.ints(num_tokens) for i, num_tokens in inputs}
+        for i in chain(plan.num_samples, plan.bitmask_slices, plan.host_tokens):
+            if i >= num_slices:
+                raise PlanError(f"the plan names slice {i} and has {num_slices}; its bytes are damaged")
+        plan.row_setups = [_decode_setup(reader) for _ in range(num_setups)]
+        if reader.at != len(data):
+            raise PlanError(f"the plan ends after {reader.at} of {len(data)} bytes; send each plan as one message")
+        return plan
+
+
+def _encode_setup(setup: RowSetup) -> bytes:
+    params, history = setup.sampling_params, setup.token_ids
+    allowed, bias, words = params.allowed_token_ids, params.logit_bias or {}, params.bad_words_token_ids or ()
+    fixed = _SETUP.pack(
+        setup.row,
+        setup.sample_index,
+        setup.num_prompt,
+        setup.seed,
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.top_k,
+        params.min_tokens,
+        params.n,
+        _NONE if params.logprobs is None else params.logprobs,
+        _NONE if params.prompt_logprobs is None else params.prompt_logprobs,
+        setup.returns_candidates,
+        _NONE if params.best_of is None else params.best_of,
+        len(setup.stop_ids),
+        _NONE if history is None else len(history),
+        _NONE if allowed is None else len(allowed),
+        len(bias),
+        len(words),
+    )
+    ints = array("i", chain(sorted(setup.stop_ids), history or (), allowed or (), bias))
+    words_ints = array("i", chain.from_iterable((len(word), *word) for word in words))
+    return b"".join((fixed, ints, array("d", bias.values()), words_ints))
+
+
+def _decode_setup(reader: _Reader) -> RowSetup:
+    row, sample_index, num_prompt, seed, *rest = reader.unpack(_SETUP)
+    temperature, top_p, min_p, repetition, presence, frequency, top_k, min_tokens, num, *rest = rest
+    logprobs, prompt_logprobs, returns_candidates, best_of, num_stops, num_history, num_allowed, *rest = rest
+    num_biases, num_words = rest
+    stop_ids = frozenset(reader.ints(num_stops))
+    history = None if num_history == _NONE else reader.ints(num_history)
+    allowed = None if num_allowed == _NONE else reader.ints(num_allowed).tolist()
+    biased = reader.ints(num_biases)
+    bias = dict(zip(biased, reader.doubles(num_biases), strict=True))
+    words = [reader.ints(reader.ints(1)[0]).tolist() for _ in range(num_words)]
+    try:
+        params = SamplingParams(
+            n=num,
+            best_of=None if best_of == _NONE else best_of,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            logit_bias=bias or None,
+            allowed_token_ids=allowed,
+            bad_words_token_ids=words,
+            min_tokens=min_tokens,
+            max_tokens=None,
+            logprobs=None if logprobs == _NONE else logprobs,
+            prompt_logprobs=None if prompt_logprobs == _NONE else prompt_logprobs,
+            detokenize=False,
+        )
+    except ParameterError as error:
+        raise PlanError(f"the plan has parameters that no request can have: {error}; its bytes are damaged") from None
+    return RowSetup(row, params, seed, sample_index, stop_ids, num_prompt, history, returns_candidates)
+
+
+class _Reader:
+    """Reads encoded data from the front. Raises `PlanError` instead of reading past its end."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def _take(self, num_bytes: int) -> bytes:
+        begin, size = self.at, len(self.data)
+        self.at += num_bytes
+        if num_bytes < 0 or self.at > size:
+            raise PlanError(f"the plan's field at byte {begin} has {num_bytes} bytes of {size - begin}; it is damaged")
+        return self.data[begin : self.at]
+
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        return form.unpack(self._take(form.size))
+
+    def ints(self, num: int, typecode: str = "i") -> array[int]:
+        """Return the next `num` int32 numbers, which must not be negative."""
+        data = self._take(4 * num)
+        if not data[_TOP_BYTE::4].isascii():
+            raise PlanError(f"the plan has a negative number before byte {self.at}; its bytes are damaged")
+        return array(typecode, data)
+
+    def pairs(self, num: int) -> Iterable[tuple[int, int]]:
+        ints = self.ints(2 * num)
+        return zip(ints[::2], ints[1::2], strict=True)
+
+    def doubles(self, num: int) -> array[float]:
+        return array("d", self._take(8 * num))
 
 
 class TokenLogprobs(NamedTuple):

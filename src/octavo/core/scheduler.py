@@ -17,11 +17,13 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from operator import sub
+from typing import Any, NamedTuple, TypeAlias
 
 from octavo.core import commands as cmd
 from octavo.core import events as ev
 from octavo.core.block_pool import Key
+from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
@@ -31,6 +33,8 @@ from octavo.core.tenants import Tenant, Tenants, catch_up_shares
 from octavo.core.types import HostBlockId
 from octavo.errors import CapacityError
 
+Growth: TypeAlias = list[tuple[Sequence, int]]
+"""Sequences with the number of positions that each is to compute next."""
 LONG_PREFILL = "long prefill"
 """Reason of a waiting request that lets others pass."""
 
@@ -44,12 +48,32 @@ class ScheduledSlice(NamedTuple):
 
 
 class _Draft:
-    """The state of a plan while it is made."""
+    """The state of a step while it is planned."""
 
-    __slots__ = ("budget", "longs", "plan", "preempted", "sealable", "shares", "writes")
+    __slots__ = (
+        "budget",
+        "counts",
+        "longs",
+        "num_sampled",
+        "plan",
+        "preempted",
+        "rows",
+        "sealable",
+        "sequences",
+        "shares",
+        "starts",
+        "step",
+        "writes",
+    )
 
-    def __init__(self, plan: StepPlan, budget: int) -> None:
-        self.plan = plan
+    def __init__(self, step: InFlightStep, budget: int) -> None:
+        self.step = step
+        self.plan = step.plan
+        self.sequences = step.sequences
+        self.rows: list[int] = []  # columns of the plan
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.num_sampled: list[int] = []
         self.budget = budget  # tokens left of the step's limit; negative after a group that exceeded it
         self.preempted = False  # a request was preempted in this step: none is admitted
         self.sealable: list[Sequence] = []  # sequences with blocks that this plan fills
@@ -94,7 +118,7 @@ class Scheduler:
         self.swapped: list[Request] = []
         self.waiting: list[Request] = []
         self.tenants = Tenants()
-        self.in_flight: deque[StepPlan] = deque()  # planned, without a result yet
+        self.in_flight: deque[InFlightStep] = deque()  # planned, without a result yet
         self.confined_to: frozenset[Request] = frozenset()
         self.num_rows_taken = 0
         self.num_steps = 0
@@ -219,12 +243,12 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
-        """Plan the next step. Returns an empty (falsy) plan if nothing can run before the next result."""
+    def schedule(self) -> InFlightStep:
+        """Plan the next step. Returns a false one, without a plan, if nothing can run before the next result."""
         if self.tee.active:
             self.tee.emit(cmd.Schedule())
-        plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
-        draft = _Draft(plan, self.max_num_scheduled_tokens)
+        step = InFlightStep(plan := StepPlan(self.num_steps), self.cache.pool.last_seal_id)
+        draft = _Draft(step, self.max_num_scheduled_tokens)
         num_decode_steps, several = self._num_decode_steps(), self.tenants.several and not self.confined_to
         if several:
             draft.shares = self._prefill_shares(num_decode_steps)
@@ -233,20 +257,21 @@ class Scheduler:
             while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
                 pass
             if several:
-                self.tenants.serve(plan)
+                self.tenants.serve(draft.sequences, draft.counts)
             if self.waiting and not self.swapped:
                 self._admit_confined(draft) if self.confined_to else self._admit_waiting(draft)
         elif several:
-            self.tenants.serve(plan)
+            self.tenants.serve(draft.sequences, draft.counts)
         for sequence in draft.sealable:  # in the index from the next plan on, not within this one
             self.cache.seal(sequence)
+        plan.set_slices(draft.rows, draft.starts, draft.counts, draft.num_sampled)
         if plan:
-            self.in_flight.append(plan)
+            self.in_flight.append(step)
             self.num_steps += 1
             if self.events.active:
                 self._emit_step(draft)
             self._note_wait_reason(draft)  # also without listeners: `_num_decode_steps` reads the reasons
-        return plan
+        return step
 
     def _num_decode_steps(self) -> int:
         """Tokens to decode per sequence in this step: 1 while a waiting request could be admitted next step, else
@@ -266,19 +291,22 @@ class Scheduler:
         return self.waiting[0] if self.waiting else None
 
     def _plan_running(self, draft: _Draft, num_decode_steps: int) -> bool:
-        """Plan the running requests in order. Returns True if all of them were reached."""
+        """Plan the running requests in order. Returns True if all of them were reached.
+
+        A preempted request is the one that is planned or a later one, so the iteration over `running` stays in place.
+        """
         cache, pool, plan, running = self.cache, self.cache.pool, draft.plan, self.running
-        rows, starts, counts = plan.rows, plan.starts, plan.counts
-        num_sampled, sequences, budget, i = plan.num_sampled, plan.sequences, draft.budget, 0
-        while i < len(running) and budget > 0:
-            request = running[i]
+        rows, starts, counts = draft.rows, draft.starts, draft.counts
+        num_sampled, sequences, budget = draft.num_sampled, draft.sequences, draft.budget
+        for request in running:
+            if budget <= 0:
+                break
             seq = request.only_sequence
             if seq is not None and seq.row_has_last:
                 # The hot path: a single decoding sequence. The cost does not depend on its length.
                 start = seq.num_computed
                 count = seq.max_length - 1 - start
                 if count <= 0:  # all positions are planned: only the last result is missing
-                    i += 1
                     continue
                 if count > num_decode_steps:
                     count = num_decode_steps
@@ -288,10 +316,8 @@ class Scheduler:
                     if cache.attention_window:
                         cache.drop_out_of_window(seq, plan)
                     needs = cache.blocks_for(start + count) - len(seq.block_ids)
-                    if needs > pool.num_available:
-                        if not self._preempt_for(request, needs, draft):
-                            break
-                        continue
+                    if needs > pool.num_available and not self._make_room(request, [(seq, count)], draft):
+                        break
                     cache.grow(seq, count, plan)
                 if request.use_structured_output:
                     plan.bitmask_slices.append(len(rows))
@@ -303,12 +329,10 @@ class Scheduler:
                 seq.num_computed = start + count
                 seq.num_pending += count
                 budget -= count
-                i += 1
                 continue
             due = request.num_due  # as `_prefill_shares` counted it: a rebuilt sequence may find it all at its sibling
             chunk = self._prefill_chunk(request, due, budget, draft)
             if not chunk:  # other prefills come first
-                i += 1
                 continue
             # A prefill that shares a step decodes one token after its end: its share covers no more.
             max_steps = num_decode_steps if draft.shares is None or due <= 1 else 1
@@ -318,19 +342,18 @@ class Scheduler:
             # Not in groups: recomputing a sequence may need blocks of a sibling that the sibling no longer attends to.
             if cache.attention_window and seq is not None:
                 cache.drop_out_of_window(seq, plan)
-            needs = cache.blocks_needed((p.sequence, p.num_positions) for p in slices)
-            if needs > pool.num_available:
-                if not self._preempt_for(request, needs, draft):
-                    break
-                continue
+            if not self._make_room(request, [(p.sequence, p.num_positions) for p in slices], draft):
+                break
             num_positions = sum(p.num_positions for p in slices)
             self._add_slices(slices, draft)
             budget -= num_positions
             if draft.shares is not None and due > 1:
                 draft.shares[request.tenant] -= num_positions
-            i += 1
+        else:
+            draft.budget = budget
+            return True
         draft.budget = budget
-        return i == len(running)
+        return False
 
     def _prefill_shares(self, num_decode_steps: int) -> dict[int, int]:
         """Return each tenant's share of the step for prefills, after all decodes.
@@ -443,16 +466,16 @@ class Scheduler:
             if longest and len(seq.token_ids) + seq.num_pending - start > longest:
                 draft.longs[request.tenant] = draft.longs.get(request.tenant, 0) + 1
             if not seq.row_has_last:
-                plan.host_tokens[len(plan.rows)] = seq.token_ids[start : start + count]
+                plan.host_tokens[len(draft.rows)] = seq.token_ids[start : start + count]
             if num_sampled and (request.select_beams or not request.forked):
-                plan.num_samples[len(plan.rows)] = request.num_samples
+                plan.num_samples[len(draft.rows)] = request.num_samples
             if num_sampled and request.use_structured_output:
-                plan.bitmask_slices.append(len(plan.rows))
-            plan.rows.append(seq.row)
-            plan.starts.append(start)
-            plan.counts.append(count)
-            plan.num_sampled.append(num_sampled)
-            plan.sequences.append(seq)
+                plan.bitmask_slices.append(len(draft.rows))
+            draft.rows.append(seq.row)
+            draft.starts.append(start)
+            draft.counts.append(count)
+            draft.num_sampled.append(num_sampled)
+            draft.sequences.append(seq)
             seq.num_computed = start + count
             seq.num_pending += num_sampled
             # For a sequence of a group, the host chooses the token or sends it again.
@@ -567,6 +590,8 @@ class Scheduler:
             return self._wait_for_blocks(request, needs)
         self.swapped.remove(request)
         cache.swap_in(request, found, draft.plan)
+        draft.step.swapped_requests.append(request)
+        draft.step.swap_in_requests.update(dict.fromkeys(found.host_ids, request))
         self._start(request)
         if self.events.active:
             self.events.emit(ev.SwappedIn(request.request_id, len(found.host_ids), len(found.shared_on_device)))
@@ -595,14 +620,20 @@ class Scheduler:
 
     # -- preemption and queues -----------------------------------------------------------------------------------------
 
-    def _preempt_for(self, request: Request, needs: int, draft: _Draft) -> bool:
-        """Preempt one request to free blocks. Returns False if that was `request` itself."""
-        draft.preempted = True
-        victim = self.policy.victim(self.running, request, self.cache)
-        self._preempt(victim, request, needs, draft.plan)
-        return victim is not request
+    def _make_room(self, request: Request, growth: Growth, draft: _Draft) -> bool:
+        """Preempt requests until the blocks for this growth are available. Returns False if `request` was one of them.
 
-    def _preempt(self, victim: Request, for_request: Request, needs: int, plan: StepPlan) -> None:
+        The need is counted again after each: a tail that the victim shared is no longer copied.
+        """
+        while (needs := self.cache.blocks_needed(growth)) > self.cache.pool.num_available:
+            draft.preempted = True
+            victim = self.policy.victim(self.running, request, self.cache)
+            self._preempt(victim, request, needs, draft.step)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request, for_request: Request, needs: int, step: InFlightStep) -> None:
         """Release the victim's blocks and rows at once, even with a step in flight.
 
         Stream order makes that safe, and late results are appended in any state.
@@ -616,10 +647,11 @@ class Scheduler:
         mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
         if victim.pin:  # its blocks are useful only on the device
             mode, why = PreemptionMode.RECOMPUTE, "pin"
-        if mode is PreemptionMode.SWAP and not cache.swap_out(victim, plan):
+        if mode is PreemptionMode.SWAP and not cache.swap_out(victim, step.plan):
             mode, why = PreemptionMode.RECOMPUTE, "no host room"
         if mode is PreemptionMode.SWAP:
             victim.status = Status.SWAPPED
+            step.swapped_requests.append(victim)
             insort(self.swapped, victim)
         else:
             self._requeue(victim)
@@ -666,33 +698,33 @@ class Scheduler:
 
     # -- committing results --------------------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
-        """Commit the sampled tokens of a plan and return the requests that this finished.
+    def update(self, step: InFlightStep, result: StepResult, *, last: bool = True) -> list[Request]:
+        """Commit the sampled tokens of a step and return the requests that this finished.
 
         With `last` false the result is partial: the first columns of a decode window that still runs, for streaming.
-        Results go to the plan's sequences in any state; those of finished sequences are dropped.
+        Results go to the step's sequences in any state; those of finished sequences are dropped.
         """
         if last:
-            assert self.in_flight and self.in_flight[0] is plan, "results arrive in the order of the plans"
+            assert self.in_flight and self.in_flight[0] is step, "results arrive in the order of the plans"
         if self.tee.active:
-            self.tee.emit(cmd.Update(plan, result, last))
+            self.tee.emit(cmd.Update(step, result, last))
         if result.corrupt:
-            self._recompute_corrupt(plan, result.corrupt)
-        if plan.void_slices:
-            result.drop(plan.void_slices)
+            self._recompute_corrupt(step, result.corrupt)
+        if step.void_slices:
+            result.drop(step.void_slices)
         if last:
             self.in_flight.popleft()
         else:
-            self._count_partial(plan, result)
+            step.count_partial(result)
         finished: list[Request] = []
         for i in result.errors:
-            request = plan.sequences[i].request
+            request = step.sequences[i].request
             if request.status is not Status.FINISHED:
                 request.error = result.errors[i]
                 self._finish_request(request, "error")
                 finished.append(request)
         candidates: dict[Request, list[tuple[Sequence, Any]]] = {}
-        for seq, tokens in zip(plan.sequences, result.tokens, strict=True):
+        for seq, tokens in zip(step.sequences, result.tokens, strict=True):
             if not tokens or seq.finish_reason:  # a prefill chunk, or tokens after the end of the sequence
                 continue
             request = seq.request
@@ -729,12 +761,6 @@ class Scheduler:
             if self._commit_beams(request, parents):
                 finished.append(request)
         return finished
-
-    def _count_partial(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.num_outstanding is None:
-            plan.num_outstanding = list(plan.num_sampled)
-        for i, tokens in enumerate(result.tokens):
-            plan.num_outstanding[i] -= min(1, len(tokens)) if i in plan.num_samples else len(tokens)
 
     def _cut_at_stop(self, seq: Sequence, tokens: Any) -> Any:
         """Return a decode window's tokens up to and including its first stop token."""
@@ -852,52 +878,52 @@ class Scheduler:
 
     # -- failed steps and corrupt blocks -------------------------------------------------------------------------------
 
-    def fail(self, plan: StepPlan, limit: int = 0) -> list[Request]:
+    def fail(self, step: InFlightStep, limit: int = 0) -> list[Request]:
         """Handle a step that failed on the device, together with all steps queued after it.
 
-        Seals of these plans are removed, and every request in them is recomputed from the tokens that the host has: its
+        Seals of these steps are removed, and every request in them is recomputed from the tokens that the host has: its
         blocks may hold anything. Returns these requests; the engine may abort any of them.
 
         limit   new limit of positions per step if the step ran out of memory; 0: unchanged
         """
-        assert plan in self.in_flight
+        assert step in self.in_flight
         if self.tee.active:
-            self.tee.emit(cmd.Fail(plan, limit))
+            self.tee.emit(cmd.Fail(step, limit))
         self.max_num_scheduled_tokens = limit or self.max_num_scheduled_tokens
         touched: dict[Request, None] = {}
-        void: StepPlan | None = None
-        while void is not plan:
+        void: InFlightStep | None = None
+        while void is not step:
             void = self.in_flight.pop()
-            left = void.num_outstanding or void.num_sampled
+            left = void.outstanding
             for i, seq in enumerate(void.sequences):
                 if not seq.finish_reason and i not in void.void_slices:
                     seq.num_pending -= left[i]
                     touched[seq.request] = None
             touched.update((r, None) for r in void.swapped_requests if r.status is not Status.FINISHED)
-        for seq in self.cache.unseal_after(plan.seal_mark):  # has no slice in these plans, but uses their blocks
+        for seq in self.cache.unseal_after(step.seal_mark):  # has no slice in these steps, but uses their blocks
             touched[seq.request] = None
         for request in touched:
-            details = ("out of memory", plan.num_tokens, limit) if limit else ()
-            self._recompute(request, ev.Recomputed(request.request_id, plan.step, *details))
+            details = ("out of memory", step.plan.num_tokens, limit) if limit else ()
+            self._recompute(request, ev.Recomputed(request.request_id, step.plan.step, *details))
         return list(touched)
 
-    def _recompute_corrupt(self, plan: StepPlan, corrupt: list[HostBlockId]) -> None:
-        """Handle host blocks of `plan.swap_ins` whose content changed while they were swapped out.
+    def _recompute_corrupt(self, step: InFlightStep, corrupt: list[HostBlockId]) -> None:
+        """Handle host blocks of the plan's `swap_ins` whose content changed while they were swapped out.
 
         Their requests are recomputed from the tokens that the host has. So is every request that began with a block
         sealed since, because it may be one of theirs. Results in flight of these requests are void.
         """
-        cache, mark = self.cache, plan.seal_mark
+        cache, mark = self.cache, step.seal_mark
         cache.num_corrupt += len(corrupt)
-        hit = Counter(plan.swap_in_requests[block] for block in corrupt)
+        hit = Counter(step.swap_in_requests[block] for block in corrupt)
         cache.unseal_after(mark)
         affected = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_prefix_seal > mark)
-        for step in self.in_flight:
-            step.drop(affected)
+        for in_flight in self.in_flight:
+            in_flight.drop(affected)
         for request in affected:
             if request in hit and self.events.active:
                 self.events.emit(ev.Corrupt(request.request_id, hit[request]))
-            self._recompute(request, ev.Recomputed(request.request_id, plan.step, "corrupt"))
+            self._recompute(request, ev.Recomputed(request.request_id, step.plan.step, "corrupt"))
 
     def _recompute(self, request: Request, why: ev.Recomputed) -> None:
         self._leave_queue(request)
@@ -947,14 +973,14 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """The state between two commands, without tokens: see `core.snapshot`."""
-        plans, pins = self.in_flight, self.cache.pins.values()
+        steps, pins = self.in_flight, self.cache.pins.values()
         requests = dict.fromkeys(self.requests.values())
-        for plan in plans:  # with those that have finished since
-            requests |= dict.fromkeys([*(seq.request for seq in plan.sequences), *plan.swapped_requests])
+        for step in steps:  # with those that have finished since
+            requests |= dict.fromkeys([*(seq.request for seq in step.sequences), *step.swapped_requests])
         requests |= dict.fromkeys(seq.request for seq in pins)
         sequences = dict.fromkeys(seq for r in requests for seq in (*r.sequences, *r.finished_sequences))
-        for plan in plans:  # with beams that were not selected
-            sequences |= dict.fromkeys(plan.sequences)
+        for step in steps:  # with beams that were not selected
+            sequences |= dict.fromkeys(step.sequences)
         roster = Roster(requests, sequences | dict.fromkeys(pins))
         return Snapshot(
             {
@@ -970,7 +996,7 @@ class Scheduler:
                 "swapped": roster.indices(self.swapped),
                 "waiting": roster.indices(self.waiting),
                 "confined": roster.indices(r for r in self.requests.values() if r in self.confined_to),
-                "in_flight": [plan.snapshot(roster) for plan in plans],
+                "in_flight": [step.snapshot(roster) for step in steps],
             },
             roster,
         )
@@ -1000,7 +1026,7 @@ class Scheduler:
         self.waiting = roster.requests_at(state["waiting"])
         self.confined_to = frozenset(roster.requests_at(state.get("confined", ())))  # recordings before it have none
         self.tenants.restore(state["served"], self.requests.values(), self.waiting)
-        self.in_flight.extend(StepPlan.restored(entry, roster) for entry in state["in_flight"])
+        self.in_flight.extend(InFlightStep.restored(entry, roster) for entry in state["in_flight"])
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -1018,7 +1044,7 @@ class Scheduler:
                 pool.num_used,
                 pool.num_cached,
                 pool.num_free,
-                *(n - b for n, b in zip(now, before, strict=True)),
+                *map(sub, now, before),
             )
         )
 

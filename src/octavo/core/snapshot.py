@@ -2,7 +2,7 @@
 
 Each class of the core saves and restores its own attributes: `SAVED` lists those that are copied as they are, and
 `snapshot` and `restore` do the rest. A test compares them with the attributes of the class, so that a new one cannot be
-forgotten. `Scheduler.snapshot` copies the whole state between two commands, in about a millisecond.
+forgotten. `Scheduler.snapshot` copies the whole state between two commands: 2 ms for 256 requests.
 
 A snapshot holds no tokens. A sequence has its index and length, and entries refer to requests and sequences by index.
 The caller of `Scheduler.restore` supplies requests that have not begun, and the tokens of the sequences.
@@ -13,6 +13,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from enum import Enum
+from operator import attrgetter
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ ENCODERS: dict[type, Callable[[Any], Any]] = {
     tuple: list,
     dict: lambda items: list(items.items()),
 }
-"""Types of attributes -> their form in a snapshot. Enums are saved as their values, all others are immutable."""
+"""Types of attributes -> their form in a snapshot. Enums are saved as their values."""
+AS_THEY_ARE = {int, bool, str, float, NoneType}
 
 
 class Fields:
@@ -36,9 +39,11 @@ class Fields:
     def __init__(self, names: str) -> None:
         pairs = [item.rpartition("=") for item in names.split()]
         self.attributes = {key or name: name for key, _, name in pairs}
+        self._values_of = attrgetter(*self.attributes.values())
 
     def save(self, owner: object) -> State:
-        return {key: _encode(getattr(owner, name)) for key, name in self.attributes.items()}
+        values = zip(self.attributes, self._values_of(owner), strict=True)
+        return {key: value if type(value) in AS_THEY_ARE else _encode(value) for key, value in values}
 
     def arguments(self, state: object) -> State:
         """The keyword arguments with these names, from an object whose attributes are the keys."""
@@ -51,10 +56,7 @@ class Fields:
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    encode = ENCODERS.get(type(value))
-    return value if encode is None else encode(value)
+    return value.value if isinstance(value, Enum) else ENCODERS[type(value)](value)
 
 
 def _decode(old: Any, value: Any) -> Any:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Mapping
 
-from octavo.core.plan import StepPlan
-from octavo.core.request import Request
+from octavo.core.request import Request, Sequence
 
 
 class Tenant:
@@ -74,9 +73,9 @@ class Tenants:
     def stop_waiting(self, request: Request) -> None:
         self.present[request.tenant].waiting.remove(request)
 
-    def serve(self, plan: StepPlan) -> None:
+    def serve(self, sequences: Iterable[Sequence], counts: Iterable[int]) -> None:
         """Add the positions that the plan has so far to each tenant's count."""
-        for seq, count in zip(plan.sequences, plan.counts, strict=True):
+        for seq, count in zip(sequences, counts, strict=True):
             self.present[seq.request.tenant].served += count
 
     def shares(self, budget: int, wants: Mapping[int, int], spent: Mapping[int, int]) -> dict[int, int]:

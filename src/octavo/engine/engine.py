@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from octavo.core import events as ev
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
@@ -54,17 +55,17 @@ class Recorder(Protocol):
         """Write the recording of an engine that is crashing; never raises."""
 
 
-class _InFlightStep:
-    """A submitted step; `num_bitmasks` counts the columns whose bitmask has been provided."""
+class _SubmittedStep:
+    """A step at the executor; `num_bitmasks` counts the columns whose bitmask has been provided."""
 
-    __slots__ = ("handle", "num_bitmasks", "plan")
+    __slots__ = ("handle", "num_bitmasks", "step")
 
-    def __init__(self, plan: StepPlan, handle: StepHandle) -> None:
-        self.plan, self.handle, self.num_bitmasks = plan, handle, 0
+    def __init__(self, step: InFlightStep, handle: StepHandle) -> None:
+        self.step, self.handle, self.num_bitmasks = step, handle, 0
 
     @property
     def needs_bitmask(self) -> bool:
-        return self.num_bitmasks < self.plan.num_bitmask_columns
+        return self.num_bitmasks < self.step.plan.num_bitmask_columns
 
 
 class Engine:
@@ -104,7 +105,7 @@ class Engine:
         self.overlap = overlap
         self._oom_backoff = OOMBackoff(scheduler)
         self._suspects: FailureBisection[Request] = FailureBisection()  # requests whose steps failed twice
-        self._in_flight: deque[_InFlightStep] = deque()
+        self._in_flight: deque[_SubmittedStep] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
         self._device_busy_since = 0.0
@@ -208,16 +209,16 @@ class Engine:
         self._check_open()
         if self._suspects:
             self._clear_suspects()
-        plan = None
+        step = None
         if len(self._in_flight) < self._depth and not (self._in_flight and self._in_flight[0].needs_bitmask):
-            plan = self.scheduler.schedule()
-            if plan:
+            step = self.scheduler.schedule()
+            if step:
                 if not self._in_flight:
                     self._device_busy_since = self._clock()
-                self._in_flight.append(_InFlightStep(plan, self.executor.submit(plan)))
+                self._in_flight.append(_SubmittedStep(step, self.executor.submit(step.plan)))
                 if len(self._in_flight) == 1 and (failed := self._put_bitmask()):
                     return failed
-        if not self._in_flight or (plan and len(self._in_flight) < self._depth):
+        if not self._in_flight or (step and len(self._in_flight) < self._depth):
             return []
         self.gc_pause.collect_young()
         return self._next_result()
@@ -231,24 +232,25 @@ class Engine:
 
     def _next_result(self) -> list[RequestState]:
         """Wait for the oldest step in flight: for its next tokens if a request streams, else for its whole result."""
-        step = self._in_flight[0]
+        submitted = self._in_flight[0]
+        step, handle = submitted.step, submitted.handle
         try:
-            if self._num_incremental or step.needs_bitmask:
-                while not step.handle.done:
-                    if (part := step.handle.poll(POLL_S)) is not None:
-                        return self._process_result(step.plan, part, last=False)
-            result = step.handle.result()
+            if self._num_incremental or submitted.needs_bitmask:
+                while not handle.done:
+                    if (part := handle.poll(POLL_S)) is not None:
+                        return self._process_result(step, part, last=False)
+            result = handle.result()
         except StepError as error:
-            return self._handle_step_error(step.plan, error)
+            return self._handle_step_error(step, error)
         except DeviceLostError:
             self._in_flight.clear()  # no result will come: `drain` must not wait for one
             raise
         self._in_flight.popleft()
-        return self._process_result(step.plan, result, last=True)
+        return self._process_result(step, result, last=True)
 
-    def _process_result(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestState]:
+    def _process_result(self, step: InFlightStep, result: StepResult, *, last: bool) -> list[RequestState]:
         """Update all requests of a step, then provide the next bitmask if it can be computed now."""
-        states = self._update_requests(plan, result, last=last)
+        states = self._update_requests(step, result, last=last)
         failed = self._put_bitmask()
         return [state for state in states if state not in failed] + failed if failed else states
 
@@ -257,28 +259,28 @@ class Engine:
         computes. Returns the requests that failed because their grammar cannot be followed any further."""
         if not self._in_flight or not self._in_flight[0].needs_bitmask:
             return []
-        step, rows = self._in_flight[0], []
-        plan, column = step.plan, step.num_bitmasks
-        left = plan.num_outstanding or plan.num_sampled
+        submitted, rows = self._in_flight[0], []
+        step, column = submitted.step, submitted.num_bitmasks
+        plan, left = step.plan, step.outstanding
         for i in plan.bitmask_slices:
-            seq = plan.sequences[i]
+            seq = step.sequences[i]
             state = self._state_of(seq)
             if plan.num_sampled[i] <= column or seq.finish_reason or state is None or state.grammar is None:
                 continue
-            if i in plan.void_slices:
+            if i in step.void_slices:
                 continue
             if plan.num_sampled[i] - left[i] < column:  # the first column may arrive in several parts
                 return []
             rows.append(BitmaskRow(i, seq, state.grammar))
-        step.num_bitmasks += 1
+        submitted.num_bitmasks += 1
         masks: GrammarBitmask | None = None
         try:
             masks, errors = compute_bitmask(rows)
         finally:
-            step.handle.put_bitmask(masks)  # always: the device waits for it
+            submitted.handle.put_bitmask(masks)  # always: the device waits for it
         failed: dict[str, RequestState] = {}
         for i, error in errors.items():
-            if (state := self._state_of(plan.sequences[i])) is not None:
+            if (state := self._state_of(step.sequences[i])) is not None:
                 reason = str(error)
                 self._fail(
                     state, reason if error_code(reason) else f"its structured_outputs cannot be followed: {reason}"
@@ -286,21 +288,21 @@ class Engine:
                 failed[state.request.request_id] = state
         return list(failed.values())
 
-    def _update_requests(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestState]:
+    def _update_requests(self, step: InFlightStep, result: StepResult, *, last: bool) -> list[RequestState]:
         now = self._clock()
         if last:
-            self._record_step_time(plan, now)
+            self._record_step_time(step.plan, now)
             self._oom_backoff.record_success()
-        finished = self.scheduler.update(plan, result, last=last)
-        for i in plan.host_tokens:  # slices of prefill and of recomputation
-            state = self._state_of(plan.sequences[i])
+        finished = self.scheduler.update(step, result, last=last)
+        for i in step.plan.host_tokens:  # slices of prefill and of recomputation
+            state = self._state_of(step.sequences[i])
             if result.tokens[i] and state is not None and state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
         if result.logprobs or result.prompt_logprobs:
-            self._add_logprobs(plan, result)
+            self._add_logprobs(step, result)
         streaming: list[RequestState] = []
         if self._num_incremental:
-            for state in self._states_of(plan, result):
+            for state in self._states_of(step, result):
                 if state.incremental:
                     self._detokenize(state, finished)
                 state.metrics.last_token_time = now
@@ -323,17 +325,17 @@ class Engine:
             first_s = seconds - (num_passes - 1) * costs.step_s if num_prompt else seconds / num_passes
             costs.record_step(num_prompt, first_s)
 
-    def _add_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+    def _add_logprobs(self, step: InFlightStep, result: StepResult) -> None:
         for i, entries in result.logprobs.items():
-            if (state := self._state_of(plan.sequences[i])) is None:
+            if (state := self._state_of(step.sequences[i])) is None:
                 continue
-            if i in plan.num_samples:  # one entry per sample
+            if i in step.plan.num_samples:  # one entry per sample
                 for index, entry in enumerate(entries):
                     state.add_logprobs(index, [entry])
             else:
-                state.add_logprobs(plan.sequences[i].index, entries)
+                state.add_logprobs(step.sequences[i].index, entries)
         for i, (position, entries) in result.prompt_logprobs.items():
-            if (state := self._state_of(plan.sequences[i])) is not None:
+            if (state := self._state_of(step.sequences[i])) is not None:
                 state.add_prompt_logprobs(position, entries)
 
     def _detokenize(self, state: RequestState, finished: list[Request]) -> None:
@@ -348,9 +350,9 @@ class Engine:
         state = self._states.get(sequence.request.request_id)
         return state if state is not None and state.request is sequence.request else None
 
-    def _states_of(self, plan: StepPlan, result: StepResult | None = None) -> list[RequestState]:
-        """The requests of a plan, each once; with a result, only those that got a token."""
-        sequences = plan.sequences if result is None else compress(plan.sequences, result.tokens)
+    def _states_of(self, step: InFlightStep, result: StepResult | None = None) -> list[RequestState]:
+        """The requests of a step, each once; with a result, only those that got a token."""
+        sequences = step.sequences if result is None else compress(step.sequences, result.tokens)
         states = [self._state_of(seq) for seq in sequences]
         return list({state.request.request_id: state for state in states if state is not None}.values())
 
@@ -362,7 +364,7 @@ class Engine:
             state.metrics.finished_time = self._clock() if now is None else now
         return state
 
-    def _handle_step_error(self, plan: StepPlan, error: StepError) -> list[RequestState]:
+    def _handle_step_error(self, step: InFlightStep, error: StepError) -> list[RequestState]:
         """Handle a failed step: recompute everything that was in flight, since a first failure may be chance.
 
         If a request's step fails a second time before the request has a new token, the step's requests are bisected
@@ -373,22 +375,22 @@ class Engine:
         """
         self._in_flight.clear()
         self.stats.num_failed_steps += 1
-        if isinstance(error, StepMemoryError) and plan.rows:
-            return self._handle_out_of_memory(plan, error)
-        self.scheduler.fail(plan)
-        states = self._states_of(plan)
+        if isinstance(error, StepMemoryError) and step.plan.rows:
+            return self._handle_out_of_memory(step, error)
+        self.scheduler.fail(step)
+        states, number = self._states_of(step), step.plan.step
         failed_again = any(state.num_known == state.failed_at for state in states)
         for state in states:
             state.failed_at = state.num_known
         if not failed_again:
-            logger.warning("step %d failed and is recomputed: %s", plan.step, error)
+            logger.warning("step %d failed and is recomputed: %s", number, error)
             return []
         if len(states) == 1:
             name = states[0].request.request_id
-            logger.error("step %d failed again with request %s alone, which fails now: %s", plan.step, name, error)
+            logger.error("step %d failed again with request %s alone, which fails now: %s", number, name, error)
             self._fail(states[0], str(error))
             return states
-        logger.warning("step %d failed again; its %d requests are tried in halves: %s", plan.step, len(states), error)
+        logger.warning("step %d failed again; its %d requests are tried in halves: %s", number, len(states), error)
         self._suspects.split([state.request for state in states])
         self.scheduler.confine(self._suspects.active)
         return []
@@ -403,19 +405,19 @@ class Engine:
         if self._suspects.clear(cleared):
             self.scheduler.confine(self._suspects.active)
 
-    def _handle_out_of_memory(self, plan: StepPlan, error: StepMemoryError) -> list[RequestState]:
+    def _handle_out_of_memory(self, step: InFlightStep, error: StepMemoryError) -> list[RequestState]:
         """Handle a step that ran out of device memory: recompute everything that was in flight, in smaller steps.
 
         A request fails only if a step with it alone, one position per sequence, does not fit.
         """
-        limit, num_tokens = self._oom_backoff.smaller_limit(plan), plan.num_tokens
-        states = self._states_of(plan)
-        self.scheduler.fail(plan, limit)
+        limit, num_tokens = self._oom_backoff.smaller_limit(step), step.plan.num_tokens
+        states = self._states_of(step)
+        self.scheduler.fail(step, limit)
         if limit:
             logger.warning(
                 "step %d, %d tokens of %d requests, ran out of device memory; it is recomputed in steps of at most %d "
                 "tokens: %s",
-                *(plan.step, num_tokens, len(states), limit, error),
+                *(step.plan.step, num_tokens, len(states), limit, error),
             )
             return []
         for state in states:

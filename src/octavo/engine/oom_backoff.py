@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 
@@ -24,11 +25,11 @@ class OOMBackoff:
         self._num_successes = 0  # under the current limit
         self._has_grown = False  # the limit has doubled since the last failure
 
-    def smaller_limit(self, plan: StepPlan) -> int:
-        """The step limit after this plan ran out of memory; 0 if the plan cannot be smaller: it had one request, with
+    def smaller_limit(self, step: InFlightStep) -> int:
+        """The step limit after this step ran out of memory; 0 if the step cannot be smaller: it had one request, with
         one position per sequence."""
-        size = first_pass_size(plan)
-        if size <= len(plan.rows) and len({seq.request for seq in plan.sequences}) <= 1:
+        size = first_pass_size(step.plan)
+        if size <= len(step.sequences) and len({seq.request for seq in step.sequences}) <= 1:
             return 0
         if self._has_grown:
             self._patience = min(2 * self._patience, MAX_PATIENCE)

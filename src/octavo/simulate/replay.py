@@ -15,7 +15,8 @@ from typing import Any
 
 from octavo.config import GIB, EngineArgs
 from octavo.core import events as ev
-from octavo.core.plan import RowSetup, StepPlan
+from octavo.core.in_flight import InFlightStep
+from octavo.core.plan import RowSetup
 from octavo.errors import OctavoError, TraceError
 from octavo.simulate.allocators import split_of
 from octavo.simulate.calibrate import MeasuredStep, fit
@@ -87,13 +88,13 @@ class ExactReplay:
         self._now_s = call.time_s
         if call.kind is CallKind.ADD and call.request is not None:
             self._arrived_s[call.request.request_id] = call.time_s
-        elif call.kind is CallKind.PLAN and call.plan:
+        elif call.kind is CallKind.PLAN and call.step:
             idle = self._last_end_s is None or bool(self._submitted)
             host_s = 0.0 if idle or self._last_end_s is None else call.time_s - self._last_end_s
-            self._submitted.append((step_work(call.plan), call.time_s, host_s))
+            self._submitted.append((step_work(call.step.plan), call.time_s, host_s))
             self.records.num_steps += 1
-        elif call.kind in (CallKind.RESULT, CallKind.UNEVEN_RESULT, CallKind.PARTIAL_RESULT) and call.plan is not None:
-            self._observe_tokens(call.plan)
+        elif call.kind in (CallKind.RESULT, CallKind.UNEVEN_RESULT, CallKind.PARTIAL_RESULT) and call.step is not None:
+            self._observe_tokens(call.step)
             if call.kind is not CallKind.PARTIAL_RESULT and self._submitted:
                 self._observe_step(*self._submitted.pop(0))
             if not scheduler.has_work:
@@ -108,10 +109,10 @@ class ExactReplay:
             self.records.samples.append(PoolSample(call.time_s, split, *blocks, *queues))
             self._next_sample_s = call.time_s + self._sample_s
 
-    def _observe_tokens(self, plan: StepPlan) -> None:
-        for i in plan.host_tokens:
-            request = plan.sequences[i].request
-            if plan.num_sampled[i] and request.request_id not in self._first_s:
+    def _observe_tokens(self, step: InFlightStep) -> None:
+        for i in step.plan.host_tokens:
+            request = step.sequences[i].request
+            if step.plan.num_sampled[i] and request.request_id not in self._first_s:
                 self._first_s[request.request_id] = self._now_s
 
     def _observe_step(self, work: StepWork, submitted_s: float, host_s: float) -> None:

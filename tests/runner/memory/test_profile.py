@@ -11,8 +11,7 @@ import pytest
 from octavo.config import GIB, EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
-from octavo.runner.memory import profile
-from octavo.runner.memory.budget import FreeMemory, plan_memory
+from octavo.runner.memory.budget import SPARE_BYTES, FreeMemory, plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile
 
 ARGS = EngineArgs(model="m").resolved("cuda")
@@ -30,16 +29,16 @@ MEMORY = GPUMemoryProfile(
 
 
 def test_available_kv_bytes_are_what_the_engine_leaves() -> None:
-    assert MEMORY.available_kv_bytes == 72 * GIB - 21 * GIB - profile.SPARE_BYTES
+    assert MEMORY.available_kv_bytes == 72 * GIB - 21 * GIB - SPARE_BYTES
     MEMORY.check(ARGS, KV)
 
 
 def test_utilization_is_the_engines_share_and_at_most_the_free_memory() -> None:
     assert (
         replace(MEMORY, utilization=0.4, other_processes=40 * GIB).available_kv_bytes
-        == 32 * GIB - 21 * GIB - profile.SPARE_BYTES
+        == 32 * GIB - 21 * GIB - SPARE_BYTES
     )
-    assert replace(MEMORY, other_processes=20 * GIB).available_kv_bytes == 60 * GIB - 21 * GIB - profile.SPARE_BYTES
+    assert replace(MEMORY, other_processes=20 * GIB).available_kv_bytes == 60 * GIB - 21 * GIB - SPARE_BYTES
 
 
 def test_too_little_memory_names_a_utilization_that_fits() -> None:

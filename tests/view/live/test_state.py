@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from octavo.core.plan import StepPlan
+from octavo.core.in_flight import InFlightStep
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.view.live.messages import Delta, Frame, Snapshot
@@ -91,10 +91,10 @@ class WatchedWorld(World):
         self.early: PoolState | None = None
         self.late: PoolState | None = None
 
-    def _plan(self) -> StepPlan:
-        plan = super()._plan()
+    def _plan(self) -> InFlightStep:
+        step = super()._plan()
         self.watch()
-        return plan
+        return step
 
     def _land(self) -> None:
         super()._land()

@@ -162,7 +162,8 @@ def test_long_range_is_split_over_replies() -> None:
 def test_dump_of_the_flight_recorder_is_replayed(tmp_path: Path) -> None:
     """The dump holds no block events; the same calls cause them again."""
     cache = KVCacheManager(24, 2, 8, num_rows=4)
-    engine = Engine(Scheduler(cache, policy=SWAP), Oracle(cache), vocab_size=9, max_model_len=64)
+    scheduler = Scheduler(cache, policy=SWAP)
+    engine = Engine(scheduler, Oracle(scheduler), vocab_size=9, max_model_len=64)
     recorder = FlightRecorder(engine)
     for i in range(6):
         engine.add_request(

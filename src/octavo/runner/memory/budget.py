@@ -13,6 +13,11 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 
+GRAPH_BYTES = 8 << 20
+"""Device memory of each captured graph: its nodes and arguments. All graphs share the memory of their tensors."""
+SPARE_BYTES = 256 << 20
+"""Reserve for what a profile cannot measure: cuBLAS workspaces, kernels loaded later, fragmentation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory:

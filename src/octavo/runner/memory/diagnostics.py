@@ -15,8 +15,8 @@ import torch
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.runner.executor import clear_tracebacks, device_lost, is_out_of_memory
-from octavo.runner.memory.budget import ceil_2, doctor_hint
-from octavo.runner.memory.profile import MAX_UTILIZATION, MIN_KV_BYTES, SPARE_BYTES, gib
+from octavo.runner.memory.budget import SPARE_BYTES, ceil_2, doctor_hint
+from octavo.runner.memory.profile import MAX_UTILIZATION, MIN_KV_BYTES, gib
 
 DRIVER = Path("/proc/driver/nvidia/version")
 """Exists if NVIDIA's driver is loaded."""

@@ -16,15 +16,19 @@ from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.ops import Ops
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.graphs import Model
-from octavo.runner.memory.budget import MemoryBudget, ceil_2, doctor_hint, floor_2, smaller_pool_hint
+from octavo.runner.memory.budget import (
+    GRAPH_BYTES,
+    SPARE_BYTES,
+    MemoryBudget,
+    ceil_2,
+    doctor_hint,
+    floor_2,
+    smaller_pool_hint,
+)
 from octavo.runner.prefill_batch import PrefillSizes
 
 Precompile = Callable[..., None]
 """`kernels.triton.precompile.Precompiler.precompile`."""
-GRAPH_BYTES = 8 << 20
-"""Device memory of each captured graph: its nodes and arguments. All graphs share the memory of their tensors."""
-SPARE_BYTES = 256 << 20
-"""Reserve for what a profile cannot measure: cuBLAS workspaces, kernels loaded later, fragmentation."""
 MIN_KV_BYTES = GIB
 """Smallest KV pool that the values in remedies leave room for: enough to serve requests."""
 MAX_UTILIZATION = 0.99

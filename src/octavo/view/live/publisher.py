@@ -154,7 +154,7 @@ class Publisher:
         """Runs within a step, so it only stores the event and its time. Most events never get into a frame; the others
         are encoded with it."""
         if isinstance(event, ev.Step):
-            plan = self._scheduler.in_flight[-1]  # the plan of this event
+            plan = self._scheduler.in_flight[-1].plan  # the plan of this event
             self._num_steps += 1
             self._num_tokens += event.num_tokens
             self._steps.append((self._clock(), event, sum(plan.num_sampled)))

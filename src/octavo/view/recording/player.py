@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from octavo.core import events as ev
 from octavo.core.block_pool import pack_key
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.in_flight import InFlightStep
+from octavo.core.plan import StepResult
 from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshot import State
@@ -32,14 +33,14 @@ class ReplayedCall(NamedTuple):
     """One call to the scheduler and its result.
 
     time_s    since the beginning of the recording
-    plan      of a PLAN: the new plan, which may be empty; of a result: its plan
+    step      of a PLAN: the new step, which may have no plan; of a result: its step
     request   that arrived or was aborted
     finished  requests that a result finished
     """
 
     kind: CallKind
     time_s: float
-    plan: StepPlan | None = None
+    step: InFlightStep | None = None
     request: Request | None = None
     finished: Seq[Request] = ()
 
@@ -112,7 +113,7 @@ class Player:
             for kind, at_s in zip(map(CallKind, segment.kinds), array("d", segment.times_s), strict=True):
                 if kind is CallKind.PLAN:
                     call = ReplayedCall(kind, at_s - begin_s, self._plan(costs))
-                    if next(checksums) != (plan_crc(self._last_step) if call.plan and self._last_step else 0):
+                    if next(checksums) != (plan_crc(self._last_step) if call.step and self._last_step else 0):
                         raise TraceError(
                             f"step {self.scheduler.num_steps - 1}, {call.time_s:.3f} s in (segment {number}), was "
                             "planned differently: another version of Octavo made the recording; replay it with that "
@@ -124,23 +125,23 @@ class Player:
                     call = ReplayedCall(kind, at_s - begin_s, None, self._call(kind, numbers))
                 yield call
 
-    def _plan(self, costs: Iterator[float]) -> StepPlan:
+    def _plan(self, costs: Iterator[float]) -> InFlightStep:
         known = self.scheduler.policy.costs
         known.token_s, known.step_s, known.move_s = next(costs), next(costs), next(costs)
         return self.scheduler.schedule()
 
-    def _result(self, kind: CallKind, numbers: Iterator[int]) -> tuple[StepPlan, None, list[Request]]:
-        plan = self.scheduler.in_flight[0]
-        lengths, failed = plan.num_sampled, list[int]()
+    def _result(self, kind: CallKind, numbers: Iterator[int]) -> tuple[InFlightStep, None, list[Request]]:
+        step = self.scheduler.in_flight[0]
+        lengths, failed = step.plan.num_sampled.tolist(), list[int]()
         if kind is not CallKind.RESULT:
             lengths, failed = _list(numbers), _list(numbers)
-        tokens = self._sampled_tokens(plan, lengths)
+        tokens = self._sampled_tokens(step, lengths)
         result = StepResult(tokens, dict.fromkeys(failed, "as recorded"), corrupt=self._corrupt)
         self._corrupt = []
-        finished = self.scheduler.update(plan, result, last=kind is not CallKind.PARTIAL_RESULT)
+        finished = self.scheduler.update(step, result, last=kind is not CallKind.PARTIAL_RESULT)
         for request in finished:
             self._samples.pop(request, None)
-        return plan, None, finished
+        return step, None, finished
 
     def _call(self, kind: CallKind, numbers: Iterator[int]) -> Request | None:
         """Make a call that is neither a plan nor a result. Returns the request that arrived or was aborted."""
@@ -175,10 +176,10 @@ class Player:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _sampled_tokens(self, plan: StepPlan, lengths: list[int]) -> list[Any]:
+    def _sampled_tokens(self, step: InFlightStep, lengths: list[int]) -> list[Any]:
         tokens: list[Any] = []
-        for i, (seq, length) in enumerate(zip(plan.sequences, lengths, strict=True)):
-            if i in plan.num_samples and seq.request.select_beams is None:
+        for i, (seq, length) in enumerate(zip(step.sequences, lengths, strict=True)):
+            if i in step.plan.num_samples and seq.request.select_beams is None:
                 first = len(seq.request.prompt_token_ids)
                 tokens.append([self._output(seq.request, index, first, 1)[0] for index in range(length)])
             else:

@@ -176,8 +176,8 @@ class FlightRecorder:
                 self._add(CallKind.UNPIN, now, requests.unpin(sequence.request))
             case cmd.ResetPrefixCache():
                 self._add(CallKind.RESET, now)
-            case cmd.Fail(plan, limit):
-                self._add(CallKind.FAIL, now, self._scheduler.in_flight.index(plan), limit)
+            case cmd.Fail(step, limit):
+                self._add(CallKind.FAIL, now, self._scheduler.in_flight.index(step), limit)
             case cmd.Confine(members):
                 self._add(CallKind.CONFINE, now, len(members), *requests.numbers(members))
             case cmd.LimitSteps(limit):
@@ -188,7 +188,7 @@ class FlightRecorder:
 
     def _add_plan(self, now: float) -> None:
         segment, scheduler = self._segments[-1], self._scheduler
-        self._requests.forget_ended(scheduler.in_flight[0].step if scheduler.in_flight else scheduler.num_steps)
+        self._requests.forget_ended(scheduler.in_flight[0].plan.step if scheduler.in_flight else scheduler.num_steps)
         if now - segment.begin_s > self.segment_s or segment.num_call_bytes > self.max_bytes // 8:
             segment = self._begin_segment(now)
             if members := scheduler.confined_to:  # older readers of this version do not take it from the snapshot
@@ -196,11 +196,11 @@ class FlightRecorder:
         segment.add_plan(now, scheduler.policy.costs)
 
     def _add_result(self, update: cmd.Update, now: float) -> None:
-        plan, result, last = update
+        step, result, last = update
         lengths = list(map(len, result.tokens))
         if result.corrupt:
             self._add(CallKind.CORRUPT, now, len(result.corrupt), *result.corrupt)
-        if last and lengths == plan.num_sampled and not result.errors:
+        if last and lengths == step.plan.num_sampled.tolist() and not result.errors:
             self._add(CallKind.RESULT, now)
         else:
             kind = CallKind.UNEVEN_RESULT if last else CallKind.PARTIAL_RESULT
