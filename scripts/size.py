@@ -18,8 +18,8 @@ BUDGETS: dict[str, int] = {
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
     "core": 2360,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots beside the fields
     "checkpoint": 580,  # finding a model's files, reading headers
-    "engine": 2770,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
-    "frontend": 1640,  # LLM, the client with its transports, text input
+    "engine": 2790,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
+    "frontend": 1560,  # LLM, the client with its transports, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
     "kernels": 6110,  # reference, CPU (torch and C++) and Triton, Hopper variants included
     "models": 1590,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
