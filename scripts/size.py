@@ -18,18 +18,18 @@ BUDGETS: dict[str, int] = {
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
     "core": 2360,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots beside the fields
     "checkpoint": 580,  # finding a model's files, reading headers
-    "engine": 2770,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
-    "frontend": 1640,  # LLM, the client with its transports, text input
+    "engine": 2790,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
+    "frontend": 1560,  # LLM, the client with its transports, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
-    "kernels": 6110,  # reference, CPU (torch and C++) and Triton, Hopper variants included
+    "kernels": 6290,  # reference, CPU (torch and C++) and Triton, Hopper variants and the choice by capability included
     "models": 1590,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2780,  # cost models, traces, planner, the paper's experiments
     "bench": 1545,  # `octavo bench`
-    "view": 3040,  # live view, flight recorder and player, playground and lessons
+    "view": 3055,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
-    "cli": 2050,  # one file a command
+    "cli": 2075,  # one file a command
 }
 JAVASCRIPT = {".js", ".mjs"}
 VENDORED = "vendor"

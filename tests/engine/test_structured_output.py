@@ -20,8 +20,9 @@ from octavo.engine.engine_request import EngineRequest
 from octavo.engine.executor import GrammarBitmask
 from octavo.engine.structured_output import BitmaskRow, RequestGrammar, compute_bitmask
 from octavo.errors import ParameterError, RequestFailedError
-from octavo.runner import model_runner as runner
-from octavo.runner.executor import LocalExecutor, LocalStepHandle
+from octavo.runner import prefill_batch
+from octavo.runner.executor import StepHandle, ThreadedExecutor
+from octavo.runner.output_buffers import OutputBuffers
 from octavo.text import grammar
 from octavo.text.grammar import Matcher
 from tests.engine.models import WrappedModel, make_talking_checkpoint
@@ -339,9 +340,9 @@ def test_batch_of_all_kinds_equals_single_requests(talking: Path) -> None:
 def test_only_constrained_slices_wait_for_bitmasks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without constrained slices gets no bitmask; otherwise it has one row per constrained slice."""
     seen: list[tuple[int, int]] = []
-    put = LocalStepHandle.put_bitmask
+    put = StepHandle.put_bitmask
 
-    def spied(self: LocalStepHandle, masks: GrammarBitmask | None) -> None:
+    def spied(self: StepHandle, masks: GrammarBitmask | None) -> None:
         slices = () if masks is None else masks.slices
         (step,) = (step for step in llm.engine.scheduler.in_flight if step.plan is self.plan)
         seen.append((len(self.plan.rows), len(slices)))
@@ -350,7 +351,7 @@ def test_only_constrained_slices_wait_for_bitmasks(llm: LLM, monkeypatch: pytest
             assert len(sequence.token_ids) == position, "a mask is computed from exactly the earlier tokens"
         put(self, masks)
 
-    monkeypatch.setattr(LocalStepHandle, "put_bitmask", spied)
+    monkeypatch.setattr(StepHandle, "put_bitmask", spied)
     llm.generate(["abc", "defg"], [params(None, max_tokens=30), params({"regex": "[ab]{5}"})], use_tqdm=False)
     # Five letters and the end; and one more step, planned before the end was known.
     assert [num for _, num in seen] == [1] * 6 + [0]
@@ -360,13 +361,13 @@ def test_only_constrained_slices_wait_for_bitmasks(llm: LLM, monkeypatch: pytest
 def test_steps_are_planned_before_their_bitmasks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device computes the next position while the host computes the mask of the previous token."""
     pending: list[int] = []
-    submit = LocalExecutor.submit
+    submit = ThreadedExecutor.submit
 
-    def spied(self: LocalExecutor, plan: StepPlan) -> LocalStepHandle:
+    def spied(self: ThreadedExecutor, plan: StepPlan) -> StepHandle:
         pending.append(llm.engine.scheduler.in_flight[-1].sequences[0].num_pending)
         return submit(self, plan)
 
-    monkeypatch.setattr(LocalExecutor, "submit", spied)
+    monkeypatch.setattr(ThreadedExecutor, "submit", spied)
     llm.generate(["abc"], params({"regex": "[ab]{5}"}), use_tqdm=False)
     assert pending == [1] + [2] * 6
 
@@ -375,13 +376,13 @@ def test_steps_are_planned_before_their_bitmasks(llm: LLM, monkeypatch: pytest.M
 def test_decode_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan for several tokens, each with its own mask; also next to an unconstrained request."""
     plans: list[StepPlan] = []
-    submit = LocalExecutor.submit
+    submit = ThreadedExecutor.submit
 
-    def spied(self: LocalExecutor, plan: StepPlan) -> LocalStepHandle:
+    def spied(self: ThreadedExecutor, plan: StepPlan) -> StepHandle:
         plans.append(plan)
         return submit(self, plan)
 
-    monkeypatch.setattr(LocalExecutor, "submit", spied)
+    monkeypatch.setattr(ThreadedExecutor, "submit", spied)
     requests = [params({"regex": "[ab]{9}"}), params({"regex": "x[yz]{3}"}, n=2), params(None, max_tokens=11)]
     prompts = ["abc", "ab", "abcd"]
     with open_llm(talking, async_scheduling=overlap) as llm:
@@ -395,14 +396,14 @@ def test_decode_windows_of_constrained_requests(talking: Path, overlap: bool, mo
 def test_first_column_that_arrives_in_parts(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a prompt's logits take several passes, its first token arrives after others' of the same step. Masks of the
     second column wait for it."""
-    monkeypatch.setattr(runner, "MAX_PROMPT_LOGITS", 1)
-    one_pass = runner.ModelRunner._pass
+    monkeypatch.setattr(prefill_batch, "MAX_PROMPT_LOGITS", 1)
+    record = OutputBuffers.record_result
 
-    def slow(self: runner.ModelRunner, *given: Any) -> None:
+    def slow(self: OutputBuffers, *given: Any) -> None:
         time.sleep(0.02)  # so that tokens of two passes never arrive together
-        one_pass(self, *given)
+        record(self, *given)
 
-    monkeypatch.setattr(runner.ModelRunner, "_pass", slow)
+    monkeypatch.setattr(OutputBuffers, "record_result", slow)
     asks = params({"regex": "(c[de]f){4}"}, prompt_logprobs=1, max_tokens=20)
     requests, prompts = [params({"regex": "[ab]{24}"}, max_tokens=30), asks], ["abc", "abcdefghijklmno"]
     found = []
@@ -495,7 +496,7 @@ def test_failed_request_is_output_once(llm: LLM, monkeypatch: pytest.MonkeyPatch
         finish(self, matcher, mask)
 
     monkeypatch.setattr(RequestGrammar, "apply_stop_tokens", broken)
-    monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens arrive only with the end of their step
+    monkeypatch.setattr(StepHandle, "done", True)  # tokens arrive only with the end of their step
     asked = params({"regex": "[ab]{9}"})
     llm.engine.add_request(
         EngineRequest("a", [5, 6, 7], asked, grammar=llm._input_processor.compile_grammar(asked), stream=True)

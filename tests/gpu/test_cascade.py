@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.runner.cuda_model_runner import CudaModelRunner, GraphKey
+from octavo.runner.model_runner import GraphKey, ModelRunner
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -57,13 +57,13 @@ def test_cascade_attention_gives_the_same_tokens(
         expected = tokens_of(llm)
     monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_SAVED_BYTES", -(10**12))  # for every shared prefix
     num_passes: Counter[bool] = Counter()
-    run = CudaModelRunner._run_decode
+    run = ModelRunner._run_decode
 
-    def counted(self: CudaModelRunner, num_slices: int, key: GraphKey) -> None:
+    def counted(self: ModelRunner, num_slices: int, key: GraphKey) -> None:
         num_passes[key.cascade] += 1
         run(self, num_slices, key)
 
-    monkeypatch.setattr(CudaModelRunner, "_run_decode", counted)
+    monkeypatch.setattr(ModelRunner, "_run_decode", counted)
     with LLM(model, **(OPTIONS | options)) as llm:
         found = tokens_of(llm)
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from octavo.runner.sampling.host_sampling import HostSamplingRunner
+from octavo.runner.sampling.host_sampling import HostSampler
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
 from tests.proof.ways import OPTIONS, WAYS, runs
-from tests.runner.test_cuda_model_runner import (
+from tests.runner.test_stub_platform import (
     completions,
     grammar_params,
     host_params,
@@ -77,7 +77,7 @@ def generate_on_both(
     found = []
     for device, more in (("cpu", {}), ("cuda", WAYS[way])):
         if device == "cuda":
-            monkeypatch.delattr(HostSamplingRunner, "sample")
+            monkeypatch.delattr(HostSampler, "sample")
         with LLM(str(directory), device=device, **(OPTIONS | more)) as llm:
             found.append(llm.generate(prompts, params, use_tqdm=False))
     return found
@@ -107,7 +107,7 @@ def test_grammars_need_no_host_sampling(way: str, tmp_path: Path, monkeypatch: p
     options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
     with LLM(directory, device="cpu", **(options | WAYS[way])) as llm:
         expected = completions(llm.generate(prompts, params, use_tqdm=False))
-    monkeypatch.delattr(HostSamplingRunner, "sample")
+    monkeypatch.delattr(HostSampler, "sample")
     with LLM(directory, device="cuda", **(options | WAYS[way] | {"enable_prefix_caching": False})) as llm:
         for _ in range(4):
             assert completions(llm.generate(prompts, params, use_tqdm=False)) == expected

@@ -15,8 +15,8 @@ from octavo import LLM
 from octavo.engine.outputs import request_failed_error
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof.ways import OPTIONS
-from tests.runner.test_cuda_model_runner import completions, mixed_params
 from tests.runner.test_out_of_memory import prompts
+from tests.runner.test_stub_platform import completions, mixed_params
 
 BYTES_PER_TOKEN = 64 << 20
 ROOM = 1 << 30
@@ -29,7 +29,7 @@ class LargeModel:
     def __init__(self, llm: LLM, never: int = -1) -> None:
         runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
         self.inner, self.never = runner.model, never
-        runner.model = runner.host_sampling.model.model = self
+        runner.model = self
 
     def forward(self, token_ids: Tensor, *rest: Any) -> Tensor:
         tokens = 1 << 20 if bool((token_ids == self.never).any()) else len(token_ids)
@@ -63,7 +63,7 @@ def test_smaller_steps_give_the_same_tokens(tmp_path: Path, limit_memory: Any, o
         limit_memory()
         assert completions(llm.generate(prompts(len(params)), params, use_tqdm=False)) == expected
         assert llm.engine.stats.num_failed_steps > 0
-        llm.engine.executor.runner.release_memory()  # type: ignore[attr-defined]
+        llm.engine.executor.runner.platform.release_memory()  # type: ignore[attr-defined]
         assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < ROOM // 4  # the passes' memory is freed
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM
-from octavo.kernels.triton import ops as cuda
+from octavo.runner.platform import CudaPlatform
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import tags as t
 from tests.runner.test_tags import CASES, OPTIONS, PLANTS, Plant, check_notices
@@ -25,7 +25,7 @@ def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
     seen: Counter[str] = Counter()
     with LLM(model, **(ON_GPU | CASES[case] | {"dtype": dtype, "enforce_eager": True})) as llm:
-        tags = t.tag(llm, cuda, use_cuda_runner=True, graphs=graphs)
+        tags = t.tag(llm, CudaPlatform(), graphs=graphs)
         for seed in range(24):
             outputs, events = t.serve(llm, seed)
             assert outputs
@@ -38,4 +38,6 @@ def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_noticed(tmp_path: Path, plant: Plant) -> None:
-    check_notices(str(make_tiny_checkpoint("llama", tmp_path / "llama")), plant, cuda, **ON_GPU, enforce_eager=True)
+    check_notices(
+        str(make_tiny_checkpoint("llama", tmp_path / "llama")), plant, CudaPlatform(), **ON_GPU, enforce_eager=True
+    )

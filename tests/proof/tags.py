@@ -6,14 +6,12 @@ and V. It reads the tags of the whole context through `block_tables`, like atten
 of the row's history. Blocks without an owner are overwritten before the next plan. All of this is queued or captured
 with the pass and does not wait, so steps overlap as they do without tags.
 
-It works with `CudaModelRunner`, on a GPU or on a CPU, and with `ModelRunner`. `tests.proof.oracle` does the same check
-without a model.
+It works with `ModelRunner` on any platform. `tests.proof.oracle` does the same check without a model.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from random import Random
@@ -32,11 +30,10 @@ from octavo.engine.executor import StepHandle
 from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs, RowState
-from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaModelRunner
-from octavo.runner.executor import LocalExecutor
-from octavo.runner.model_runner import ModelRunner, SlicePart
-from octavo.runner.recorded_graphs import Model
+from octavo.runner.executor import Executor
+from octavo.runner.graphs import Model
+from octavo.runner.model_runner import ModelRunner
+from octavo.runner.platform import Platform
 from tests.proof.oracle import ReadBack
 from tests.proof.workloads import World
 
@@ -202,21 +199,18 @@ class LostBlocks:
 class TaggedExecutor:
     """Passes each plan's facts to the tags before the plan starts."""
 
-    def __init__(
-        self, executor: CudaExecutor | LocalExecutor, tags: Tags, losses: LostBlocks, in_flight: Seq[InFlightStep]
-    ) -> None:
+    def __init__(self, executor: Executor, tags: Tags, losses: LostBlocks, in_flight: Seq[InFlightStep]) -> None:
         self.executor, self._in_flight = executor, in_flight
         self.close = executor.close
         self._losses = losses
         self._facts: dict[int, PlanFacts] = {}
-        method = "launch" if isinstance(executor.runner, CudaModelRunner) else "run"
-        run = getattr(executor.runner, method)
+        execute = executor.runner.execute
 
-        def begin(plan: StepPlan, *rest: Any) -> Any:
+        def begin(plan: StepPlan) -> Any:
             tags.begin(self._facts.pop(id(plan)))
-            return run(plan, *rest)
+            return execute(plan)
 
-        setattr(executor.runner, method, torch.inference_mode()(begin))
+        setattr(executor.runner, "execute", torch.inference_mode()(begin))  # noqa: B010 (mypy refuses the plain way)
 
     def submit(self, plan: StepPlan) -> StepHandle:
         sequences = self._in_flight[-1].sequences
@@ -225,54 +219,34 @@ class TaggedExecutor:
         return self.executor.submit(plan)
 
 
-def tag(llm: LLM, ops: Any, *, use_cuda_runner: bool, graphs: bool | Callable[[Tensor], Any] = False) -> Tags:
-    """Give a new engine a KV pool with tags, and a runner that checks them.
-
-    use_cuda_runner  `CudaModelRunner` on any device, else `ModelRunner`
-    graphs           use CUDA graphs; or a function that makes a replacement from the step counter
-    """
+def tag(llm: LLM, platform: Platform, *, graphs: bool = True) -> Tags:
+    """Give a new engine a KV pool with tags, and a runner on this platform that checks them."""
     engine, args = llm.engine, llm.config.args
-    old: Any = engine.executor.runner  # type: ignore[attr-defined]
-    kv = _with_tags(old.kv)
-    host_kv = _with_tags(old.swapper.host_kv if isinstance(old, CudaModelRunner) else old.host_kv)
+    old: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]
+    kv, host_kv = _with_tags(old.kv), _with_tags(old.swapper.host_kv)
     num_rows, max_len = args.max_num_seqs or 1, llm.config.max_model_len
     tags = Tags(kv, num_rows, max_len + 1)
-    model = TaggedModel(old.model, tags)
-    executor: CudaExecutor | LocalExecutor
-    model_runner: ModelRunner
-    if use_cuda_runner:
-        runner = CudaModelRunner(
-            model,
-            kv,
-            host_kv,
-            num_rows=num_rows,
-            max_model_len=max_len,
-            max_num_tokens=args.max_num_batched_tokens or 1,
-            max_decode_steps=args.decode_window or 1,
-            vocab_size=engine.limits.vocab_size,
-            ops=TaggedOps(ops, tags),  # type: ignore[arg-type]
-            graphs=graphs is True,
-        )
-        if callable(graphs):
-            runner.graphs = graphs(runner.input_buffers.step_counter)
-        model_runner, executor = runner.host_sampling, CudaExecutor(runner)
-    else:
-        model_runner = ModelRunner(model, kv, host_kv, num_rows=num_rows, max_model_len=max_len, ops=ops)
-        executor = LocalExecutor(model_runner)
-    run_pass = model_runner._pass
-
-    def tagged_pass(plan: StepPlan, parts: list[SlicePart], *rest: Any) -> None:
-        tags.rows = torch.tensor([part.row for part in parts], device=kv.device)
-        run_pass(plan, parts, *rest)
-
-    setattr(model_runner, "_pass", tagged_pass)  # noqa: B010 (mypy refuses the plain way)
+    platform.ops = TaggedOps(platform.ops, tags)  # type: ignore[assignment]
+    runner = ModelRunner(
+        TaggedModel(old.model, tags),
+        kv,
+        host_kv,
+        platform,
+        num_rows=num_rows,
+        max_model_len=max_len,
+        max_num_tokens=args.max_num_batched_tokens or 1,
+        max_decode_steps=args.decode_window or 1,
+        vocab_size=engine.limits.vocab_size,
+        graphs=graphs,
+    )
+    executor = platform.executor(runner)
     losses, schedule = LostBlocks(), engine.scheduler.schedule
 
     def next_turn() -> InFlightStep:
         losses.turn += 1
         return schedule()
 
-    setattr(engine.scheduler, "schedule", next_turn)  # noqa: B010
+    setattr(engine.scheduler, "schedule", next_turn)  # noqa: B010 (mypy refuses the plain way)
     engine.scheduler.events.subscribe(losses, blocks=True)
     engine.executor.close()
     engine.executor = TaggedExecutor(executor, tags, losses, engine.scheduler.in_flight)

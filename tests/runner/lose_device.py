@@ -27,8 +27,10 @@ from octavo.errors import EngineError
 from octavo.frontend.build import BuiltEngine, build
 from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.process_transport import process_client
-from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
-from tests.runner.test_cuda_model_runner import use_cuda_runner
+from octavo.runner.executor import Advance
+from octavo.runner.model_runner import ModelRunner
+from octavo.runner.output_buffers import StepOutput
+from tests.runner.stub_platform import use_stub_platform
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -55,18 +57,18 @@ def options_for(harm: str) -> dict[str, Any]:
     return OPTIONS | {"device": "cpu" if harm == "fake" else "cuda"}
 
 
-def lose(runner: CudaModelRunner, harm: str) -> None:
+def lose(runner: ModelRunner, harm: str) -> None:
     """Let `AT` steps run, then lose the device."""
-    launch, num_launched = runner.launch, 0
+    execute, num_launched = runner.execute, 0
 
     def raise_cuda_error(*_: Any) -> Any:
         raise RuntimeError(f"{MESSAGES[harm]}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` ...\n")
 
-    def broken(plan: StepPlan) -> Finish:
+    def broken(plan: StepPlan) -> tuple[StepOutput, Advance]:
         nonlocal num_launched
         num_launched += 1
         if num_launched > AT and harm == "fake":
-            runner.check_device = raise_cuda_error  # type: ignore[method-assign]
+            runner.platform.synchronize = raise_cuda_error  # type: ignore[method-assign]
             raise_cuda_error()
         elif num_launched == AT + 1 and harm == "write":
             from tests.runner.wild_write import write_to
@@ -74,14 +76,14 @@ def lose(runner: CudaModelRunner, harm: str) -> None:
             write_to[(1,)](16)
         elif num_launched == AT + 1:
             torch.zeros(4, device="cuda").index_select(0, torch.tensor([1 << 20], device="cuda"))
-        return launch(plan)
+        return execute(plan)
 
-    runner.launch = broken  # type: ignore[method-assign]
+    runner.execute = broken  # type: ignore[method-assign]
 
 
 def prepare(built: LLM | BuiltEngine, harm: str) -> None:
     if harm == "fake":
-        use_cuda_runner(built)  # type: ignore[arg-type]
+        use_stub_platform(built)  # type: ignore[arg-type]
     lose(built.engine.executor.runner, harm)  # type: ignore[attr-defined]
 
 

@@ -36,9 +36,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 def steps(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of each step, as passed to sampling."""
     seen: list[Tensor] = []
-    sample = cpu.sample
+    sample = cpu.sample_checked
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "sample", lambda logits, params: seen.append(logits.clone()) or sample(logits, params))
+        patch.setattr(cpu, "sample_checked", lambda logits, *rest: seen.append(logits.clone()) or sample(logits, *rest))
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
     assert [logits.dtype for logits in seen] == [torch.float32] * NUM_STEPS
     return seen

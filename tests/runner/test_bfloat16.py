@@ -1,4 +1,4 @@
-"""Tokens in bfloat16 compared with the float32 reference: `CudaModelRunner` on a CPU. tests/gpu does it on a GPU.
+"""Tokens in bfloat16 compared with the float32 reference: `ModelRunner` on a CPU. tests/gpu does it on a GPU.
 
 Planted bugs prove that the check notices errors; see `tests.proof.margins`.
 """
@@ -17,7 +17,7 @@ from octavo.kernels.cpu import ops as cpu
 from tests.models.tiny import KINDS
 from tests.proof import margins as m
 from tests.proof.ways import WAYS, runs
-from tests.runner.test_cuda_model_runner import use_cuda_runner
+from tests.runner.stub_platform import use_stub_platform
 
 Models = Callable[[str], tuple[str, m.Judge]]
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def test_tokens_equal_the_reference_except_near_ties(models: Models, kind: str) -> None:
     directory, judge = models(kind)
     for way, options in WAYS.items():
-        with use_cuda_runner(LLM(directory, device="cpu", **(m.SMALL | options)), fake_graphs=way != "eager") as llm:
+        with use_stub_platform(LLM(directory, device="cpu", **(m.SMALL | options)), fake_graphs=way != "eager") as llm:
             for outputs in runs(llm, way, m.SMALL_PROMPTS, m.GREEDY):
                 judge.check(outputs, way)
 
@@ -50,7 +50,7 @@ def test_tokens_equal_the_reference_except_near_ties(models: Models, kind: str) 
 def test_most_positions_have_one_acceptable_token(models: Models, kind: str) -> None:
     """Also for random prompts; else the margin would accept wrong tokens."""
     directory, judge = models(kind)
-    with use_cuda_runner(LLM(directory, device="cpu", **m.SMALL)) as llm:
+    with use_stub_platform(LLM(directory, device="cpu", **m.SMALL)) as llm:
         gaps = judge.gaps(llm.generate(m.SMALL_PROMPTS, m.GREEDY, use_tqdm=False))
     assert torch.cat([g.second for g in gaps]).lt(m.MARGIN).float().mean() < 0.4
     logits = torch.cat(judge.logits(m.SMALL_PROMPTS))  # [num_tokens, vocab_size]
@@ -63,7 +63,7 @@ def test_the_large_model_of_the_gpu_tests(tmp_path: Path) -> None:
     """With preemption and prefill chunks."""
     judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
     options = m.LARGE | m.LARGE_WAYS["recompute"] | m.LARGE_WAYS["chunks"]
-    with use_cuda_runner(LLM(str(tmp_path / "large"), device="cpu", **options)) as llm:
+    with use_stub_platform(LLM(str(tmp_path / "large"), device="cpu", **options)) as llm:
         for outputs in runs(llm, "recompute", m.LARGE_PROMPTS, m.GREEDY):
             judge.check(outputs)
 
@@ -74,7 +74,7 @@ def test_the_large_model_of_the_gpu_tests(tmp_path: Path) -> None:
 )
 def test_a_planted_bug_is_noticed(models: Models, kind: str, plant: m.Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, judge = models(kind)
-    with use_cuda_runner(LLM(directory, device="cpu", **m.SMALL)) as llm:
+    with use_stub_platform(LLM(directory, device="cpu", **m.SMALL)) as llm:
         plant(monkeypatch, cpu, reference)
         outputs = llm.generate(m.SMALL_PROMPTS, m.GREEDY, use_tqdm=False)
     with pytest.raises(AssertionError, match="below the best"):

@@ -11,9 +11,10 @@ from xxhash import xxh3_64_intdigest
 
 from octavo import LLM, BeamSearchParams
 from octavo.core.plan import StepPlan, StepResult, SwapIn, SwapOut
-from octavo.kernels import reference
 from octavo.runner.checksums import Checksums, SwapInCheck
+from octavo.runner.executor import Executor
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.platform import CpuPlatform
 from octavo.runner.streams import CompletedEvent
 from tests.engine.models import make_talking_checkpoint
 from tests.runner.flipped_bits import (
@@ -26,7 +27,7 @@ from tests.runner.flipped_bits import (
     generate,
 )
 from tests.runner.handwritten_plans import NextTokenModel
-from tests.runner.test_cuda_model_runner import use_cuda_runner
+from tests.runner.stub_platform import use_stub_platform
 
 TIGHT: dict[str, Any] = {
     "device": "cpu",
@@ -50,12 +51,12 @@ def expected(model: str) -> list[Any]:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "alone"])
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("cuda_runner", [False, True], ids=["cpu", "cuda_runner"])
+@pytest.mark.parametrize("stub_platform", [False, True], ids=["cpu", "stub_platform"])
 def test_a_flipped_bit_gives_no_wrong_token(
-    model: str, expected: list[Any], cuda_runner: bool, window: int, overlap: bool, caplog: pytest.LogCaptureFixture
+    model: str, expected: list[Any], stub_platform: bool, window: int, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = LLM(model, **TIGHT, decode_window=window, async_scheduling=overlap)
-    with use_cuda_runner(llm) if cuda_runner else llm:
+    with use_stub_platform(llm) if stub_platform else llm:
         check_no_wrong_token(llm, expected)
     assert "swapped blocks came back corrupted" in caplog.text
 
@@ -145,29 +146,25 @@ def test_wait_for_blocks_until_the_comparison_ends() -> None:
 
 def test_corrupt_blocks_are_reported_once() -> None:
     check = Checksums(torch.zeros(3, 4)).submit([], [1], CompletedEvent())
-    columns: list[StepResult] = []
-    add_column = check.attach_to(columns.append)
-    add_column(StepResult([[1]]))
-    add_column(StepResult([[2]]))
-    assert [column.corrupt for column in columns] == [[1], []]
+    assert [check.take(), check.take()] == [[1], []]
     assert SwapInCheck().take() == [] and SwapInCheck().done
 
 
 @pytest.fixture
 def runner() -> ModelRunner:
     kv = torch.zeros(9, 1, 2, 1, 2, 1)
-    return ModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
+    return ModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), CpuPlatform(), graphs=False, **sizes)
 
 
 def test_a_plan_of_swaps_only_reports_corrupt_blocks(runner: ModelRunner) -> None:
     out, back = StepPlan(), StepPlan()
     out.swap_outs = [SwapOut(1, 3), SwapOut(2, 4)]
     back.swap_ins = [SwapIn(3, 5), SwapIn(4, 6)]
-    columns: list[StepResult] = []
-    runner.run(out, columns.append)
-    runner.host_kv[4] += 1
-    runner.run(back, columns.append)
-    assert columns == [StepResult([], corrupt=[4])]
+    executor = Executor(runner)
+    assert executor.submit(out).result() == StepResult([])
+    runner.swapper.host_kv[4] += 1
+    assert executor.submit(back).result() == StepResult([], corrupt=[4])
 
 
 def test_the_checksum_thread_ends_with_the_engine(model: str) -> None:

@@ -1,10 +1,11 @@
-"""The local executor: one thread, in order. After a failed step, queued plans fail and later ones run."""
+"""The threaded executor: one thread, in order. After a failed step, queued plans fail and later ones run."""
 
 from __future__ import annotations
 
 import threading
 import time
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
 from octavo.errors import StepError
-from octavo.runner.executor import LocalExecutor
+from octavo.runner.executor import ThreadedExecutor
+from octavo.runner.output_buffers import OutputBuffers, StepOutput
+from octavo.runner.platform import CpuPlatform
 
 
 class FakeRunner:
@@ -26,18 +29,33 @@ class FakeRunner:
         self.bitmasks: list[Any] = []  # received by plans with bitmask slices
         self.gate: dict[int, threading.Event] = {}  # waited for before the last column
 
-    def run(self, plan: StepPlan, add_column: Any, get_bitmask: Any) -> None:
+        self.platform = CpuPlatform()
+        self.output_buffers = OutputBuffers(8, 2, self.platform)
+
+    def execute(self, plan: StepPlan) -> Any:
         self.ran.append(plan.step)
+        output = self.output_buffers.new_output(len(plan.rows))
+        work = self.work(plan, output)
+        next(work)
+
+        def advance(bitmask: GrammarBitmask | None) -> None:
+            if plan.num_bitmask_columns:
+                self.bitmasks.append(bitmask)
+            next(work, None)
+
+        return output, advance
+
+    def work(self, plan: StepPlan, output: StepOutput) -> Iterator[None]:
         columns = self.columns.get(plan.step, [[[plan.step]]])
         for i, column in enumerate(columns):
-            if i < plan.num_bitmask_columns:
-                self.bitmasks.append(get_bitmask(i))
+            if i < max(1, plan.num_bitmask_columns):
+                yield
             if i == len(columns) - 1:
                 if plan.step in self.gate:
                     assert self.gate[plan.step].wait(20)
                 if plan.step in self.raises:
                     raise self.raises[plan.step]
-            add_column(StepResult(column, {0: "bad"} if column == [[-1]] else {}))
+            self.output_buffers.record_result(output, StepResult(column, {0: "bad"} if column == [[-1]] else {}))
 
 
 def plan_of(step: int) -> StepPlan:
@@ -53,14 +71,14 @@ def runner() -> FakeRunner:
 
 @pytest.fixture
 def executor(runner: FakeRunner) -> Any:
-    executor = LocalExecutor(runner)  # type: ignore[arg-type]
+    executor = ThreadedExecutor(runner)  # type: ignore[arg-type]
     yield executor
     for gate in runner.gate.values():
         gate.set()
     executor.close()
 
 
-def test_plans_run_in_order_and_submit_does_not_wait(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_plans_run_in_order_and_submit_does_not_wait(executor: ThreadedExecutor, runner: FakeRunner) -> None:
     runner.gate[0] = threading.Event()
     runs = [executor.submit(plan_of(i)) for i in range(5)]
     assert not any(r.done for r in runs)
@@ -70,7 +88,7 @@ def test_plans_run_in_order_and_submit_does_not_wait(executor: LocalExecutor, ru
     assert runner.ran == list(range(5)) and all(r.done for r in runs)
 
 
-def test_poll_returns_columns_one_by_one(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_poll_returns_columns_one_by_one(executor: ThreadedExecutor, runner: FakeRunner) -> None:
     runner.columns[0] = [[[5, 6]], [[7]], [[]], [[-1]]]
     runner.gate[0] = threading.Event()
     run = executor.submit(plan_of(0))
@@ -88,7 +106,7 @@ def test_poll_returns_columns_one_by_one(executor: LocalExecutor, runner: FakeRu
     assert run.done and run.poll(1.0) is None
 
 
-def test_poll_waits_no_longer_than_its_timeout(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_poll_waits_no_longer_than_its_timeout(executor: ThreadedExecutor, runner: FakeRunner) -> None:
     runner.gate[0] = threading.Event()
     run = executor.submit(plan_of(0))
     begin = time.monotonic()
@@ -96,13 +114,13 @@ def test_poll_waits_no_longer_than_its_timeout(executor: LocalExecutor, runner: 
     assert 0.04 < time.monotonic() - begin < 60
 
 
-def test_the_result_contains_all_unpolled_columns(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_the_result_contains_all_unpolled_columns(executor: ThreadedExecutor, runner: FakeRunner) -> None:
     runner.columns[0] = [[[5]], [[6]], [[-1]], [[7, 8]]]
     result = executor.submit(plan_of(0)).result()
     assert result.tokens == [[5, 6, -1, 7, 8]] and result.errors == {0: "bad"}
 
 
-def test_logprobs_are_joined_like_their_tokens(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_logprobs_are_joined_like_their_tokens(executor: ThreadedExecutor, runner: FakeRunner) -> None:
     def entry(i: int) -> TokenLogprobs:
         return TokenLogprobs(-float(i), i, [], [])
 
@@ -111,15 +129,23 @@ def test_logprobs_are_joined_like_their_tokens(executor: LocalExecutor, runner: 
         StepResult([[5], []], logprobs={0: [entry(3)]}, prompt_logprobs={1: (6, [entry(4)])}),
         StepResult([[6], [9]], logprobs={0: [entry(5)], 1: [entry(6)]}),
     ]
-    runner.run = lambda plan, add_column, _: [add_column(r) for r in results]  # type: ignore[assignment,method-assign]
-    result = executor.submit(plan_of(0)).result()
+
+    def work(plan: StepPlan, output: StepOutput) -> Iterator[None]:
+        yield
+        for result in results:
+            runner.output_buffers.record_result(output, result)
+
+    runner.work = work  # type: ignore[method-assign]
+    plan = plan_of(0)
+    plan.rows.append(1)
+    result = executor.submit(plan).result()
     assert result.tokens == [[5, 6], [9]]
     assert result.logprobs == {0: [entry(3), entry(5)], 1: [entry(6)]}
     assert result.prompt_logprobs == {1: (4, [entry(1), entry(2), entry(4)])}
 
 
 def test_plans_queued_before_a_failure_is_seen_fail_and_later_ones_run(
-    executor: LocalExecutor, runner: FakeRunner
+    executor: ThreadedExecutor, runner: FakeRunner
 ) -> None:
     runner.gate[1], runner.raises[1] = threading.Event(), ValueError("planted")
     runs = [executor.submit(plan_of(i)) for i in range(4)]
@@ -137,7 +163,7 @@ def test_plans_queued_before_a_failure_is_seen_fail_and_later_ones_run(
     assert runner.ran == [0, 1, 9]
 
 
-def test_a_plan_submitted_before_the_failure_is_seen_fails(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_a_plan_submitted_before_the_failure_is_seen_fails(executor: ThreadedExecutor, runner: FakeRunner) -> None:
     runner.raises[0] = RuntimeError("planted")
     first = executor.submit(plan_of(0))
     while not first.done:
@@ -152,7 +178,9 @@ def test_a_plan_submitted_before_the_failure_is_seen_fails(executor: LocalExecut
     assert executor.submit(plan_of(2)).result().tokens == [[2]]
 
 
-def test_a_plan_waits_for_its_bitmask_and_later_plans_wait_for_it(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_a_plan_waits_for_its_bitmask_and_later_plans_wait_for_it(
+    executor: ThreadedExecutor, runner: FakeRunner
+) -> None:
     masked, later, bitmask = plan_of(0), plan_of(1), GrammarBitmask([0], np.zeros((1, 2), dtype=np.int32))
     masked.bitmask_slices, masked.num_sampled = [0], [1]
     first = executor.submit(masked)
@@ -166,7 +194,7 @@ def test_a_plan_waits_for_its_bitmask_and_later_plans_wait_for_it(executor: Loca
     assert again.result().tokens == [[0]]
 
 
-def test_each_column_of_a_decode_window_waits_for_its_bitmask(executor: LocalExecutor, runner: FakeRunner) -> None:
+def test_each_column_of_a_decode_window_waits_for_its_bitmask(executor: ThreadedExecutor, runner: FakeRunner) -> None:
     plan = plan_of(0)
     plan.bitmask_slices, plan.num_sampled = [0], [3]
     runner.columns[0] = [[[4]], [[5]], [[6]]]
@@ -183,7 +211,7 @@ def test_each_column_of_a_decode_window_waits_for_its_bitmask(executor: LocalExe
 
 
 def test_close_ends_a_plan_that_waits_for_its_bitmask(runner: FakeRunner) -> None:
-    executor = LocalExecutor(runner)  # type: ignore[arg-type]
+    executor = ThreadedExecutor(runner)  # type: ignore[arg-type]
     plan = plan_of(0)
     plan.bitmask_slices, plan.num_sampled = [0], [1]
     run = executor.submit(plan)
@@ -194,7 +222,7 @@ def test_close_ends_a_plan_that_waits_for_its_bitmask(runner: FakeRunner) -> Non
 
 
 def test_close_runs_queued_plans_and_frees_the_runner(runner: FakeRunner) -> None:
-    executor = LocalExecutor(runner)  # type: ignore[arg-type]
+    executor = ThreadedExecutor(runner)  # type: ignore[arg-type]
     runs = [executor.submit(plan_of(i)) for i in range(3)]
     executor.close()
     executor.close()

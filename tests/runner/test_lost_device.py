@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +19,14 @@ from octavo import LLM, SamplingParams
 from octavo.cli.main import FAILED, explain
 from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, StepError
-from octavo.kernels import reference
-from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
+from octavo.runner.executor import Advance, Executor
+from octavo.runner.model_runner import ModelRunner
 from octavo.runner.output_buffers import StepOutput
+from octavo.runner.platform import CudaPlatform
 from tests.engine.models import make_talking_checkpoint
 from tests.runner.handwritten_plans import SIZE, NextTokenModel, Plan
 from tests.runner.lose_device import MESSAGES, PARAMS, PROMPTS, check_engine_process, check_process
-from tests.runner.test_cuda_model_runner import use_cuda_runner
+from tests.runner.stub_platform import StubPlatform, use_stub_platform
 
 CAUSE = f"{MESSAGES['fake']}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
 OPTIONS: dict[str, Any] = {
@@ -62,43 +61,40 @@ class Broken:
         raise_cuda_error()
 
 
-def lose(runner: CudaModelRunner, where: str, after: int = 0) -> None:
+def lose(runner: ModelRunner, where: str, after: int = 0) -> None:
     """Lose the device after some steps. The error appears at `where`; "afterwards": after another error."""
-    launch, num_launched = runner.launch, 0
+    execute, num_launched = runner.execute, 0
 
-    def broken(plan: StepPlan) -> Finish:
+    def broken(plan: StepPlan) -> tuple[StepOutput, Advance]:
         nonlocal num_launched
         num_launched += 1
         if num_launched <= after:
-            return launch(plan)
-        runner.check_device = raise_cuda_error  # type: ignore[method-assign]
+            return execute(plan)
+        runner.platform.synchronize = raise_cuda_error  # type: ignore[method-assign]
         if where == "launch":
             raise_cuda_error()
         if where == "afterwards":
             raise ValueError("a bug")
-        finish = launch(plan)
+        output, advance = execute(plan)
 
-        def finish_broken(bitmask: Any) -> StepOutput:
+        def advance_broken(bitmask: Any) -> None:
             if where == "finish":
                 raise_cuda_error()
-            output = finish(bitmask)
+            advance(bitmask)
             output.events = [Broken(where) for _ in output.events]
-            return output
 
-        return finish_broken
+        return output, advance_broken
 
-    runner.launch = broken  # type: ignore[method-assign]
+    runner.execute = broken  # type: ignore[method-assign]
 
 
 # -- the executor ------------------------------------------------------------------------------------------------------
 
 
-def make_executor() -> CudaExecutor:
+def make_executor() -> Executor:
     kv = torch.zeros(9, 1, 2, 1, SIZE, 1)
     sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
-    return CudaExecutor(
-        CudaModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
-    )
+    return Executor(ModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), StubPlatform(), graphs=False, **sizes))
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -123,7 +119,7 @@ def test_device_lost_error_is_raised_wherever_it_appears(where: str, call: str) 
 
 def test_a_transient_cuda_error_does_not_lose_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA reports a transient error once, and a permanent one at each call."""
-    runner, num_calls = make_executor().runner, 0
+    platform, num_calls = object.__new__(CudaPlatform), 0
 
     def synchronize() -> None:
         nonlocal num_calls
@@ -131,16 +127,15 @@ def test_a_transient_cuda_error_does_not_lose_the_device(monkeypatch: pytest.Mon
         if num_calls <= num_errors:
             raise_cuda_error()
 
-    monkeypatch.setattr(runner, "kv", SimpleNamespace(is_cuda=True))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     num_errors = 1
-    runner.release_memory()
-    runner.check_device()
+    platform.release_memory()
+    platform.synchronize()
     num_errors = 100
-    runner.release_memory()
+    platform.release_memory()
     with pytest.raises(RuntimeError, match="illegal"):
-        runner.check_device()
+        platform.synchronize()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -148,7 +143,7 @@ def test_the_runner_of_a_lost_device_is_never_freed(lost: bool) -> None:
     """To free pinned memory torch queries the device, and a lost one would abort the process."""
     executor = make_executor()
     if lost:
-        executor.runner.check_device = raise_cuda_error  # type: ignore[method-assign]
+        executor.runner.platform.synchronize = raise_cuda_error  # type: ignore[method-assign]
     runner = weakref.ref(executor.runner)
     executor.close()
     executor.close()
@@ -171,7 +166,7 @@ WAYS: dict[str, tuple[dict[str, Any], SamplingParams]] = {
 @pytest.mark.parametrize("way", list(WAYS))
 def test_an_llm_raises_one_line_and_frees_its_blocks(model: str, way: str, where: str) -> None:
     options, params = WAYS[way]
-    with use_cuda_runner(LLM(model, **(OPTIONS | options))) as llm:
+    with use_stub_platform(LLM(model, **(OPTIONS | options))) as llm:
         lose(llm.engine.executor.runner, where, after=2)  # type: ignore[attr-defined]
         uses: list[Callable[[], object]] = [
             lambda: llm.generate(PROMPTS, params, use_tqdm=False),

@@ -1,4 +1,4 @@
-"""The CPU's model runner with plans written by hand: passes, decode windows, stop tokens, swaps and copies."""
+"""The model runner on the CPU with plans written by hand: passes, decode windows, stop tokens, swaps and copies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from octavo.core.plan import BlockCopy, StepPlan, StepResult, SwapIn, SwapOut, TableWrite
-from octavo.kernels import reference
 from octavo.runner.model_runner import ModelRunner
-from tests.runner.handwritten_plans import SIZE, NextTokenModel, Plan
+from octavo.runner.platform import CpuPlatform
+from tests.runner.handwritten_plans import SIZE, VOCAB, NextTokenModel, Plan
 
 
 @pytest.fixture
@@ -19,13 +19,14 @@ def model() -> NextTokenModel:
 @pytest.fixture
 def runner(model: NextTokenModel) -> ModelRunner:
     kv = torch.zeros(9, 1, 2, 1, SIZE, 1)  # 8 usable blocks
-    return ModelRunner(model, kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": VOCAB}
+    return ModelRunner(model, kv, torch.zeros_like(kv), CpuPlatform(), graphs=False, **sizes)
 
 
 def run(runner: ModelRunner, plan: StepPlan) -> list[StepResult]:
-    columns: list[StepResult] = []
-    runner.run(plan, columns.append)
-    return columns
+    output, advance = runner.execute(plan)
+    advance(None)
+    return [output.read(i, i + 1) for i in range(len(output.events))]
 
 
 def test_prompts_prefill_chunks_and_decodes_share_one_pass(runner: ModelRunner, model: NextTokenModel) -> None:
@@ -102,7 +103,7 @@ def test_block_moves_run_in_stream_order(runner: ModelRunner) -> None:
     """Swaps out, swaps in, copies, slices. All reads of a list of moves come before its writes."""
     for block in range(1, 9):
         runner.kv[block] = block
-        runner.host_kv[block] = 10 * block
+        runner.swapper.host_kv[block] = 10 * block
     plan = Plan()
     plan.swap_outs = [SwapOut(1, 3), SwapOut(2, 4)]
     plan.swap_ins = [SwapIn(3, 2), SwapIn(5, 1)]  # 3 has just been swapped out
@@ -112,20 +113,20 @@ def test_block_moves_run_in_stream_order(runner: ModelRunner) -> None:
     values = [int(runner.kv[b, 0, 1, 0, 1, 0]) for b in range(1, 9)]
     assert values == [50, 1, 3, 4, 5, 1, 50, 8]
     assert runner.kv[7, 0, 0, 0, 0, 0] == 9  # the slice wrote after the copy
-    assert [int(runner.host_kv[b, 0, 0, 0, 0, 0]) for b in (3, 4, 5)] == [1, 2, 50]
+    assert [int(runner.swapper.host_kv[b, 0, 0, 0, 0, 0]) for b in (3, 4, 5)] == [1, 2, 50]
 
 
 def test_a_plan_of_swaps_only_runs_no_pass(runner: ModelRunner, model: NextTokenModel) -> None:
     plan = Plan()
     plan.swap_outs = [SwapOut(1, 3)]
-    assert run(runner, plan) == [] and not model.passes
+    assert [column.tokens for column in run(runner, plan)] == [[]] and not model.passes
 
 
 # -- token history ----------------------------------------------------------------------------------------------------
 
 
 def test_row_setups_host_tokens_and_samples_update_the_token_history(runner: ModelRunner) -> None:
-    sampler = runner.sampler
+    sampler = runner.host_sampler.sampler
     plan = Plan().give(0, (5, 6, 7, 8), known=[1, 2, 3], repetition_penalty=2.0).slice(0, 0, 6, 4, [1, 2, 3])
     plan.give(1, (1, 2)).slice(1, 0, 1, 1, [9])
     run(runner, plan)
@@ -141,14 +142,14 @@ def test_row_setups_host_tokens_and_samples_update_the_token_history(runner: Mod
 def test_several_samples_before_a_fork_are_not_in_the_history(runner: ModelRunner) -> None:
     plan = Plan().give(0, (5, 6), known=[2, 3], presence_penalty=1.0, n=3, temperature=1.0)
     run(runner, plan.slice(0, 0, 2, 1, [2, 3], num_samples=3))
-    assert runner.sampler.history[0, :3].tolist() == [2, 3, 0]
+    assert runner.host_sampler.sampler.history[0, :3].tolist() == [2, 3, 0]
 
 
 def test_prompt_logprobs_of_prefill_chunks(
     runner: ModelRunner, model: NextTokenModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One entry for each prompt token but the first, over chunks and passes; none for output tokens."""
-    monkeypatch.setattr("octavo.runner.model_runner.MAX_PROMPT_LOGITS", 2)
+    monkeypatch.setattr("octavo.runner.prefill_batch.MAX_PROMPT_LOGITS", 2)
     prompt = [1, 2, 3, 9, 10, 0]
     plan = Plan().give(0, (5, 6, 7), known=prompt, prompt_logprobs=1).slice(0, 0, 5, 0, prompt[:5])
     plan.give(1, (8,)).slice(1, 0, 1, 1, [4])

@@ -21,7 +21,7 @@ from octavo.kernels.metadata import RaggedBatch
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 from tests.proof.margins import GREEDY
 from tests.proof.ways import OPTIONS
-from tests.runner.test_cuda_model_runner import use_cuda_runner
+from tests.runner.stub_platform import use_stub_platform
 
 PROMPTS = random_prompts(9, 17, 14, 5)
 VICTIM = 1
@@ -84,11 +84,11 @@ def check_other_requests(model: str, prepare: Callable[[LLM], LLM], **options: A
 
 
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("runner", ["cpu", "cuda_runner", "graphs"])
+@pytest.mark.parametrize("runner", ["cpu", "stub_platform", "graphs"])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "opt"])
 def test_nan_keys_fail_one_request_and_spoil_no_block(tmp_path: Path, kind: str, runner: str, window: int) -> None:
     def prepare(llm: LLM) -> LLM:
-        return llm if runner == "cpu" else use_cuda_runner(llm, fake_graphs=runner == "graphs")
+        return llm if runner == "cpu" else use_stub_platform(llm, fake_graphs=runner == "graphs")
 
     model = str(make_tiny_checkpoint(kind, tmp_path / kind))
     check_other_requests(model, prepare, device="cpu", decode_window=window)
@@ -106,4 +106,4 @@ def test_attention_that_reads_past_the_sequence_is_noticed(tmp_path: Path, monke
 
     monkeypatch.setattr(cpu, "paged_attention", wrong)
     with pytest.raises(AssertionError):
-        check_other_requests(str(make_tiny_checkpoint("llama", tmp_path / "llama")), use_cuda_runner, device="cpu")
+        check_other_requests(str(make_tiny_checkpoint("llama", tmp_path / "llama")), use_stub_platform, device="cpu")

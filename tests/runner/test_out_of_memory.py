@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,13 @@ from octavo.core.plan import StepPlan
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import request_failed_error
 from octavo.errors import StepError, StepMemoryError
-from octavo.kernels import reference
-from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaModelRunner
-from octavo.runner.executor import LocalExecutor, step_error
+from octavo.runner.executor import Executor, ThreadedExecutor, step_error
+from octavo.runner.model_runner import ModelRunner
+from octavo.runner.platform import CpuPlatform
 from tests.models.tiny import make_tiny_checkpoint
 from tests.runner.handwritten_plans import SIZE, NextTokenModel, Plan
-from tests.runner.test_cuda_model_runner import completions, mixed_params, use_cuda_runner
+from tests.runner.stub_platform import StubPlatform, use_stub_platform
+from tests.runner.test_stub_platform import completions, mixed_params
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -59,9 +60,9 @@ class LimitedModel:
 def limit_memory(llm: LLM, room: int, never: int = -1) -> LimitedModel:
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
     found = LimitedModel(runner.model, room, never)
-    runner.model = found
+    runner.model, runner.forward_graphs = found, None  # recorded passes would not call it
     if hasattr(runner, "host_sampling"):
-        runner.host_sampling.model.model = found
+        runner = found
     return found
 
 
@@ -69,16 +70,16 @@ def prompts(num: int) -> list[list[int]]:
     return [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(num)]
 
 
-@pytest.mark.parametrize("cuda_runner", [False, True], ids=["cpu", "cuda_runner"])
+@pytest.mark.parametrize("stub_platform", [False, True], ids=["cpu", "stub_platform"])
 @pytest.mark.parametrize("options", [{}, {"decode_window": 4}, {"async_scheduling": False}], ids=str)
-def test_smaller_steps_give_the_same_tokens(model: str, options: dict[str, Any], cuda_runner: bool) -> None:
+def test_smaller_steps_give_the_same_tokens(model: str, options: dict[str, Any], stub_platform: bool) -> None:
     logprobs_params = [SamplingParams(temperature=0, logprobs=num, max_tokens=9, ignore_eos=True) for num in (1, 21)]
     params = [replace(p, detokenize=False) for p in (*mixed_params(), *logprobs_params)]
     with LLM(model, **OPTIONS, **options) as llm:
         expected = completions(llm.generate(prompts(len(params)), params, use_tqdm=False))
     with LLM(model, **OPTIONS, **options) as llm:
-        if cuda_runner:
-            use_cuda_runner(llm)
+        if stub_platform:
+            use_stub_platform(llm)
         limit_memory(llm, room=5)
         events: list[ev.Event] = []
         llm.engine.scheduler.events.subscribe(events.append)
@@ -89,8 +90,8 @@ def test_smaller_steps_give_the_same_tokens(model: str, options: dict[str, Any],
     assert recomputed and all(e.why == "out of memory" and 0 < e.limit < e.num_tokens for e in recomputed)
 
 
-@pytest.mark.parametrize("cuda_runner", [False, True], ids=["cpu", "cuda_runner"])
-def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, cuda_runner: bool) -> None:
+@pytest.mark.parametrize("stub_platform", [False, True], ids=["cpu", "stub_platform"])
+def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, stub_platform: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     few = prompts(4)
     with LLM(model, **OPTIONS) as llm:
@@ -98,8 +99,8 @@ def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, cuda_
         others = {t for tokens, *_ in expected for t in tokens}.union(*few[:2], few[3])
         never = min(set(few[2]) - others)
     with LLM(model, **OPTIONS) as llm:
-        if cuda_runner:
-            use_cuda_runner(llm)
+        if stub_platform:
+            use_stub_platform(llm)
         limit_memory(llm, room=1000, never=never)
         for i, prompt in enumerate(few):
             llm.engine.add_request(EngineRequest(str(i), prompt, params))
@@ -117,10 +118,12 @@ def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, cuda_
 def test_tensors_of_a_failed_step_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     found, kv = LimitedModel(NextTokenModel(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
     sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
-    runner = CudaModelRunner(found, kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
+    runner = ModelRunner(found, kv, torch.zeros_like(kv), StubPlatform(), graphs=False, **sizes)
     is_freed: list[bool] = []
-    monkeypatch.setattr(runner, "release_memory", lambda: is_freed.append(all(made() is None for made in found.made)))
-    executor = CudaExecutor(runner)
+    monkeypatch.setattr(
+        runner.platform, "release_memory", lambda: is_freed.append(all(made() is None for made in found.made))
+    )
+    executor = Executor(runner)
     assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
     failed = executor.submit(Plan().give(1, (3, 4)).slice(1, 0, 3, 1, [3, 4, 5]))
     later = executor.submit(Plan().slice(0, 2, 1, 1))
@@ -138,8 +141,9 @@ def test_tensors_of_a_failed_step_are_freed(monkeypatch: pytest.MonkeyPatch) -> 
 class Raising:
     def __init__(self, error: BaseException) -> None:
         self.error = error
+        self.platform, self.output_buffers = CpuPlatform(), SimpleNamespace()
 
-    def run(self, *_: Any) -> None:
+    def execute(self, *_: Any) -> None:
         raise self.error
 
 
@@ -155,7 +159,7 @@ class Raising:
     ids=lambda e: str(e)[:20],
 )
 def test_errors_that_are_a_lack_of_memory(error: Exception) -> None:
-    executor = LocalExecutor(Raising(error))  # type: ignore[arg-type]
+    executor = ThreadedExecutor(Raising(error))  # type: ignore[arg-type]
     plan = StepPlan()
     plan.rows = [0]
     with pytest.raises(StepMemoryError):

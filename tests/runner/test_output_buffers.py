@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from octavo.kernels.row_state import NOTHING_SAMPLED
 from octavo.runner.output_buffers import ColumnWritten, OutputBuffers, StepOutput
+from octavo.runner.platform import CpuPlatform
 
 
 class ManualEvent:
@@ -31,12 +31,12 @@ class ManualEvent:
 
 def unwritten_column(num: int) -> tuple[OutputBuffers, StepOutput, ManualEvent]:
     """A column with `num` samples, not yet written."""
-    buffers = OutputBuffers(3, 8, torch.device("cpu"))
+    buffers = OutputBuffers(3, 8, CpuPlatform())
     events = [ManualEvent() for _ in buffers._events]
     buffers._events = list(events)
     buffers.tokens.fill_(5)  # tokens of earlier plans
-    first = buffers.next_half()
     output = buffers.new_output(num)
+    first = buffers.first_column
     buffers.record_column_of(output, list(range(num)), lambda: None)
     return buffers, output, events[first]
 

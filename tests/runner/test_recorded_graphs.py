@@ -10,36 +10,59 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo import LLM, SamplingParams
 from octavo.integers import cdiv
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.row_state import DecodeInputs
 from octavo.models.decoder import Decoder
 from octavo.models.linear_methods import PackedMethod
-from octavo.runner.recorded_graphs import MIN_TABLE_WIDTH, RecordedModel
+from octavo.runner.recorded_graphs import RecordedGraphs
 from tests.models.tiny import load_tiny, make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
-BLOCK_SIZE, NUM_BLOCKS = 2, 6 * MIN_TABLE_WIDTH
+BLOCK_SIZE, MAX_BLOCKS, NUM_ROWS = 2, 64, 20
+NUM_BLOCKS = 6 * MAX_BLOCKS
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    return load_tiny(folder, cpu, torch.bfloat16, linear_method=PackedMethod, max_len=4 * MIN_TABLE_WIDTH)
+    return load_tiny(folder, cpu, torch.bfloat16, linear_method=PackedMethod, max_len=4 * MAX_BLOCKS)
 
 
-class CallCounter:
-    """A model that counts how often it is called."""
+class Passes:
+    """Decode passes over the buffers of `DecodeInputs`, replayed where possible. Counts the calls of the model."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.calls = 0
+    def __init__(self, model: Any, kv: Tensor) -> None:
+        self.model, self.kv, self.calls = model, kv, 0
+        head = [torch.zeros(NUM_ROWS, dtype=torch.int64) for _ in range(3)]
+        step_counter = torch.zeros(2, dtype=torch.int64)
+        self.inputs = DecodeInputs.allocate(step_counter, *head, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE)
+        self.graphs = RecordedGraphs(self.inputs)
 
-    def forward(self, *args: Any) -> Tensor:
-        self.calls += 1
-        return self.model.forward(*args)
+    def fill(self, tokens: Tensor, batch: RaggedBatch) -> DecodeInputs:
+        inputs = self.inputs.first(len(tokens))
+        inputs.token_ids.copy_(tokens)
+        inputs.batch.positions.copy_(batch.positions)
+        inputs.batch.slot_mapping.copy_(batch.slot_mapping)
+        inputs.batch.seq_lens.copy_(batch.seq_lens)
+        inputs.batch.block_tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+        return inputs
+
+    def __call__(self, tokens: Tensor, batch: RaggedBatch) -> Tensor:
+        inputs, size = self.fill(tokens, batch), len(tokens)
+
+        def forward() -> Tensor:
+            self.calls += 1
+            logits: Tensor = self.model.forward(inputs.token_ids, inputs.batch, self.kv, None)
+            return logits
+
+        if size <= self.graphs.max_slices and size not in self.graphs:
+            self.graphs.capture(size, forward)
+        return self.graphs.replay(size) if size in self.graphs else forward()
 
 
 def pool(decoder: Decoder) -> Tensor:
@@ -48,64 +71,51 @@ def pool(decoder: Decoder) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def random_step(rng: random.Random, num_seqs: int, max_len: int) -> tuple[Tensor, RaggedBatch, Tensor]:
+def random_step(rng: random.Random, num_seqs: int, max_len: int) -> tuple[Tensor, RaggedBatch]:
     lens = [rng.randint(1, max_len) for _ in range(num_seqs)]
     ids = rng.sample(range(1, NUM_BLOCKS + 1), NUM_BLOCKS)
     tables = [[ids.pop() for _ in range(cdiv(n, BLOCK_SIZE))] for n in lens]
-    tokens = torch.tensor([rng.randrange(97) for _ in lens])
-    return tokens, RaggedBatch.from_lists([1] * num_seqs, lens, tables, BLOCK_SIZE), torch.arange(num_seqs)
+    return torch.tensor([rng.randrange(97) for _ in lens]), RaggedBatch.from_lists(
+        [1] * num_seqs, lens, tables, BLOCK_SIZE
+    )
 
 
-def test_replayed_steps_equal_the_model(decoder: Decoder) -> None:
+def test_replayed_passes_equal_the_model(decoder: Decoder) -> None:
     rng = random.Random(0)
-    model = CallCounter(decoder)
-    recorded = RecordedModel(model)
     kv, expected_kv = pool(decoder), pool(decoder)
-    sizes = [(n, max_len) for n in (1, 2, 4) for max_len in (9, 2 * MIN_TABLE_WIDTH - 1)] * 4
+    recorded = Passes(decoder, kv)
+    sizes = [(n, max_len) for n in (1, 2, 4) for max_len in (9, 2 * MAX_BLOCKS - 1)] * 4
     rng.shuffle(sizes)
     for num_seqs, max_len in sizes:
-        tokens, batch, rows = random_step(rng, num_seqs, max_len)
-        logits = recorded.forward(tokens, batch, kv, rows).clone()
-        assert torch.equal(logits, decoder.forward(tokens, batch, expected_kv, rows))
+        tokens, batch = random_step(rng, num_seqs, max_len)
+        logits = recorded(tokens, batch).clone()
+        assert torch.equal(logits, decoder.forward(tokens, batch, expected_kv, None))
         assert torch.equal(kv[1:], expected_kv[1:])  # the null block may differ
-    assert model.calls == 3 * 3  # sizes, each computed twice for the recording and once for its check
+    assert recorded.calls == 3 * 3  # sizes, each computed twice for the recording and once for its check
 
 
-def test_wider_block_tables_need_another_recording(decoder: Decoder) -> None:
-    rng = random.Random(0)
-    model = CallCounter(decoder)
-    recorded, kv = RecordedModel(model), pool(decoder)
-    for seq_len, calls in (
-        (5, 3),
-        (2 * MIN_TABLE_WIDTH, 3),
-        (2 * MIN_TABLE_WIDTH + 1, 6),
-        (3 * MIN_TABLE_WIDTH, 6),
-        (5, 6),
-    ):
-        block_ids = list(range(1, cdiv(seq_len, BLOCK_SIZE) + 1))
-        batch = RaggedBatch.from_lists([1], [seq_len], [block_ids], BLOCK_SIZE)
-        tokens = torch.tensor([rng.randrange(97)])
-        logits = recorded.forward(tokens, batch, kv, torch.arange(1)).clone()
-        assert torch.equal(logits, decoder.forward(tokens, batch, kv, None))
-        assert model.calls == calls
+def test_passes_of_many_rows_are_not_recorded(decoder: Decoder) -> None:
+    assert Passes(decoder, pool(decoder)).graphs.max_slices == SMALL_BATCH_ROWS
 
 
-@pytest.mark.parametrize("step", ["prefill chunk", "several logits of a token", "many sequences"])
-def test_other_steps_are_not_recorded(decoder: Decoder, step: str) -> None:
-    model = CallCounter(decoder)
-    recorded, kv = RecordedModel(model), pool(decoder)
-    if step == "prefill chunk":
-        batch, rows = RaggedBatch.from_lists([3], [5], [[1, 2, 3]], BLOCK_SIZE), torch.tensor([2])
-    elif step == "many sequences":
-        num = SMALL_BATCH_ROWS + 1
-        tables = [[i] for i in range(1, num + 1)]
-        batch, rows = RaggedBatch.from_lists([1] * num, [2] * num, tables, BLOCK_SIZE), torch.arange(num)
-    else:
-        batch, rows = RaggedBatch.from_lists([1], [5], [[1, 2, 3]], BLOCK_SIZE), torch.tensor([0, 0])
-    for _ in range(2):
-        logits = recorded.forward(torch.arange(len(batch.positions)), batch, kv, rows)
-        assert len(logits) == len(rows)
-    assert model.calls == 2
+def test_other_passes_are_computed_by_the_model(tmp_path: Path) -> None:
+    """Passes of more rows, prefill passes, and all passes without graphs."""
+    model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
+    always: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 40}
+    replays: list[Any] = []
+    prompts = [[3 + (7 * i + j) % 90 for j in range(5)] for i in range(SMALL_BATCH_ROWS + 3)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    found = []
+    for options in ({}, {"enforce_eager": True}):
+        with LLM(model, **always, **options) as llm:
+            runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+            if graphs := runner.forward_graphs:
+                replay = graphs.replay
+                graphs.replay = lambda name, replay=replay: [replays.append(name), replay(name)][1]
+            for num in (2, len(prompts)):
+                outputs = llm.generate(prompts[:num], params, use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[:2] == found[2:] and replays == [2] * 3
 
 
 class PartlyRecorded:
@@ -125,22 +135,22 @@ class PartlyRecorded:
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_model_with_unrecorded_operations_is_not_replayed(decoder: Decoder, where: str) -> None:
     rng = random.Random(0)
-    model = PartlyRecorded(decoder, where)
-    recorded, kv = RecordedModel(model), pool(decoder)
+    kv = pool(decoder)
+    recorded = Passes(PartlyRecorded(decoder, where), kv)
     for _ in range(3):
-        tokens, batch, rows = random_step(rng, 1, 20)
-        assert torch.equal(recorded.forward(tokens, batch, kv, rows), model.forward(tokens, batch, kv, rows))
+        tokens, batch = random_step(rng, 1, 20)
+        assert torch.equal(recorded(tokens, batch), recorded.model.forward(tokens, batch, kv, None))
 
 
 def test_unpacked_models_are_not_recorded(tmp_path: Path) -> None:
     decoder = load_tiny(make_tiny_checkpoint("llama", tmp_path), cpu, torch.float32, max_len=64)
     rng = random.Random(0)
-    model = CallCounter(decoder)
-    recorded, kv = RecordedModel(model), pool(decoder).float()
+    kv = pool(decoder).float()
+    recorded = Passes(decoder, kv)
     for _ in range(5):
-        tokens, batch, rows = random_step(rng, 2, 20)
-        assert torch.equal(recorded.forward(tokens, batch, kv, rows), decoder.forward(tokens, batch, kv, rows))
-    assert model.calls == 3 + 5  # one failed recording
+        tokens, batch = random_step(rng, 2, 20)
+        assert torch.equal(recorded(tokens, batch), decoder.forward(tokens, batch, kv, None))
+    assert recorded.calls == 3 + 5  # one failed recording
 
 
 def test_operations_after_a_recording_are_not_recorded() -> None:

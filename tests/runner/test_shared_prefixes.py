@@ -15,7 +15,8 @@ from octavo.kernels import reference
 from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner.shared_prefixes import FIRST_DEPTH, MIN_SAVED_BYTES, MIN_SAVED_SHARE, SharedPrefixes
 from tests.engine.models import make_talking_checkpoint
-from tests.runner.test_cuda_model_runner import OPTIONS, completions, use_cuda_runner
+from tests.runner.stub_platform import use_stub_platform
+from tests.runner.test_stub_platform import OPTIONS, completions
 
 BLOCK_SIZE, MAX_BLOCKS = 16, 256
 
@@ -117,10 +118,10 @@ def test_reordered_rows_get_the_same_tokens(
         for i in range(7)
     ]
     found = []
-    for cuda_runner in (False, True):
+    for stub_platform in (False, True):
         llm = LLM(model, **(OPTIONS | options))
-        if cuda_runner:
-            use_cuda_runner(llm, fake_graphs=fake_graphs)
+        if stub_platform:
+            use_stub_platform(llm, fake_graphs=fake_graphs)
             runner = llm.engine.executor.runner  # type: ignore[attr-defined]
             runner.shared_prefixes.min_saved_tokens = -1000
             ops = runner.ops = CheckedOps()

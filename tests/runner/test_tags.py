@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import pytest
 from torch import Tensor
 
 from octavo import LLM
-from octavo.kernels import reference
-from octavo.kernels.cpu import ops as cpu
+from octavo.runner.platform import CpuPlatform, Platform
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import tags as t
 from tests.proof.oracle import ReadBack
-from tests.runner.test_cuda_model_runner import FakeGraphs
+from tests.runner.stub_platform import StubPlatform
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -47,7 +45,7 @@ def plain(model: str) -> dict[int, dict[str, list[list[int]]]]:
         return {seed: t.serve(llm, seed)[0] for seed in SEEDS}
 
 
-@pytest.mark.parametrize("way", ["cpu", "cuda_runner", "graphs"])
+@pytest.mark.parametrize("way", ["cpu", "stub_platform", "graphs"])
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
     model: str, plain: dict[int, dict[str, list[list[int]]]], case: str, way: str
@@ -56,9 +54,8 @@ def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
     with LLM(model, **OPTIONS, **CASES[case]) as llm:
         tags = t.tag(
             llm,
-            cpu if way == "cpu" else reference,
-            use_cuda_runner=way != "cpu",
-            graphs=FakeGraphs if way == "graphs" else False,
+            CpuPlatform() if way == "cpu" else StubPlatform(graphs=way == "graphs"),
+            graphs=way == "graphs",
         )
         for seed in SEEDS:
             outputs, events = t.serve(llm, seed)
@@ -120,12 +117,12 @@ PLANTS: list[Plant] = [lose_a_copy, swap_to_the_wrong_block, write_one_slot_off,
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_noticed(model: str, plant: Plant) -> None:
-    check_notices(model, plant, reference)
+    check_notices(model, plant, StubPlatform())
 
 
-def check_notices(model: str, plant: Plant, ops: ModuleType, **options: Any) -> None:
+def check_notices(model: str, plant: Plant, platform: Platform, **options: Any) -> None:
     with LLM(model, **(OPTIONS | CASES["swap"] | options)) as llm:
-        tags = t.tag(llm, ops, use_cuda_runner=True)
+        tags = t.tag(llm, platform)
         plant(tags, llm.engine.executor.executor.runner)  # type: ignore[attr-defined]
         for seed in SEEDS:
             t.serve(llm, seed)

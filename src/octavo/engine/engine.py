@@ -209,50 +209,67 @@ class Engine:
         self._check_open()
         if self._suspects:
             self._clear_suspects()
-        step = None
-        if len(self._in_flight) < self._depth and not (self._in_flight and self._in_flight[0].needs_bitmask):
-            step = self.scheduler.schedule()
-            if step:
-                if not self._in_flight:
-                    self._device_busy_since = self._clock()
-                self._in_flight.append(_SubmittedStep(step, self.executor.submit(step.plan)))
-                if len(self._in_flight) == 1 and (failed := self._put_bitmask()):
-                    return failed
-        if not self._in_flight or (step and len(self._in_flight) < self._depth):
+        if step := self._schedule():
+            self._submit(step)
+            if len(self._in_flight) == 1 and (failed := self._put_bitmask()):
+                return failed
+            if len(self._in_flight) < self._depth:
+                return []  # schedule the next step while the device computes this one
+        if not self._in_flight:
             return []
         self.gc_pause.collect_young()
-        return self._next_result()
+        return self._process_oldest()
 
     def drain(self) -> list[RequestOutput]:
         """Process all steps in flight and schedule nothing more."""
         outputs: list[RequestOutput] = []
         while self._in_flight:
-            outputs += _outputs(self._next_result())
+            outputs += _outputs(self._process_oldest())
         return outputs
 
-    def _next_result(self) -> list[RequestState]:
-        """Wait for the oldest step in flight: for its next tokens if a request streams, else for its whole result."""
+    def _schedule(self) -> InFlightStep | None:
+        """The next step; none while enough are in flight, or while the oldest waits for a bitmask."""
+        if len(self._in_flight) >= self._depth or (self._in_flight and self._in_flight[0].needs_bitmask):
+            return None
+        return self.scheduler.schedule()
+
+    def _submit(self, step: InFlightStep) -> None:
+        if not self._in_flight:
+            self._device_busy_since = self._clock()
+        self._in_flight.append(_SubmittedStep(step, self.executor.submit(step.plan)))
+
+    def _process_oldest(self) -> list[RequestState]:
+        """Wait for the oldest step in flight, update the scheduler, process the outputs, and provide the next bitmask
+        if it can be computed now."""
+        step = self._in_flight[0].step
+        try:
+            result, last = self._wait()
+        except StepError as error:
+            return self._handle_step_error(step, error)
+        now = self._clock()
+        if last:
+            self._record_step_time(step.plan, now)
+            self._oom_backoff.record_success()
+        finished = self.scheduler.update(step, result, last=last)
+        states = self._process_outputs(step, result, finished, now)
+        failed = self._put_bitmask()
+        return [state for state in states if state not in failed] + failed if failed else states
+
+    def _wait(self) -> tuple[StepResult, bool]:
+        """The result of the oldest step, and True. If a request streams: its next tokens, and False while more come."""
         submitted = self._in_flight[0]
-        step, handle = submitted.step, submitted.handle
+        handle = submitted.handle
         try:
             if self._num_incremental or submitted.needs_bitmask:
                 while not handle.done:
                     if (part := handle.poll(POLL_S)) is not None:
-                        return self._process_result(step, part, last=False)
+                        return part, False
             result = handle.result()
-        except StepError as error:
-            return self._handle_step_error(step, error)
         except DeviceLostError:
             self._in_flight.clear()  # no result will come: `drain` must not wait for one
             raise
         self._in_flight.popleft()
-        return self._process_result(step, result, last=True)
-
-    def _process_result(self, step: InFlightStep, result: StepResult, *, last: bool) -> list[RequestState]:
-        """Update all requests of a step, then provide the next bitmask if it can be computed now."""
-        states = self._update_requests(step, result, last=last)
-        failed = self._put_bitmask()
-        return [state for state in states if state not in failed] + failed if failed else states
+        return result, True
 
     def _put_bitmask(self) -> list[RequestState]:
         """Provide the next bitmask of the oldest step in flight, once all earlier tokens are known, while the device
@@ -288,12 +305,10 @@ class Engine:
                 failed[state.request.request_id] = state
         return list(failed.values())
 
-    def _update_requests(self, step: InFlightStep, result: StepResult, *, last: bool) -> list[RequestState]:
-        now = self._clock()
-        if last:
-            self._record_step_time(step.plan, now)
-            self._oom_backoff.record_success()
-        finished = self.scheduler.update(step, result, last=last)
+    def _process_outputs(
+        self, step: InFlightStep, result: StepResult, finished: list[Request], now: float
+    ) -> list[RequestState]:
+        """Add new tokens to the outputs of requests; returns those that a caller receives, finished ones last."""
         for i in step.plan.host_tokens:  # slices of prefill and of recomputation
             state = self._state_of(step.sequences[i])
             if result.tokens[i] and state is not None and state.metrics.first_token_time is None:

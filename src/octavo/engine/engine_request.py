@@ -111,7 +111,6 @@ class RequestBuilder:
             check_resume(new.resume, 0 if beams is not None else params.width, max_tokens, self._limits.vocab_size)
         stop_ids = params.stop_ids(self._limits.eos_token_ids)
         self._check_params(params, max_tokens, stop_ids, params.logprobs if beams is None else beams.logprobs)
-        search = None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids)
         if beams is not None and beams.beam_width > self._limits.vocab_size:
             raise ParameterError(
                 f"beam_width is {beams.beam_width}, the vocabulary has {self._limits.vocab_size} tokens",
@@ -120,39 +119,11 @@ class RequestBuilder:
         if params.structured_outputs is not None and new.grammar is None:
             text = "structured_outputs need a tokenizer to compile the grammar, and the engine has none"
             raise ParameterError(text, param="structured_outputs")
-        request = Request(
-            new.request_id,
-            prompt_token_ids,
-            params,
-            max_tokens=max_tokens,
-            seed=self._seed_of(params, new.seed),
-            stop_ids=stop_ids,
-            priority=new.priority,
-            salt=new.salt,
-            tenant=new.tenant,
-            index_in_call=new.index_in_call,
-            width=None if beams is None else beams.beam_width,
-            num_samples=None if search is None else search.num_candidates,
-            select_beams=None if search is None else search.select_beams,
-            use_structured_output=new.grammar is not None,
-            pin=new.pin,
-            resume=new.resume,
+        state = build_state(
+            new, arrival_time, stop_ids, self._seed_of(params, new.seed), max_tokens=max_tokens, stream=new.stream
         )
-        return self._state_of(new, request, search, arrival_time)
-
-    def _state_of(self, new: EngineRequest, request: Request, search: BeamSearch | None, at: float) -> RequestState:
-        params = request.sampling_params
-        make_detokenizer = new.make_detokenizer if params.detokenize else None
-        stream = new.stream and params.output_kind is not RequestOutputKind.FINAL_ONLY and search is None
-        incremental = make_detokenizer is not None and search is None and (stream or bool(params.stop_strings))
-        state = RequestState(
-            request, new.prompt, RequestMetrics(at), make_detokenizer, incremental, stream, search=search
-        )
-        if search is not None and params.stop_strings:
-            search.ends_in_stop_string = state.ends_in_stop_string
         if new.grammar is not None:
-            num_prompt = len(request.prompt_token_ids)
-            state.grammar = RequestGrammar(new.grammar, num_prompt, request.stop_ids, self._limits.eos_token_ids)
+            state.grammar = RequestGrammar(new.grammar, len(prompt_token_ids), stop_ids, self._limits.eos_token_ids)
         return state
 
     def _seed_of(self, params: SamplingParams, seed: int | None) -> int:
@@ -223,6 +194,49 @@ def sampling_params_of(
 ) -> tuple[BeamSearchParams | None, SamplingParams]:
     """The beam search parameters, if these are, and the sampling parameters."""
     return (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
+
+
+def build_state(
+    new: EngineRequest,
+    arrival_time: float,
+    stop_ids: frozenset[int],
+    seed: int,
+    *,
+    max_tokens: int | None = None,
+    stream: bool = False,
+) -> RequestState:
+    """The state of a new request, in an engine or at its client.
+
+    Without `stream` and stop strings, text is made when an output is read, perhaps for several steps at once.
+    """
+    beams, params = sampling_params_of(new.params)
+    search = None if beams is None else BeamSearch(beams, len(new.prompt_token_ids), stop_ids)
+    request = Request(
+        new.request_id,
+        new.prompt_token_ids,
+        params,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_ids=stop_ids,
+        priority=new.priority,
+        salt=new.salt,
+        tenant=new.tenant,
+        index_in_call=new.index_in_call,
+        width=None if beams is None else beams.beam_width,
+        num_samples=None if search is None else search.num_candidates,
+        select_beams=None if search is None else search.select_beams,
+        use_structured_output=new.grammar is not None,
+        pin=new.pin,
+        resume=new.resume,
+    )
+    make_detokenizer = new.make_detokenizer if params.detokenize else None
+    stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY and search is None
+    incremental = make_detokenizer is not None and search is None and (stream or bool(params.stop_strings))
+    metrics = RequestMetrics(arrival_time)
+    state = RequestState(request, new.prompt, metrics, make_detokenizer, incremental, stream, search=search)
+    if search is not None and params.stop_strings:
+        search.ends_in_stop_string = state.ends_in_stop_string
+    return state
 
 
 def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:

@@ -26,8 +26,7 @@ from octavo.models.config import read_spec
 from octavo.models.linear_methods import find_linear_method
 from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
-from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.executor import LocalExecutor
+from octavo.runner.executor import Executor
 from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
 from octavo.runner.platform import Platform, find_platform
@@ -210,7 +209,7 @@ def _config(resolved: ResolvedModel, budget: MemoryBudget) -> EngineConfig:
 
 def _make_executor(
     resolved: ResolvedModel, loaded: LoadedModel, config: EngineConfig, precompile: Precompile | None
-) -> LocalExecutor | CudaExecutor:
+) -> Executor:
     """The executor with its KV pool, swap space and graphs."""
     args, platform, profile, budget = resolved.args, resolved.platform, loaded.profile, loaded.budget
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
@@ -238,7 +237,7 @@ def _make_executor(
         ) from error
 
 
-def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: LocalExecutor | CudaExecutor) -> Engine:
+def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor) -> Engine:
     """The engine around an executor."""
     args, spec, tokenizer = resolved.args, resolved.spec, resolved.tokenizer
     scheduler = make_scheduler(config)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from octavo.core.request import Request, Sequence
-from octavo.engine.beam_search import BeamSearch
-from octavo.engine.engine_request import EngineRequest, sampling_params_of
-from octavo.engine.output_processor import RequestState
-from octavo.engine.outputs import RequestMetrics, RequestOutput
+from octavo.core.request import Sequence
+from octavo.engine.engine_request import EngineRequest, build_state, sampling_params_of
+from octavo.engine.outputs import RequestOutput
 from octavo.engine.process.ipc import AddRequest, RequestStats, RequestUpdate, SampleUpdate, pack_tokens, params_to_wire
 from octavo.params.validation import INT32
 
@@ -34,32 +32,11 @@ class ClientRequest:
         self.new = new
         self._vocab_size = vocab_size
         beams, params = sampling_params_of(new.params)
-        stop_ids = params.stop_ids(eos_token_ids)
-        request = Request(
-            new.request_id,
-            new.prompt_token_ids,
-            params,
-            seed=(new.seed or 0) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            priority=new.priority,
-            salt=new.salt,
-            tenant=new.tenant,
-            index_in_call=new.index_in_call,
-            width=None if beams is None else beams.beam_width,
-            pin=new.pin,
-        )
+        seed = (new.seed or 0) if params.seed is None else params.seed
+        self.state = build_state(new, time.monotonic(), params.stop_ids(eos_token_ids), seed)
+        request = self.state.request
         request.sequences = [Sequence(request, 0, request.prompt_token_ids[:], 0)]
         request.only_sequence = request.sequences[0] if request.width == 1 and beams is None else None
-        make_detokenizer = new.make_detokenizer if params.detokenize else None
-        self.state = RequestState(
-            request,
-            new.prompt,
-            RequestMetrics(time.monotonic()),
-            make_detokenizer,
-            # Without stop strings, text is made when an output is read, perhaps for several steps at once.
-            incremental=make_detokenizer is not None and beams is None and bool(params.stop_strings),
-            search=None if beams is None else BeamSearch(beams, len(new.prompt_token_ids), stop_ids),
-        )
         self._num_preemptions = 0  # by engines that have died
 
     @property

@@ -6,6 +6,7 @@ its sampled tokens here: the host builds no tensor between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,9 +114,16 @@ class LogitsProcessorState:
     history: Tensor
 
     @classmethod
-    def empty(cls, num_rows: int, vocab_size: int, history: Tensor) -> LogitsProcessorState:
+    def empty(
+        cls, num_rows: int, vocab_size: int, history: Tensor, make_zeros: Callable[..., Tensor] | None = None
+    ) -> LogitsProcessorState:
+        """make_zeros: makes zeros of a shape and a dtype on history's device; default: torch.zeros"""
+
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=history.device)
+            size = (num_rows + 1, *shape)
+            return (
+                torch.zeros(size, dtype=dtype, device=history.device) if make_zeros is None else make_zeros(size, dtype)
+            )
 
         return cls(
             enabled=make(),

@@ -7,7 +7,7 @@ flipped bit would give a request wrong tokens without any other sign.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from octavo.core.plan import StepResult
 from octavo.runner.streams import DeviceEvent
 
 
@@ -33,15 +32,6 @@ class SwapInCheck:
         """The corrupt host blocks; waits for the comparison. Later calls return an empty list."""
         corrupt, self._corrupt = self._corrupt, None
         return [] if corrupt is None else corrupt.result()
-
-    def attach_to(self, add_column: Callable[[StepResult], None]) -> Callable[[StepResult], None]:
-        """A wrapper of `add_column` that reports the corrupt blocks with the first result."""
-
-        def add_checked(result: StepResult) -> None:
-            result.corrupt = self.take()
-            add_column(result)
-
-        return add_checked
 
 
 NO_SWAP_IN_CHECK = SwapInCheck()

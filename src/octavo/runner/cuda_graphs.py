@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from octavo.runner.streams import SideStream
+from octavo.runner.streams import CudaStream
 
 
 def decode_sizes(max_size: int) -> list[int]:
@@ -22,26 +22,31 @@ def cascade_sizes(max_size: int) -> list[int]:
 
 
 class CudaGraphs:
-    """Captured graphs, by name. All share one memory pool, since only one of them runs at a time.
+    """Captured CUDA graphs, by name. All share one memory pool, since only one of them runs at a time.
 
     Capture the largest first: the others then fit into its memory.
 
     step_counter   see `octavo.kernels.row_state.DecodeInputs`: a replay increments it, a capture must not
     """
 
-    def __init__(self, step_counter: Tensor) -> None:
+    whole_passes = True
+
+    def __init__(self, step_counter: Tensor, max_slices: int) -> None:
+        self.max_slices = max_slices
         self._step_counter = step_counter
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._side = SideStream(step_counter.device)
+        self._side = CudaStream(step_counter.device)
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._graphs
 
-    def replay(self, name: Hashable) -> None:
-        self._graphs[name].replay()
+    def replay(self, name: Hashable) -> Tensor | None:
+        graph, result = self._graphs[name]
+        graph.replay()
+        return result
 
-    def capture(self, name: Hashable, work: Callable[[], None]) -> None:
+    def capture(self, name: Hashable, work: Callable[[], Tensor | None]) -> None:
         """Capture the kernels that `work` launches.
 
         `work` runs twice, the first time to compile its kernels. It must be harmless and must not read tensor values.
@@ -54,8 +59,8 @@ class CudaGraphs:
         with self._side:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                work()
+                result = work()
             finally:
                 graph.capture_end()
         self._side.join()
-        self._graphs[name] = graph
+        self._graphs[name] = graph, result

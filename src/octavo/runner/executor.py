@@ -1,93 +1,269 @@
-"""Executor for a `ModelRunner` in this process: a queue, and one thread that runs its plans in order."""
+"""Executors of a model runner in this process: they queue plans, read their results, and recover from failed steps."""
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
+import time
 import traceback
-from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
 from octavo.errors import DeviceLostError, StepError, StepMemoryError
-from octavo.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from octavo.runner.model_runner import ModelRunner
+    from octavo.runner.output_buffers import StepOutput
 
 WAIT_INTERVAL_S = 0.2
-"""Longest single wait: the caller's thread handles signals between two waits."""
+"""Longest single wait for a thread: the caller's thread handles signals between two waits."""
+POLL_INTERVAL_S = 5e-5
+"""Pause between two queries of the device in a wait with a timeout."""
 OUT_OF_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 """Parts of error messages of torch on a CPU, CUDA's driver and its libraries, which have no error type for this."""
 CLOSE_TIMEOUT_S = 60.0
-"""Longest wait for the running step in `close`."""
+"""Longest wait for the running step in `ThreadedExecutor.close`."""
+Advance = Callable[[GrammarBitmask | None], None]
+"""Queues the rest of a plan. Called once for each column with grammar bitmasks, or once with None."""
 
 
-class LocalStepHandle:
-    """A submitted plan and its results so far."""
+class StepHandle:
+    """A submitted plan: its output so far, or the error that ended it.
 
-    def __init__(self, executor: LocalExecutor, plan: StepPlan) -> None:
+    A plan with bitmask slices queues its sampling column by column, as the bitmasks arrive. The caller submits the next
+    plan after the last of them, which keeps the stream order.
+
+    num_missing   calls of `advance` that are left
+    """
+
+    def __init__(self, executor: Executor, plan: StepPlan) -> None:
         self.plan = plan
+        self.output: StepOutput | None = None
+        self.advance: Advance | None = None
+        self.error: BaseException | None = None
+        self.num_missing = max(1, plan.num_bitmask_columns)
+        self.bitmasks: list[GrammarBitmask | None] = []  # one a column, where a thread takes them
+        self.num_read = 0
         self._executor = executor
-        self._changed = threading.Condition()
-        self._columns: deque[StepResult] = deque()
-        self._error: BaseException | None = None
-        self._done = False
-        self._bitmasks: list[GrammarBitmask | None] = []  # one a column
+
+    def put_bitmask(self, bitmask: GrammarBitmask | None) -> None:
+        self._executor.put_bitmask(self, bitmask)
+
+    @property
+    def num_ready(self) -> int:
+        """Columns that are full. An asynchronous error of the device is kept for `result`."""
+        if self.output is None or self.error is not None:
+            return self.num_read
+        try:
+            return self.output.num_ready
+        except RuntimeError as error:
+            self.error = error
+            return self.num_read
 
     @property
     def done(self) -> bool:
-        return self._done
+        if self.output is not None and not self.num_missing and self.error is None:
+            is_ready = self.num_ready == len(self.output.events)
+            return self.error is not None or (is_ready and self.output.swap_in_check.done)
+        return self.error is not None
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._columns or self._done, timeout_s)
-            if self._done:
+        deadline = time.perf_counter() + timeout_s
+        while (num_ready := self.num_ready) == self.num_read:
+            if self.error is not None or not self._executor.wait(self, deadline):
                 return None
-            return self._take_columns()
+        assert self.output is not None
+        if num_ready == len(self.output.events) and not self.num_missing:
+            return None
+        first, self.num_read = self.num_read, num_ready
+        return self._read(self.output, first, num_ready)
 
     def result(self) -> StepResult:
-        with self._changed:
-            while not self._done:
-                self._changed.wait(WAIT_INTERVAL_S)
-            if self._error is None:
-                return self._take_columns() or StepResult([[] for _ in self.plan.rows])
-        self._executor.recover()
-        raise step_error(self._error) from self._error
+        self._executor.wait_for_end(self)
+        if self.error is None and self.output is not None and self.output.events:
+            try:
+                self.output.events[-1].synchronize()
+                return self._read(self.output, self.num_read, len(self.output.events))
+            except RuntimeError as error:  # as in `num_ready`
+                self.error = error
+        raised = step_error(self.error or StepError("result() was called before put_bitmask()"))
+        self._executor.recover(self.error)
+        raise raised from self.error
 
-    def put_bitmask(self, bitmask: GrammarBitmask | None) -> None:
-        with self._changed:
-            self._bitmasks.append(bitmask)
-            self._changed.notify_all()
-
-    def wait_for_bitmask(self, column: int) -> GrammarBitmask | None:
-        """The bitmask of a column; waits for `put_bitmask`. Called on the executor's thread."""
-        with self._changed:
-            while len(self._bitmasks) <= column:
-                if self._executor.closed:
-                    raise StepError("the executor was closed while the step waited for its grammar bitmask")
-                self._changed.wait(WAIT_INTERVAL_S)
-            return self._bitmasks[column]
-
-    def _take_columns(self) -> StepResult | None:
-        """All columns that are ready, as one result."""
-        if not self._columns:
-            return None
-        result = self._columns.popleft()
-        if self._columns:
-            result.tokens = [list(t) for t in result.tokens]
-        while self._columns:
-            append_columns(result, self._columns.popleft())
+    def _read(self, output: StepOutput, first: int, last: int) -> StepResult:
+        corrupt = output.swap_in_check.take()
+        result = output.read(first, last)
+        result.corrupt = corrupt
         return result
 
-    def add_column(self, column: StepResult) -> None:
+
+class Executor:
+    """Queues plans on the device as they are submitted, and the device runs them in order.
+
+    After a failure all plans fail until the caller has seen it.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._failed = False
+        self._closed = False
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        assert not self._closed
+        handle = StepHandle(self, plan)
+        self._start(handle)
+        return handle
+
+    def _start(self, handle: StepHandle) -> None:
+        self._execute(handle)
+        if not handle.plan.bitmask_slices:
+            self._advance(handle, None)
+
+    def _execute(self, handle: StepHandle) -> None:
+        try:
+            if self._failed:
+                raise StepError("a step before it failed")
+            handle.output, handle.advance = self.runner.execute(handle.plan)
+        except Exception as error:
+            self._fail(handle, error)
+
+    def _advance(self, handle: StepHandle, bitmask: GrammarBitmask | None) -> None:
+        if handle.error is None and handle.advance is not None:
+            try:
+                handle.advance(bitmask)
+            except Exception as error:
+                self._fail(handle, error)
+        if handle.num_missing == 1:
+            handle.advance = None  # it keeps the pass's tensors alive
+        handle.num_missing -= 1
+
+    def _fail(self, handle: StepHandle, error: Exception) -> None:
+        self._failed = True
+        handle.error = error
+
+    def put_bitmask(self, handle: StepHandle, bitmask: GrammarBitmask | None) -> None:
+        self._advance(handle, bitmask)
+
+    def wait(self, handle: StepHandle, deadline: float) -> bool:
+        """Wait a while for a column of a plan. Returns False at the deadline, and if none can come."""
+        if handle.output is None or not handle.output.events or time.perf_counter() >= deadline:
+            return False
+        if handle.num_missing and handle.num_read < len(handle.output.events):
+            try:  # the device waits for the next bitmask, so do not sleep
+                handle.output.events[-1].synchronize()
+            except RuntimeError as error:
+                handle.error = error
+        else:
+            time.sleep(POLL_INTERVAL_S)
+        return True
+
+    def wait_for_end(self, handle: StepHandle) -> None:
+        """Wait until the work of a plan is queued."""
+
+    def recover(self, error: BaseException | None) -> None:
+        """Accept plans again after a failure that the caller has seen, with all later plans dropped.
+
+        Raises `DeviceLostError` if the device no longer answers. CUDA's worst errors, such as a write to an invalid
+        address, end all use of the device by the process.
+        """
+        self._failed = False
+        platform = self.runner.platform
+        platform.release_memory()
+        try:
+            platform.synchronize()
+        except RuntimeError as cause:
+            raise device_lost(cause) from error or cause
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._stop()
+            platform = self.runner.platform
+            platform.release_memory()
+            try:
+                platform.synchronize()
+            except RuntimeError:
+                # Before torch frees pinned memory it asks the device for its last use. A lost device would abort the
+                # process, also at interpreter exit. So the runner is never freed: its memory ends with the process.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.runner))
+            del self.runner  # frees the weights and the KV pool even if the executor stays referenced
+
+    def _stop(self) -> None:
+        """Finish the submitted plans."""
+
+
+class ThreadedExecutor(Executor):
+    """For a device that computes within its calls: one thread runs the plans, while the caller plans the next step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self._changed = threading.Condition()  # a column, a bitmask, or the end of a plan
+        self._queue: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
+        runner.output_buffers.on_column = self._notify
+        self._thread = threading.Thread(target=self._work, name="octavo-runner", daemon=True)
+        self._thread.start()
+
+    def _notify(self) -> None:
         with self._changed:
-            self._columns.append(column)
             self._changed.notify_all()
 
-    def finish(self, error: BaseException | None) -> None:
+    def _work(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            self._execute(handle)
+            while handle.num_missing:
+                self._advance(handle, self._next_bitmask(handle))
+            self._notify()
+            del handle  # its tensors are freed while the thread waits
+
+    def _next_bitmask(self, handle: StepHandle) -> GrammarBitmask | None:
+        """The next bitmask of a plan; waits for `put_bitmask`."""
+        if not handle.plan.bitmask_slices:
+            return None
         with self._changed:
-            self._error, self._done = error, True
-            self._changed.notify_all()
+            while not handle.bitmasks and handle.error is None:
+                if self._closed:
+                    message = "the executor was closed while the step waited for its grammar bitmask"
+                    self._fail(handle, StepError(message))
+                self._changed.wait(WAIT_INTERVAL_S)
+        return handle.bitmasks.pop(0) if handle.bitmasks else None
+
+    def _start(self, handle: StepHandle) -> None:
+        self._queue.put(handle)
+
+    def put_bitmask(self, handle: StepHandle, bitmask: GrammarBitmask | None) -> None:
+        handle.bitmasks.append(bitmask)
+        self._notify()
+
+    def wait(self, handle: StepHandle, deadline: float) -> bool:
+        with self._changed:
+            while handle.num_missing and handle.num_ready == handle.num_read:
+                remaining = deadline - time.perf_counter()
+                if remaining <= 0:
+                    return False
+                self._changed.wait(min(remaining, WAIT_INTERVAL_S))
+        return handle.num_ready != handle.num_read
+
+    def wait_for_end(self, handle: StepHandle) -> None:
+        with self._changed:
+            while handle.num_missing:
+                self._changed.wait(WAIT_INTERVAL_S)
+
+    def recover(self, error: BaseException | None) -> None:
+        """See `Executor.recover`. Waits until all queued plans have failed."""
+        if self._failed:
+            marker = StepHandle(self, StepPlan())
+            self._queue.put(marker)
+            self.wait_for_end(marker)
+        super().recover(error)
+
+    def _stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
 
 MAX_MESSAGE = 300
@@ -127,66 +303,3 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def append_columns(result: StepResult, column: StepResult) -> None:
-    """Append later columns of the same step to a result."""
-    for tokens, more in zip(result.tokens, column.tokens, strict=True):
-        tokens += more  # type: ignore[operator]
-    result.errors |= column.errors
-    result.corrupt += column.corrupt
-    for i, logprobs in column.logprobs.items():
-        result.logprobs.setdefault(i, []).extend(logprobs)
-    for i, (position, entries) in column.prompt_logprobs.items():
-        result.prompt_logprobs.setdefault(i, (position, []))[1].extend(entries)
-
-
-class LocalExecutor:
-    """Runs plans in order on its own thread, while the caller plans the next step."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self._queue: queue.SimpleQueue[LocalStepHandle | None] = queue.SimpleQueue()
-        self._failed = False  # all plans in the queue fail until the caller has seen the error
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="octavo-runner", daemon=True)
-        self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def submit(self, plan: StepPlan) -> LocalStepHandle:
-        assert not self._closed
-        handle = LocalStepHandle(self, plan)
-        self._queue.put(handle)
-        return handle
-
-    def recover(self) -> None:
-        """Accept plans again after a failure that the caller has seen. Waits until all queued plans have failed."""
-        if self._failed:
-            marker = LocalStepHandle(self, StepPlan())
-            self._queue.put(marker)
-            with marker._changed:
-                marker._changed.wait_for(lambda: marker._done)
-            self._failed = False
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
-            self._thread.join(timeout=CLOSE_TIMEOUT_S)
-            del self.runner  # frees the weights and the KV pool even if the executor stays referenced
-
-    def _work(self) -> None:
-        while (handle := self._queue.get()) is not None:
-            if self._failed:
-                handle.finish(StepError("a step before it failed"))
-                continue
-            try:
-                self.runner.run(handle.plan, handle.add_column, handle.wait_for_bitmask)
-            except Exception as error:
-                self._failed = True
-                handle.finish(error)
-            else:
-                handle.finish(None)

@@ -1,13 +1,32 @@
-"""Inputs of a plan, copied from the host to the device in one copy of pinned memory."""
+"""Inputs of a plan as flat arrays, and their copy to the device: one copy of pinned memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.plan import RowSetup, StepPlan, TableWrite
+from octavo.kernels.row_state import (
+    FIRST_STOP_ID,
+    MAX_STOP_IDS,
+    MIN_P,
+    NUM_COLUMNS,
+    NUM_LOGPROBS,
+    SAMPLE_INDEX,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+from octavo.runner.platform import Platform
+
+EMPTY = np.empty(0, dtype=np.int64)
+EMPTY_PAIR = EMPTY, EMPTY
 NUM_BUFFERED = 1 << 17
 """int64 values in the device buffer, besides the fixed head. A larger plan allocates temporary memory."""
 
@@ -18,18 +37,29 @@ class InputBuffers:
     | step counter | rows of all slices | starts of all slices | ends of all slices | parts of the plan |
 
     See `octavo.kernels.row_state.DecodeInputs` for the head.
+
+    head   [3, num_slices]: rows, starts and ends, where the host writes the device's memory
     """
 
-    def __init__(self, num_slices: int, device: torch.device) -> None:
+    def __init__(self, num_slices: int, platform: Platform) -> None:
         self.num_slices = num_slices
-        self.device = device
+        self._platform = platform
         stride = num_slices + num_slices % 2
         self.head_size = 2 + 3 * stride
-        self.buffer = torch.zeros(self.head_size + NUM_BUFFERED, dtype=torch.int64, device=device)
-        self._staging = torch.empty(2, len(self.buffer), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.buffer = torch.zeros(self.head_size + NUM_BUFFERED, dtype=torch.int64, device=platform.device)
+        # Where the host writes the device's memory, a plan is written where it is read.
+        staging = [platform.empty_host((len(self.buffer),), torch.int64) for _ in range(2)]
+        self._staging = [self.buffer] * 2 if platform.is_host else staging
+        self._arrays = [staging.numpy() for staging in self._staging]
         self._turn = 0
         self.step_counter = self.buffer[:2]
         self.rows, self.starts, self.ends = self.buffer[2 : self.head_size].view(3, stride)[:, :num_slices]
+        self.head = self._arrays[0][2 : self.head_size].reshape(3, stride)
+
+    @property
+    def num_passes(self) -> int:
+        """Passes that the device has computed of the plan, where the host can read it."""
+        return int(self._arrays[0][1])
 
     def upload(
         self, column: int, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, null_row: int, parts: Seq[np.ndarray]
@@ -44,9 +74,8 @@ class InputBuffers:
         total = self.head_size + sum(sizes)
         fits = total <= len(self.buffer)
         self._turn ^= 1
-        reused = self._staging[self._turn, :total]
-        staging = reused if fits else torch.empty(total, dtype=torch.int64, pin_memory=self.buffer.is_cuda)
-        values = staging.numpy()
+        staging = self._staging[self._turn] if fits else self._platform.empty_host((total,), torch.int64)
+        values = self._arrays[self._turn] if fits else staging.numpy()
         values[0], values[1] = column, 0
         head = values[2 : self.head_size].reshape(3, -1)
         head[:, len(rows) :] = [[null_row], [0], [0]]
@@ -56,11 +85,72 @@ class InputBuffers:
             values[offset : offset + len(part)] = part
             offset += size
         if fits:
-            self.buffer[:total].copy_(staging, non_blocking=True)
+            if staging is not self.buffer:
+                self.buffer[:total].copy_(staging[:total], non_blocking=True)
             rest = self.buffer[self.head_size : total]
         else:
             self.buffer[: self.head_size].copy_(staging[: self.head_size], non_blocking=True)
-            rest = staging[self.head_size :].to(self.device, non_blocking=True)
+            rest = staging[self.head_size :].to(self.buffer.device, non_blocking=True)
         if not len(rest):
             return [rest] * len(parts)
         return [padded[: len(part)] for padded, part in zip(torch.split(rest, sizes), parts, strict=True)]
+
+
+def int64(numbers: Seq[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+def is_decode_only(counts: np.ndarray, num_sampled: np.ndarray) -> bool:
+    """True if the first pass computes and samples one position of each slice."""
+    return bool(((counts - num_sampled == 0) & (num_sampled > 0)).all())
+
+
+def next_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, their next input tokens)."""
+    return int64([plan.rows[i] for i in plan.host_tokens]), int64([tokens[0] for tokens in plan.host_tokens.values()])
+
+
+def pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(rows [num], lines [num * NUM_COLUMNS] of `RowState.sampling_params`).
+
+    num_logprobs   see `DeviceLogitsProcessors`
+    """
+    if not setups:
+        return EMPTY_PAIR
+    last = {setup.row: setup for setup in setups}  # the device writes in any order: one line a row
+    lines = np.full((len(last), NUM_COLUMNS), -1, dtype=np.int64)
+    for line, floats, setup in zip(lines, lines.view(np.float64), last.values(), strict=True):
+        params = setup.sampling_params
+        floats[TEMPERATURE] = 0.0 if params.greedy else params.temperature
+        floats[TOP_P], floats[MIN_P] = params.top_p, params.min_p
+        line[TOP_K], line[SEED], line[SAMPLE_INDEX] = params.top_k, setup.seed, setup.sample_index
+        line[NUM_LOGPROBS] = num_logprobs.get(setup.row, -1)
+        stop_ids = list(setup.stop_ids)[:MAX_STOP_IDS]
+        line[FIRST_STOP_ID : FIRST_STOP_ID + len(stop_ids)] = stop_ids
+    return int64(list(last)), lines.reshape(-1)
+
+
+def table_writes(writes: Seq[TableWrite], max_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(indices into the flat block tables, block ids). A later write to the same index replaces an earlier one."""
+    if not writes:
+        return EMPTY_PAIR
+    firsts = [row * max_blocks + start for row, start, _ in writes]
+    if all(len(ids) == 1 for _, _, ids in writes):
+        indices = int64(firsts)
+    else:
+        indices = np.concatenate(
+            [np.arange(first, first + len(ids)) for first, (_, _, ids) in zip(firsts, writes, strict=True)]
+        )
+    ids = np.fromiter(chain.from_iterable(ids for _, _, ids in writes), dtype=np.int64, count=len(indices))
+    if len({row for row, _, _ in writes}) < len(writes):
+        _, last = np.unique(indices[::-1], return_index=True)
+        indices, ids = indices[::-1][last], ids[::-1][last]
+    return indices, ids
+
+
+def pack_pairs(pairs: Seq[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(first elements, second elements)."""
+    if not pairs:
+        return EMPTY_PAIR
+    table = np.array(pairs, dtype=np.int64)  # [num_pairs, 2]
+    return table[:, 0], table[:, 1]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.ops import Ops
 from octavo.runner.checksums import Checksums, SwapInCheck
-from octavo.runner.streams import DeviceEvent, SideStream, record_event
+from octavo.runner.platform import Platform
+from octavo.runner.streams import DeviceEvent
 
 COPY_ENGINE_BYTES = 1 << 20
 """Runs of at least so many bytes use the copy engine, which leaves the multiprocessors to the running step. Starting a
@@ -27,12 +27,12 @@ class KVSwapper:
     kv, host_kv   [blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; host_kv is pinned if kv is on a GPU
     """
 
-    def __init__(self, kv: Tensor, host_kv: Tensor, ops: Ops) -> None:
+    def __init__(self, kv: Tensor, host_kv: Tensor, platform: Platform) -> None:
         self.kv = kv
         self.host_kv = host_kv
         self.checksums = Checksums(host_kv)
-        self._ops = ops
-        self._side = SideStream(kv.device)
+        self._platform, self._ops = platform, platform.ops
+        self._side = platform.side_stream()
         self._block_bytes = kv[0].nbytes
 
     def move(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> SwapInCheck:
@@ -53,7 +53,7 @@ class KVSwapper:
                     self._ops.swap_out(self.kv, self.host_kv, *self._ids(small))
                 if len(small := self._queue_large_runs(ins, self.host_kv, self.kv)):
                     self._ops.swap_in(self.host_kv, self.kv, *self._ids(small))
-                return record_event(self.kv.device, blocking=True)
+                return self._platform.record_event(blocking=True)
         finally:  # copies may be queued although memory ran out for the ids of others
             self._side.join()
 
@@ -70,7 +70,7 @@ class KVSwapper:
     def _ids(self, pairs: np.ndarray) -> Tensor:
         """[2, len(pairs)] int64 on the device: sources, targets. Does not wait: torch reuses the pinned memory only
         after the copy."""
-        staging = torch.empty(2, len(pairs), dtype=torch.int64, pin_memory=self.kv.is_cuda)
+        staging = self._platform.empty_host((2, len(pairs)), torch.int64)
         staging.numpy()[:] = pairs.T
         return staging.to(self.kv.device, non_blocking=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,9 +14,10 @@ import torch
 from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.kernels.row_state import MAX_LOGPROBS, NO_TOKEN_LEFT
 from octavo.kernels.row_state import NOT_FINITE as NOT_FINITE_MARK
-from octavo.runner.executor import append_columns
+from octavo.runner.checksums import NO_SWAP_IN_CHECK
+from octavo.runner.platform import Platform
 from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
-from octavo.runner.streams import CompletedEvent, DeviceEvent, record_event
+from octavo.runner.streams import CompletedEvent, DeviceEvent
 
 UNWRITTEN = -99
 """Initial value of a column that is polled: neither a token nor a mark of `kernels.row_state`."""
@@ -42,11 +44,15 @@ class ColumnWritten:
 class StepOutput:
     """Sampled tokens of one plan, copied to pinned host memory as they are produced.
 
+    Another thread may read it meanwhile.
+
     tokens        [num_columns, width] int32, filled column by column; see `octavo.kernels.row_state` for its marks
     logprobs      [num_columns, width, 2 + 2 * MAX_LOGPROBS] int32, likewise; see `reference.write_logprobs`
     num_logprobs  slice -> number of its top log-probabilities; absent for slices without log-probabilities
     slice_ids     column -> the slice of each of its entries
     events        column -> the event that it is full. At least one; the last one is the end of the plan
+    results       column -> its result, of a plan that the host samples
+    swap_in_check of the plan's swaps
     """
 
     def __init__(
@@ -58,17 +64,9 @@ class StepOutput:
         self.num_logprobs = num_logprobs or {}
         self.slice_ids: list[Seq[int]] = []
         self.events: list[DeviceEvent] = []
-        self.results: list[StepResult] = []  # of a plan that was sampled on the host
-
-    @classmethod
-    def from_results(cls, num_slices: int, results: list[StepResult]) -> StepOutput:
-        """The output of a plan that was sampled on the host: one result a column."""
-        none = np.empty((0, 0), dtype=np.int32)
-        output = cls(num_slices, none, none)
-        output.results = results
-        output.slice_ids = [()] * len(results)
-        output.events = [CompletedEvent()] * max(1, len(results))
-        return output
+        self.results: list[StepResult] = []
+        self.swap_in_check = NO_SWAP_IN_CHECK
+        self._lock = threading.Lock()  # of `tokens` and `logprobs`, which `detach` replaces
 
     @property
     def num_ready(self) -> int:
@@ -82,17 +80,22 @@ class StepOutput:
         """Wait for the plan and copy its output, before another plan reuses its buffers and events."""
         for event in self.events[-1:]:
             event.synchronize()
-        self.tokens, self.events = self.tokens.copy(), [CompletedEvent()] * len(self.events)
-        if self.num_logprobs:
-            self.logprobs = self.logprobs.copy()
+        with self._lock:
+            self.tokens, self.events = self.tokens.copy(), [CompletedEvent()] * len(self.events)
+            if self.num_logprobs:
+                self.logprobs = self.logprobs.copy()
 
     def read(self, first: int, last: int) -> StepResult:
         """Columns [first, last), which must be full."""
-        if self.results:
-            result = self.results[first]
-            for column in self.results[first + 1 : last]:
-                append_columns(result, column)
-            return result
+        if not self.results:
+            with self._lock:
+                return self._read_columns(first, last)
+        result = StepResult([[] for _ in range(self.num_slices)])
+        for column in self.results[first:last]:
+            append_columns(result, column)
+        return result
+
+    def _read_columns(self, first: int, last: int) -> StepResult:
         all_slices, columns, table = range(self.num_slices), self.slice_ids[first:last], self.tokens[first:last]
         logprobs = self._read_logprobs(first, last) if self.num_logprobs else {}
         if all(slice_ids == all_slices for slice_ids in columns):
@@ -131,28 +134,32 @@ class OutputBuffers:
 
     tokens    [2 * num_columns, width] int32
     logprobs  [2 * num_columns, width, 2 + 2 * MAX_LOGPROBS] int32
+
+    on_column   called after each column is recorded
     """
 
-    def __init__(self, num_columns: int, width: int, device: torch.device) -> None:
+    def __init__(self, num_columns: int, width: int, platform: Platform) -> None:
         self.num_columns = num_columns
         self.tokens, self.logprobs = (
-            torch.zeros(2 * num_columns, width, *shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+            platform.empty_host((2 * num_columns, width, *shape), torch.int32)
             for shape in ((), (2 + 2 * MAX_LOGPROBS,))
         )
+        self.on_column: Callable[[], None] = lambda: None
         self._turn = 0
-        self._events = [record_event(device) for _ in self.tokens]  # reused: making an event takes longer
+        self._events = [platform.record_event() for _ in self.tokens]  # reused: making an event takes longer
         self._outputs: list[weakref.ref[StepOutput] | None] = [None, None]
 
-    def next_half(self) -> int:
-        """Switch to the other half. Returns its first column."""
+    @property
+    def first_column(self) -> int:
+        """The first column of the current half."""
+        return self._turn * self.num_columns
+
+    def new_output(self, num_slices: int, num_logprobs: Mapping[int, int] | None = None) -> StepOutput:
+        """Switch to the other half -> the output of the plan that fills it."""
         self._turn ^= 1
         last = self._outputs[self._turn]
         if last is not None and (output := last()) is not None:
             output.detach()
-        return self._turn * self.num_columns
-
-    def new_output(self, num_slices: int, num_logprobs: Mapping[int, int] | None = None) -> StepOutput:
-        """The output of the plan that fills the current half."""
         half = slice(self._turn * self.num_columns, (self._turn + 1) * self.num_columns)
         output = StepOutput(num_slices, self.tokens.numpy()[half], self.logprobs.numpy()[half], num_logprobs)
         self._outputs[self._turn] = weakref.ref(output)
@@ -162,20 +169,39 @@ class OutputBuffers:
         """Record the event of the next column, after its kernels were queued."""
         event = self._events[self._turn * self.num_columns + len(output.slice_ids)]
         event.record()
-        output.events.append(event)
-        output.slice_ids.append(slice_ids)
+        self._add_column(output, slice_ids, event)
 
-    def record_column_of(self, output: StepOutput, slice_ids: Seq[int], replay: Callable[[], None]) -> None:
+    def record_result(self, output: StepOutput, result: StepResult) -> None:
+        """Record the result of a column, or of a part of one, that the host has sampled."""
+        output.results.append(result)
+        self._add_column(output, (), CompletedEvent())
+
+    def record_column_of(self, output: StepOutput, slice_ids: Seq[int], replay: Callable[[], object]) -> None:
         """Call `replay` and record the next column, which its CUDA graph fills before its end."""
         event = self._events[self._turn * self.num_columns + len(output.slice_ids)]
         column = output.tokens[len(output.slice_ids), : len(slice_ids)]
         column[:] = UNWRITTEN
         replay()
         event.record()
-        output.events.append(ColumnWritten(column, event))
+        self._add_column(output, slice_ids, ColumnWritten(column, event))
+
+    def _add_column(self, output: StepOutput, slice_ids: Seq[int], event: DeviceEvent) -> None:
         output.slice_ids.append(slice_ids)
+        output.events.append(event)  # last: readers count events
+        self.on_column()
 
     def finish(self, output: StepOutput) -> None:
         """Mark the end of the plan. A plan without tokens gets one event, after its other work."""
         if not output.events:
             self.record_column(output, ())
+
+
+def append_columns(result: StepResult, column: StepResult) -> None:
+    """Append later columns of the same step to a result, whose tokens are lists."""
+    for tokens, more in zip(result.tokens, column.tokens, strict=True):
+        tokens += more  # type: ignore[operator]
+    result.errors |= column.errors
+    for i, logprobs in column.logprobs.items():
+        result.logprobs.setdefault(i, []).extend(logprobs)
+    for i, (position, entries) in column.prompt_logprobs.items():
+        result.prompt_logprobs.setdefault(i, (position, []))[1].extend(entries)

@@ -7,11 +7,12 @@ the signatures of `kernels.ops.Ops`.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,13 +23,13 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.kernels.cpu import native, packed_linear
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.ops import Ops
-from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaModelRunner
-from octavo.runner.executor import LocalExecutor
+from octavo.kernels.row_state import DecodeInputs
+from octavo.runner.cuda_graphs import CudaGraphs
+from octavo.runner.executor import Executor, ThreadedExecutor
+from octavo.runner.graphs import Graphs, Model
 from octavo.runner.memory import diagnostics, profile
-from octavo.runner.model_runner import ModelRunner
-from octavo.runner.recorded_graphs import Model
-from octavo.runner.streams import RecordableEvent, SideStream, index_tensor, record_event, to_device, to_lists
+from octavo.runner.recorded_graphs import RecordedGraphs
+from octavo.runner.streams import CompletedEvent, CudaStream, RecordableEvent, SideStream
 
 if TYPE_CHECKING:
     from octavo.runner.memory.profile import GPUMemoryProfile, Precompile
@@ -39,16 +40,21 @@ logger = logging.getLogger("octavo")
 class Platform:
     """A kind of device, and the one device that an engine uses. The defaults are for a device that needs nothing else.
 
-    name      the `device` of `EngineArgs`
-    device    torch's
-    ops       its operations
-    is_host   it computes in the host's memory: the budget is planned before the weights are loaded
+    name           the `device` of `EngineArgs`
+    device         torch's
+    ops            its operations
+    executor       its kind of executor
+    is_host        operations compute in the host's memory, and have done so when their call returns. Then the host may
+                   read the state of the rows at any time
+    has_cascade    attention reads a prefix once for neighbours that share it (`RaggedBatch.common_prefix_lens`)
     """
 
     name: str
     device: torch.device
     ops: Ops
+    executor: type[Executor] = Executor
     is_host = False
+    has_cascade = False
 
     # -- start of an engine --------------------------------------------------------------------------------------------
 
@@ -82,50 +88,67 @@ class Platform:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def make_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
-        """Zeros on the device. Raises `MemoryError`, or torch's error for a lack of memory."""
-        return torch.zeros(kv.pool_shape(num_blocks), dtype=getattr(torch, kv.dtype), device=self.device)
+        """A KV pool of zeros. Raises `MemoryError`, or torch's error for a lack of memory."""
+        return self.zeros(kv.pool_shape(num_blocks), getattr(torch, kv.dtype))
 
     def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
+        """A swap space, in memory as that of `empty_host`."""
+        return self.empty_host(kv.pool_shape(num_blocks), getattr(torch, kv.dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory that the device copies from and to, without the host waiting."""
-        return self.make_pool(kv, num_blocks)
+        return torch.empty(shape, dtype=dtype)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device, without waiting for earlier work. On a CPU: the tensor itself."""
-        return to_device(tensor, self.device)
+        return tensor.to(self.device)
 
     def index_tensor(self, values: Seq[int]) -> Tensor:
         """[len(values)] int64 on the device."""
-        return index_tensor(values, self.device)
+        return self.to_device(torch.tensor(values, dtype=torch.int64))
 
     def to_lists(self, tensors: Seq[Tensor]) -> list[list[Any]]:
         """All tensors as lists. Waits for the device only once."""
-        return to_lists(tensors)
+        return [tensor.tolist() for tensor in tensors]
 
     # -- queued work ---------------------------------------------------------------------------------------------------
 
     def record_event(self, *, blocking: bool = False) -> RecordableEvent:
         """An event after all work queued on the current stream. blocking: threads that wait for it sleep, not spin."""
-        return record_event(self.device, blocking=blocking)
+        return CompletedEvent()
 
     def side_stream(self) -> SideStream:
-        return SideStream(self.device)
+        return SideStream()
+
+    def make_graphs(self, inputs: DecodeInputs) -> Graphs | None:
+        """Graphs of passes over these inputs; None: the device has none."""
+        return None
 
     def make_executor(
-        self,
-        model: Model,
-        kv: Tensor,
-        host_kv: Tensor,
-        *,
-        num_rows: int,
-        max_model_len: int,
-        max_num_tokens: int,
-        max_decode_steps: int,
-        vocab_size: int,
-        graphs: bool,
-        precompile: Precompile | None = None,
-    ) -> LocalExecutor | CudaExecutor:
-        """The executor of an engine, with its model runner; see there for the arguments. Captures graphs."""
-        raise NotImplementedError
+        self, model: Model, kv: Tensor, host_kv: Tensor, *, precompile: Precompile | None = None, **options: Any
+    ) -> Executor:
+        """The executor of an engine, with its model runner, and graphs captured. options: see `ModelRunner`"""
+        from octavo.runner.model_runner import ModelRunner  # which imports this module
+
+        runner = ModelRunner(model, kv, host_kv, self, **options)
+        runner.capture(precompile)
+        return self.executor(runner)
+
+    def synchronize(self) -> None:
+        """Wait for all queued work. Raises `RuntimeError` if the device no longer answers.
+
+        After a failed step call `release_memory` first: a device may report a transient error once.
+        """
+
+    def release_memory(self) -> None:
+        """Wait for queued work after a failure, and return the allocator's cached memory to the device.
+
+        The inputs of the queued work may be freed already, so its errors are ignored. The cache may be too fragmented
+        for another pass.
+        """
 
 
 class CpuPlatform(Platform):
@@ -134,6 +157,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     device = torch.device("cpu")
     ops = cpu_ops
+    executor = ThreadedExecutor
     is_host = True
 
     def has_fast_bfloat16(self) -> bool:
@@ -142,35 +166,25 @@ class CpuPlatform(Platform):
     def compile_kernels(self) -> None:
         native.library()
 
-    def make_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
-        """Memory is taken at the first write: torch.zeros writes all of it, which takes seconds."""
-        flat = torch.from_numpy(np.zeros(kv.pool_bytes(num_blocks), dtype=np.uint8))
-        return flat.view(getattr(torch, kv.dtype)).view(kv.pool_shape(num_blocks))
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor
 
-    def make_executor(
-        self,
-        model: Model,
-        kv: Tensor,
-        host_kv: Tensor,
-        *,
-        num_rows: int,
-        max_model_len: int,
-        max_num_tokens: int,
-        max_decode_steps: int,
-        vocab_size: int,
-        graphs: bool,
-        precompile: Precompile | None = None,
-    ) -> LocalExecutor | CudaExecutor:
-        runner = ModelRunner(
-            model, kv, host_kv, num_rows=num_rows, max_model_len=max_model_len, ops=self.ops, record_graphs=graphs
-        )
-        return LocalExecutor(runner)
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory is taken at the first write: torch.zeros writes all of it, which takes seconds."""
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+    def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
+        return self.make_pool(kv, num_blocks)
+
+    def make_graphs(self, inputs: DecodeInputs) -> Graphs:
+        return RecordedGraphs(inputs)
 
 
 class CudaPlatform(Platform):
     """An NVIDIA GPU. Raises `ParameterError`, in one line, if none can be used."""
 
     name = "cuda"
+    has_cascade = True
 
     def __init__(self) -> None:
         self.device = diagnostics.find_gpu()
@@ -196,37 +210,40 @@ class CudaPlatform(Platform):
     ) -> GPUMemoryProfile:
         return profile.measure(model, args, ops=self.ops, kv_cache=kv_cache, precompile=precompile)
 
-    def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
-        return torch.empty(kv.pool_shape(num_blocks), dtype=getattr(torch, kv.dtype), pin_memory=True)
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def make_executor(
-        self,
-        model: Model,
-        kv: Tensor,
-        host_kv: Tensor,
-        *,
-        num_rows: int,
-        max_model_len: int,
-        max_num_tokens: int,
-        max_decode_steps: int,
-        vocab_size: int,
-        graphs: bool,
-        precompile: Precompile | None = None,
-    ) -> CudaExecutor:
-        runner = CudaModelRunner(
-            model,
-            kv,
-            host_kv,
-            num_rows=num_rows,
-            max_model_len=max_model_len,
-            max_num_tokens=max_num_tokens,
-            max_decode_steps=max_decode_steps,
-            vocab_size=vocab_size,
-            ops=self.ops,
-            graphs=graphs,
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True) if tensor.numel() else tensor.to(self.device)
+
+    def to_lists(self, tensors: Seq[Tensor]) -> list[list[Any]]:
+        flat = torch.cat(
+            [(t.double().view(torch.int64) if t.is_floating_point() else t.long()).flatten() for t in tensors]
         )
-        runner.capture(precompile)
-        return CudaExecutor(runner)
+        parts = torch.split(flat.cpu(), [t.numel() for t in tensors])
+        return [
+            (part.view(torch.float64) if t.is_floating_point() else part).view(t.shape).tolist()
+            for t, part in zip(tensors, parts, strict=True)
+        ]
+
+    def record_event(self, *, blocking: bool = False) -> RecordableEvent:
+        event: RecordableEvent = cast("Any", torch.cuda.Event)(blocking=blocking)
+        event.record()
+        return event
+
+    def side_stream(self) -> SideStream:
+        return CudaStream(self.device)
+
+    def make_graphs(self, inputs: DecodeInputs) -> Graphs:
+        return CudaGraphs(inputs.step_counter, len(inputs.rows))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def release_memory(self) -> None:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
 
 def find_platform(name: str) -> Platform:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.plan import StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
+
+MAX_PROMPT_LOGITS = 128
+"""Prompt positions with logits in one pass: each is as wide as the vocabulary, so their number is limited."""
 
 
 class PrefillSize(NamedTuple):
@@ -24,48 +27,118 @@ class PrefillSize(NamedTuple):
     max_seq_len: int
 
 
+class SlicePart(NamedTuple):
+    """Part of a slice that one pass computes: positions from `start` on, one for each token.
+
+    num_prompt_logits  leading positions whose logits give the log-probability of the prompt's next token
+    samples            the slice samples after this part
+    """
+
+    slice_index: int
+    row: int
+    start: int
+    token_ids: Seq[int]
+    num_prompt_logits: int
+    samples: bool
+
+
+def split_parts(parts: Seq[SlicePart]) -> Iterator[list[SlicePart]]:
+    """The parts of each pass, with at most MAX_PROMPT_LOGITS prompt logits in a pass."""
+    left = list(parts)
+    while left:
+        now: list[SlicePart] = []
+        later: list[SlicePart] = []
+        room = MAX_PROMPT_LOGITS
+        for part in left:
+            num = part.num_prompt_logits
+            if num <= room:
+                room -= num
+                now.append(part)
+                continue
+            head, tail = part.token_ids[:room], part.token_ids[room:]
+            if room:
+                now.append(part._replace(token_ids=head, num_prompt_logits=room, samples=False))
+            later.append(part._replace(start=part.start + room, token_ids=tail, num_prompt_logits=num - room))
+            room = 0
+        yield now
+        left = later
+
+
+NOTHING: Mapping[int, int] = {}
+
+
 class PrefillBatch:
     """Inputs of a prefill pass on the host.
 
-    sample_slices  the slice of each sampled token. Several for a slice that samples several tokens before a fork
+    parts          see `of_parts`
+    sample_slices  the slice of each sampled token. Several for a slice that samples several tokens before a fork. The
+                   logits of prompt positions follow those of the samples
     """
 
     def __init__(
         self,
-        plan: StepPlan,
         rows: np.ndarray,
         starts: np.ndarray,
         counts: np.ndarray,
-        num_sampled: np.ndarray,
-        num_samples: Mapping[int, int],
+        is_sampled: np.ndarray,
+        host_tokens: Mapping[int, Seq[int]],
+        num_samples: Mapping[int, int] = NOTHING,
+        num_prompt_logits: Mapping[int, int] = NOTHING,
     ) -> None:
-        """num_samples: slice -> number of samples of its last logits, for slices with several."""
-        counts = counts - np.maximum(num_sampled - 1, 0)  # without the positions of later decode passes
+        """rows, starts, counts, is_sampled [num_slices], without the positions of later decode passes.
+
+        host_tokens         slice -> its tokens, of which the first `counts` are read; absent: the row's last token
+        num_samples         slice -> number of samples of its last logits, for slices with several
+        num_prompt_logits   slice -> leading positions with logits
+        """
         query_start = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
-        host_tokens = np.full(query_start[-1], -1, dtype=np.int64)
-        for i, tokens in plan.host_tokens.items():
-            host_tokens[query_start[i] : query_start[i + 1]] = tokens[: counts[i]]
-        slices = np.flatnonzero(num_sampled)
+        tokens = np.full(query_start[-1], -1, dtype=np.int64)
+        for i, token_ids in host_tokens.items():
+            tokens[query_start[i] : query_start[i + 1]] = token_ids[: counts[i]]
+        slices = np.flatnonzero(is_sampled)
         if num_samples:
             repeats = [num_samples.get(i, 1) for i in slices.tolist()]
             slices = np.repeat(slices, repeats)
             indices = np.array([j for n in repeats for j in (range(n) if n > 1 else (-1,))], dtype=np.int64)
         else:
             indices = np.full(len(slices), -1, dtype=np.int64)
+        prompts = [np.arange(query_start[i], query_start[i] + num) for i, num in num_prompt_logits.items()]
+        self._prompt_indices = np.concatenate(prompts) if prompts else None
+        num_logits = len(slices) + sum(num_prompt_logits.values())
         ends = starts + counts
         max_query_len, max_seq_len = int(counts.max(initial=0)), int(ends.max(initial=0))
+        self.parts: Seq[SlicePart] = ()
         self.sample_slices: list[int] = slices.tolist()
-        self.size = PrefillSize(len(host_tokens), len(rows), len(slices), max_query_len, max_seq_len)
+        self.size = PrefillSize(len(tokens), len(rows), num_logits, max_query_len, max_seq_len)
         self._slices = (rows, starts, query_start)
-        self._host_tokens = host_tokens
+        self._host_tokens = tokens
         self._samples = (query_start[slices + 1] - 1, rows[slices], indices, ends[slices])
+
+    @classmethod
+    def of_parts(cls, parts: Seq[SlicePart], num_samples: Mapping[int, int]) -> PrefillBatch:
+        """A pass of parts of slices. num_samples as above, by slice index."""
+        columns = [(part.row, part.start, len(part.token_ids), part.samples) for part in parts]
+        rows, starts, counts, is_sampled = np.array(columns, dtype=np.int64).T
+        line_of = {part.slice_index: line for line, part in enumerate(parts)}
+        batch = cls(
+            rows,
+            starts,
+            counts,
+            is_sampled,
+            {line: part.token_ids for line, part in enumerate(parts)},
+            {line_of[i]: num for i, num in num_samples.items() if i in line_of},
+            {line: part.num_prompt_logits for line, part in enumerate(parts) if part.num_prompt_logits},
+        )
+        batch.parts = parts
+        batch.sample_slices = [parts[line].slice_index for line in batch.sample_slices]
+        return batch
 
     @classmethod
     def empty(cls) -> PrefillBatch:
         """A batch without slices: all padding."""
         none = np.empty(0, dtype=np.int64)
-        return cls(StepPlan(), none, none, none, none, {})
+        return cls(none, none, none, none, {})
 
     def pack(self, size: PrefillSize, null_row: int) -> np.ndarray:
         """All inputs in one array, for `unpack`, padded to a size that is at least the batch's own.
@@ -76,13 +149,15 @@ class PrefillBatch:
         """
         packed = np.zeros(packed_len(size), dtype=np.int64)
         rows, starts, query_start, host_tokens, logits_indices, sample_rows, indices, positions = unpack(packed, size)
-        n, d = self.size.num_slices, self.size.num_samples
+        n, d = self.size.num_slices, len(self.sample_slices)
         rows[n:], host_tokens[self.size.num_tokens :], sample_rows[d:] = null_row, -1, null_row
         rows[:n], starts[:n], query_start[: n + 1] = self._slices
         padding = np.arange(1, size.num_slices - n + 1) * _padding(self.size, size)
         query_start[n + 1 :] = np.minimum(self.size.num_tokens + padding, size.num_tokens)
         host_tokens[: self.size.num_tokens] = self._host_tokens
         logits_indices[:d], sample_rows[:d], indices[:d], positions[:d] = self._samples
+        if self._prompt_indices is not None:
+            logits_indices[d : d + len(self._prompt_indices)] = self._prompt_indices
         return packed
 
 

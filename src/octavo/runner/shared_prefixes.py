@@ -38,7 +38,7 @@ class SharedPrefixes:
         self._blocks = np.zeros((num_rows + 1, len(self._depths)), dtype=np.int64)
 
     def update(self, indices: np.ndarray, block_ids: np.ndarray) -> None:
-        """Apply a plan's writes to the block tables. See `cuda_model_runner.table_writes` for indices [num]."""
+        """Apply a plan's writes to the block tables. See `input_buffers.table_writes` for indices [num]."""
         depth = self._depth_of[indices % self._max_blocks]
         found = depth >= 0
         if found.any():

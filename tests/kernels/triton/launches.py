@@ -187,5 +187,5 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     kv_copies,
     sampling,
 )
-TILED = (decode, cascade, prefill, linear)
+TILED = (prefill, linear)
 """Those whose kernels need the most shared memory."""

@@ -15,6 +15,7 @@ from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.params.sampling_params import SamplingParams
+from octavo.runner.platform import CpuPlatform, Platform
 from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE, Sampler, SampleSpec
 
 KINDS = [
@@ -26,9 +27,15 @@ KINDS = [
 ]
 
 
+def platform_of(ops: ModuleType) -> Platform:
+    platform = CpuPlatform()
+    platform.ops = ops  # type: ignore[assignment]
+    return platform
+
+
 def sample(logits: torch.Tensor, rows: list[int], ops: ModuleType) -> tuple[list[int], list[str]]:
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in rows]
-    sampler = Sampler(10, 8, ops)
+    sampler = Sampler(10, 8, platform_of(ops))
     output = sampler.sample(logits[rows].clone(), [SampleSpec(i, setup, 0, 7) for i, setup in enumerate(setups)])
     return output.tokens, output.errors
 
@@ -63,11 +70,11 @@ def test_a_bitmask_masks_tokens_and_changes_no_other_row(ops: ModuleType) -> Non
     logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in range(10)]
     samples = [SampleSpec(10 + i, setup, 0, 7) for i, setup in enumerate(setups)]
-    free = Sampler(10, 8, ops).sample(logits.clone(), samples).tokens
+    free = Sampler(10, 8, platform_of(ops)).sample(logits.clone(), samples).tokens
     allowed = {10 + i: [7, 31, 32, 49] for i in (0, 3, 4, 8)}
     allowed[15], allowed[12] = [], list(range(50))
     bitmask = make_bitmask({i: [*ids, 50, 60, 63] for i, ids in allowed.items()}, 50)
-    output = Sampler(10, 8, ops).sample(logits.clone(), samples, bitmask)
+    output = Sampler(10, 8, platform_of(ops)).sample(logits.clone(), samples, bitmask)
     for i, (token, error) in enumerate(zip(output.tokens, output.errors, strict=True)):
         ids = allowed.get(10 + i)
         assert error == (NO_ALLOWED_TOKEN if ids == [] else "")
@@ -87,7 +94,7 @@ def test_samples_of_a_slice_share_its_bitmask_and_beam_candidates_obey_it() -> N
         2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), returns_candidates=True), 0, 7, False, 8
     )
     bitmask = make_bitmask({4: [3, 5, 8], 2: [1, 39, 20]}, 40)
-    output = Sampler(10, 8, cpu).sample(logits.clone(), [*samples, beam], bitmask)
+    output = Sampler(10, 8, CpuPlatform()).sample(logits.clone(), [*samples, beam], bitmask)
     assert set(output.tokens[:5]) <= {3, 5, 8} and len(set(output.tokens[:5])) > 1
     expected = logits[0].log_softmax(0)
     candidates = output.tokens[5]

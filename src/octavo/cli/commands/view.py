@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.simulate.simulation import SimConfig
     from octavo.simulate.traces import Arrival
     from octavo.view.live.messages import Frame
+    from octavo.view.recording.frames import Replay
 
 DUMPS = (".flight",)
 FRAMES = (".frames", ".frames.gz")
@@ -59,17 +60,34 @@ def view(
 
     A trace is simulated first. The options below are the simulator's.
     """
-    from octavo.serve import view_server
     from octavo.serve.http.allowed_hosts import is_loopback
-    from octavo.serve.http.server import bind
-    from octavo.serve.view_routes import View
-    from octavo.view.live.external import ExternalPool
-    from octavo.view.live.hub import Hub
-    from octavo.view.recording.frames import Replay, encode_frames, frames_of_recording, read_frames
+    from octavo.view.recording.frames import Replay, encode_frames
 
     if not is_loopback(host):
         raise ParameterError(f"host {host} is not a loopback address; use `octavo serve` with keys", param="host")
-    replay = None
+    check_combination(file, attach, metrics, replay_endpoint, save)
+    if file is None or is_recording(file):
+        use = "a recording" if file is not None else "the playground" if attach is None else "--attach"
+        refuse_unused_options(context, ("model", "gpu", "requests", *engine), f"{use}, only with a trace")
+    if file is None:
+        serve_page(host, port, attach=attach, metrics=metrics, replay_endpoint=replay_endpoint)
+        return
+    check_files(file, save)
+    if is_recording(file):
+        frames = recorded_frames(file)
+    else:
+        setup = setup_of(model, gpu, engine)
+        frames = simulated_frames(setup, arrivals_of(str(file), None, requests))
+    if save is None:
+        serve_page(host, port, name=file.name, replay=Replay(frames))
+    else:
+        write_whole(save, (encode_frames([frame]) for frame in frames))
+
+
+def check_combination(
+    file: Path | None, attach: str | None, metrics: str | None, replay_endpoint: str | None, save: Path | None
+) -> None:
+    """Raises `ParameterError` for options that exclude or require each other."""
     if file is not None and attach is not None:
         raise ParameterError("a recording and --attach cannot be combined; give one of them", param="attach")
     if metrics is not None and (attach is None or not is_address(metrics)):
@@ -78,25 +96,43 @@ def view(
         raise ParameterError("replay_endpoint requires --attach", param="replay_endpoint")
     if save is not None and file is None:
         raise ParameterError("save requires a FILE and no --attach", param="save")
-    if file is None or file.suffix in DUMPS or file.name.endswith(FRAMES):
-        use = "a recording" if file is not None else "the playground" if attach is None else "--attach"
-        refuse_unused_options(context, ("model", "gpu", "requests", *engine), f"{use}, only with a trace")
-    if file is not None:
-        if not file.exists():
-            raise ParameterError(f"no file {str(file)!r}", param="file")
-        if save is not None and save.exists() and save.samefile(file):
-            raise ParameterError(f"save is {str(save)!r}, the file that is read; choose another name", param="save")
-        if file.suffix in DUMPS:
-            frames = frames_of_recording(file)
-        elif file.name.endswith(FRAMES):
-            frames = read_frames(file)
-        else:
-            setup = setup_of(model, gpu, engine)
-            frames = simulated_frames(setup, arrivals_of(str(file), None, requests))
-        if save is not None:
-            write_whole(save, (encode_frames([frame]) for frame in frames))
-            return
-        replay = Replay(frames)
+
+
+def check_files(file: Path, save: Path | None) -> None:
+    """Raises `ParameterError` if the file is missing, or would be read and written."""
+    if not file.exists():
+        raise ParameterError(f"no file {str(file)!r}", param="file")
+    if save is not None and save.exists() and save.samefile(file):
+        raise ParameterError(f"save is {str(save)!r}, the file that is read; choose another name", param="save")
+
+
+def is_recording(file: Path) -> bool:
+    return file.suffix in DUMPS or file.name.endswith(FRAMES)
+
+
+def recorded_frames(file: Path) -> Iterator[Frame]:
+    from octavo.view.recording.frames import frames_of_recording, read_frames
+
+    return frames_of_recording(file) if file.suffix in DUMPS else read_frames(file)
+
+
+def serve_page(
+    host: str,
+    port: int,
+    *,
+    name: str = "",
+    replay: Replay | None = None,
+    attach: str | None = None,
+    metrics: str | None = None,
+    replay_endpoint: str | None = None,
+) -> None:
+    """Serve the page until Ctrl-C: a replay, another server's prefix cache, or else the playground."""
+    from octavo.serve import view_server
+    from octavo.serve.http.server import bind
+    from octavo.serve.view_routes import View
+    from octavo.view.live.external import ExternalPool
+    from octavo.view.live.hub import Hub
+
     with contextlib.ExitStack() as stack:
         hub = None
         if attach is not None:
@@ -106,9 +142,10 @@ def view(
             sock = stack.enter_context(contextlib.closing(bind(host, port)))
         except OSError as error:
             raise OctavoError(f"cannot listen on {error.filename}: {error.strerror}; choose another port") from None
-        page = View(file.name if file is not None else attach or "", hub=hub, replay=replay)
         with contextlib.suppress(KeyboardInterrupt):
-            view_server.run(page, sock, lambda url: print(url, flush=True))
+            view_server.run(
+                View(name or attach or "", hub=hub, replay=replay), sock, lambda url: print(url, flush=True)
+            )
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:

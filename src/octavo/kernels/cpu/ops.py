@@ -21,27 +21,29 @@ from octavo.kernels.cpu.sampling import (
     sample,
     token_logprobs,
 )
+from octavo.kernels.cpu.step import (
+    commit_sampled_tokens,
+    packed_top_logprobs,
+    prepare_decode_inputs,
+    prepare_prefill_inputs,
+    sample_checked,
+    write_logprobs,
+)
 from octavo.kernels.reference import (
     add_linear,
     apply_row_logits_processors,
     block_copy,
-    commit_sampled_tokens,
     init_token_counts,
     kv_write,
     layer_norm,
     make_normed_residual,
     max_small_batch_tokens,
     norm_linear,
-    packed_top_logprobs,
-    prepare_decode_inputs,
-    prepare_prefill_inputs,
     project_qkv,
     rope_table,
-    sample_checked,
     swap_in,
     swap_out,
     update_token_counts,
-    write_logprobs,
 )
 
 __all__ = [

@@ -25,7 +25,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """See `reference.sample`. The algorithm depends on the row only: argmax for greedy, the top tokens for filtered
     rows, a sorted vocabulary only for rows whose filters keep more than these.
     """
-    if params.all_greedy:
+    if params.all_greedy or not params.temperature.numpy().any():
         return argmax(logits)
     warm = params.temperature > 0
     filtered = warm & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
@@ -118,11 +118,13 @@ def finite_rows(logits: Tensor) -> Tensor:
 
 def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
     """See `reference.apply_token_bitmask`. numpy unpacks bits."""
-    octets = bitmask.numpy().view(np.uint8)
-    forbidden = np.unpackbits(~octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+    octets, forbidden = bitmask.numpy().view(np.uint8), dict[int, Tensor]()
     for row, mask in zip(logits, mask_index.tolist(), strict=True):
         if mask >= 0:
-            row.masked_fill_(torch.from_numpy(forbidden[mask]), -torch.inf)
+            if mask not in forbidden:  # a batch may have room for more masks than it has
+                bits = np.unpackbits(~octets[mask], count=logits.shape[1], bitorder="little")
+                forbidden[mask] = torch.from_numpy(bits.view(np.bool_))
+            row.masked_fill_(forbidden[mask], -torch.inf)
 
 
 def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:

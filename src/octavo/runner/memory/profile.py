@@ -15,6 +15,7 @@ from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.ops import Ops
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.graphs import Model
 from octavo.runner.memory.budget import (
     GRAPH_BYTES,
     SPARE_BYTES,
@@ -25,7 +26,6 @@ from octavo.runner.memory.budget import (
     smaller_pool_hint,
 )
 from octavo.runner.prefill_batch import PrefillSizes
-from octavo.runner.recorded_graphs import Model
 
 Precompile = Callable[..., None]
 """`kernels.triton.precompile.Precompiler.precompile`."""

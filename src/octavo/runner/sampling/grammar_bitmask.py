@@ -9,8 +9,8 @@ import torch
 
 from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
+from octavo.runner.platform import Platform
 from octavo.runner.sampling.sampler import mask_indices
-from octavo.runner.streams import SideStream
 
 
 class BitmaskBuffer:
@@ -20,16 +20,17 @@ class BitmaskBuffer:
     bitmask      [num_lines, num_words] int32: see `reference.apply_token_bitmask`
     """
 
-    def __init__(self, num_lines: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_lines: int, vocab_size: int, platform: Platform) -> None:
         # The bitmask is aligned to 16 bytes: kernels are compiled for each pointer alignment.
         self._bitmask_start = num_lines + -num_lines % 4
         num_words = cdiv(vocab_size, 32)
-        self._buffer = torch.empty(self._bitmask_start + num_lines * num_words, dtype=torch.int32, device=device)
+        num_ints = self._bitmask_start + num_lines * num_words
+        self._buffer = torch.empty(num_ints, dtype=torch.int32, device=platform.device)
         self.mask_index = self._buffer[:num_lines]
         self.bitmask = self._buffer[self._bitmask_start :].view(num_lines, num_words)
-        self._copies = SideStream(device)
+        self._copies = platform.side_stream()
         self._has_waited = False  # the side stream has waited for the last `clear`
-        self._staging = torch.empty_like(self._buffer, device="cpu", pin_memory=device.type == "cuda")
+        self._staging = platform.empty_host((num_ints,), torch.int32)
 
     def clear(self) -> None:
         """Allow all tokens for all samples; queued on the current stream."""

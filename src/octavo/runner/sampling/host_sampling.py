@@ -1,8 +1,8 @@
 """Host sampling path, for features without a device kernel: bad_words, more than 20 logprobs, beam candidates.
 
-A step with such a request computes its logits as other steps do. The host then samples from them, pass by pass, and
-waits for the tokens of each pass. Prompt log-probabilities occur once per request, so a step that returns them runs as
-on a CPU.
+A step with such a request computes its logits as other steps do. The host then samples from them, pass by pass, over
+the same row state, and waits for the tokens of each pass. So does a step that returns prompt log-probabilities, which
+occur once per request.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
-from octavo.kernels.metadata import RaggedBatch, SamplingTensors
-from octavo.kernels.ops import Ops
+from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import RowState
-from octavo.runner.executor import append_columns
-from octavo.runner.model_runner import ModelRunner
-from octavo.runner.recorded_graphs import Model
+from octavo.runner.platform import Platform
+from octavo.runner.prefill_batch import SlicePart
 from octavo.runner.sampling.logits_state import fits_on_device
 from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec
-from octavo.runner.streams import index_tensor, to_device
 
 
 class PassLogits(NamedTuple):
@@ -42,77 +39,47 @@ class PassLogits(NamedTuple):
     indices: Tensor | None = None
 
 
-class _InputsToDevice:
-    """A model whose inputs come from the host."""
+class Continued(NamedTuple):
+    """Sampled tokens that continue their rows, all [num_rows] int64 on the device; -1 for a row with an error."""
 
-    def __init__(self, model: Model, device: torch.device) -> None:
-        self.model = model
-        self.device = device
-
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        on_device = RaggedBatch(
-            batch.positions.to(self.device),
-            batch.slot_mapping.to(self.device),
-            batch.query_start.to(self.device),
-            batch.seq_lens.to(self.device),
-            batch.block_tables.to(self.device),
-            batch.max_query_len,
-            batch.max_seq_len,
-        )
-        rows = None if logits_rows is None else logits_rows.to(self.device)
-        logits = self.model.forward(token_ids.to(self.device), on_device, kv, rows)
-        return logits.float()
+    rows: Tensor
+    tokens: Tensor
+    positions: Tensor
 
 
-class HostSamplingRunner(ModelRunner):
-    """A `ModelRunner` that samples for a `CudaModelRunner`, which moves the blocks and writes the block tables."""
+class HostSampler:
+    """Samples the rows of a model runner on the host.
 
-    def __init__(self, model: Model, state: RowState, kv: Tensor, *, max_model_len: int, ops: Ops) -> None:
-        num_rows = state.null_row
-        super().__init__(
-            _InputsToDevice(model, kv.device), kv, kv[:0], num_rows=num_rows, max_model_len=max_model_len, ops=ops
-        )
-        self.sampler = Sampler(num_rows + 1, max_model_len + 1, ops, kv.device)  # one more for the null row
+    sampler   has every row's logits processors, also of rows that the device samples
+    is_stale  the device has run passes since `refresh_done`
+    """
+
+    def __init__(self, state: RowState, sampler: Sampler, platform: Platform) -> None:
+        self.sampler = sampler
+        self.is_stale = False
         self._state = state
-        self._host_rows: set[int] = set()  # rows that need host sampling
-        self.is_stale = False  # the device has run passes since `refresh_done`
+        self._platform = platform
+        self._setups: list[RowSetup | None] = [None] * state.null_row
+        self._done = [False] * state.null_row
+        self._rows: set[int] = set()  # rows that need host sampling
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the row setups of a plan. Called for every plan, also for those that the device samples."""
-        for setup in plan.row_setups:
-            self.input_batch.setup[setup.row] = setup
         self.sampler.apply(plan)
         for setup in plan.row_setups:
+            self._setups[setup.row] = setup
             processors = self.sampler.processors[setup.row]
             if setup.returns_candidates or (processors is not None and not fits_on_device(processors)):
-                self._host_rows.add(setup.row)
+                self._rows.add(setup.row)
             else:
-                self._host_rows.discard(setup.row)
+                self._rows.discard(setup.row)
 
     def is_needed(self, plan: StepPlan) -> bool:
-        return not self._host_rows.isdisjoint(plan.rows) or self.has_prompt_logprobs(plan)
+        return not self._rows.isdisjoint(plan.rows) or self.has_prompt_logprobs(plan)
 
     def has_prompt_logprobs(self, plan: StepPlan) -> bool:
         count = self.sampler.num_prompt_logits
         return any(count(plan.rows[i], plan.starts[i], plan.counts[i]) for i in plan.host_tokens)
-
-    def samples_of(self, plan: StepPlan, slices: Seq[int], column: int) -> list[SampleSpec | None]:
-        """The samples of these slices in a column, one for each line of logits; None for rows that are done.
-
-        Call `refresh_done` before the first column.
-        """
-        if not column:
-            for i in plan.host_tokens:
-                self.input_batch.done[plan.rows[i]] = False
-        specs: list[SampleSpec | None] = []
-        for i in slices:
-            if plan.num_sampled[i] <= column:
-                specs.append(None)
-                continue
-            position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + column + 1
-            samples = self._slice_samples(plan, i, position)
-            specs += [None] * len(samples) if self.input_batch.done[plan.rows[i]] else samples
-        return specs
 
     def is_beam(self, row: int) -> bool:
         """True if the host chooses the tokens of this row's sequence."""
@@ -136,69 +103,88 @@ class HostSamplingRunner(ModelRunner):
         found = [list(zip(logprobs[i], tokens[i], strict=True))[: plan.num_samples[i]] for i in range(len(plan.rows))]
         return StepResult(found, {i: NOT_FINITE for i, rank in enumerate(ints[:, 1].tolist()) if not rank})
 
-    def refresh_done(self) -> None:
-        """Read which rows are done, if the device has run passes since the last read. Waits for all queued work."""
+    def refresh_done(self, plan: StepPlan) -> None:
+        """Read which rows are done, if the device has run passes since the last read; waits for all queued work.
+
+        Rows with host tokens are not done. Call this before the first column.
+        """
         if self.is_stale:
-            self.input_batch.done = self._state.done[:-1].tolist()
+            self._done = self._state.done[:-1].tolist()
             self.is_stale = False
+        for i in plan.host_tokens:
+            self._done[plan.rows[i]] = False
+
+    def samples_of(self, plan: StepPlan, slices: Seq[int], column: int) -> list[SampleSpec | None]:
+        """The samples of these slices in a column, one for each line of logits; None for rows that are done."""
+        specs: list[SampleSpec | None] = []
+        for i in slices:
+            if plan.num_sampled[i] <= column:
+                specs.append(None)
+                continue
+            position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + column + 1
+            samples = self._slice_samples(plan, i, position)
+            specs += [None] * len(samples) if self._done[plan.rows[i]] else samples
+        return specs
+
+    def _slice_samples(self, plan: StepPlan, slice_index: int, position: int) -> list[SampleSpec]:
+        setup, num_samples = self._setup_of(plan.rows[slice_index]), plan.num_samples.get(slice_index)
+        if num_samples is None:
+            return [SampleSpec(slice_index, setup, setup.sample_index, position)]
+        if setup.returns_candidates:
+            return [SampleSpec(slice_index, setup, 0, position, continues_row=False, num_candidates=num_samples)]
+        return [SampleSpec(slice_index, setup, j, position, continues_row=False) for j in range(num_samples)]
+
+    def _setup_of(self, row: int) -> RowSetup:
+        setup = self._setups[row]
+        assert setup is not None
+        return setup
 
     def sample(
         self, plan: StepPlan, logits: PassLogits, specs: list[SampleSpec | None], bitmask: GrammarBitmask | None
-    ) -> tuple[StepResult, Tensor, Tensor, Tensor]:
-        """Sample one column; waits for its logits.
-
-        Returns (column, rows, tokens, positions): also the rows that continue, with their tokens and the positions of
-        these, [num_rows] int64 on the device. The token of a row with an error is -1.
-        """
-        tokens: list[list[Any]] = [[] for _ in plan.rows]
-        column = StepResult(tokens)
+    ) -> tuple[StepResult, Continued]:
+        """Sample one column, or a part of one; waits for its logits."""
+        column = StepResult([[] for _ in plan.rows])
         active = [line for line, spec in enumerate(specs) if spec is not None]
         samples = [spec for spec in specs if spec is not None]
-        device = logits.logits.device
         if len(active) == len(specs):
             n = len(specs)
             logits = PassLogits(logits.logits[:n], logits.rows[:n], logits.sampling.first(n))
         else:
-            ids = index_tensor(active, device)
+            ids = self._platform.index_tensor(active)
             logits = PassLogits(logits.logits[ids], logits.rows[ids], logits.sampling.select(ids))
         if not samples:
-            return column, logits.rows, logits.rows, logits.rows
-        self._sample(logits.logits, samples, bitmask, tokens, column, logits.sampling)
-        lines = [line for line, sample in enumerate(samples) if sample.continues_row]
-        last = [-1 if i in column.errors else tokens[i][-1] for i in (samples[line].slice_index for line in lines)]
-        on_device = to_device(torch.tensor([lines, last], dtype=torch.int64), device)
-        return column, logits.rows[on_device[0]], on_device[1], logits.sampling.position[on_device[0]]
+            return column, Continued(logits.rows, logits.rows, logits.rows)
+        lines, tokens = self._sample(column, logits, samples, bitmask)
+        on_device = self._platform.to_device(torch.tensor([lines, tokens], dtype=torch.int64))
+        rows, positions = logits.rows[on_device[0]], logits.sampling.position[on_device[0]]
+        return column, Continued(rows, on_device[1], positions)
 
-    def continued_tokens(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, positions, tokens) [num] int64: the tokens of the last column that continue their rows."""
-        column = columns[-1]
-        lines: list[tuple[int, int, int]] = []
-        for i, tokens in enumerate(column.tokens):
-            if tokens and i not in plan.num_samples and i not in column.errors:
-                position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + len(columns)
-                lines.append((plan.rows[i], position, tokens[0]))
-        # Transposed on the host: kernels need each of the three to be contiguous.
-        table = torch.tensor(lines, dtype=torch.int64).reshape(-1, 3).T.contiguous()
-        rows, positions, token_ids = to_device(table, self._state.done.device)
-        return rows, positions, token_ids
+    def _sample(
+        self, column: StepResult, logits: PassLogits, samples: list[SampleSpec], bitmask: GrammarBitmask | None
+    ) -> tuple[list[int], list[int]]:
+        """Add the sampled tokens to a column -> (lines of samples that continue their rows, their tokens)."""
+        lines: list[int] = []
+        continued: list[int] = []
+        found: Seq[Any] = column.tokens
+        output = self.sampler.sample(logits.logits, samples, bitmask, logits.sampling)
+        for line, (sample, token, error, logprobs) in enumerate(zip(samples, *output, strict=True)):
+            found[sample.slice_index].extend(token if isinstance(token, list) else [token])
+            if logprobs is not None:
+                column.logprobs.setdefault(sample.slice_index, []).append(logprobs)
+            if error:
+                column.errors[sample.slice_index] = error
+            if isinstance(token, int) and sample.continues_row:
+                lines.append(line)
+                continued.append(-1 if error else token)
+                self._done[sample.setup.row] = bool(error) or token in sample.setup.stop_ids
+            elif error:
+                self._done[sample.setup.row] = True
+        return lines, continued
 
-    @torch.inference_mode()
-    def run_column(self, plan: StepPlan, column: int, bitmask: GrammarBitmask | None) -> StepResult:
-        """Run one column of a step that returns prompt log-probabilities.
-
-        Copies the state of the rows from the device before the pass, and back after it.
-        """
-        state, batch = self._state, self.input_batch
-        batch.block_tables = state.block_tables[:-1].cpu()
-        batch.last_token = state.last_token[:-1].tolist()
-        batch.done, self.is_stale = state.done[:-1].tolist(), False
-        results: list[StepResult] = []
-        if column:
-            self._decode_pass(plan, column, results.append, lambda _: bitmask)
-        else:
-            self._first_pass(plan, results.append, lambda _: bitmask)
-        for more in results[1:]:  # many prompt logits take several passes
-            append_columns(results[0], more)
-        state.last_token[:-1] = torch.tensor(batch.last_token, device=state.last_token.device)
-        state.done[:-1] = torch.tensor(batch.done, device=state.done.device)
-        return results[0]
+    def read_prompt_logprobs(self, parts: Seq[SlicePart], logits: Tensor, result: StepResult) -> None:
+        """logits [num_logits, vocab_size]: those of prompt positions, in the order of the parts."""
+        for part in parts:
+            part_logits, logits = logits[: part.num_prompt_logits], logits[part.num_prompt_logits :]
+            if len(part_logits):
+                entries = self.sampler.prompt_logprobs(part_logits, part.row, part.start)
+                result.prompt_logprobs[part.slice_index] = (part.start + 1, entries)

@@ -12,7 +12,6 @@ from torch import Tensor
 from octavo.core.plan import StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
-from octavo.kernels.ops import Ops
 from octavo.kernels.row_state import (
     ALLOWED_TOKENS,
     LOGIT_BIAS,
@@ -24,8 +23,8 @@ from octavo.kernels.row_state import (
     LogitsProcessorState,
     RowState,
 )
+from octavo.runner.platform import Platform
 from octavo.runner.sampling.sampler import RowLogitsProcessors, Sampler
-from octavo.runner.streams import index_tensor, to_device
 
 BitmaskTensors = tuple[Tensor, Tensor]
 """(mask_index, bitmask): see `reference.apply_token_bitmask`."""
@@ -36,20 +35,20 @@ ALL_MASKED = -2
 class DeviceLogitsProcessors:
     """Keeps a `LogitsProcessorState` up to date for the rows that use it.
 
-    Rows that need more, such as bad words, are sampled on the host: see `host_sampling.HostSamplingRunner`. Their steps
+    Rows that need more, such as bad words, are sampled on the host: see `host_sampling.HostSampler`. Their steps
     may also hold rows of this class, whose tokens are then sampled there and counted here.
 
     rows          rows with logits processors
     num_logprobs  row -> number of top log-probabilities; absent for rows without log-probabilities
     """
 
-    def __init__(self, state: RowState, sampler: Sampler, vocab_size: int, ops: Ops) -> None:
+    def __init__(self, state: RowState, sampler: Sampler, vocab_size: int, platform: Platform) -> None:
         self.rows: set[int] = set()
         self.num_logprobs: dict[int, int] = {}
         self._row_state = state
         self._sampler = sampler
         self._vocab_size = vocab_size
-        self._ops = ops
+        self._platform, self._ops = platform, platform.ops
         self._allocated: LogitsProcessorState | None = None
 
     def applies_to(self, plan: StepPlan) -> bool:
@@ -112,20 +111,20 @@ class DeviceLogitsProcessors:
     def _state(self) -> LogitsProcessorState:
         if self._allocated is None:
             num_rows, history = self._row_state.null_row, self._sampler.history
-            self._allocated = LogitsProcessorState.empty(num_rows, self._vocab_size, history)
+            self._allocated = LogitsProcessorState.empty(num_rows, self._vocab_size, history, self._platform.zeros)
         return self._allocated
 
     def _write(self, processors: dict[int, RowLogitsProcessors | None]) -> None:
         """Replace the logits processors of these rows; None: none."""
-        state, device = self._state(), self._row_state.done.device
-        rows = index_tensor(list(processors), device)
+        state, to_device = self._state(), self._platform.to_device
+        rows = self._platform.index_tensor(list(processors))
         bits = [0 if p is None else enabled_bits(p) for p in processors.values()]
         ints = torch.tensor([bits, *zip(*(_lengths(p) for p in processors.values()), strict=True)], dtype=torch.int32)
         targets = state.enabled, state.num_prompt, state.min_length, state.num_counted
-        for target, values in zip(targets, to_device(ints, device), strict=True):
+        for target, values in zip(targets, to_device(ints), strict=True):
             target.index_copy_(0, rows, values)
         penalties = torch.tensor([(1.0, 0.0, 0.0) if p is None else p.penalties for p in processors.values()])
-        state.penalties.index_copy_(0, rows, to_device(penalties, device))
+        state.penalties.index_copy_(0, rows, to_device(penalties))
         state.counts.index_fill_(0, rows, 0)
         for row, p in processors.items():
             if p is not None and p.bias_ids is not None and p.bias_values is not None:
@@ -134,13 +133,13 @@ class DeviceLogitsProcessors:
                 state.bias_values[row, :num] = p.bias_values
             if p is not None and p.allowed_token_ids is not None:
                 bitmask = pack_bitmask(p.allowed_token_ids, self._vocab_size)
-                state.allowed_bitmask[row] = to_device(torch.from_numpy(bitmask), device)
+                state.allowed_bitmask[row] = to_device(torch.from_numpy(bitmask))
 
     def _init_token_counts(self, rows: list[int], starts: list[int], token_ids: list[Seq[int]]) -> None:
         begins = [0, *accumulate(map(len, token_ids))]
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in token_ids])
         ints = torch.tensor([*rows, *starts, *begins], dtype=torch.int64)
-        packed = to_device(torch.cat([ints, torch.from_numpy(tokens)]), self._row_state.done.device)
+        packed = self._platform.to_device(torch.cat([ints, torch.from_numpy(tokens)]))
         parts = torch.split(packed, [len(rows), len(rows), len(begins), len(tokens)])
         self._ops.init_token_counts(self._state(), *parts)
 

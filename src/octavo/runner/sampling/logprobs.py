@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.core.plan import TokenLogprobs
-from octavo.kernels.ops import Ops
-from octavo.runner.streams import index_tensor
+from octavo.runner.platform import Platform
 
 
 class LogprobsQuery:
@@ -20,15 +19,15 @@ class LogprobsQuery:
         self._names = names
         self._groups = {num: [i for i, n in enumerate(num_top) if n == num] for num in dict.fromkeys(num_top)}
 
-    def compute(self, logits: Tensor, token_ids: Tensor, ops: Ops) -> list[Tensor]:
+    def compute(self, logits: Tensor, token_ids: Tensor, platform: Platform) -> list[Tensor]:
         """logits [num_rows, vocab_size], token_ids [num_rows] -> tensors for `to_lists`."""
         tensors: list[Tensor] = []
         for num, rows in self._groups.items():
             part, ids = logits, token_ids
             if len(self._groups) > 1:
-                indices = index_tensor(rows, logits.device)
+                indices = platform.index_tensor(rows)
                 part, ids = logits[indices], token_ids[indices]
-            tensors += ops.token_logprobs(part, ids, logits.shape[1] if num < 0 else num)
+            tensors += platform.ops.token_logprobs(part, ids, logits.shape[1] if num < 0 else num)
         return tensors
 
     def entries(self, lists: Seq[list[Any]]) -> dict[int, TokenLogprobs]:

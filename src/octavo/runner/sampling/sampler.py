@@ -21,9 +21,8 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
-from octavo.kernels.ops import Ops
+from octavo.runner.platform import Platform
 from octavo.runner.sampling.logprobs import LogprobsQuery
-from octavo.runner.streams import index_tensor, to_device, to_lists
 
 NOT_FINITE = "the model gave numbers that are not finite for this request"
 NO_ALLOWED_TOKEN = (
@@ -68,7 +67,7 @@ class RowLogitsProcessors:
     stop_ids   tokens that min_tokens masks; None: none
     """
 
-    def __init__(self, setup: RowSetup, device: torch.device | str) -> None:
+    def __init__(self, setup: RowSetup, platform: Platform) -> None:
         params = setup.sampling_params
         self.num_prompt = setup.num_prompt
         self.min_length = setup.num_prompt + params.min_tokens
@@ -79,22 +78,24 @@ class RowLogitsProcessors:
         self.has_penalties = params.has_penalties
         self.penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.allowed_token_ids = params.allowed_token_ids
-        self.allowed = None if params.allowed_token_ids is None else index_tensor(params.allowed_token_ids, device)
-        self.stop_ids = index_tensor(sorted(setup.stop_ids), device) if params.min_tokens and setup.stop_ids else None
+        self.allowed = None if params.allowed_token_ids is None else platform.index_tensor(params.allowed_token_ids)
+        has_stops = params.min_tokens and setup.stop_ids
+        self.stop_ids = platform.index_tensor(sorted(setup.stop_ids)) if has_stops else None
         self.bad_words = self.bias_ids = self.bias_values = None
         if words := params.bad_words_token_ids:
             longest = max(map(len, words))
-            self.bad_words = torch.tensor([(*[-1] * (longest - len(w)), *w) for w in words], device=device)
+            padded = [(*[-1] * (longest - len(w)), *w) for w in words]
+            self.bad_words = torch.tensor(padded, device=platform.device)
         if bias := params.logit_bias:
-            self.bias_ids = index_tensor(list(bias), device)
-            self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+            self.bias_ids = platform.index_tensor(list(bias))
+            self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32, device=platform.device)
 
     @classmethod
-    def of(cls, setup: RowSetup, device: torch.device | str) -> RowLogitsProcessors | None:
+    def of(cls, setup: RowSetup, platform: Platform) -> RowLogitsProcessors | None:
         """None for a request that uses none of them."""
         p = setup.sampling_params
         is_used = p.needs_history or p.logprobs is not None or p.selects_best_of or p.logit_bias or p.min_tokens
-        return cls(setup, device) if is_used or p.allowed_token_ids is not None else None
+        return cls(setup, platform) if is_used or p.allowed_token_ids is not None else None
 
     @property
     def masks_tokens(self) -> bool:
@@ -111,9 +112,9 @@ class Sampler:
     history   [num_rows, max_len] int32, by position, where `RowLogitsProcessors.needs_history`; allocated on first use
     """
 
-    def __init__(self, num_rows: int, max_len: int, ops: Ops, device: torch.device | str = "cpu") -> None:
-        self.ops = ops
-        self.device = device
+    def __init__(self, num_rows: int, max_len: int, platform: Platform) -> None:
+        self.platform = platform
+        self.ops = platform.ops
         self.processors: list[RowLogitsProcessors | None] = [None] * num_rows
         self._history_shape = (num_rows, max_len)
         self._history: Tensor | None = None
@@ -121,14 +122,13 @@ class Sampler:
     @property
     def history(self) -> Tensor:
         if self._history is None:
-            # numpy's zeros take memory where they are first written.
-            self._history = torch.from_numpy(np.zeros(self._history_shape, dtype=np.int32)).to(self.device)
+            self._history = self.platform.zeros(self._history_shape, torch.int32)
         return self._history
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's row setups, and add its host tokens to the history."""
         for setup in plan.row_setups:
-            self.processors[setup.row] = RowLogitsProcessors.of(setup, self.device)
+            self.processors[setup.row] = RowLogitsProcessors.of(setup, self.platform)
             if setup.token_ids is not None:
                 self._write_history(setup.row, 0, setup.token_ids)
         for i, token_ids in plan.host_tokens.items():
@@ -137,7 +137,7 @@ class Sampler:
                 self._write_history(plan.rows[i], plan.starts[i], token_ids)
 
     def _write_history(self, row: int, start: int, token_ids: array[int]) -> None:
-        tokens = to_device(torch.tensor(token_ids, dtype=torch.int32), self.device)
+        tokens = self.platform.to_device(torch.tensor(token_ids, dtype=torch.int32))
         self.history[row, start : start + len(token_ids)] = tokens
 
     # -- sampling ------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Sampler:
         sampling  sampling parameters that are already on the device
         """
         finite = self.ops.finite_rows(logits)
-        if logits.is_cuda:  # queue all work before the first wait for the device
+        if not self.platform.is_host:  # queue all work before the first wait for the device
             logits.masked_fill_(~finite.unsqueeze(1), 0.0)
         elif not bool(finite.all()):
             logits = logits.nan_to_num(0.0, 0.0, 0.0)  # the token of such a row is dropped, but sampling must not fail
@@ -171,7 +171,7 @@ class Sampler:
         if bitmask is not None:
             mask_index = mask_indices(bitmask, [sample.slice_index for sample in samples])
             in_grammar = np.flatnonzero(mask_index >= 0).tolist()
-            arrays = [to_device(torch.from_numpy(array), self.device) for array in (mask_index, bitmask.bitmask)]
+            arrays = [self.platform.to_device(torch.from_numpy(array)) for array in (mask_index, bitmask.bitmask)]
             self.ops.apply_token_bitmask(logits, *arrays)
         if active:
             self.ops.apply_logits_processors(logits, self._processor_params(samples, active))
@@ -184,9 +184,9 @@ class Sampler:
         nums = [samples[i].num_candidates for i in beams]
         top = logits[beam_ids].topk(min(max(nums), logits.shape[1])) if beams else ()
         query = LogprobsQuery(with_logprobs, [p.num_logprobs for _, p in active if p.num_logprobs is not None])
-        logprobs = query.compute(raw, chosen[logprob_ids], self.ops)
+        logprobs = query.compute(raw, chosen[logprob_ids], self.platform)
 
-        tokens, are_finite, are_masked, *rest = to_lists([chosen, finite, all_masked, *top, *logprobs])
+        tokens, are_finite, are_masked, *rest = self.platform.to_lists([chosen, finite, all_masked, *top, *logprobs])
         errors = ["" if is_finite else NOT_FINITE for is_finite in are_finite]
         for i in itertools.compress(masked, are_masked):
             errors[i] = errors[i] or NO_ALLOWED_TOKEN
@@ -206,7 +206,7 @@ class Sampler:
             [sample.setup.seed for sample in samples],
             [sample.sample_index for sample in samples],
             [sample.position for sample in samples],
-            device=self.device,
+            device=self.platform.device,
         )
 
     def _append_history(self, samples: Seq[SampleSpec], active: ActiveProcessors, chosen: Tensor) -> None:
@@ -246,7 +246,7 @@ class Sampler:
         )
         if any(p.has_penalties for _, p in active):
             penalties = torch.tensor([p.penalties for _, p in active], dtype=torch.float32)
-            params.repetition, params.presence, params.frequency = to_device(penalties, self.device).unbind(1)
+            params.repetition, params.presence, params.frequency = self.platform.to_device(penalties).unbind(1)
         words = [(j, p.bad_words) for j, (_, p) in enumerate(active) if p.bad_words is not None]
         if words:
             longest = max(w.shape[1] for _, w in words)
@@ -261,7 +261,7 @@ class Sampler:
         return rows.repeat_interleave(lengths), torch.cat([ids for _, ids in lists])
 
     def _ids(self, values: Seq[int]) -> Tensor:
-        return index_tensor(values, self.device)
+        return self.platform.index_tensor(values)
 
     # -- prompt log-probabilities --------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Sampler:
         num = len(logits)
         next_ids = self.history[row, start + 1 : start + 1 + num].long()
         query = LogprobsQuery(range(num), [processors.num_prompt_logprobs] * num)
-        return list(query.entries(to_lists(query.compute(logits, next_ids, self.ops))).values())
+        return list(query.entries(self.platform.to_lists(query.compute(logits, next_ids, self.platform))).values())
 
 
 def mask_indices(bitmask: GrammarBitmask, slices: Seq[int]) -> np.ndarray:

@@ -1,34 +1,35 @@
-"""`CudaModelRunner` on a CPU, without streams and graphs: all its logic, compared with `ModelRunner`."""
+"""The model runner on a device that keeps its state, with and without graphs, compared with the CPU."""
 
 from __future__ import annotations
 
 import math
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import BlockCopy, RowSetup, StepPlan, SwapIn, SwapOut, TableWrite
 from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.row_state import IN_PROMPT, MAX_STOP_IDS
-from octavo.runner import model_runner as runner
-from octavo.runner.cuda_executor import CudaExecutor
+from octavo.runner import prefill_batch
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.cuda_model_runner import CudaModelRunner, table_writes
+from octavo.runner.executor import Executor
+from octavo.runner.input_buffers import table_writes
 from octavo.runner.kv_swap import runs
+from octavo.runner.model_runner import ModelRunner
 from octavo.runner.prefill_batch import PrefillSize, PrefillSizes
-from octavo.runner.sampling.host_sampling import HostSamplingRunner
+from octavo.runner.sampling.host_sampling import HostSampler
 from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from tests.engine.models import make_talking_checkpoint
 from tests.runner.handwritten_plans import SIZE, VOCAB, NextTokenModel, Plan
+from tests.runner.stub_platform import FakeGraphs, StubPlatform, use_stub_platform
 
 OPTIONS: dict[str, Any] = {
     "block_size": 4,
@@ -47,56 +48,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
-class FakeGraphs:
-    """CUDA graphs without a GPU: `capture` runs the work once and undoes its step, `replay` runs it again."""
-
-    def __init__(self, step_counter: Tensor) -> None:
-        self.step_counter = step_counter
-        self.work: dict[Any, Callable[[], None]] = {}
-        self.num_replays = 0
-
-    def __contains__(self, name: Any) -> bool:
-        return name in self.work
-
-    def capture(self, name: Any, work: Callable[[], None]) -> None:
-        step_counter = self.step_counter.clone()
-        work()
-        self.step_counter.copy_(step_counter)
-        self.work[name] = work
-
-    def replay(self, name: Any) -> None:
-        self.num_replays += 1
-        self.work[name]()
-
-
-def use_cuda_runner(llm: LLM, *, fake_graphs: bool = False) -> LLM:
-    """The engine, with a `CudaModelRunner` instead of its own runner."""
-    old = llm.engine.executor.runner  # type: ignore[attr-defined]
-    runner = CudaModelRunner(
-        old.model,
-        old.kv,
-        old.host_kv,
-        num_rows=len(old.input_batch.done),
-        max_model_len=llm.config.max_model_len,
-        max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
-        max_decode_steps=llm.config.args.decode_window or 1,
-        vocab_size=llm.engine.limits.vocab_size,
-        ops=reference,
-        graphs=False,
-    )
-    if fake_graphs:
-        runner.graphs = FakeGraphs(runner.input_buffers.step_counter)  # type: ignore[assignment]
-    llm.engine.executor.close()
-    llm.engine.executor = CudaExecutor(runner)
-    return llm
-
-
 def generate(
-    model: str, params: list[SamplingParams], *, cuda_runner: bool, fake_graphs: bool = False, **options: Any
+    model: str, params: list[SamplingParams], *, stub_platform: bool, fake_graphs: bool = False, **options: Any
 ) -> tuple[LLM, list[RequestOutput]]:
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     llm = LLM(model, **(OPTIONS | options))
-    with use_cuda_runner(llm, fake_graphs=fake_graphs) if cuda_runner else llm:
+    with use_stub_platform(llm, fake_graphs=fake_graphs) if stub_platform else llm:
         return llm, llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -139,8 +96,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", list(CASES))
 def test_tokens_equal_the_cpu_runners(model: str, case: str, fake_graphs: bool) -> None:
     params, options = mixed_params(), CASES[case]
-    _, expected = generate(model, params, cuda_runner=False, **options)
-    llm, outputs = generate(model, params, cuda_runner=True, fake_graphs=fake_graphs, **options)
+    _, expected = generate(model, params, stub_platform=False, **options)
+    llm, outputs = generate(model, params, stub_platform=True, fake_graphs=fake_graphs, **options)
     assert completions(outputs) == completions(expected)
     if "num_gpu_blocks_override" in options:
         assert llm.stats().num_preemptions > 0
@@ -202,9 +159,9 @@ def test_grammars_need_no_host_sampling(
 ) -> None:
     """Together with other requests."""
     params, options = [*mixed_params(), *grammar_params(), *processor_params()], CASES[case]
-    _, expected = generate(model, params, cuda_runner=False, **options)
-    monkeypatch.delattr(HostSamplingRunner, "sample")
-    llm, outputs = generate(model, params, cuda_runner=True, fake_graphs=fake_graphs, **options)
+    _, expected = generate(model, params, stub_platform=False, **options)
+    monkeypatch.delattr(HostSampler, "sample")
+    llm, outputs = generate(model, params, stub_platform=True, fake_graphs=fake_graphs, **options)
     assert completions(outputs) == completions(expected)
     assert re.fullmatch("[a-f]{5,9}", outputs[len(mixed_params())].outputs[0].text)
     if "num_gpu_blocks_override" in options:
@@ -235,8 +192,8 @@ def test_host_sampling_gives_the_same_tokens_and_logprobs(model: str, window: in
     """Together with other requests, in the same rows after one another."""
     params = mixed_params()
     params[1:1] = host_params()
-    _, expected = generate(model, params, cuda_runner=False, decode_window=window)
-    _, outputs = generate(model, params, cuda_runner=True, fake_graphs=fake_graphs, decode_window=window)
+    _, expected = generate(model, params, stub_platform=False, decode_window=window)
+    _, outputs = generate(model, params, stub_platform=True, fake_graphs=fake_graphs, decode_window=window)
     assert completions(outputs) == completions(expected) and same_logprobs(outputs, expected, 150)
     assert completions(outputs)[3][0] == [40] * 4
 
@@ -264,18 +221,17 @@ def test_logprobs_need_no_host_sampling(
     """Rows go from requests with log-probabilities to requests without, and back. Only steps that return prompt
     log-probabilities run on the host."""
     params, options = [*mixed_params(), *logprobs_params(), *logprobs_params()], CASES[case]
-    _, expected = generate(model, params, cuda_runner=False, **options)
-    monkeypatch.delattr(HostSamplingRunner, "sample")
+    _, expected = generate(model, params, stub_platform=False, **options)
     columns: list[int] = []
-    column = HostSamplingRunner.run_column
+    sample = HostSampler.sample
 
-    def counted(self: HostSamplingRunner, plan: StepPlan, *rest: Any) -> Any:
+    def counted(self: HostSampler, plan: StepPlan, *rest: Any) -> Any:
         assert self.has_prompt_logprobs(plan)
         columns.append(plan.step)
-        return column(self, plan, *rest)
+        return sample(self, plan, *rest)
 
-    monkeypatch.setattr(HostSamplingRunner, "run_column", counted)
-    llm, outputs = generate(model, params, cuda_runner=True, fake_graphs=fake_graphs, **options)
+    monkeypatch.setattr(HostSampler, "sample", counted)
+    llm, outputs = generate(model, params, stub_platform=True, fake_graphs=fake_graphs, **options)
     assert completions(outputs) == completions(expected) and same_logprobs(outputs, expected, 700)
     assert 0 < len(set(columns)) < 0.6 * llm.stats().num_steps
     if "num_gpu_blocks_override" in options:
@@ -286,8 +242,8 @@ def test_grammars_with_logprobs_are_sampled_on_the_host(model: str) -> None:
     """The bitmask changes the logits, so the host computes the log-probabilities before it."""
     params = [*grammar_params(), *logprobs_params()[:5]]
     params[1] = replace(params[1], logprobs=3)
-    _, expected = generate(model, params, cuda_runner=False, decode_window=3)
-    _, outputs = generate(model, params, cuda_runner=True, decode_window=3)
+    _, expected = generate(model, params, stub_platform=False, decode_window=3)
+    _, outputs = generate(model, params, stub_platform=True, decode_window=3)
     assert completions(outputs) == completions(expected) and same_logprobs(outputs, expected, 400)
 
 
@@ -298,9 +254,9 @@ def test_logits_processors_need_no_host_sampling(
 ) -> None:
     """Rows go from requests with logits processors to requests without, and back."""
     params, options = [*processor_params(), *mixed_params(), *processor_params()], CASES[case]
-    _, expected = generate(model, params, cuda_runner=False, **options)
-    monkeypatch.delattr(HostSamplingRunner, "sample")
-    llm, outputs = generate(model, params, cuda_runner=True, fake_graphs=fake_graphs, **options)
+    _, expected = generate(model, params, stub_platform=False, **options)
+    monkeypatch.delattr(HostSampler, "sample")
+    llm, outputs = generate(model, params, stub_platform=True, fake_graphs=fake_graphs, **options)
     assert completions(outputs) == completions(expected)
     assert all(reason in ("length", "stop") for _, reason, *_ in completions(outputs))
     if "num_gpu_blocks_override" in options:
@@ -314,8 +270,8 @@ def test_logits_processors_stay_correct_across_host_sampled_steps(model: str, ca
         [*processor_params(), *grammar_params(), *host_params(), *processor_params()],
         CASES[case],
     )
-    _, expected = generate(model, params, cuda_runner=False, **options)
-    _, outputs = generate(model, params, cuda_runner=True, **options)
+    _, expected = generate(model, params, stub_platform=False, **options)
+    _, outputs = generate(model, params, stub_platform=True, **options)
     assert completions(outputs) == completions(expected)
 
 
@@ -324,12 +280,12 @@ def test_logits_processors_with_prompts_that_take_several_passes(
     model: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All prompt passes of a step together give its first column."""
-    monkeypatch.setattr(runner, "MAX_PROMPT_LOGITS", 3)
+    monkeypatch.setattr(prefill_batch, "MAX_PROMPT_LOGITS", 3)
     with_prompt_logprobs = [SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True)] * 3
     params = [*processor_params()[:2], *grammar_params()[3:], *with_prompt_logprobs]
     options: dict[str, Any] = {"decode_window": window, "max_num_seqs": 16, "max_num_batched_tokens": 16}
-    _, expected = generate(model, params, cuda_runner=False, **options)
-    _, outputs = generate(model, params, cuda_runner=True, **options)
+    _, expected = generate(model, params, stub_platform=False, **options)
+    _, outputs = generate(model, params, stub_platform=True, **options)
     assert completions(outputs) == completions(expected)
 
 
@@ -341,8 +297,8 @@ def test_masked_sampling_and_the_next_pass_are_one_graph(model: str, monkeypatch
     params = [
         SamplingParams(temperature=1, seed=i, max_tokens=12, structured_outputs={"regex": "[a-d]+"}) for i in (1, 2)
     ]
-    _, expected = generate(model, params, cuda_runner=False, decode_window=4)
-    _, outputs = generate(model, params, cuda_runner=True, fake_graphs=True, decode_window=4)
+    _, expected = generate(model, params, stub_platform=False, decode_window=4)
+    _, outputs = generate(model, params, stub_platform=True, fake_graphs=True, decode_window=4)
     assert completions(outputs) == completions(expected)
     decodes = [name for name in replayed if name[0] in ("masked", "masked pass") and isinstance(name[1], int)]
     assert sum(name[0] == "masked pass" for name in decodes) >= len(decodes) // 2 > 3
@@ -355,9 +311,9 @@ def test_beam_search_gives_the_same_beams(model: str, has_grammar: bool, fake_gr
     params = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True, length_penalty=0.5, **options)
     prompts = [{"prompt_token_ids": [3 + (5 * i + j) % 90 for j in range(6 + i)]} for i in range(2)]
     found = []
-    for cuda_runner in (False, True):
+    for stub_platform in (False, True):
         llm = LLM(model, **OPTIONS)
-        with use_cuda_runner(llm, fake_graphs=fake_graphs) if cuda_runner else llm:
+        with use_stub_platform(llm, fake_graphs=fake_graphs) if stub_platform else llm:
             found.append(llm.beam_search(prompts, params, use_tqdm=False))
     expected, outputs = ([beam for output in outputs for beam in output.outputs] for outputs in found)
     assert [beam.token_ids for beam in outputs] == [beam.token_ids for beam in expected] and len(outputs) == 6
@@ -370,14 +326,14 @@ def test_beam_candidates_of_nan_logits_and_small_vocabularies() -> None:
     logits[1, 4] = math.nan
     plan = StepPlan()
     plan.rows, plan.num_samples = [4, 9], {0: 2, 1: 8}
-    found = HostSamplingRunner.read_candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    found = HostSampler.read_candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
     expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
     assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
     assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6
 
 
 def test_streamed_output_grows_during_a_decode_window(model: str) -> None:
-    with use_cuda_runner(LLM(model, decode_window=6, **OPTIONS)) as llm:
+    with use_stub_platform(LLM(model, decode_window=6, **OPTIONS)) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         lengths = [len(o.outputs[0].token_ids) for o in llm.stream([[5, 6, 7]], params)]
     assert lengths[-1] == 20 and lengths == sorted(set(lengths))
@@ -392,19 +348,19 @@ def fake_model() -> NextTokenModel:
 
 
 @pytest.fixture
-def executor(fake_model: NextTokenModel) -> Iterator[CudaExecutor]:
+def executor(fake_model: NextTokenModel) -> Iterator[Executor]:
     kv = torch.zeros(9, 1, 2, 1, SIZE, 1)  # 8 usable blocks
-    executor = CudaExecutor(
-        CudaModelRunner(
+    executor = Executor(
+        ModelRunner(
             fake_model,
             kv,
             torch.zeros_like(kv),
+            StubPlatform(),
             num_rows=4,
             max_model_len=8,
             max_num_tokens=16,
             max_decode_steps=4,
             vocab_size=VOCAB,
-            ops=reference,
             graphs=False,
         )
     )
@@ -412,13 +368,13 @@ def executor(fake_model: NextTokenModel) -> Iterator[CudaExecutor]:
     executor.close()
 
 
-def tokens_of(executor: CudaExecutor, plan: Plan) -> list[list[int]]:
+def tokens_of(executor: Executor, plan: Plan) -> list[list[int]]:
     return [list(tokens) for tokens in executor.submit(plan).result().tokens]
 
 
-def test_only_steps_of_plain_beams_return_candidates_from_a_graph(executor: CudaExecutor) -> None:
+def test_only_steps_of_plain_beams_return_candidates_from_a_graph(executor: Executor) -> None:
     """All rows must be beams, without logits processors and bitmasks."""
-    host_sampling = executor.runner.host_sampling
+    host_sampling = executor.runner.host_sampler
     plain = [RowSetup(row, SamplingParams(), 0, 0, frozenset(), 1, None, True) for row in range(3)]
     other = [RowSetup(3, SamplingParams(logit_bias={1: 2.0}), 0, 0, frozenset(), 1, None, True)]
     plan = StepPlan()
@@ -435,16 +391,14 @@ def test_only_steps_of_plain_beams_return_candidates_from_a_graph(executor: Cuda
     assert num_candidates([0], {0: 4}, bitmask_slices=(0,)) == 0
 
 
-def test_only_the_last_prefill_chunk_samples(executor: CudaExecutor, fake_model: NextTokenModel) -> None:
+def test_only_the_last_prefill_chunk_samples(executor: Executor, fake_model: NextTokenModel) -> None:
     assert tokens_of(executor, Plan().give(0, (3, 1)).slice(0, 0, 2, 0, [4, 5])) == [[]]
     assert tokens_of(executor, Plan().slice(0, 2, 1, 1, [6])) == [[7]]
     assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[8]]
     assert fake_model.passes == [([4, 5], [0, 1], [6, 7]), ([6], [2], [2]), ([7], [3], [3])]
 
 
-def test_a_decode_window_ends_at_a_stop_token_or_at_its_length(
-    executor: CudaExecutor, fake_model: NextTokenModel
-) -> None:
+def test_a_decode_window_ends_at_a_stop_token_or_at_its_length(executor: Executor, fake_model: NextTokenModel) -> None:
     plan = Plan().give(0, (1, 2, 3), stops=(6,)).give(1, (4, 5)).slice(0, 0, 5, 4, [2, 4]).slice(1, 0, 3, 3, [8])
     assert tokens_of(executor, plan) == [[5, 6], [9, 10, 0]]
     assert fake_model.passes == [
@@ -463,7 +417,7 @@ def test_a_decode_window_ends_at_a_stop_token_or_at_its_length(
     ]  # host tokens end done
 
 
-def test_a_done_row_computes_nothing_in_a_prefill_pass(executor: CudaExecutor, fake_model: NextTokenModel) -> None:
+def test_a_done_row_computes_nothing_in_a_prefill_pass(executor: Executor, fake_model: NextTokenModel) -> None:
     assert tokens_of(executor, Plan().give(0, (1,), stops=(5,)).slice(0, 0, 1, 1, [4])) == [[5]]
     fake_model.passes.clear()
     plan = Plan().give(1, (2, 3)).slice(0, 1, 1, 1).slice(1, 0, 3, 1, [1, 2, 3])
@@ -471,17 +425,17 @@ def test_a_done_row_computes_nothing_in_a_prefill_pass(executor: CudaExecutor, f
     assert fake_model.passes == [([5, 1, 2, 3], [0, 0, 1, 2], [0, 4, 5, 6])]
 
 
-def test_several_samples_before_a_fork_do_not_end_the_row(executor: CudaExecutor) -> None:
+def test_several_samples_before_a_fork_do_not_end_the_row(executor: Executor) -> None:
     plan = Plan().give(2, (6,), stops=(4,)).slice(2, 0, 1, 1, [3], num_samples=3)
     assert tokens_of(executor, plan) == [[4, 4, 4]]
 
 
-def test_samples_differ_by_their_sample_index(executor: CudaExecutor) -> None:
+def test_samples_differ_by_their_sample_index(executor: Executor) -> None:
     plan = Plan().give(2, (6,), temperature=2.0, seed=1).slice(2, 0, 1, 1, [3], num_samples=8)
     assert len(set(tokens_of(executor, plan)[0])) > 1
 
 
-def test_the_later_write_to_a_block_table_entry_counts(executor: CudaExecutor, fake_model: NextTokenModel) -> None:
+def test_the_later_write_to_a_block_table_entry_counts(executor: Executor, fake_model: NextTokenModel) -> None:
     plan = Plan().give(0, (1, 2)).give(0, (7, 8), stops=(9,)).slice(0, 0, 3, 1, [6, 7, 8])
     assert tokens_of(executor, plan) == [[9]]
     assert fake_model.passes == [([6, 7, 8], [0, 1, 2], [14, 15, 16])]
@@ -496,25 +450,29 @@ def test_no_block_table_entry_is_written_twice() -> None:
     assert len(indices) == 6
 
 
-def test_plans_use_the_halves_of_the_output_buffers_by_turns(executor: CudaExecutor) -> None:
+def test_plans_use_the_halves_of_the_output_buffers_by_turns(executor: Executor) -> None:
     buffers = executor.runner.output_buffers
-    assert [buffers.next_half() for _ in range(4)] == [4, 0, 4, 0] and buffers.tokens.shape[0] == 8
+    outputs, columns = [], []
+    for _ in range(4):
+        outputs.append(buffers.new_output(1))
+        columns.append(buffers.first_column)
+    assert columns == [4, 0, 4, 0] and buffers.tokens.shape[0] == 8
 
 
-def test_host_sampling_of_a_decode_window_together_with_a_prompt(executor: CudaExecutor) -> None:
+def test_host_sampling_of_a_decode_window_together_with_a_prompt(executor: Executor) -> None:
     """The passes after the first have fewer slices."""
     assert tokens_of(executor, Plan().give(1, (3, 4), logprobs=21).slice(1, 0, 1, 1, [5])) == [[6]]
     plan = Plan().give(0, (1, 2), logprobs=21).slice(0, 0, 2, 1, [2, 3]).slice(1, 1, 3, 3)
     assert tokens_of(executor, plan) == [[4], [7, 8, 9]]
 
 
-def test_unread_outputs_survive_the_reuse_of_their_buffers(executor: CudaExecutor) -> None:
+def test_unread_outputs_survive_the_reuse_of_their_buffers(executor: Executor) -> None:
     running = [executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 1, 1, [3]))]
     running += [executor.submit(Plan().slice(0, 1 + i, 1, 1)) for i in range(4)]
     assert [run.result().tokens for run in running] == [[[4 + i]] for i in range(5)]
 
 
-def test_logprobs_come_with_their_tokens(executor: CudaExecutor) -> None:
+def test_logprobs_come_with_their_tokens(executor: Executor) -> None:
     """One entry a token, with at most the whole vocabulary as top log-probabilities; none for the row's next owner.
     Unread entries survive the reuse of their buffers."""
     plan = Plan().give(0, (1, 2, 3), stops=(6,), logprobs=1).give(1, (4, 5)).give(2, (6, 7), logprobs=20)
@@ -537,21 +495,21 @@ def test_logprobs_come_with_their_tokens(executor: CudaExecutor) -> None:
     assert not executor.runner.logits_processors.rows
 
 
-def test_host_sampling_commits_stop_tokens_to_the_device(executor: CudaExecutor) -> None:
+def test_host_sampling_commits_stop_tokens_to_the_device(executor: Executor) -> None:
     plan = Plan().give(0, (1, 2), stops=(4,), logprobs=21).slice(0, 0, 1, 1, [3])
     assert tokens_of(executor, plan) == [[4]]
     assert executor.runner.state.done.tolist() == [True, False, False, False, True]
     assert int(executor.runner.state.last_token[0]) == 4
 
 
-def test_more_stop_ids_than_the_device_keeps_do_not_fail(executor: CudaExecutor) -> None:
+def test_more_stop_ids_than_the_device_keeps_do_not_fail(executor: Executor) -> None:
     """The device may miss some; the host checks all of them."""
     assert MAX_STOP_IDS < 12
     plan = Plan().give(0, (1, 2), stops=tuple(range(1000, 1012))).slice(0, 0, 2, 2, [3])
     assert tokens_of(executor, plan) == [[4, 5]]
 
 
-def test_non_finite_logits_fail_one_slice(executor: CudaExecutor, fake_model: NextTokenModel) -> None:
+def test_non_finite_logits_fail_one_slice(executor: Executor, fake_model: NextTokenModel) -> None:
     fake_model.poison = {5}
     result = executor.submit(
         Plan().give(0, (1, 2)).give(1, (3, 4)).slice(0, 0, 3, 3, [4]).slice(1, 0, 3, 3, [7])
@@ -560,7 +518,7 @@ def test_non_finite_logits_fail_one_slice(executor: CudaExecutor, fake_model: Ne
     assert tokens_of(executor, Plan().slice(0, 3, 1, 1).slice(1, 3, 1, 1)) == [[], [0]]
 
 
-def test_swaps_and_copies_run_in_order(executor: CudaExecutor) -> None:
+def test_swaps_and_copies_run_in_order(executor: Executor) -> None:
     kv, host = executor.runner.kv, executor.runner.swapper.host_kv
     for i in range(9):
         kv[i], host[i] = i, -i
@@ -580,7 +538,7 @@ def test_neighbouring_blocks_are_one_run() -> None:
     assert not len(begins) and not len(counts)
 
 
-def test_plans_queued_after_a_failed_step_fail(executor: CudaExecutor, fake_model: NextTokenModel) -> None:
+def test_plans_queued_after_a_failed_step_fail(executor: Executor, fake_model: NextTokenModel) -> None:
     before = executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 1, 1, [3]))
     fake_model.fails = True
     failed = executor.submit(Plan().slice(0, 1, 1, 1))
@@ -595,10 +553,10 @@ def test_plans_queued_after_a_failed_step_fail(executor: CudaExecutor, fake_mode
     assert tokens_of(executor, Plan().slice(0, 0, 1, 1, [3])) == [[4]]
 
 
-def test_poll_returns_ready_columns_and_result_the_rest(executor: CudaExecutor) -> None:
+def test_poll_returns_ready_columns_and_result_the_rest(executor: Executor) -> None:
     running = executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 4, 4, [3]))
     assert running.done and running.poll() is None  # a CPU is done when the call returns
-    output = running._output
+    output = running.output
     assert output is not None
     completed = output.events[0]
     output.events[2:] = [Never(), Never()]
@@ -620,7 +578,7 @@ class Never:
         pass
 
 
-def test_a_plan_larger_than_the_input_buffers(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_larger_than_the_input_buffers(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     input_buffers = executor.runner.input_buffers
     input_buffers.buffer = input_buffers.buffer[: input_buffers.head_size + 3]
     assert tokens_of(executor, Plan().give(0, (3, 1)).slice(0, 0, 3, 1, [4, 5, 6])) == [[7]]
@@ -661,7 +619,7 @@ def test_decode_sizes_are_ascending_and_end_at_the_number_of_rows() -> None:
         assert cascade[-1:] == [max_size] * (max_size >= 8)
 
 
-def test_host_sampling_reads_done_flags_that_the_device_changed(executor: CudaExecutor) -> None:
+def test_host_sampling_reads_done_flags_that_the_device_changed(executor: Executor) -> None:
     """A row ends in a host-sampled step, goes to another request, and decodes in another host-sampled step."""
     plan = Plan().give(0, (1, 2), stops=(4,), logprobs=21).slice(0, 0, 1, 1, [3])
     assert tokens_of(executor, plan) == [[4]]
@@ -671,7 +629,7 @@ def test_host_sampling_reads_done_flags_that_the_device_changed(executor: CudaEx
     assert tokens_of(executor, Plan().slice(0, 3, 1, 1).slice(1, 1, 1, 1)) == [[10], [3]]
 
 
-def test_token_counts_of_a_row_with_penalties(executor: CudaExecutor) -> None:
+def test_token_counts_of_a_row_with_penalties(executor: Executor) -> None:
     """Counted are the prompt, sampled tokens and host tokens, but not several samples before a fork, or a done row."""
 
     def counted() -> dict[int, int]:
@@ -691,7 +649,7 @@ def test_token_counts_of_a_row_with_penalties(executor: CudaExecutor) -> None:
 
 
 def test_masked_vocabulary_and_non_finite_logits_fail_only_their_slices(
-    executor: CudaExecutor, fake_model: NextTokenModel
+    executor: Executor, fake_model: NextTokenModel
 ) -> None:
     plan = Plan().give(0, (1,), stops=(4,), allowed_token_ids=[4], min_tokens=3).slice(0, 0, 2, 2, [3])
     plan.give(1, (2,), presence_penalty=0.5).slice(1, 0, 2, 2, [6]).give(2, (3,), frequency_penalty=0.5)

@@ -1,0 +1,143 @@
+"""From the row state to a pass, and from its sampled tokens back, on the CPU.
+
+Rows are few and numbers small, so the time is that of the calls: numpy's take a third of torch's. All arrays share the
+tensors' memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.cpu.sampling import apply_token_bitmask, finite_rows, sample, token_logprobs
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.row_state import (
+    FIRST_STOP_ID,
+    MAX_LOGPROBS,
+    MIN_P,
+    NOT_FINITE,
+    NOTHING_SAMPLED,
+    NUM_LOGPROBS,
+    SAMPLE_INDEX,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    DecodeInputs,
+    RowState,
+)
+
+
+def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
+    """See `reference.prepare_decode_inputs`. Block tables are filled up to the longest sequence."""
+    batch, sampling = inputs.batch, inputs.sampling
+    if batch.common_prefix_lens is not None:
+        reference.prepare_decode_inputs(state, inputs, block_size)
+        return
+    rows = inputs.rows.numpy()
+    position = inputs.starts.numpy() + inputs.step_counter.numpy()[1]
+    live = (position < inputs.ends.numpy()) & ~state.done.numpy()[rows]
+    live_rows = rows
+    if not live.all():
+        position, live_rows = np.where(live, position, 0), np.where(live, rows, state.null_row)
+    block, offset = np.divmod(position, block_size)
+    tables = state.block_tables.numpy()
+    width = int(block.max(initial=0)) + 1
+    np.take(tables[:, :width], rows, axis=0, out=batch.block_tables.numpy()[:, :width], mode="clip")
+    slots = tables[rows, block].astype(np.int64) * block_size + offset
+    inputs.live_rows.numpy()[:] = live_rows
+    inputs.token_ids.numpy()[:] = state.last_token.numpy()[rows]
+    batch.positions.numpy()[:] = position
+    batch.slot_mapping.numpy()[:] = slots * live
+    batch.seq_lens.numpy()[:] = (position + 1) * live
+    params = state.sampling_params.numpy()[rows]
+    floats = params.view(np.float64)
+    sampling.temperature.numpy()[:] = floats[:, TEMPERATURE]
+    sampling.top_p.numpy()[:] = floats[:, TOP_P]
+    sampling.min_p.numpy()[:] = floats[:, MIN_P]
+    sampling.top_k.numpy()[:] = params[:, TOP_K]
+    sampling.seed.numpy()[:] = params[:, SEED]
+    sampling.sample_index.numpy()[:] = params[:, SAMPLE_INDEX]
+    sampling.position.numpy()[:] = position + 1
+
+
+def prepare_prefill_inputs(
+    state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
+) -> None:
+    """See `reference.prepare_prefill_inputs`."""
+    row, tokens, query_start = rows.numpy(), known.numpy(), batch.query_start.numpy().astype(np.int64)
+    begin, counts = query_start[:-1], np.diff(query_start)
+    done = state.done.numpy()
+    from_host = (counts > 0) & (tokens[begin.clip(max=len(tokens) - 1)] >= 0)
+    done[row[from_host]] = False
+    is_done = done[row]
+    start = np.where(is_done, 0, starts.numpy())
+    sequence = np.repeat(np.arange(len(row)), counts)  # [num_tokens]
+    position = np.arange(len(sequence)) - begin[sequence] + start[sequence]
+    tables = state.block_tables.numpy()[row, : batch.block_tables.shape[1]] * ~is_done[:, None]
+    block, offset = np.divmod(position, block_size)
+    slots = tables[sequence, block].astype(np.int64) * block_size + offset
+    token_ids.numpy()[:] = np.where(tokens < 0, state.last_token.numpy()[row][sequence], tokens)
+    batch.positions.numpy()[:] = position
+    batch.slot_mapping.numpy()[:] = slots * ~is_done[sequence]
+    batch.seq_lens.numpy()[:] = start + counts
+    batch.block_tables.numpy()[:] = tables
+
+
+def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """See `reference.sample_checked`."""
+    finite = finite_rows(logits)
+    all_finite = bool(finite.all())
+    if masks is not None:
+        apply_token_bitmask(logits, *masks)
+    if not all_finite:
+        logits = torch.where(finite.unsqueeze(1), logits, 0.0)  # sampling must not fail
+    tokens = sample(logits, params)
+    if masks is not None:
+        is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
+        tokens = torch.where(is_left, tokens, -2)
+    return tokens if all_finite else torch.where(finite, tokens, -1)
+
+
+def write_logprobs(
+    state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
+) -> None:
+    """See `reference.write_logprobs`. Rows with the same number of top tokens are computed together."""
+    nums = state.sampling_params.numpy()[rows.numpy(), NUM_LOGPROBS]
+    nums = np.where(tokens.numpy() < 0, -1, nums)
+    column = ring.numpy()[step_counter.numpy()[0]]
+    for num in set(nums[nums >= 0].tolist()):
+        lines = np.flatnonzero(nums == num)
+        ids = torch.from_numpy(lines)
+        chosen, ranks, top_ids, best = token_logprobs(logits[ids].float(), tokens[ids], min(num, logits.shape[1]))
+        column[lines, 0], column[lines, 1] = chosen.numpy().view(np.int32), ranks.numpy()
+        column[lines, 2 : 2 + num] = top_ids.numpy()
+        column[lines, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num] = best.numpy().view(np.int32)
+
+
+def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
+    """See `reference.packed_top_logprobs`."""
+    finite = finite_rows(logits)
+    if not bool(finite.all()):
+        return reference.packed_top_logprobs(logits, num)
+    first = torch.zeros(len(logits), dtype=torch.int64)
+    _, _, ids, best = token_logprobs(logits.float(), first, min(num, logits.shape[1]))
+    best = best.contiguous().view(torch.int32)
+    return torch.cat([best[:, :1], finite.int().unsqueeze(1), ids.int(), best], 1)
+
+
+def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
+    """See `reference.commit_sampled_tokens`."""
+    row, token, done, counter = rows.numpy(), tokens.numpy(), state.done.numpy(), step_counter.numpy()
+    alive = ~done[row]
+    good = alive & (token >= 0)
+    results = (
+        token if good.all() else np.where(alive, np.where(token < 0, token + NOT_FINITE + 1, token), NOTHING_SAMPLED)
+    )
+    ring.numpy()[counter[0], : len(row)] = results
+    stops = (token < 0) | (state.sampling_params.numpy()[row, FIRST_STOP_ID:] == token[:, None]).any(1)
+    state.last_token.numpy()[row[good]] = token[good]
+    done[row[alive & stops]] = True
+    counter += 1

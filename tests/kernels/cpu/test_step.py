@@ -1,0 +1,134 @@
+"""The CPU's step operations give the reference's numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.cpu import step
+from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch
+from octavo.kernels.row_state import (
+    FIRST_STOP_ID,
+    MAX_LOGPROBS,
+    MIN_P,
+    NUM_LOGPROBS,
+    SAMPLE_INDEX,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    DecodeInputs,
+    RowState,
+)
+
+NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 6, 4, 300
+
+
+def random_state(seed: int) -> RowState:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ints(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu")
+    state.block_tables[:NUM_ROWS] = 1 + ints(90, NUM_ROWS, MAX_BLOCKS).int()
+    state.last_token[:NUM_ROWS] = ints(VOCAB, NUM_ROWS)
+    state.done[:NUM_ROWS] = ints(4, NUM_ROWS) == 0
+    params = state.sampling_params[:NUM_ROWS]
+    params[:, [TOP_K, SEED, SAMPLE_INDEX]] = ints(20, NUM_ROWS, 3)
+    params[:, NUM_LOGPROBS] = ints(4, NUM_ROWS) - 1
+    params[:, FIRST_STOP_ID : FIRST_STOP_ID + 3] = ints(VOCAB, NUM_ROWS, 3)
+    params.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS, 3, generator=generator).double()
+    return state
+
+
+def same_state(a: RowState, b: RowState) -> bool:
+    return all(torch.equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(RowState))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_decode_inputs(seed: int) -> None:
+    found = []
+    for ops in (reference, step):
+        state, rows = random_state(seed), torch.tensor([4, 0, 7, 2, NUM_ROWS])
+        starts, ends = torch.tensor([3, 10, 0, 22, 0]), torch.tensor([9, 11, 30, 24, 0])
+        step_counter = torch.tensor([0, seed % 3])
+        inputs = DecodeInputs.allocate(step_counter, rows, starts, ends, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE)
+        inputs = inputs.first(5)
+        ops.prepare_decode_inputs(state, inputs, BLOCK_SIZE)
+        batch = inputs.batch
+        tables = [table[: -(-int(n) // BLOCK_SIZE)].tolist() for table, n in zip(batch.block_tables, batch.seq_lens)]  # noqa: B905
+        sampling = [getattr(inputs.sampling, name).tolist() for name in PER_ROW_FIELDS]
+        tensors = inputs.live_rows, inputs.token_ids, batch.positions, batch.slot_mapping, batch.seq_lens
+        found.append(([tensor.tolist() for tensor in tensors], tables, sampling))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prefill_inputs(seed: int) -> None:
+    found = []
+    for ops in (reference, step):
+        state, rows, starts = random_state(seed), torch.tensor([1, 3, 5, 8]), torch.tensor([2, 7, 0, 11])
+        query_start = torch.tensor([0, 3, 4, 9, 10], dtype=torch.int32)
+        known = torch.tensor([5, 6, 7, -1, 1, 2, 3, 4, 5, -1])
+        batch = RaggedBatch(
+            positions=torch.zeros(10, dtype=torch.int64),
+            slot_mapping=torch.zeros(10, dtype=torch.int64),
+            query_start=query_start,
+            seq_lens=torch.zeros(4, dtype=torch.int32),
+            block_tables=torch.zeros(4, 3, dtype=torch.int32),
+            max_query_len=5,
+            max_seq_len=12,
+        )
+        token_ids = torch.zeros(10, dtype=torch.int64)
+        ops.prepare_prefill_inputs(state, rows, starts, known, batch, token_ids, BLOCK_SIZE)
+        tensors = token_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables, state.done
+        found.append([tensor.tolist() for tensor in tensors])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_commit_of_tokens_stops_and_errors(seed: int) -> None:
+    rows = torch.tensor([0, 2, 3, 5, 8])
+    states = random_state(seed), random_state(seed)
+    tokens = torch.tensor([7, -1, -2, int(states[0].sampling_params[5, FIRST_STOP_ID + 1]), 9])
+    rings, counters = torch.zeros(2, 2, 6, dtype=torch.int32), torch.tensor([[1, 3], [1, 3]])
+    for ops, state, ring, counter in zip((reference, step), states, rings, counters, strict=True):
+        ops.commit_sampled_tokens(state, rows, tokens, ring, counter)
+    assert same_state(*states) and torch.equal(*rings) and torch.equal(*counters) and counters[0, 0] == 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_checked_samples(seed: int, masked: bool) -> None:
+    logits = 3 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
+    logits[1, 5], logits[4, 7] = math.nan, math.inf
+    rows = torch.tensor([0, 2, 3, 5, 8])
+    sampling = random_state(seed).sampling(rows, torch.full_like(rows, -1), rows + 3)
+    bitmask = torch.randint(-(1 << 31), 1 << 31, (2, 10), dtype=torch.int64).int()
+    bitmask[1] = 0
+    masks = (torch.tensor([0, -1, 1, -1, 0], dtype=torch.int32), bitmask) if masked else None
+    found = [ops.sample_checked(logits.clone(), sampling, masks) for ops in (reference, step)]
+    assert torch.equal(*found)
+    assert found[0][[1, 4]].tolist() == [-1, -1] and (not masked or found[0][2] == -2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_logprobs_of_rows_that_return_them(seed: int) -> None:
+    state, rows = random_state(seed), torch.tensor([0, 2, 3, 5, 8])
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
+    tokens, rings = torch.tensor([7, 8, -1, 299, 0]), torch.zeros(2, 2, 6, 2 + 2 * MAX_LOGPROBS, dtype=torch.int32)
+    for ops, ring in zip((reference, step), rings, strict=True):
+        ops.write_logprobs(state, rows, logits, tokens, ring, torch.tensor([1, 0]))
+    ints = [ring[1, :, 1 : 2 + MAX_LOGPROBS] for ring in rings]
+    floats = [ring[1][:, [0, *range(2 + MAX_LOGPROBS, 2 + 2 * MAX_LOGPROBS)]].view(torch.float32) for ring in rings]
+    assert torch.equal(*ints)
+    torch.testing.assert_close(*floats)
+    packed = [ops.packed_top_logprobs(logits, 6) for ops in (reference, step)]
+    assert torch.equal(packed[0][:, 1:8], packed[1][:, 1:8])
+    torch.testing.assert_close(packed[0][:, 8:].view(torch.float32), packed[1][:, 8:].view(torch.float32))
