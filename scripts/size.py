@@ -27,7 +27,7 @@ BUDGETS: dict[str, int] = {
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2790,  # cost models, traces, planner, the paper's experiments
     "bench": 1545,  # `octavo bench`
-    "view": 3040,  # live view, flight recorder and player, playground and lessons
+    "view": 3055,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
     "cli": 2075,  # one file a command
 }

@@ -35,7 +35,7 @@ def through_a_process(frame: Frame) -> Frame:
 def test_unknown_block_id_has_no_content() -> None:
     """The id may come from the state of an engine before a restart, which had more memory."""
     lab = Lab(4, 2, rows=4, listen=False)
-    engine = Engine(lab.scheduler, Oracle(lab.cache), vocab_size=9, max_model_len=9)
+    engine = Engine(lab.scheduler, Oracle(lab.scheduler), vocab_size=9, max_model_len=9)
     for block in (1, 4, 5, 1000):
         assert GetBlock(block).answer(engine) == BlockContent()
 
