@@ -25,7 +25,7 @@ BUDGETS: dict[str, int] = {
     "models": 1590,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 2780,  # cost models, traces, planner, the paper's experiments
+    "simulate": 2790,  # cost models, traces, planner, the paper's experiments
     "bench": 1545,  # `octavo bench`
     "view": 3055,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
