@@ -16,7 +16,12 @@ METHODS = {"recv_pyobj", "send_pyobj", "read_pickle"}
 """Methods of any object: sockets of ZeroMQ and pandas unpickle in these."""
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
 FETCHES = {"requests", "httpx", "aiohttp", "urllib3", "ftplib", "http.client", "urllib.request", "huggingface_hub"}
-IMPORTS_BY_NAME = {"__init__.py", "simulate/experiments/__init__.py", "kernels/triton/precompile.py"}
+IMPORTS_BY_NAME = {
+    "__init__.py",
+    "kernels/triton/precompile.py",
+    "models/registry.py",
+    "simulate/experiments/__init__.py",
+}
 """Files that import modules of Octavo by name, from fixed lists."""
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.block_pool import BlockPool
+from octavo.core.block_pool import BlockPool, SwapSpace
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager, Prefix
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut, TableWrite
 from octavo.core.request import Sequence, Status
 from octavo.core.scheduler import _Draft
-from octavo.core.swap_space import SwapSpace
 from octavo.core.types import NULL_BLOCK
 from tests.core.lab import RECOMPUTE, Lab, arrange, sequence
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from octavo.core.plan import StepPlan
 from octavo.runner.sampling.host_sampling import HostSampler
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
@@ -70,14 +72,20 @@ def test_all_sampling_features_together(way: str, tmp_path: Path) -> None:
 def generate_on_both(
     params: list[SamplingParams], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[list[RequestOutput]]:
-    """Outputs of the CPU's engine, and of the GPU's with host sampling removed."""
+    """Outputs of the CPU's engine, and of the GPU's without host sampling, except for prompt log-probabilities."""
+    sample = HostSampler.sample
+
+    def only_prompt_logprobs(self: HostSampler, plan: StepPlan, *rest: Any) -> Any:
+        assert self.has_prompt_logprobs(plan)
+        return sample(self, plan, *rest)
+
     directory = make_tiny_checkpoint("llama", tmp_path / "llama")
     params = [replace(p, detokenize=False) for p in params]
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     found = []
     for device, more in (("cpu", {}), ("cuda", WAYS[way])):
         if device == "cuda":
-            monkeypatch.delattr(HostSampler, "sample")
+            monkeypatch.setattr(HostSampler, "sample", only_prompt_logprobs)
         with LLM(str(directory), device=device, **(OPTIONS | more)) as llm:
             found.append(llm.generate(prompts, params, use_tqdm=False))
     return found

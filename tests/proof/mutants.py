@@ -23,7 +23,7 @@ class Mutant(NamedTuple):
     """Why no test can notice it. The run fails if one does."""
 
 
-POOL, ROWS, SWAP, CACHE = "core/block_pool.py", "core/row_table.py", "core/swap_space.py", "core/kv_cache_manager.py"
+POOL, ROWS, CACHE = "core/block_pool.py", "core/row_table.py", "core/kv_cache_manager.py"
 SCHEDULER, REQUEST, POLICY, PLAN = "core/scheduler.py", "core/request.py", "core/policy.py", "core/plan.py"
 BLOCK_HASH, EVENTS, ORACLE = "core/types.py", "core/events.py", "oracle"
 PARAMS, VALIDATION = "params/sampling_params.py", "params/validation.py"
@@ -149,8 +149,8 @@ MUTANTS = [
     Mutant("a returned request is no holder", CACHE, "            sequence.block_ids = table\n            self._holders[sequence] = None\n", "            sequence.block_ids = table\n"),
     Mutant("a lost request keeps its host blocks", SCHEDULER, "        for seq in request.sequences:\n            self.cache.free(seq)\n        request.status, request.wait_reason, request.shared_on_device", "        for seq in request.sequences:\n            seq.block_ids = []\n        request.status, request.wait_reason, request.shared_on_device"),
     Mutant("a plan of swaps alone is thought empty", PLAN, "return bool(self.rows or self.swap_outs or self.swap_ins)", "return bool(self.rows)"),
-    Mutant("a host block is released twice over", SWAP, "        if not refs:\n            self._freed.append(block)", "        if refs < 2:\n            self._freed.append(block)"),
-    Mutant("a freed host block is not counted", SWAP, "            self._freed.append(block)\n            self.num_free += 1", "            self._freed.append(block)"),
+    Mutant("a host block is released twice over", POOL, "        if not refs:\n            self._freed.append(block)", "        if refs < 2:\n            self._freed.append(block)"),
+    Mutant("a freed host block is not counted", POOL, "            self._freed.append(block)\n            self.num_free += 1", "            self._freed.append(block)"),
     # -- pins ----------------------------------------------------------------------------------------------------------
     Mutant("a pin's tail is not shared", CACHE, "best = Prefix(pin.block_ids[: self.blocks_for(num)], pin.seal_ids[: num // size], num)", "best = Prefix(pin.block_ids[: num // size], pin.seal_ids[: num // size], num // size * size)"),
     Mutant("a prompt that is the pin has nothing to compute", CACHE, "                num = min(num, len(sequence.token_ids) - 1)\n", ""),

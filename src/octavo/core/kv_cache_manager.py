@@ -11,14 +11,13 @@ from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from octavo.core.block_pool import BlockPool, Key
+from octavo.core.block_pool import BlockPool, Key, SwapSpace
 from octavo.core.commands import CommandTee, ResetPrefixCache
 from octavo.core.events import Copied, EventStream
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.row_table import RowTable
 from octavo.core.snapshot import Fields, Roster, State
-from octavo.core.swap_space import SwapSpace
 from octavo.core.types import NULL_BLOCK, BlockId, HostBlockId, SealId
 from octavo.integers import cdiv
 

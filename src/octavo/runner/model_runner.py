@@ -609,7 +609,11 @@ class ModelRunner:
         rows, starts, host_tokens = inputs.rows, inputs.starts, inputs.host_tokens
         batch, token_ids = inputs.batch(size, self.block_size), torch.zeros_like(host_tokens)
         self.ops.prepare_prefill_inputs(self.state, rows, starts, host_tokens, batch, token_ids, self.block_size)
-        return self.model.forward(token_ids, batch, self.kv, inputs.logits_indices)
+        if size.num_samples <= size.num_slices or not self.platform.is_host:
+            return self.model.forward(token_ids, batch, self.kv, inputs.logits_indices)
+        # Samples of one slice share its logits. A device cannot know how many differ before it runs.
+        indices, lines = torch.unique_consecutive(inputs.logits_indices, return_inverse=True)
+        return self.model.forward(token_ids, batch, self.kv, indices)[lines]
 
     def _pass_logits(self, logits: Tensor, inputs: PrefillInputs) -> PassLogits:
         sampling = self.state.sampling(inputs.sample_rows, inputs.sample_indices, inputs.sample_positions)

@@ -14,6 +14,7 @@ from octavo.kernels.cpu import step
 from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch
 from octavo.kernels.row_state import (
     FIRST_STOP_ID,
+    IN_PROMPT,
     MAX_LOGPROBS,
     MIN_P,
     NUM_LOGPROBS,
@@ -23,6 +24,7 @@ from octavo.kernels.row_state import (
     TOP_K,
     TOP_P,
     DecodeInputs,
+    LogitsProcessorState,
     RowState,
 )
 
@@ -132,3 +134,53 @@ def test_logprobs_of_rows_that_return_them(seed: int) -> None:
     packed = [ops.packed_top_logprobs(logits, 6) for ops in (reference, step)]
     assert torch.equal(packed[0][:, 1:8], packed[1][:, 1:8])
     torch.testing.assert_close(packed[0][:, 8:].view(torch.float32), packed[1][:, 8:].view(torch.float32))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_token_counts_from_the_host(seed: int) -> None:
+    """Prompts and outputs with repeated tokens; some positions are counted already, some slices are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([0, 12, 7, 30])
+    begins = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    token_ids = torch.randint(20, (int(begins[-1]),), generator=generator)
+    rows, starts = torch.tensor([3, 0, 5, 1]), torch.tensor([0, 0, seed, 2])
+    found = []
+    for ops in (reference, step):
+        processors = processor_state(seed)
+        ops.init_token_counts(processors, rows, starts, begins, token_ids)
+        found.append(processors)
+    assert torch.equal(found[0].counts, found[1].counts) and torch.equal(found[0].num_counted, found[1].num_counted)
+    assert (found[1].counts & IN_PROMPT).any() and (found[1].counts & (IN_PROMPT - 1)).max() > 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_logits_processors_of_rows(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(NUM_ROWS + 1, VOCAB, generator=generator) * 3
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -math.inf
+    rows, positions = torch.randperm(NUM_ROWS + 1, generator=generator), torch.arange(NUM_ROWS + 1)
+    state, processors = random_state(seed), processor_state(seed)
+    expected, actual = logits.clone(), logits.clone()
+    reference.apply_row_logits_processors(expected, rows, positions, state, processors)
+    step.apply_row_logits_processors(actual, rows, positions, state, processors)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(actual, logits)
+
+
+def processor_state(seed: int) -> LogitsProcessorState:
+    """All 16 combinations of logits processors occur in two seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    history = torch.zeros(NUM_ROWS + 1, 40, dtype=torch.int32)
+    state = LogitsProcessorState.empty(NUM_ROWS, VOCAB, history)
+    state.enabled[:NUM_ROWS] = (torch.arange(NUM_ROWS) + 8 * seed).int() % 16
+    state.num_prompt[:] = torch.randint(12, (NUM_ROWS + 1,), generator=generator).int()
+    state.num_counted[:] = torch.randint(6, (NUM_ROWS + 1,), generator=generator).int()
+    state.min_length[:] = 6
+    state.penalties[:] = 0.5 + torch.rand(NUM_ROWS + 1, 3, generator=generator)
+    state.bias_ids[:] = -1
+    state.bias_ids[:, :3] = torch.tensor([5, 9, 200], dtype=torch.int32)
+    state.bias_values[:, :3] = torch.tensor([1.5, -2.0, 100.0])
+    state.allowed_bitmask[:] = torch.randint(-(2**31), 2**31, state.allowed_bitmask.shape, generator=generator).int()
+    state.counts[:, :9] = torch.randint(4, (NUM_ROWS + 1, 9), generator=generator).int()
+    state.counts[:, 3:6] |= IN_PROMPT
+    return state

@@ -11,6 +11,7 @@ import torch
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.runner import kv_swap as swap
+from octavo.runner.platform import CpuPlatform
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 
@@ -53,7 +54,9 @@ def test_long_runs_are_copied_and_other_blocks_moved_in_one_call(
     kv, host = torch.randn(10, 2, 2, 2, 4, 8), torch.zeros(11, 2, 2, 2, 4, 8)
     monkeypatch.setattr(swap, "COPY_ENGINE_BYTES", blocks_for_the_engine * kv[0].nbytes)
     spy, original = Spy(), kv.clone()
-    swapper = swap.KVSwapper(kv, host, spy)  # type: ignore[arg-type]
+    platform = CpuPlatform()
+    platform.ops = spy  # type: ignore[assignment]
+    swapper = swap.KVSwapper(kv, host, platform)
     outs = [(1, 10), (4, 1), (5, 2), (6, 3), (8, 5), (9, 6)]
     ins = [(5, 1), (10, 9)]  # blocks that were just swapped out
     swapper.move(outs, ins)

@@ -22,7 +22,9 @@ from octavo.kernels.cpu.sampling import (
     token_logprobs,
 )
 from octavo.kernels.cpu.step import (
+    apply_row_logits_processors,
     commit_sampled_tokens,
+    init_token_counts,
     packed_top_logprobs,
     prepare_decode_inputs,
     prepare_prefill_inputs,
@@ -31,9 +33,7 @@ from octavo.kernels.cpu.step import (
 )
 from octavo.kernels.reference import (
     add_linear,
-    apply_row_logits_processors,
     block_copy,
-    init_token_counts,
     kv_write,
     layer_norm,
     make_normed_residual,

@@ -14,18 +14,24 @@ from octavo.kernels import reference
 from octavo.kernels.cpu.sampling import apply_token_bitmask, finite_rows, sample, token_logprobs
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import (
+    ALLOWED_TOKENS,
     FIRST_STOP_ID,
+    IN_PROMPT,
+    LOGIT_BIAS,
     MAX_LOGPROBS,
     MIN_P,
+    MIN_TOKENS,
     NOT_FINITE,
     NOTHING_SAMPLED,
     NUM_LOGPROBS,
+    PENALTIES,
     SAMPLE_INDEX,
     SEED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     DecodeInputs,
+    LogitsProcessorState,
     RowState,
 )
 
@@ -99,6 +105,48 @@ def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor,
         is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
         tokens = torch.where(is_left, tokens, -2)
     return tokens if all_finite else torch.where(finite, tokens, -1)
+
+
+def init_token_counts(
+    processors: LogitsProcessorState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor
+) -> None:
+    """See `reference.init_token_counts`."""
+    counts, num_counted, num_prompt = (
+        x.numpy() for x in (processors.counts, processors.num_counted, processors.num_prompt)
+    )
+    for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
+        tokens = token_ids.numpy()[int(begins[i]) : int(begins[i + 1])]
+        first_new = max(0, num_counted[row] - start)
+        first_output = max(first_new, num_prompt[row] - start)
+        counts[row][tokens[first_new:first_output]] |= IN_PROMPT
+        np.add.at(counts[row], tokens[first_output:], 1)
+        num_counted[row] = max(num_counted[row], start + len(tokens))
+
+
+def apply_row_logits_processors(
+    logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+) -> None:
+    """See `reference.apply_row_logits_processors`. Penalties are computed only for tokens that occurred before."""
+    table, row_ids = logits.numpy(), rows.numpy()  # the same memory
+    enabled = processors.enabled.numpy()[row_ids]
+    for i in np.flatnonzero(enabled):
+        line, row = table[i], row_ids[i]
+        if enabled[i] & LOGIT_BIAS:
+            ids = processors.bias_ids.numpy()[row]
+            line[ids[ids >= 0]] += processors.bias_values.numpy()[row][ids >= 0]
+        if enabled[i] & MIN_TOKENS and positions[i] < processors.min_length[row]:
+            stops = state.sampling_params.numpy()[row, FIRST_STOP_ID:]
+            line[stops[stops >= 0]] = -np.inf
+        if enabled[i] & PENALTIES:
+            repetition, presence, frequency = processors.penalties.numpy()[row]
+            counts = processors.counts.numpy()[row]
+            ids = np.flatnonzero(counts)
+            num_output = (counts[ids] & (IN_PROMPT - 1)).astype(line.dtype)
+            penalized = np.where(line[ids] > 0, line[ids] / repetition, line[ids] * repetition)
+            line[ids] = penalized - (frequency * num_output + presence * (num_output > 0))
+        if enabled[i] & ALLOWED_TOKENS:
+            first = torch.zeros(1, dtype=torch.int32)
+            apply_token_bitmask(logits[i : i + 1], first, processors.allowed_bitmask[row : row + 1])
 
 
 def write_logprobs(
