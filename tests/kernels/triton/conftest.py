@@ -18,6 +18,11 @@ HOST_TESTS = ("test_interpreter.py", "test_precompile.py")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
+def is_interpreted(name: str) -> bool:
+    """True for test files that run kernels; Triton's interpreter can run these."""
+    return name not in HOST_TESTS and not name.endswith("_compiled.py")
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     name = collection_path.name
     if not name.startswith("test_") or (name == "test_interpreter.py" and not HAS_TRITON):
@@ -26,7 +31,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return True
     from tests.kernels.triton.device import INTERPRETED
 
-    return True if (name in HOST_TESTS or name.endswith("_compiled.py")) == INTERPRETED else None
+    return True if is_interpreted(name) != INTERPRETED else None
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.triton.conftest import HOST_TESTS
+from tests.kernels.triton.conftest import is_interpreted
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PARTS = {
     "attention": ["attention"],
     "sampling": ["sampling"],
-    "others": ["linear", "kv", *(path.name for path in HERE.glob("test_*.py") if path.name not in HOST_TESTS)],
+    "others": ["linear", "kv", *(path.name for path in HERE.glob("test_*.py") if is_interpreted(path.name))],
 }
 
 
