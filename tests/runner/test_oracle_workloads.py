@@ -1,0 +1,328 @@
+"""The oracle's random workloads on real executors: a third platform gives the same tokens as the CPU.
+
+`HashModel` does on a device's tensors what the oracle does in lists. The slot of a position holds a hash of the slot
+before it, the position and the token. Logits are a hash of all visible slots, read through the block table. So a stale
+slot, a lost copy or a wrong table shows as a wrong token, and `expected_outputs` computes every output without a pool.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.core.plan import StepPlan
+from octavo.core.request import Request
+from octavo.engine.executor import GrammarBitmask
+from octavo.kernels import reference
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.row_state import DecodeInputs, RowState
+from octavo.runner import checksums
+from octavo.runner.executor import Executor, StepHandle
+from octavo.runner.platform import CpuPlatform, Platform
+from octavo.runner.streams import CompletedEvent, RecordableEvent
+from tests.proof import oracle as o
+from tests.proof.workloads import World
+from tests.runner.stub_platform import StubPlatform
+
+MAX_LEN = 128
+FORBIDDEN = o.VOCAB - 1
+"""The token that requests with structured output never sample."""
+WORD = (1 << 64) - 1
+
+
+# -- the model, and its outputs without a KV pool ----------------------------------------------------------------------
+
+
+def mix(before: int, position: int, token: int) -> int:
+    x = (before * 0x2545F4914F6CDD1D + position * 0x5851F42D4C957F2D + token * 0x369DEA0F31A53F85 + 77) & WORD
+    return x ^ (x >> 29)
+
+
+def logits_of(visible: Iterable[int]) -> list[float]:
+    """Logits of the position whose query attends to these values. No two are equal: top tokens have one order."""
+    h = mix(sum(visible), 0, 0)
+    return [(h >> 8 * token & 0xFF) / 64 + token / 1024 for token in range(o.VOCAB)]
+
+
+class HashModel:
+    """Writes the hash of each position to its slot as K, and the inverted bits as V. No layer has weights."""
+
+    def __init__(self, attention_window: int) -> None:
+        self.attention_window = attention_window
+
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+        slots = kv.numpy().view(np.uint64)[:, 0, :, 0, :, 0]  # [num_blocks + 1, 2, block_size], the same memory
+        size, tables, begins = slots.shape[2], batch.block_tables.tolist(), batch.query_start.tolist()
+        tokens, positions, targets = token_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
+        wanted = set(range(len(tokens)) if logits_rows is None else logits_rows.tolist())
+        found = dict.fromkeys(wanted, [0.0] * o.VOCAB)
+        for table, begin, end, length in zip(tables, begins, begins[1:], batch.seq_lens.tolist(), strict=False):
+            for i in range(begin, end if length else begin):
+                p = positions[i]
+                before = self._read(slots, table, p - 1, p) if p else [0]
+                slots[targets[i] // size, :, targets[i] % size] = (h := mix(before[0], p, tokens[i])), ~h & WORD
+                if i in wanted:
+                    first = p - self.attention_window + 1 if self.attention_window else 0
+                    found[i] = logits_of(self._read(slots, table, max(0, first), p + 1))
+        lines = range(len(tokens)) if logits_rows is None else logits_rows.tolist()
+        return torch.tensor([found[i] for i in lines]).view(-1, o.VOCAB)
+
+    def _read(self, slots: np.ndarray, table: list[int], begin: int, end: int) -> list[int]:
+        size = slots.shape[2]
+        both = [slots[table[p // size], :, p % size].tolist() for p in range(begin, end)]
+        return [k if k == ~v & WORD else k ^ v for k, v in both]
+
+
+def expected_outputs(request: Request, attention_window: int) -> list[tuple[int, list[int]]]:
+    """As `oracle.reference`, with the tokens of a `HashModel`."""
+    prompt = list(request.prompt_token_ids)
+    assert request.max_tokens is not None
+    limit = len(prompt) + request.max_tokens
+
+    def line(tokens: list[int]) -> Tensor:
+        """Logits after these tokens, as they are sampled."""
+        values = [0]
+        for p, token in enumerate(tokens):
+            values.append(mix(values[-1], p, token))
+        logits = torch.tensor([logits_of(values[1:][-attention_window:])])
+        if request.select_beams is not None:
+            logits = logits.log_softmax(-1)
+        if request.use_structured_output:
+            logits[0, FORBIDDEN] = -torch.inf
+        return logits
+
+    def ends(tokens: list[int]) -> bool:
+        return tokens[-1] in request.stop_ids or len(tokens) >= limit
+
+    out: list[tuple[int, list[int]]] = []
+    if request.select_beams is None:
+        for j in range(request.width):
+            tokens = list(prompt)
+            while tokens == prompt or not ends(tokens):
+                params = SamplingTensors.from_lists([1.0], [0], [1.0], [0.0], [request.seed], [j], [len(tokens)])
+                tokens.append(int(reference.sample(line(tokens), params)))
+            out.append((j, tokens))
+        return out
+    live = [(0, prompt)]
+    while live:
+        ranked = []
+        for i, tokens in live:
+            top = line(tokens)[0].topk(min(request.num_samples, o.VOCAB))
+            pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            ranked += [(score, -i, token, tokens) for score, token in pairs if score > -torch.inf]
+        ranked.sort(key=lambda candidate: candidate[:3], reverse=True)
+        longer = [(k, [*tokens, token]) for k, (_, _, token, tokens) in enumerate(ranked[: request.width])]
+        out += [(k, tokens) for k, tokens in longer if ends(tokens)]
+        live = [(k, tokens) for k, tokens in longer if not ends(tokens)]
+    return sorted(out)
+
+
+# -- the executor in place of the oracle -------------------------------------------------------------------------------
+
+
+class Device:
+    """An executor as `World` drives the oracle. Each plan arrives as bytes."""
+
+    def __init__(self, world: World, platform: Platform, *, graphs: bool) -> None:
+        cache = world.cache
+        shape = 1, 2, 1, cache.block_size, 2  # one layer; a head of two float32 holds 64 bits
+        kv = torch.zeros(cache.pool.num_blocks + 1, *shape)
+        self.host_kv = torch.zeros(cache.swap_space.num_blocks + 1, *shape)
+        self.executor: Executor = platform.make_executor(
+            HashModel(cache.attention_window),
+            kv,
+            self.host_kv,
+            num_rows=world.rows,
+            max_model_len=MAX_LEN,
+            max_num_tokens=world.scheduler.max_num_batched_tokens,
+            max_decode_steps=world.scheduler.decode_window,
+            vocab_size=o.VOCAB,
+            graphs=graphs,
+        )
+        self.kv = kv
+        self.poisoned: dict[int, set[int]] = {}  # unknown here: a wrong token shows it
+        self.counts: Counter[str] = Counter()
+        self._handles: dict[int, StepHandle] = {}
+        self._corrupts, self._flips = world.habits.corrupts, random.Random(world.seed + 0.5)
+
+    def submit(self, sent: StepPlan) -> StepHandle:
+        plan = StepPlan.decode(sent.encode())
+        if plan.swap_ins and self._flips.random() < self._corrupts:
+            self._flip_bit(self._flips.choice(plan.swap_ins).src)
+        handle = self._handles[id(plan)] = self.executor.submit(plan)
+        if slices := list(plan.bitmask_slices):
+            allowed = np.full((len(slices), 1), ~(1 << FORBIDDEN), dtype=np.int32)
+            for _ in range(plan.num_bitmask_columns):
+                handle.put_bitmask(GrammarBitmask(slices, allowed))
+        self.counts["steps"] += 1
+        self.counts["bitmasks"] += plan.num_bitmask_columns
+        return handle
+
+    def _flip_bit(self, block: int) -> None:
+        """Flip a bit of a host block that has its checksum."""
+        for handle in self._handles.values():
+            self.executor.wait_for_end(handle)
+        self.executor.runner.swapper.checksums._thread.submit(int).result()  # the blocks before it are done
+        self.host_kv[block].view(torch.uint8).view(-1)[self._flips.randrange(self.host_kv[block].nbytes)] ^= 4
+        self.counts["flipped bits"] += 1
+
+    def fail(self, plans: list[StepPlan]) -> None:
+        """The scheduler has taken these plans back: nothing may read what they moved."""
+        for plan in plans:
+            self._handles[id(plan)].result()
+            for blocks, moves in ((self.kv, [*plan.swap_ins, *plan.copies]), (self.host_kv, plan.swap_outs)):
+                for _, dst in moves:
+                    blocks[dst] = 6e6
+
+
+class LateEvent(CompletedEvent):
+    """Completes at some query, or when it is waited for: steps overlap, and return column by column."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.is_reached = chance, False
+
+    def record(self) -> None:
+        self.is_reached = False
+
+    def query(self) -> bool:
+        self.is_reached = self.is_reached or self.chance.random() < 0.5
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+class LatePlatform(StubPlatform):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = random.Random(0)
+
+    def record_event(self, *, blocking: bool = False) -> RecordableEvent:
+        return LateEvent(self.chance)
+
+
+def play(
+    seed: int, platform: Platform, totals: Counter[str], *, kind: str | None = None, graphs: bool = False
+) -> dict[str, Any]:
+    """Run the workload of this seed on a platform -> outputs of its requests. Raises the oracle's findings."""
+    world = World(seed, totals, kind=kind)
+    device = Device(world, platform, graphs=graphs)
+    world.oracle = device  # type: ignore[assignment]
+    try:
+        world.run()
+    finally:
+        device.executor.close()
+    totals.update(device.counts + world.seen)
+    whole = world.finished - world.aborted - world.stopped - world.failed
+    return {name: o.outputs(world.wanted[name]) for name in whole}
+
+
+WORKLOADS = [*((seed, None) for seed in range(50)), *((seed, "swap") for seed in range(1000, 1014))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def expect_outputs_of_hash_model() -> Iterator[None]:
+    make_requests = World._requests
+    with pytest.MonkeyPatch.context() as patch:
+
+        def requests(world: World) -> list[Request]:
+            window = world.cache.attention_window
+            patch.setattr(o, "reference", lambda request: expected_outputs(request, window))
+            return make_requests(world)
+
+        patch.setattr(World, "_requests", requests)
+        yield
+
+
+@pytest.fixture(scope="module")
+def on_cpu(expect_outputs_of_hash_model: None) -> list[dict[str, Any]]:
+    return [play(seed, CpuPlatform(), Counter(), kind=kind) for seed, kind in WORKLOADS]
+
+
+@pytest.mark.parametrize("way", ["eager", "late", "graphs"])
+def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(on_cpu: list[dict[str, Any]], way: str) -> None:
+    totals, num_compared = Counter[str](), 0
+    for (seed, kind), expected in zip(WORKLOADS, on_cpu, strict=True):
+        platform = LatePlatform() if way == "late" else StubPlatform(graphs=way == "graphs")
+        outputs = play(seed, platform, totals, kind=kind, graphs=way == "graphs")
+        # A request that one platform returns late may be aborted there before its end.
+        both = outputs.keys() & expected.keys()
+        assert {name: outputs[name] for name in both} == {name: expected[name] for name in both}
+        num_compared += len(both)
+    assert num_compared > 200 and totals["steps"] > 2_000
+    reached = [
+        *("Preempted recompute", "Preempted swap", "SwappedIn", "Recomputed", "Copied", "Shared", "Evicted", "Corrupt"),
+        *("failed steps", "out of memory", "abort running", "stop a sequence", "Pinned", "bitmasks", "flipped bits"),
+    ]
+    assert [what for what in reached if not totals[what]] == []
+    assert way != "late" or totals["columns"] > 50
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------------
+
+
+class BuggyOps:
+    """The reference's operations, one of them with a bug."""
+
+    def __init__(self, name: str, operation: Callable[..., Any]) -> None:
+        setattr(self, name, operation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+
+def keep_done_flags(state: RowState, rows: Tensor, *rest: Any) -> None:
+    done = state.done.clone()
+    reference.prepare_prefill_inputs(state, rows, *rest)
+    state.done.logical_or_(done)
+
+
+def read_tables_of_the_next_row(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
+    reference.prepare_decode_inputs(state, inputs, block_size)
+    inputs.batch.block_tables.copy_(inputs.batch.block_tables.roll(1, 0))
+
+
+def use_one_noise_for_all_samples(logits: Tensor, params: SamplingTensors, *rest: Any) -> Tensor:
+    return reference.sample_checked(logits, replace(params, sample_index=params.sample_index * 0), *rest)
+
+
+BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "a lost copy": ("block_copy", lambda kv, src, dst: None),
+    "a swap in of the wrong block": (
+        "swap_in",
+        lambda host, kv, src, dst: reference.swap_in(host, kv, src.flip(0), dst),
+    ),
+    "rows that stay done": ("prepare_prefill_inputs", keep_done_flags),
+    "tables of another row": ("prepare_decode_inputs", read_tables_of_the_next_row),
+    "samples with the same noise": ("sample_checked", use_one_noise_for_all_samples),
+    "an ignored bitmask": ("apply_token_bitmask", lambda logits, mask_index, bitmask: None),
+    "a token too late": (
+        "commit_sampled_tokens",
+        lambda state, rows, *rest: reference.commit_sampled_tokens(state, rows.roll(1), *rest),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_in_an_operation_is_noticed(bug: str) -> None:
+    with pytest.raises(AssertionError):
+        play_all(lambda: StubPlatform(BuggyOps(*BUGS[bug])))
+
+
+def test_a_missed_bit_flip_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums.SwapInCheck, "take", lambda check: [])
+    with pytest.raises(o.WrongOutput):
+        play_all(StubPlatform)
+
+
+def play_all(platform: Callable[[], Platform]) -> None:
+    for seed, kind in WORKLOADS:
+        play(seed, platform(), Counter(), kind=kind)
