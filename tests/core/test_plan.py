@@ -16,7 +16,7 @@ import pytest
 
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import BlockCopy, RowSetup, StepPlan, StepResult, SwapIn, SwapOut, TableWrite, _Reader
+from octavo.core.plan import BlockCopy, Drafts, RowSetup, StepPlan, StepResult, SwapIn, SwapOut, TableWrite, _Reader
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.scheduler import Scheduler
 from octavo.errors import PlanError
@@ -55,6 +55,7 @@ def whole_plan() -> StepPlan:
     plan = StepPlan(1 << 40)
     plan.set_slices([3, 0, 7], [1 << 30, 0, 9], [1, 4, 2], [1, 0, 2])
     plan.num_samples, plan.bitmask_slices = {0: 4, 2: 3}, [2, 0]
+    plan.drafts = {2: Drafts(1, 1), 0: Drafts(3, 8)}
     plan.host_tokens = {1: array("i", [5, 6, 7, 8]), 2: array("i")}
     plan.table_writes = [TableWrite(3, 0, (1, 2, 3)), TableWrite(0, 5, ())]
     plan.swap_outs, plan.swap_ins = [SwapOut(1, 2), SwapOut(3, 4)], [SwapIn(5, 6)]
@@ -85,9 +86,9 @@ def test_a_decode_step_encodes_its_columns_alone() -> None:
 def test_bytes_of_another_version_or_length_are_refused() -> None:
     data = whole_plan().encode()
     for damaged, text in (
-        (b"", "field at byte 0 has 52 bytes of 0"),
+        (b"", "field at byte 0 has 56 bytes of 0"),
         (b"what" + data[4:], "b'what' are no plan"),
-        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 1; run the same version"),
+        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 2; run the same version"),
         (data + b"\0", f"ends after {len(data)} of {len(data) + 1} bytes"),
         (data[:-1], "damaged"),
     ):
@@ -99,7 +100,12 @@ def test_bytes_of_another_version_or_length_are_refused() -> None:
 
 
 def test_a_plan_names_only_slices_that_it_has() -> None:
-    for name, value in (("num_samples", {3: 2}), ("bitmask_slices", [3]), ("host_tokens", {3: array("i", [1])})):
+    for name, value in (
+        ("num_samples", {3: 2}),
+        ("drafts", {3: Drafts(1, 1)}),
+        ("bitmask_slices", [3]),
+        ("host_tokens", {3: array("i", [1])}),
+    ):
         plan = whole_plan()
         setattr(plan, name, value)
         with pytest.raises(PlanError, match="slice 3 and has 3"):

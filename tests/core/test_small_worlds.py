@@ -10,7 +10,7 @@ Worlds that are equivalent to others are omitted:
 * Only the smallest pool that holds all requests at their maximum length is run, not larger ones.
 * The preemption mode matters only with a preemption: swapping is run where recomputation preempted.
 * Steps overlap or not, and decode windows are 1 or 3. One and two requests run in all four combinations, three requests
-  with neither and with both.
+  with neither and with both. Speculation with two drafts, all right or all wrong, runs in some of them.
 * Three requests with a disturbance have prompts and outputs of 1, 2 and 5.
 """
 
@@ -40,8 +40,9 @@ Shape = tuple[int, int]
 SIZE = 2
 SHAPES = list(product(range(1, 6), range(1, 6)))
 FEW = list(product((1, 2, 5), (1, 2, 5)))
-ALL_WAYS = [(1, 1), (1, 3), (2, 1), (2, 3)]
-HOW = {1: ALL_WAYS, 2: ALL_WAYS, 3: [(1, 1), (2, 3)]}
+RIGHT, WRONG = "right", "wrong"
+ALL_WAYS = [(1, 1, ""), (1, 3, ""), (2, 1, ""), (2, 3, ""), (1, 1, WRONG), (2, 1, WRONG), (2, 1, RIGHT), (2, 3, WRONG)]
+HOW = {1: ALL_WAYS, 2: ALL_WAYS, 3: [(1, 1, ""), (2, 3, ""), (2, 1, WRONG)]}
 ABORT, RECOMPUTE, SWAP = "abort", PreemptionMode.RECOMPUTE.value, PreemptionMode.SWAP.value
 
 
@@ -59,6 +60,8 @@ class World(NamedTuple):
     alike: bool
     depth: int
     window: int
+    drafts: str
+    """`Habits.drafts`; "": no speculation."""
     mode: str
     """The preemption mode."""
     event: Event | None = None
@@ -89,9 +92,11 @@ def play(world: World) -> Story:
     """Run one world to its end. Raises the oracle's findings."""
     cache = KVCacheManager(world.num_blocks, SIZE, world.num_blocks, num_rows=3)
     policy = Policy(mode=PreemptionMode(world.mode))
-    scheduler = Scheduler(cache, max_num_batched_tokens=16, decode_window=world.window, policy=policy)
-    oracle = o.Oracle(scheduler)
-    requests = [make(str(i), prompt_of(world, i), shape[1]) for i, shape in enumerate(world.shapes)]
+    k = 2 if world.drafts else 0
+    limits = {"max_num_batched_tokens": 16, "decode_window": world.window, "num_speculative_tokens": k}
+    scheduler = Scheduler(cache, **limits, policy=policy)
+    oracle = o.Oracle(scheduler, o.Habits(drafts=world.drafts))
+    requests = [make(str(i), prompt_of(world, i), num, num_draft_tokens=k) for i, (_, num) in enumerate(world.shapes)]
     for request in requests:
         scheduler.add(request)
     flight: deque[tuple[InFlightStep, Any]] = deque()
@@ -141,9 +146,9 @@ def plain(shapes: tuple[Shape, ...]) -> Iterator[World]:
     needs = [longest(shape) for shape in shapes]
     for num_blocks in range(max(needs), min(8, sum(needs)) + 1):
         for alike in (False, True) if len(shapes) > 1 else (False,):
-            for depth, window in HOW[len(shapes)]:
+            for way in HOW[len(shapes)]:
                 for mode in (RECOMPUTE, SWAP):
-                    yield World(num_blocks, shapes, alike, depth, window, mode)
+                    yield World(num_blocks, shapes, alike, *way, mode)
 
 
 def events_in(story: Story) -> Iterator[Event]:
@@ -169,6 +174,7 @@ def play_all(shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, 
             seen["worlds"] += 1
             seen[f"{len(shapes)} requests"] += 1
             seen["preempting"] += preempted
+            seen["with drafts"] += bool(world.drafts)
             if interfere:
                 for event in list(events_in(story))[::every]:
                     play(world := world._replace(event=event))
@@ -190,8 +196,8 @@ def test_one_request() -> None:
     seen: Counter[str] = Counter()
     for shape in SHAPES:
         play_all((shape,), seen, interfere=True, every=3)
-    assert seen["1 requests"] == 4 * 25
-    assert seen["1 requests, one aborted or thrown out"] == 300
+    assert seen["1 requests"] == 8 * 25 and seen["with drafts"] == 4 * 25
+    assert seen["1 requests, one aborted or thrown out"] == 640
 
 
 def test_two_requests() -> None:

@@ -113,6 +113,7 @@ class Twin:
             num_samples=request.num_samples,
             select_beams=select if request.select_beams else None,
             use_structured_output=request.use_structured_output,
+            num_draft_tokens=request.num_draft_tokens,
             pin=request.pin,
         )
 
@@ -178,7 +179,7 @@ class Twin:
 
 def run_with_twins(seed: int, every: int, kinds: Counter[str]) -> int:
     """Run one of the oracle's workloads, with a new twin each `every` commands. Returns the number of comparisons."""
-    world = World(seed, Counter(), listen=True, kind="swap" if seed % 3 == 0 else None)
+    world = World(seed, Counter(), listen=True, kind="swap" if seed % 3 == 0 else None, speculates=seed % 2 == 0)
     scheduler, num_commands, num_compared = world.scheduler, 0, 0
     if isinstance(scheduler.policy, RandomPolicy):
         return 0
@@ -197,6 +198,7 @@ def run_with_twins(seed: int, every: int, kinds: Counter[str]) -> int:
                 kinds[f"restored with {queue}"] += bool(getattr(scheduler, queue))
             kinds["restored with pins"] += bool(scheduler.cache.pins)
             kinds["restored with several tenants"] += scheduler.tenants.several
+            kinds["restored with drafts"] += any(step.plan.drafts for step in scheduler.in_flight)
             kinds["restored with void slices"] += any(step.void_slices for step in scheduler.in_flight)
             kinds["restored with part of a result"] += any(p.num_outstanding is not None for p in scheduler.in_flight)
             twin = Twin(scheduler)
@@ -218,7 +220,16 @@ def test_restored_schedulers_go_on_identically() -> None:
     kinds: Counter[str] = Counter()
     num_compared = sum(run_with_twins(seed, 7 + seed % 30, kinds) for seed in range(75))
     assert num_compared > 2_000
-    restored = ("swapped", "in_flight", "confined_to", "pins", "several tenants", "void slices", "part of a result")
+    restored = (
+        "swapped",
+        "in_flight",
+        "confined_to",
+        "pins",
+        "several tenants",
+        "void slices",
+        "part of a result",
+        "drafts",
+    )
     assert [what for what in [*COMMANDS, *(f"restored with {w}" for w in restored)] if not kinds[what]] == []
 
 
@@ -237,7 +248,8 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
     scheduler = Lab(4, host=2).scheduler
     cache, costs = scheduler.cache, scheduler.policy.costs
     others = [
-        (scheduler, "cache max_num_seqs policy events tee", "max_num_batched_tokens decode_window num_watermark_blocks",
+        (scheduler, "cache max_num_seqs policy events tee",
+         "max_num_batched_tokens decode_window num_speculative_tokens num_watermark_blocks",
          "requests running swapped waiting in_flight confined_to _counted tenants"),
         (cache, "events tee pool swap_space rows", "block_size enable_prefix_caching attention_window",
          "pins _holders"),
@@ -261,7 +273,7 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
         assert rest == names(fields), cls
     in_flight = "plan sequences swapped_requests num_outstanding swap_in_requests void_slices seal_mark"
     assert set(InFlightStep.__slots__) == names(in_flight)
-    plan = "step rows starts counts num_sampled num_samples bitmask_slices host_tokens"
+    plan = "step rows starts counts num_sampled num_samples drafts bitmask_slices host_tokens"
     assert set(StepPlan.__slots__) - MEMORY_WORK == names(plan)
 
 

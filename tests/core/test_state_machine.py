@@ -227,6 +227,8 @@ class Memory(RuleBasedStateMachine):
         """Compute the remaining known tokens, then sampled ones, which may become known only later."""
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
+        if seq.num_unverified:
+            return
         new = max(0, seq.num_computed + count - len(self.everything(seq)))
         if self.cache.blocks_needed([(seq, count)]) > self.pool.num_available:
             return
@@ -238,12 +240,42 @@ class Memory(RuleBasedStateMachine):
         if know:
             self.land(which, 99)
 
+    @rule(which=WHICH, count=st.integers(1, 6))
+    def draft(self, which: int, count: int) -> None:
+        """Compute drafts after all other tokens."""
+        seq = self.one(which, Status.RUNNING)
+        if seq is None or seq.num_unverified or seq.num_computed < len(self.everything(seq)):
+            return
+        if self.cache.blocks_needed([(seq, count)]) > self.pool.num_available:
+            return
+        self.arriving.setdefault(seq, []).extend((which + i) % 2 for i in range(count))
+        self.compute(seq, count, StepPlan())
+        seq.num_unverified = count
+
+    @rule(which=WHICH, rejected=st.integers(0, 6))
+    def verify(self, which: int, rejected: int) -> None:
+        """Accept drafts and reject the last ones, in any state of their request."""
+        drafted = [s for s in self.live(Status.RUNNING, Status.SWAPPED) if s.num_unverified]
+        if not drafted:
+            return
+        seq = drafted[which % len(drafted)]
+        rejected = min(rejected, seq.num_unverified)
+        tier = self.host if seq.request.status is Status.SWAPPED else self.pool
+        used, held, computed = tier.num_used, len(seq.block_ids), seq.num_computed
+        seq.num_unverified = 0
+        self.cache.shrink(seq, rejected)
+        del self.arriving[seq][len(self.arriving[seq]) - rejected :]
+        assert seq.num_computed == computed - rejected
+        assert used - tier.num_used == held - len(seq.block_ids) == held - self.cache.blocks_for(seq.num_computed)
+        self.note_seals()
+
     @rule(which=WHICH, count=st.integers(1, 4))
     def land(self, which: int, count: int) -> None:
         """Deliver results, in any state of their request."""
         if (seq := self.one(which, Status.RUNNING, Status.SWAPPED)) is None:
             return
         coming = self.arriving.get(seq, [])
+        count = min(count, len(coming) - seq.num_unverified)
         seq.token_ids.extend(coming[:count])
         del coming[:count]
 
@@ -264,7 +296,9 @@ class Memory(RuleBasedStateMachine):
             return
         held, refs, plan = list(seq.block_ids), list(self.pool.refs), StepPlan()
         unseen = [
-            i for i in range(len(held)) if (i + 1) * self.size <= seq.num_computed - self.cache.attention_window + 1
+            i
+            for i in range(len(held))
+            if (i + 1) * self.size <= seq.num_computed - seq.num_unverified - self.cache.attention_window + 1
         ]
         goes = [i for i in unseen if held[i] and (i < len(seq.seal_ids) or not self.cache.enable_prefix_caching)]
         self.cache.drop_out_of_window(seq, plan)
@@ -276,7 +310,7 @@ class Memory(RuleBasedStateMachine):
     @rule(which=WHICH)
     def fork(self, which: int) -> None:
         seq = self.one(which, Status.RUNNING, Status.SWAPPED)
-        if seq is None or len(seq.request.sequences) >= 4:
+        if seq is None or len(seq.request.sequences) >= 4 or any(s.num_unverified for s in seq.request.sequences):
             return
         child = Sequence(seq.request, 1, seq.token_ids[:], seq.max_length)
         self.cache.fork(seq, child)
@@ -290,6 +324,8 @@ class Memory(RuleBasedStateMachine):
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
         group = seq.request.sequences
+        if any(s.num_unverified for s in group):
+            return
         needs = self.cache.blocks_needed((s, 1) for s in group)
         if needs > self.pool.num_available:
             return
@@ -357,6 +393,8 @@ class Memory(RuleBasedStateMachine):
         if (seq := self.one(which, Status.SWAPPED)) is None:
             return
         request = seq.request
+        if any(s.num_unverified for s in request.sequences):  # it returns when nothing is pending
+            return
         before = snapshot(self.cache, *request.sequences)
         found = self.cache.find_swap_in_blocks(request)
         assert snapshot(self.cache, *request.sequences) == before
@@ -444,6 +482,7 @@ class Memory(RuleBasedStateMachine):
             for p in range(seq.num_computed):
                 assert self.kv[seq.block_ids[p // self.size], p % self.size] == self.content(seq, p)
         for seq in self.live(Status.SWAPPED):
+            assert len(seq.block_ids) == self.cache.blocks_for(seq.num_computed)
             for p in range(seq.num_computed):
                 block = seq.block_ids[p // self.size]
                 if block > 0:

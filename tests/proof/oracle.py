@@ -18,6 +18,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from octavo.core.block_pool import BlockPool
@@ -139,6 +140,8 @@ class Habits:
     forgets: bool = False  # clears a table beyond a new owner's blocks
     splits: bool = False  # returns a decode window column by column
     corrupts: float = 0.0  # the chance that a host block loses a slot before a step
+    drafts: str = "lot"  # always "right" or "wrong", "random" tokens, or right and wrong by "lot"
+    lazy: bool = False  # drafts fewer tokens than allowed now and then
 
 
 class Received(StepPlan):
@@ -181,7 +184,7 @@ ON_DEVICE = (
 class _Running:
     def __init__(self, oracle: Oracle, plan: Received) -> None:
         self.oracle, self.plan = oracle, plan
-        self._whole: list[list[Any]] | None = None
+        self._whole: list[list[list[Any]]] | None = None
         self._given = 0
 
     @property
@@ -190,14 +193,14 @@ class _Running:
 
         Plans with bitmasks always return column by column.
         """
-        num_columns = max(self.plan.num_sampled, default=0)
+        num_columns = max(map(self.plan.num_passes, range(len(self.plan.rows))), default=0)
         return not (self.oracle.habits.splits or self.plan.bitmask_slices) or self._given + 1 >= num_columns
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         if self.done:
             return None
         tokens = self._tokens()
-        column = [self._from(i, tokens)[: None if i in self.plan.num_samples else 1] for i in range(len(tokens))]
+        column = [list(chain.from_iterable(columns[self._given : self._given + 1])) for columns in tokens]
         self._given += 1
         return StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), []))
 
@@ -207,15 +210,11 @@ class _Running:
     def result(self) -> StepResult:
         tokens = self._tokens()
         corrupt = self.oracle.corrupt.pop(id(self.plan), [])
-        return StepResult([self._from(i, tokens) for i in range(len(tokens))], corrupt=corrupt)
+        rest = [list(chain.from_iterable(columns[self._given :])) for columns in tokens]
+        return StepResult(rest, corrupt=corrupt)
 
-    def _from(self, i: int, tokens: list[list[Any]]) -> list[Any]:
-        """Return a slice's remaining tokens. Slices with `num_samples` return all of them in the first column."""
-        if not self.plan.num_sampled[i] or (i in self.plan.num_samples and self._given):
-            return []
-        return tokens[i][self._given :]
-
-    def _tokens(self) -> list[list[Any]]:
+    def _tokens(self) -> list[list[list[Any]]]:
+        """By slice and column. Slices with `num_samples` return all of them in the first column."""
         if self._whole is None:
             for i in self.plan.bitmask_slices:
                 seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
@@ -244,6 +243,7 @@ class Oracle:
         num_rows = cache.rows.num_rows
         self.tables: list[list[int]] = [[] for _ in range(num_rows)]
         self.last: list[Any] = [None] * num_rows
+        self.length = [0] * num_rows  # positions computed and accepted: the host may know only bounds
         self.done: list[Any] = [False] * num_rows
         self.setup: list[Any] = [None] * num_rows
         self.counts: Counter[str] = Counter()
@@ -252,7 +252,8 @@ class Oracle:
         self.corrupt: dict[int, list[int]] = {}  # plan -> corrupt host blocks that it swapped in and did not report yet
         self.poisoned: dict[int, set[int]] = {}  # plan -> slices that read poison
         self._queue: deque[Received] = deque()
-        self._results: dict[int, list[list[Any]]] = {}
+        self._results: dict[int, list[list[list[Any]]]] = {}
+        self._held: dict[int, list[tuple[int, ...]]] = {}  # plan -> blocks of its sequences when it was made
         self._random = random.Random(seed)
         self._flips = random.Random(seed + 0.5)
         self._expected: dict[Sequence, list[int]] = {}  # expected values of its slots, by position
@@ -263,6 +264,7 @@ class Oracle:
     def submit(self, sent: StepPlan) -> _Running:
         by_hand = InFlightStep(sent)
         plan = Received.of(next((step for step in reversed(self._in_flight) if step.plan is sent), by_hand))
+        self._held[id(plan)] = [tuple(seq.block_ids) for seq in plan.sequences]
         self._queue.append(plan)
         if self.habits.eager:
             self._drain(None)
@@ -271,8 +273,9 @@ class Oracle:
     def close(self) -> None:
         pass
 
-    def finish(self, plan: Received) -> list[list[Any]]:
+    def finish(self, plan: Received) -> list[list[list[Any]]]:
         self._drain(plan)
+        self._held.pop(id(plan), None)
         self._written.pop(id(plan), None)
         return self._results.pop(id(plan))
 
@@ -290,7 +293,7 @@ class Oracle:
                 reached = reached and self._random.random() < 0.5
                 if reached:
                     self._apply_tables(plan)
-            for kept in (self._results, self.corrupt, self.poisoned):
+            for kept in (self._results, self._held, self.corrupt, self.poisoned):
                 kept.pop(id(plan), None)
             for block, offset in self._written.pop(id(plan), ()):
                 self.kv[block][offset] = GARBAGE
@@ -306,7 +309,7 @@ class Oracle:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _run(self, plan: Received) -> list[list[Any]]:
+    def _run(self, plan: Received) -> list[list[list[Any]]]:
         count = self.counts
         count["steps"] += 1
         count["slices"] += len(plan.rows)
@@ -328,14 +331,21 @@ class Oracle:
         order = list(range(len(plan.rows)))
         if self.habits.shuffles:
             self._random.shuffle(order)
-        tokens: list[list[Any]] = [[] for _ in plan.rows]
+        tokens: list[list[list[Any]]] = [[] for _ in plan.rows]
         written: list[tuple[int, int]] = []
+        spans = [(0, 0)] * len(plan.rows)  # positions from the slice's first one to the row's end
         for i in order:
-            tokens[i] = self._slice(plan, i, written)
+            by_slice: dict[tuple[int, int], None] = {}  # the next pass writes rejected slots again
+            row = plan.rows[i]
+            is_known = i in plan.host_tokens or (self.done[row] and self.habits.stops)
+            begin = plan.starts[i] if is_known else self.length[row]
+            tokens[i] = self._slice(plan, i, begin, by_slice)
+            spans[i] = begin, self.length[row]
+            written += by_slice
         need(len(set(written)) == len(written), ReadBack, "two slices wrote one slot")
         self._written[id(plan)] = written
         for i in order:
-            self._read_again(plan, i)
+            self._read_again(plan, i, *spans[i])
         return tokens
 
     def _apply_tables(self, plan: StepPlan) -> None:
@@ -354,58 +364,119 @@ class Oracle:
     def _get(self, row: int, position: int) -> Any:
         return self.kv[self.tables[row][position // self.block_size]][position % self.block_size]
 
-    def _slice(self, plan: Received, i: int, written: list[tuple[int, int]]) -> list[Any]:
-        row, start, num, num_sampled = plan.rows[i], plan.starts[i], plan.counts[i], plan.num_sampled[i]
+    def _slice(self, plan: Received, i: int, start: int, written: dict[tuple[int, int], None]) -> list[list[Any]]:
+        """Run a slice from `start`, where its row is, and return its columns of tokens."""
+        row, num_sampled, seq = plan.rows[i], plan.num_sampled[i], plan.sequences[i]
         known, draws, setup = plan.host_tokens.get(i), plan.num_samples.get(i, 1), self.setup[row]
+        num_passes, num_drafts = plan.drafts.get(i, (num_sampled, 0))
         if known is not None:
             self.done[row] = False
         if self.done[row] and self.habits.stops:
             if isinstance(self.done[row], Poison):
                 self.poisoned.setdefault(id(plan), set()).add(i)
-            return [0] * num_sampled
-        self.counts["windows"] += num_sampled > 1
+            return [[]] if i in plan.drafts else [[0]] * num_sampled
+        self.length[row] = start
+        self.counts["windows"] += num_passes > 1
         self.counts["fed by the row"] += known is None
-        seq = plan.sequences[i]
-        need(
-            (i in plan.bitmask_slices) == bool(seq.request.use_structured_output and num_sampled),
-            Invariant,
-            "masked",
-            seq,
-        )
+        is_structured = seq.request.use_structured_output
+        need((i in plan.bitmask_slices) == bool(is_structured and num_sampled), Invariant, "masked", seq)
+        self._check_bounds(plan, i, start)
         fed = self._fed.setdefault(seq, {})
         h = self._get(row, start - 1) if start else root(seq.request.salt)
         poisoned = self._reads_poison(row, start)
         if poisoned:
             h = Poison(hash((h, 8)))
             self.poisoned.setdefault(id(plan), set()).add(i)
-        out: list[Any] = []
-        stopped = False
-        for j in range(num):
-            p = start + j
-            t = known[j] if known is not None and j < len(known) else self.last[row]
+
+        def write(before: int, position: int, token: int) -> int:
+            h = value(before, position, token)
+            h = Poison(h) if poisoned else h
+            self._write(plan, i, position, h, written)
+            return h
+
+        p, end = start, start + plan.counts[i] - num_sampled + (num_sampled > 0)
+        inputs = list(known or ()) or [self.last[row]]
+        for p in range(start, end):
+            fed[p] = inputs[p - start]
+            h = write(h, p, fed[p])
+        p = self.length[row] = end  # the first token is sampled from the position before
+        columns: list[list[Any]] = []
+        num_left, stopped = num_sampled, False
+        while len(columns) < num_passes and num_left:
             if stopped and self.habits.stops:
-                out.append(0)
+                columns.append([] if i in plan.drafts else [0])
                 continue
-            fed[p] = t
-            h = Poison(value(h, p, t)) if poisoned else value(h, p, t)
-            block = self.tables[row][p // self.block_size]
-            self.kv[block][p % self.block_size] = h
-            written.append((block, p % self.block_size))
-            if j < num - num_sampled:
-                continue
+            if columns:
+                fed[p] = self.last[row]
+                h = write(h, p, fed[p])
+                p += 1
             if i in plan.num_samples:
                 host = setup.returns_candidates
-                out = candidates(h, draws) if host else [sampled(h, m) for m in range(draws)]
-                self.last[row] = None if host else out[0]
-            else:
-                t = sampled(h, setup.sample_index)
-                out.append(t)
-                self.last[row] = t
-                if t in setup.stop_ids:
+                columns.append(candidates(h, draws) if host else [sampled(h, m) for m in range(draws)])
+                self.last[row] = None if host else columns[-1][0]
+                break
+            num = min(num_drafts, num_left - 1)
+            if num and self.habits.lazy:
+                num = self._random.randint(0, num)
+            accepted, at, drafted, right = [sampled(h, setup.sample_index)], p, h, True
+            for _ in range(num):  # a pass writes all drafts, accepted or not
+                guess = self._guess(accepted[-1])
+                right = right and guess == accepted[-1]
+                drafted = write(drafted, at, guess)
+                at += 1
+                self.counts["drafted"] += 1
+                if right:
+                    self.counts["accepted"] += 1
+                    fed[p] = guess
+                    p, h = at, drafted
+                    accepted.append(sampled(h, setup.sample_index))
+            first = p - len(accepted)  # position from which the first of them was sampled
+            for n, token in enumerate(accepted):
+                if token in setup.stop_ids:
                     self.done[row] = stopped = Poison(1) if poisoned else True
                     if not poisoned:
-                        self._end.setdefault(seq, p + 1)
-        return out
+                        self._end.setdefault(seq, first + n + 1)
+                    if self.habits.stops:
+                        self.counts["stops inside accepted drafts"] += n + 1 < len(accepted)
+                        del accepted[n + 1 :]
+                        p = first + n + 1
+                    break
+            columns.append(accepted)
+            num_left -= len(accepted)
+            self.last[row] = accepted[-1]
+            self.length[row] = p
+        return columns
+
+    def _check_bounds(self, plan: Received, i: int, start: int) -> None:
+        """Check that the row is within the host's bounds, and the slice within what the scheduler may plan."""
+        seq, num_sampled = plan.sequences[i], plan.num_sampled[i]
+        if not seq.finish_reason and i not in plan.host_tokens and i not in plan.origin.void_slices:
+            self.counts["starts unknown to the host"] += start < plan.starts[i]
+            need(start <= plan.starts[i], Invariant, "a row after the host's bound", seq, start, plan.starts[i])
+            need(start >= len(seq.token_ids) - 1, Invariant, "a row before the host's tokens", seq, start)
+        if i in plan.drafts:
+            num_passes, num_drafts = plan.drafts[i]
+            most = num_passes * (1 + num_drafts)
+            need(0 < num_passes < num_sampled <= most and num_drafts > 0, Invariant, "drafts", plan.drafts[i])
+            need(i not in plan.num_samples, Invariant, "drafts where the host chooses", seq)
+
+    def _guess(self, right: int) -> int:
+        how = self.habits.drafts
+        if how == "lot":
+            how = "right" if self._random.random() < 0.7 else "wrong"
+        if how == "random":
+            return self._random.randrange(VOCAB)
+        return right if how == "right" else (right + 1) % VOCAB
+
+    def _write(self, plan: Received, i: int, p: int, h: Any, written: dict[tuple[int, int], None]) -> None:
+        """Write a slot, which must be of the slice, in a block that its sequence had when the step was planned."""
+        seq, size, held = plan.sequences[i], self.block_size, self._held[id(plan)][i]
+        block = self.tables[plan.rows[i]][p // size]
+        if not seq.finish_reason:
+            need(p < plan.starts[i] + plan.counts[i], Invariant, "written after the slice's end", seq, p)
+            need(p // size < len(held) and held[p // size] == block, Invariant, "written into another's block", seq, p)
+        self.kv[block][p % size] = h
+        written[block, p % size] = None
 
     def _compare(self, plan: StepPlan) -> None:
         """Store the checksums of swapped-out blocks and compare those of swapped-in ones."""
@@ -434,19 +505,19 @@ class Oracle:
         begin = max(0, start - self.attention_window + 1) if self.attention_window else 0
         return any(isinstance(self._get(row, p), Poison) for p in range(begin, start))
 
-    def _read_again(self, plan: Received, i: int) -> None:
+    def _read_again(self, plan: Received, i: int, begin: int, end: int) -> None:
         """Compare every position that a query of this slice attends to, through the device's block table."""
         row, seq = plan.rows[i], plan.sequences[i]
         if seq.finish_reason or i in self.poisoned.get(id(plan), ()):
             return
-        end = min(plan.starts[i] + plan.counts[i], self._end.get(seq, 1 << 60))
+        end = min(end, self._end.get(seq, 1 << 60))
         expected, tokens, fed = self._expected.setdefault(seq, []), seq.token_ids, self._fed[seq]
         h = expected[-1] if expected else root(seq.request.salt)
         for p in range(len(expected), end):
             h = value(h, p, tokens[p] if p < len(tokens) else fed[p])
             expected.append(h)
         table, size, kv = self.tables[row], self.block_size, self.kv
-        begin = max(0, plan.starts[i] - self.attention_window + 1) if self.attention_window else 0
+        begin = max(0, begin - self.attention_window + 1) if self.attention_window else 0
         for p in range(begin, end):
             if kv[table[p // size]][p % size] != expected[p]:
                 raise ReadBack(seq, "row", row, "position", p, "of", end, "table", table)
@@ -465,7 +536,7 @@ def check(scheduler: Scheduler) -> None:
     for request in [*scheduler.running, *scheduler.swapped, *scheduler.waiting]:
         for seq in request.sequences:
             need(seq.request is request and not seq.finish_reason, Invariant, "a live sequence is its request's")
-            need(seq.num_pending >= 0, Invariant, "pending below 0", seq)
+            need(seq.num_pending >= 0 <= seq.num_unverified, Invariant, "pending below 0", seq)
             if request.status is Status.RUNNING:
                 held = seq.block_ids[seq.num_dropped :]
                 owners.update(held)
@@ -473,7 +544,13 @@ def check(scheduler: Scheduler) -> None:
                 _check_dropped(seq, cache)
                 need(seq.room == len(seq.block_ids) * size, Invariant, "room")
                 need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "blocks not needed", seq)
-                need(seq.num_computed <= len(seq.token_ids) + seq.num_pending, Invariant, "beyond its end", seq)
+                length = len(seq.token_ids) + seq.num_pending
+                need(seq.num_computed <= length, Invariant, "beyond its end", seq)
+                need(seq.num_computed < seq.max_length, Invariant, "planned beyond the limit", seq)
+                need(not seq.row_has_last or seq.num_computed == length - 1, Invariant, "the bounds differ", seq)
+                in_flight = [(s, i) for s in scheduler.in_flight for i, x in enumerate(s.sequences) if x is seq]
+                num = sum(s.plan.num_unverified(i) for s, i in in_flight if i not in s.void_slices)
+                need(seq.num_unverified == num, Invariant, "unverified", seq, seq.num_unverified, num)
                 need(len(seq.seal_ids) <= len(seq.block_ids), Invariant, "sealed beyond its blocks", seq)
                 if cache.enable_prefix_caching:
                     need(seq.seal_at == (len(seq.seal_ids) + 1) * size, Invariant, "seal_at", seq)
@@ -529,7 +606,8 @@ def check(scheduler: Scheduler) -> None:
 def _check_dropped(seq: Sequence, cache: KVCacheManager) -> None:
     """Check that only blocks out of the attention window are dropped."""
     dropped = seq.num_dropped * cache.block_size
-    need(not dropped or dropped <= seq.num_computed - cache.attention_window + 1, Invariant, "dropped too much", seq)
+    end = seq.num_computed - seq.num_unverified - cache.attention_window + 1
+    need(not dropped or dropped <= end, Invariant, "dropped too much", seq)
     need(not dropped or cache.attention_window, Invariant, "dropped without a window", seq)
     need(
         not dropped or (seq.request.width == 1 and seq.request.select_beams is None),

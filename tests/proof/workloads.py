@@ -4,6 +4,7 @@ They have arrivals, chats, forks, beam searches, aborts, stops, preemption, swap
 
 `run(seed)` makes a small workload from a seed, drives the real scheduler until every request has finished, and checks
 after every call. `python -m tests.proof.workloads 0 1000` runs seeds 0 to 999 and prints totals of what they reached.
+With `--drafts` the same requests speculate.
 """
 
 from __future__ import annotations
@@ -67,8 +68,11 @@ class Fairness:
         longs: Counter[int] = Counter()
         whole: Counter[int] = Counter()
         unmet: set[int] = set()
-        for seq, count, start in zip(step.sequences, step.plan.counts, step.plan.starts, strict=True):
+        plan = step.plan
+        unverified = map(plan.num_unverified, range(len(plan.rows)))
+        for seq, count, start, extra in zip(step.sequences, plan.counts, plan.starts, unverified, strict=True):
             tenant, due = seq.request.tenant, self.length.get(seq, len(seq.token_ids)) - start
+            count -= extra  # drafts take what is left, and are not charged
             whole[tenant] += count
             if due <= 1:
                 continue
@@ -130,7 +134,15 @@ STOPPED = ("blocks", "rows", "behind a swapped request", "in flight", "prefix in
 class World:
     """A workload: one scheduler, one oracle, and the requests to add."""
 
-    def __init__(self, seed: int, totals: Counter[str], *, kind: str | None = None, listen: bool | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        totals: Counter[str],
+        *,
+        kind: str | None = None,
+        listen: bool | None = None,
+        speculates: bool = False,
+    ) -> None:
         self.seed = seed
         self.random = rnd = random.Random(seed)
         self.totals = totals
@@ -183,6 +195,11 @@ class World:
         coin = lambda: rnd.random() < 0.5  # noqa: E731
         self.habits = o.Habits(coin(), coin(), coin(), coin(), coin())
         self.habits.corrupts = random.Random(seed + 0.4375).choice([0.0, 0.0 if self.kind != "swap" else 0.3, 0.3])
+        self.drafting = random.Random(seed + 0.8125) if speculates else None
+        if self.drafting:
+            self.scheduler.num_speculative_tokens = self.drafting.choice([1, 2, 3, 5, 8])
+            self.habits.drafts = self.drafting.choice(["right", "wrong", "random", "lot", "lot"])
+            self.habits.lazy = self.drafting.random() < 0.3
         self.oracle = o.Oracle(self.scheduler, self.habits, seed)
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
@@ -259,6 +276,9 @@ class World:
             request.tenant = self.fair.randrange(self.num_tenants)
             request.index_in_call = self.fair.choice([0, 0, 0, 1, 3])
         self._add_pins(todo, prefixes)
+        if self.drafting:
+            for request in todo:
+                request.num_draft_tokens = self.drafting.choice([0, 1, 2, 4, 8])
         return todo
 
     def _add_pins(self, todo: list[Request], prefixes: list[list[int]]) -> None:
@@ -342,7 +362,9 @@ class World:
         limit, alone = scheduler.max_num_scheduled_tokens, len(planned) == 1
         need(plan.num_tokens <= limit or (alone and set(plan.counts) == {1}), Invariant, "token budget", limit)
         need(limit <= scheduler.max_num_batched_tokens, Invariant, "limit", limit)
-        need(all(n <= scheduler.decode_window for n in plan.num_sampled), Invariant, "window")
+        passes = map(plan.num_passes, range(len(plan.rows)))
+        need(all(n <= scheduler.decode_window for n in passes), Invariant, "window")
+        self.totals["slices with drafts"] += len(plan.drafts)
         self.num_out_plans += len(plan.swap_outs)
         need(not self.cache.events.active or self.num_out_events == self.num_out_plans, Invariant, "swap-out events")
         self._computed_once(step, came)
@@ -374,6 +396,9 @@ class World:
             if request.status is Status.RUNNING:
                 self.authors |= {b: seq for seq in request.sequences for b in seq.block_ids if b in brought}
         for seq, start, count in zip(step.sequences, step.plan.starts, step.plan.counts, strict=True):
+            if seq.num_unverified and not seq.finish_reason:  # it starts there or earlier
+                count, start = start + count, min(start, len(seq.token_ids) - 1)
+                count -= start
             self.authors |= dict.fromkeys(seq.block_ids[start // size : -(-(start + count) // size)], seq)
 
     def _break(self, step: InFlightStep, result: StepResult) -> set[int]:
@@ -505,10 +530,12 @@ class World:
                 need(name in self.finished, WrongOutput, name, "never reported")
 
 
-def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = None) -> Counter[str]:
+def run(
+    seed: int, totals: Counter[str] | None = None, *, kind: str | None = None, speculates: bool = False
+) -> Counter[str]:
     """Run the workload of this seed to its end. Raises the oracle's findings."""
     totals = Counter() if totals is None else totals
-    world = World(seed, totals, kind=kind)
+    world = World(seed, totals, kind=kind, speculates=speculates)
     world.run()
     totals.update(world.oracle.counts)
     totals.update(world.seen)
@@ -519,11 +546,12 @@ def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = Non
 
 
 def hunt(seconds: float, first: int = 0) -> str:
-    """Return the first seed from `first` on that fails within this time, and its error; "" if none does."""
+    """Return the first seed from `first` on that fails within this time, with or without drafts; "" if none does."""
     seed, end = first, time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             run(seed)
+            run(seed, speculates=True)
         except Exception as error:
             return f"seed {seed}: {type(error).__name__}"
         seed += 1
@@ -548,10 +576,19 @@ def covering(totals: Counter[str]) -> Iterator[None]:
     def preempt(scheduler: Scheduler, victim: Request, for_request: Request, *_: Any) -> None:
         totals["preempt a group" if len(victim.sequences) > 1 else "preempt one"] += 1
         totals["preempt in flight"] += victim.num_pending > 0
+        totals["preempt drafts in flight"] += any(s.num_unverified > 0 for s in victim.sequences)
         totals["preempt a window in flight"] += any(s.num_pending > 1 for s in victim.sequences)
         totals["preempt itself"] += victim is for_request
 
     wrap(Scheduler, "_preempt", preempt)
+
+    def shrink(cache: KVCacheManager, seq: Sequence, count: int) -> None:
+        where = seq.request.status
+        trims = cache.blocks_for(seq.num_computed - count) < len(seq.block_ids)
+        totals[f"trim {where.value}"] += trims
+        totals["trim with drafts in flight"] += trims and seq.num_unverified > 0
+
+    wrap(KVCacheManager, "shrink", shrink)
     wrap(KVCacheManager, "pin", lambda *_: totals.update(["pin"]))
 
     def attach(cache: KVCacheManager, seq: Any, prefix: Any) -> None:
@@ -569,14 +606,14 @@ def covering(totals: Counter[str]) -> Iterator[None]:
             setattr(cls, name, inner)
 
 
-def main(first: int, last: int) -> int:
+def main(first: int, last: int, *, speculates: bool = False) -> int:
     totals: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     begin = time.time()
     with covering(totals):
         for seed in range(first, last):
             try:
-                run(seed, totals)
+                run(seed, totals, speculates=speculates)
             except Exception as error:
                 bad[f"{type(error).__name__} {str(error)[:60]}"] += 1
                 if sum(bad.values()) <= 3:
@@ -589,4 +626,4 @@ def main(first: int, last: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), speculates="--drafts" in sys.argv))

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Container, Set
 from collections.abc import Sequence as Seq
 
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import Drafts, StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.snapshot import Roster, State
 from octavo.core.types import HostBlockId, SealId
@@ -26,7 +26,7 @@ class InFlightStep:
     swap_in_requests   host block of `plan.swap_ins` -> its request
     void_slices        slices whose results are dropped, because they were computed from corrupt blocks
     seal_mark          seal ids above it were issued by this plan or later; a failed step removes them
-    num_outstanding    tokens that each slice still returns. None: `plan.num_sampled`, no part has arrived yet
+    num_outstanding    tokens that each slice returns at most from now on. None: `plan.num_sampled`, as no part arrived
     """
 
     __slots__ = (
@@ -61,6 +61,7 @@ class InFlightStep:
             "counts": plan.counts.tolist(),
             "samples": plan.num_sampled.tolist(),
             "draws": list(plan.num_samples.items()),
+            "drafts": [(i, *drafts) for i, drafts in plan.drafts.items()],
             "masked": plan.bitmask_slices[:],
             "host_tokens": list(plan.host_tokens),
             "seal_mark": self.seal_mark,
@@ -77,6 +78,7 @@ class InFlightStep:
         plan = StepPlan(state["step"])
         plan.set_slices(state["rows"], state["starts"], state["counts"], state["samples"])
         plan.num_samples, plan.bitmask_slices = dict(state["draws"]), list(state["masked"])
+        plan.drafts = {i: Drafts(*numbers) for i, *numbers in state.get("drafts", ())}  # older recordings have none
         plan.host_tokens = {i: array("i") for i in state["host_tokens"]}
         step = cls(plan, state["seal_mark"])
         step.num_outstanding = None if state["outstanding"] is None else list(state["outstanding"])
@@ -88,7 +90,7 @@ class InFlightStep:
 
     @property
     def outstanding(self) -> Seq[int]:
-        """Tokens that each slice still returns."""
+        """Tokens that each slice returns at most from now on."""
         return self.plan.num_sampled if self.num_outstanding is None else self.num_outstanding
 
     def count_partial(self, result: StepResult) -> None:
@@ -100,8 +102,16 @@ class InFlightStep:
 
     def drop(self, requests: Container[Request]) -> None:
         """Make the slices of these requests void: no more results are expected of them."""
-        left = self.outstanding
+        left = self.num_outstanding = list(self.outstanding)
         for i, seq in enumerate(self.sequences):
             if seq.request in requests and i not in self.void_slices:
-                self.void_slices |= {i}
                 seq.num_pending -= left[i]
+                left[i] = 0
+                seq.num_unverified -= self.plan.num_unverified(i)
+                self.void_slices |= {i}
+
+    def settle_drafts(self) -> None:
+        """End the time in which the positions of the step's drafts are unverified: its whole result is in."""
+        for i in self.plan.drafts:
+            if i not in self.void_slices:
+                self.sequences[i].num_unverified -= self.plan.num_unverified(i)

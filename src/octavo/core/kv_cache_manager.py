@@ -305,6 +305,26 @@ class KVCacheManager:
             sequence.room += num_new * self.block_size
             self.rows.write(sequence, held, new, plan)
 
+    def shrink(self, sequence: Sequence, count: int) -> None:
+        """Take back the last `count` planned positions: their drafts were rejected.
+
+        blocks  | full | full | kept . . | x x x x | x x     Whole blocks after `num_computed` are released, in the tier
+                                    ^ num_computed after it  where the request is. They were never shared nor sealed.
+
+        Does nothing for a waiting request: it has no blocks, and is computed again from its known tokens.
+        """
+        if sequence.request.status is Status.WAITING:
+            return
+        sequence.num_computed -= count
+        num_kept = self.blocks_for(sequence.num_computed)
+        if num_kept < len(sequence.block_ids):
+            tier = self.swap_space if sequence.request.status is Status.SWAPPED else self.pool
+            for block in reversed(sequence.block_ids[num_kept:]):
+                assert tier.refs[block] == 1, (sequence, block)
+                tier.release(block)
+            del sequence.block_ids[num_kept:]
+            sequence.room = num_kept * self.block_size
+
     def _copy_on_write(self, sequence: Sequence, index: int, src: BlockId, plan: StepPlan) -> None:
         """Copy a shared tail block for its writer. The last sharer writes in place, because it finds refs at 1."""
         dst = sequence.block_ids[index] = self.pool.allocate()
@@ -316,10 +336,10 @@ class KVCacheManager:
         self.rows.write(sequence, index, [dst], plan)
 
     def drop_out_of_window(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Release the leading blocks that no position from `num_computed` on attends to. Their entries become null.
+        """Release the leading blocks that no position from the next query on attends to. Their entries become null.
 
-        blocks  | null | null | . . k k | k k k k | q       q: the next query    k: keys within the window
-                                 ^ num_computed - attention_window + 1
+        blocks  | null | null | . . k k | k k k k | q       q: the next query, at `num_computed` or, if drafts in flight
+                                 ^ q - attention_window + 1    are rejected, up to `num_unverified` positions before it
 
         An earlier plan in flight may still read them safely: their next owner writes them in a later plan. A block that
         is not sealed yet is kept until it is.
@@ -327,7 +347,7 @@ class KVCacheManager:
         if sequence.request.pin:
             return
         first, size = sequence.num_dropped, self.block_size
-        end = (sequence.num_computed - self.attention_window + 1) // size
+        end = (sequence.num_computed - sequence.num_unverified - self.attention_window + 1) // size
         if self.enable_prefix_caching:
             end = min(end, len(sequence.seal_ids))
         if end <= first:

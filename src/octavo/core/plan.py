@@ -80,6 +80,19 @@ class RowSetup(NamedTuple):
     returns_candidates: bool = False
 
 
+class Drafts(NamedTuple):
+    """Speculation of a slice: `num_passes` forward passes, each over the row's last token and up to `num_draft_tokens`
+    drafts after it.
+
+    A pass samples at each position as it would without drafts, and continues while the draft equals the sampled token.
+    It accepts 0 to `num_draft_tokens` drafts and returns one token more. The device cuts a pass's drafts so that the
+    slice returns at most its `num_sampled` tokens and writes nothing at or after `starts + counts`, accepted or not.
+    """
+
+    num_passes: int
+    num_draft_tokens: int
+
+
 class Slice(NamedTuple):
     """One sequence's part of a step. `StepPlan.slices` yields these for callers that are not performance-critical.
 
@@ -89,6 +102,7 @@ class Slice(NamedTuple):
     num_samples           tokens from the last row of logits: 1, the samples of a request about to fork, or the
                           candidates of a beam search
     token_ids             the input tokens known to the host; None if the row holds the last token
+    drafts                how it speculates, None if it does not. If it does, both numbers are upper bounds
 
         position   start                  start + num_positions
            |  chunk of known tokens  |  window    |
@@ -102,16 +116,17 @@ class Slice(NamedTuple):
     num_sampled: int
     num_samples: int
     token_ids: array[int] | None
+    drafts: Drafts | None = None
 
 
 COLUMN = "I"
 """Array type of a plan's columns: int32 numbers from 0 on. Python fills unsigned arrays three times as fast."""
-VERSION = 1
+VERSION = 2
 """Format of encoded plans. Both sides must be of the same version."""
 
 _EMPTY: array[int] = array(COLUMN)
 _MAGIC = b"octp"
-_HEADER = struct.Struct("=4sIq9I")
+_HEADER = struct.Struct("=4sIq10I")
 _SETUP = struct.Struct("=3Iq6d5i?6i")
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
 _NONE = -2
@@ -124,6 +139,9 @@ class StepPlan:
     rows, starts, counts   the slice's row, first position and number of positions: arrays of int32
     num_sampled            tokens that the slice returns: 0 for a prefill chunk, 1, or the length of a decode window
     num_samples            slice -> tokens taken from its last row of logits, where that is not 1
+    drafts                 slice -> how it speculates, if it does: `counts` and `num_sampled` are upper bounds then, and
+                           so are the columns of the row's later slices until its result is known. The device continues
+                           where the row is. Columns are exact for slices with host tokens
     bitmask_slices         slices of structured outputs. Each of their tokens is sampled through a bitmask, which is put
                            while the step runs, once all earlier tokens are known
     host_tokens            slice -> its first input tokens; absent: the row's last token. They clear the row's done flag
@@ -133,6 +151,7 @@ class StepPlan:
         "bitmask_slices",
         "copies",
         "counts",
+        "drafts",
         "host_tokens",
         "num_sampled",
         "num_samples",
@@ -152,6 +171,7 @@ class StepPlan:
         self.counts = _EMPTY[:]
         self.num_sampled = _EMPTY[:]
         self.num_samples: dict[int, int] = {}
+        self.drafts: dict[int, Drafts] = {}
         self.bitmask_slices: list[int] = []
         self.host_tokens: dict[int, array[int]] = {}
         self.row_setups: list[RowSetup] = []
@@ -178,10 +198,17 @@ class StepPlan:
         """The number of leading token columns that wait for bitmasks."""
         return max((self.num_sampled[i] for i in self.bitmask_slices), default=0)
 
+    def num_passes(self, i: int) -> int:
+        """Forward passes of a slice that samples: its columns of tokens."""
+        return self.drafts[i].num_passes if i in self.drafts else self.num_sampled[i]
+
+    def num_unverified(self, i: int) -> int:
+        """Tokens of `num_sampled` that a slice does not return if every draft is rejected."""
+        return self.num_sampled[i] - self.drafts[i].num_passes if i in self.drafts else 0
+
     def slices(self) -> Iterator[Slice]:
-        for i, row in enumerate(self.rows):
-            num_sampled, num_samples = self.num_sampled[i], self.num_samples.get(i, 1)
-            yield Slice(row, self.starts[i], self.counts[i], num_sampled, num_samples, self.host_tokens.get(i))
+        for i, columns in enumerate(zip(self.rows, self.starts, self.counts, self.num_sampled, strict=True)):
+            yield Slice(*columns, self.num_samples.get(i, 1), self.host_tokens.get(i), self.drafts.get(i))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -193,6 +220,8 @@ class StepPlan:
         ints: list[int] = []
         for pair in self.num_samples.items():
             ints += pair
+        for i, drafts in self.drafts.items():
+            ints += i, *drafts
         ints += self.bitmask_slices
         for i, tokens in self.host_tokens.items():
             ints += i, len(tokens)
@@ -206,6 +235,7 @@ class StepPlan:
             self.step,
             len(self.rows),
             len(self.num_samples),
+            len(self.drafts),
             len(self.bitmask_slices),
             len(self.host_tokens),
             len(self.table_writes),
@@ -230,10 +260,12 @@ class StepPlan:
         if version != VERSION:
             text = f"the plan has format version {version} and this process reads {VERSION}"
             raise PlanError(f"{text}; run the same version of Octavo in all processes")
-        num_slices, num_samples, num_bitmasks, num_inputs, num_writes, *num_pairs, num_setups = counts
+        num_slices, num_samples, num_drafts, num_bitmasks, num_inputs, num_writes, *num_pairs, num_setups = counts
         plan = cls(step)
         plan.rows, plan.starts, plan.counts, plan.num_sampled = (reader.ints(num_slices, COLUMN) for _ in range(4))
         plan.num_samples = dict(reader.pairs(num_samples))
+        drafts = reader.ints(3 * num_drafts)
+        plan.drafts = {drafts[j]: Drafts(*drafts[j + 1 : j + 3]) for j in range(0, len(drafts), 3)}
         plan.bitmask_slices = reader.ints(num_bitmasks).tolist()
         inputs = reader.pairs(num_inputs)
         for _ in range(num_writes):
@@ -244,7 +276,7 @@ class StepPlan:
         plan.swap_ins = [SwapIn(*pair) for pair in ins]
         plan.copies = [BlockCopy(*pair) for pair in copies]
         plan.host_tokens = {i: reader.ints(num_tokens) for i, num_tokens in inputs}
-        for i in chain(plan.num_samples, plan.bitmask_slices, plan.host_tokens):
+        for i in chain(plan.num_samples, plan.drafts, plan.bitmask_slices, plan.host_tokens):
             if i >= num_slices:
                 raise PlanError(f"the plan names slice {i} and has {num_slices}; its bytes are damaged")
         plan.row_setups = [_decode_setup(reader) for _ in range(num_setups)]
@@ -370,8 +402,9 @@ class TokenLogprobs(NamedTuple):
 class StepResult:
     """The result of a step, or of a part of it.
 
-    tokens    per slice: the sampled tokens in order; none for a prefill chunk. A decode window that met a stop id on
-              the device may be shorter than planned, or padded: the host cuts it at the first stop token. A slice with
+    tokens    per slice: the sampled tokens in order; none for a prefill chunk. With drafts there may be fewer than
+              planned. A decode window that met a stop id on the device may be shorter than planned, or padded: the host
+              cuts it at the first stop token. A slice with
               `num_samples` has its samples, or its candidates for `Request.select_beams` as (logprob, token)
     errors    slice -> what is wrong with it, such as non-finite logits. Only that request fails
     logprobs  slice -> one entry per token, if the request wants them

@@ -34,8 +34,10 @@ class Sequence:
     """One sequence of tokens and the blocks with its keys and values.
 
     token_ids     prompt and output tokens known to the host
-    num_pending   tokens planned to be sampled on the device and not yet known to the host
-    num_computed  positions planned, those in flight included
+    num_pending   tokens planned to be sampled on the device and not yet known to the host; an upper bound while drafts
+                  are in flight
+    num_computed  positions planned, those in flight included; an upper bound while drafts are in flight
+    num_unverified  how many of both drafts in flight may lose: num_computed - num_unverified is the lower bound
     max_length    length at which it ends; the last token is never computed
     block_ids     block table: device block ids; while swapped, host block ids, and -b for block b shared on the device
     num_dropped   leading entries of `block_ids` that are the null block: they left the attention window
@@ -56,6 +58,7 @@ class Sequence:
         "num_computed",
         "num_dropped",
         "num_pending",
+        "num_unverified",
         "request",
         "room",
         "row",
@@ -67,8 +70,8 @@ class Sequence:
     )
 
     SAVED = Fields(
-        "block_ids finish_reason index num_computed num_dropped num_pending room row row_has_last seal_at seal_ids "
-        "limit=max_length"
+        "block_ids finish_reason index num_computed num_dropped num_pending num_unverified room row row_has_last "
+        "seal_at seal_ids limit=max_length"
     )
 
     def __init__(self, request: Request, index: int, token_ids: array[int], max_length: int) -> None:
@@ -78,6 +81,7 @@ class Sequence:
         self.max_length = max_length
         self.num_pending = 0
         self.num_computed = 0
+        self.num_unverified = 0
         self.block_ids: list[BlockId] = []
         self.num_dropped = 0
         self.room = 0
@@ -134,6 +138,7 @@ class Request:
     salt                   requests with different salts share no blocks
     tenant                 number of its tenant; tenants share steps evenly
     index_in_call          number of earlier prompts of the same call. Other requests may overtake later prompts
+    num_draft_tokens       limit of drafts per forward pass of each sequence. No drafts while `needs_result`
     pin                    keeps the blocks of its prompt, under its request id, after it has finished with one token
     resume                 outputs so far of each unfinished sample, by index, from an engine that stopped. The request
                            continues as after a preemption. Outputs are not empty, and there is no `select_beams`
@@ -151,6 +156,7 @@ class Request:
         "needs_result",
         "newest_prefix_seal",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_preemptions",
         "num_samples",
         "only_sequence",
@@ -175,7 +181,8 @@ class Request:
     )
 
     INPUTS = Fields(
-        "pin priority tenant width constrained=use_structured_output num_draws=num_samples rank=index_in_call"
+        "pin priority tenant width constrained=use_structured_output num_draws=num_samples rank=index_in_call "
+        "num_draft_tokens"
     )
     """Arguments that are plain data and never change. A restored request is made with them."""
     SAVED = Fields(
@@ -200,6 +207,7 @@ class Request:
         num_samples: int | None = None,
         select_beams: SelectBeams | None = None,
         use_structured_output: bool = False,
+        num_draft_tokens: int = 0,
         pin: bool = False,
         resume: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
@@ -220,6 +228,7 @@ class Request:
             (self.width if select_beams is None else 2 * self.width) if num_samples is None else num_samples
         )
         self.use_structured_output = use_structured_output
+        self.num_draft_tokens = num_draft_tokens
         self.pin = pin
         self.resume = resume
         self.forked = self.width == 1 or select_beams is not None or bool(resume)

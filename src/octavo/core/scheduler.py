@@ -17,6 +17,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import repeat
 from operator import sub
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +26,7 @@ from octavo.core import events as ev
 from octavo.core.block_pool import Key
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager, KVStats
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import Drafts, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.snapshot import Fields, Roster, Snapshot, State
@@ -88,6 +89,7 @@ class Scheduler:
     max_num_batched_tokens    limit of positions per step, decode windows included
     max_num_seqs              limit of running sequences: the rows of the cache
     decode_window             limit of tokens that the device decodes per sequence in one step
+    num_speculative_tokens    limit of drafts per forward pass of a sequence; 0: no speculation
     num_watermark_blocks      blocks that an admission leaves free for running requests to grow into
     max_num_scheduled_tokens  current limit of positions per step, lowered after a step ran out of memory. A group that
                               exceeds it runs in a step of its own
@@ -103,6 +105,7 @@ class Scheduler:
         *,
         max_num_batched_tokens: int = 8192,
         decode_window: int = 1,
+        num_speculative_tokens: int = 0,
         num_watermark_blocks: int = 0,
         policy: Policy | None = None,
     ) -> None:
@@ -110,6 +113,7 @@ class Scheduler:
         self.max_num_seqs = cache.rows.num_rows
         self.max_num_batched_tokens = self.max_num_scheduled_tokens = max_num_batched_tokens
         self.decode_window = decode_window
+        self.num_speculative_tokens = num_speculative_tokens
         self.num_watermark_blocks = num_watermark_blocks
         self.policy = policy or Policy()
         self.events, self.tee = cache.events, cache.tee
@@ -262,6 +266,8 @@ class Scheduler:
                 self._admit_confined(draft) if self.confined_to else self._admit_waiting(draft)
         elif several:
             self.tenants.serve(draft.sequences, draft.counts)
+        if self.num_speculative_tokens:
+            self._add_drafts(draft)
         for sequence in draft.sealable:  # in the index from the next plan on, not within this one
             self.cache.seal(sequence)
         plan.set_slices(draft.rows, draft.starts, draft.counts, draft.num_sampled)
@@ -484,6 +490,39 @@ class Scheduler:
                 draft.sealable.append(seq)
                 draft.writes.add(cache.next_key(seq, seq.seal_ids))
 
+    def _add_drafts(self, draft: _Draft) -> None:
+        """Extend slices by drafts, with the budget and the blocks that are left when everything else has its place.
+
+        So drafts displace nothing and preempt nobody. They are not charged to tenants. A sequence's end becomes an
+        upper bound, and a pass returns at least one token, so its other positions stay what they were. Drafts take no
+        new blocks while a request waits for blocks.
+        """
+        plan, cache, budget = draft.plan, self.cache, draft.budget
+        first = self.swapped[0] if self.swapped else self._first_waiting()
+        is_short = draft.preempted or (first is not None and first.wait_reason == "blocks")
+        num_free = 0 if is_short else max(0, cache.pool.num_available - self._watermark())
+        for i, seq in enumerate(draft.sequences):
+            num_passes, end, request = draft.num_sampled[i], seq.num_computed, seq.request
+            num_drafts = min(request.num_draft_tokens, self.num_speculative_tokens)
+            if not num_passes or not num_drafts or request.needs_result or request.use_structured_output:
+                continue
+            # At most half of the remaining length, so that the next step can plan this sequence before the result.
+            extra = min(num_passes * num_drafts, (seq.max_length - 1 - end) // 2, budget)
+            if end + extra > seq.room:
+                extra = min(extra, seq.room + num_free * cache.block_size - end)
+                num_free -= max(0, cache.blocks_for(end + extra) - len(seq.block_ids))
+            if extra <= 0:
+                continue
+            cache.grow(seq, extra, plan)
+            plan.drafts[i] = Drafts(num_passes, min(num_drafts, extra))
+            draft.counts[i] += extra
+            draft.num_sampled[i] += extra
+            seq.num_computed += extra
+            seq.num_pending += extra
+            seq.num_unverified += extra
+            budget -= extra
+        draft.budget = budget
+
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self, draft: _Draft) -> None:
@@ -621,17 +660,26 @@ class Scheduler:
     # -- preemption and queues -----------------------------------------------------------------------------------------
 
     def _make_room(self, request: Request, growth: Growth, draft: _Draft) -> bool:
-        """Preempt requests until the blocks for this growth are available. Returns False if `request` was one of them.
+        """Preempt requests until the blocks for this growth are available. Returns False if `request` was one of them,
+        or if it waits for a result: drafts in flight hold the blocks, and none is preempted if rejecting them suffices.
 
         The need is counted again after each: a tail that the victim shared is no longer copied.
         """
         while (needs := self.cache.blocks_needed(growth)) > self.cache.pool.num_available:
             draft.preempted = True
+            if self.num_speculative_tokens and self._num_held_by_drafts() >= needs - self.cache.pool.num_available:
+                return False
             victim = self.policy.victim(self.running, request, self.cache)
             self._preempt(victim, request, needs, draft.step)
             if victim is request:
                 return False
         return True
+
+    def _num_held_by_drafts(self) -> int:
+        """Blocks that running sequences release if all drafts in flight are rejected."""
+        blocks_for = self.cache.blocks_for
+        unverified = (seq for request in self.running for seq in request.sequences if seq.num_unverified)
+        return sum(len(seq.block_ids) - blocks_for(seq.num_computed - seq.num_unverified) for seq in unverified)
 
     def _preempt(self, victim: Request, for_request: Request, needs: int, step: InFlightStep) -> None:
         """Release the victim's blocks and rows at once, even with a step in flight.
@@ -714,6 +762,7 @@ class Scheduler:
             result.drop(step.void_slices)
         if last:
             self.in_flight.popleft()
+            step.settle_drafts()
         else:
             step.count_partial(result)
         finished: list[Request] = []
@@ -724,8 +773,11 @@ class Scheduler:
                 self._finish_request(request, "error")
                 finished.append(request)
         candidates: dict[Request, list[tuple[Sequence, Any]]] = {}
-        for seq, tokens in zip(step.sequences, result.tokens, strict=True):
+        num_expected = step.outstanding if last else repeat(0, len(result.tokens))
+        for seq, tokens, expected in zip(step.sequences, result.tokens, num_expected, strict=True):
             if not tokens or seq.finish_reason:  # a prefill chunk, or tokens after the end of the sequence
+                if expected and not seq.finish_reason:  # all tokens came in parts; the other drafts were rejected
+                    self._reject(seq, expected)
                 continue
             request = seq.request
             if request.pin and request.status is not Status.RUNNING:  # a preempted pin: its blocks are recomputed
@@ -737,20 +789,23 @@ class Scheduler:
                 continue
             if not request.forked:
                 tokens = self._fork(seq, tokens)
-            if len(tokens) == 1:
+            num = len(tokens)
+            seq.num_pending -= num
+            if num == 1:
                 token = tokens[0]
-                seq.num_pending -= 1
                 seq.token_ids.append(token)
                 if token in request.stop_ids:
                     seq.stop_token = token
             else:
-                seq.num_pending -= len(tokens)
                 if not request.stop_ids.isdisjoint(tokens):
                     tokens = self._cut_at_stop(seq, tokens)
                 seq.token_ids.extend(tokens)
+            if num < expected and seq.stop_token is None:
+                self._reject(seq, expected - num)
             known = len(seq.token_ids)
             sealable = known if known < seq.num_computed else seq.num_computed
-            if sealable >= seq.seal_at and request.status is Status.RUNNING:
+            # In a part with drafts, the last token's position may not be computed yet.
+            if sealable >= seq.seal_at and (last or not seq.num_unverified) and request.status is Status.RUNNING:
                 self.cache.seal(seq)
             if seq.stop_token is not None:
                 if self._finish_sequence(seq, "stop"):
@@ -761,6 +816,11 @@ class Scheduler:
             if self._commit_beams(request, parents):
                 finished.append(request)
         return finished
+
+    def _reject(self, seq: Sequence, num: int) -> None:
+        """Take back tokens and positions that a step planned and did not return."""
+        seq.num_pending -= num
+        self.cache.shrink(seq, num)
 
     def _cut_at_stop(self, seq: Sequence, tokens: Any) -> Any:
         """Return a decode window's tokens up to and including its first stop token."""
@@ -895,6 +955,7 @@ class Scheduler:
         while void is not step:
             void = self.in_flight.pop()
             left = void.outstanding
+            void.settle_drafts()
             for i, seq in enumerate(void.sequences):
                 if not seq.finish_reason and i not in void.void_slices:
                     seq.num_pending -= left[i]
@@ -957,6 +1018,7 @@ class Scheduler:
             **self.policy.settings(),
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "decode_window": self.decode_window,
+            "num_speculative_tokens": self.num_speculative_tokens,
             "num_watermark_blocks": self.num_watermark_blocks,
         }
 
@@ -967,6 +1029,7 @@ class Scheduler:
             KVCacheManager.from_settings(settings),
             max_num_batched_tokens=settings["max_num_batched_tokens"],
             decode_window=settings["decode_window"],
+            num_speculative_tokens=settings.get("num_speculative_tokens", 0),  # older recordings have none
             num_watermark_blocks=settings["num_watermark_blocks"],
             policy=Policy.from_settings(settings),
         )

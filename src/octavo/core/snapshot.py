@@ -50,9 +50,10 @@ class Fields:
         return {name: getattr(state, key) for key, name in self.attributes.items()}
 
     def load(self, owner: object, state: State) -> None:
-        """Set the attributes. Each keeps the type that it has."""
+        """Set the attributes. Each keeps the type that it has. Those that older snapshots lack stay as they are."""
         for key, name in self.attributes.items():
-            setattr(owner, name, _decode(getattr(owner, name), state[key]))
+            if key in state:
+                setattr(owner, name, _decode(getattr(owner, name), state[key]))
 
 
 def _encode(value: Any) -> Any:

@@ -36,7 +36,8 @@ class FakeDriver:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        """Its own number for each kind of GPU: Triton keeps the options of a kernel, such as `arch`, by device."""
+        return self._arch
 
     def get_current_stream(self, device: int) -> int:
         return 0

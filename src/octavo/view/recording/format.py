@@ -109,6 +109,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     token_digests: dict[int, bytes] = {}
     tenant: int = 0
     rank: int = 0
+    num_draft_tokens: int = 0
 
 
 class Segment(msgspec.Struct, array_like=True):
