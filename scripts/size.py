@@ -21,9 +21,9 @@ BUDGETS: dict[str, int] = {
     "engine": 2790,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 1560,  # LLM, the client with its transports, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
-    "kernels": 6450,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
+    "kernels": 6370,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 1590,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
-    "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
+    "runner": 2425,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
     "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2790,  # cost models, traces, planner, the paper's experiments
     "bench": 1545,  # `octavo bench`

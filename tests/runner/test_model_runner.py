@@ -126,23 +126,23 @@ def test_a_plan_of_swaps_only_runs_no_pass(runner: ModelRunner, model: NextToken
 
 
 def test_row_setups_host_tokens_and_samples_update_the_token_history(runner: ModelRunner) -> None:
-    sampler = runner.host_sampler.sampler
+    processors = runner.logits_processors
     plan = Plan().give(0, (5, 6, 7, 8), known=[1, 2, 3], repetition_penalty=2.0).slice(0, 0, 6, 4, [1, 2, 3])
     plan.give(1, (1, 2)).slice(1, 0, 1, 1, [9])
     run(runner, plan)
-    assert sampler.history[0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]  # with its sampled tokens
-    assert not sampler.history[1:].any()  # rows that need no history have none
+    assert processors.history[0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]  # with its sampled tokens
+    assert not processors.history[1:].any()  # rows that need no history have none
     run(runner, Plan().slice(0, 6, 1, 1, [10]))  # a host token replaces a sampled one
-    assert sampler.history[0, :8].tolist() == [1, 2, 3, 4, 5, 6, 10, 0]
+    assert processors.history[0, :8].tolist() == [1, 2, 3, 4, 5, 6, 10, 0]
     again = Plan().give(0, (8,), known=[7], repetition_penalty=2.0).slice(0, 0, 1, 1, [7])
     run(runner, again)  # a new owner: later tokens of the last one stay, unused
-    assert sampler.history[0, :3].tolist() == [7, 8, 3]
+    assert processors.history[0, :3].tolist() == [7, 8, 3]
 
 
 def test_several_samples_before_a_fork_are_not_in_the_history(runner: ModelRunner) -> None:
     plan = Plan().give(0, (5, 6), known=[2, 3], presence_penalty=1.0, n=3, temperature=1.0)
     run(runner, plan.slice(0, 0, 2, 1, [2, 3], num_samples=3))
-    assert runner.host_sampler.sampler.history[0, :3].tolist() == [2, 3, 0]
+    assert runner.logits_processors.history[0, :3].tolist() == [2, 3, 0]
 
 
 def test_prompt_logprobs_of_prefill_chunks(

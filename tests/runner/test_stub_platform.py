@@ -379,6 +379,7 @@ def test_only_steps_of_plain_beams_return_candidates_from_a_graph(executor: Exec
     other = [RowSetup(3, SamplingParams(logit_bias={1: 2.0}), 0, 0, frozenset(), 1, None, True)]
     plan = StepPlan()
     plan.row_setups = [*plain, *other]
+    executor.runner.logits_processors.apply(plan)
     host_sampling.apply(plan)
 
     def num_candidates(rows: list[int], num_samples: dict[int, int], bitmask_slices: tuple[int, ...] = ()) -> int:

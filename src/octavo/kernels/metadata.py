@@ -1,4 +1,4 @@
-"""Batch metadata of the kernels: `RaggedBatch` for attention; sampling and logits processor parameters."""
+"""Batch metadata of the kernels: `RaggedBatch` for attention, `SamplingTensors` for sampling."""
 
 from __future__ import annotations
 
@@ -143,54 +143,6 @@ class SamplingTensors:
             all_greedy=not any(t > 0 for t in temperature),
             any_filter=any(t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in filters),
         )
-
-
-@dataclass(slots=True)
-class TokenHistory:
-    """Prompt and output tokens of the rows of logits whose processors need them.
-
-    rows        [num] int64, the row of logits
-    token_ids   [num, max_len] int, by position; undefined from `num_tokens` on
-    num_prompt  [num] int64, length of the prompt
-    num_tokens  [num] int64, length of prompt and output: the position of the token to be sampled
-    """
-
-    rows: Tensor
-    token_ids: Tensor
-    num_prompt: Tensor
-    num_tokens: Tensor
-
-
-@dataclass(slots=True)
-class LogitsProcessorParams:
-    """Logits processors of some rows, applied before sampling. A field is None where no row needs it.
-
-    Lists of (row, token) are pairs of int64 tensors of equal length, [num_pairs] each.
-
-    allowed_rows    [num] int64, rows with allowed_token_ids
-    allowed_tokens  (row, token) pairs that these rows allow; all their other tokens are masked
-    banned_tokens   (row, token) pairs that are masked
-    bias_tokens, bias_values
-                    (row, token) pairs with a logit bias, and the biases [num_pairs] float32
-    history         prompt and output tokens, for the fields below
-    bad_words, bad_word_rows
-                    [num_words, longest] int64, right-aligned and padded with -1 on the left; [num_words] int64, the row
-                    of `history` of each. The last token of a word is masked where its other tokens precede
-    repetition, presence, frequency
-                    [num] float32, penalties of the rows of `history`; 1, 0, 0 have no effect
-    """
-
-    allowed_rows: Tensor | None = None
-    allowed_tokens: tuple[Tensor, Tensor] | None = None
-    banned_tokens: tuple[Tensor, Tensor] | None = None
-    bias_tokens: tuple[Tensor, Tensor] | None = None
-    bias_values: Tensor | None = None
-    history: TokenHistory | None = None
-    bad_words: Tensor | None = None
-    bad_word_rows: Tensor | None = None
-    repetition: Tensor | None = None
-    presence: Tensor | None = None
-    frequency: Tensor | None = None
 
 
 PER_ROW_FIELDS = tuple(f.name for f in fields(SamplingTensors) if f.name not in ("all_greedy", "any_filter"))

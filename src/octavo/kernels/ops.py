@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.metadata import LogitsProcessorParams, RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, LogitsProcessorState, RowState
 
@@ -128,8 +128,6 @@ class Ops(ModelOps, Protocol):
     # -- logits processors ---------------------------------------------------------------------------------------------
 
     def apply_token_bitmask(self, logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None: ...
-
-    def apply_logits_processors(self, logits: Tensor, params: LogitsProcessorParams) -> None: ...
 
     def apply_row_logits_processors(
         self, logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState

@@ -21,8 +21,8 @@ TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, SAMPLE_INDEX, NUM_LOGPROBS, FIRST_STOP_I
 NUM_COLUMNS = FIRST_STOP_ID + MAX_STOP_IDS
 NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT = -1, -2, -3
 """In the ring, in place of a token: row inactive; non-finite logits; every token masked."""
-PENALTIES, LOGIT_BIAS, ALLOWED_TOKENS, MIN_TOKENS = 1, 2, 4, 8
-"""Bits of `LogitsProcessorState.enabled`."""
+PENALTIES, LOGIT_BIAS, ALLOWED_TOKENS, MIN_TOKENS, HISTORY = 1, 2, 4, 8, 16
+"""Bits of `LogitsProcessorState.enabled`. HISTORY: the row only keeps its history, for bad words."""
 MAX_LOGPROBS = 20
 """Top log-probabilities that a row returns on the device: OpenAI's limit. The host samples requests with more."""
 MAX_BIAS = 300
@@ -88,7 +88,7 @@ class LogitsProcessorState:
 
     Allocated when the first row uses a logits processor: most of it is as wide as the vocabulary.
 
-    enabled      [num_rows + 1] int32, bits PENALTIES, LOGIT_BIAS, ALLOWED_TOKENS and MIN_TOKENS; 0 for most rows
+    enabled      [num_rows + 1] int32, bits PENALTIES, LOGIT_BIAS, ALLOWED_TOKENS, MIN_TOKENS, HISTORY; 0 for most rows
     num_prompt   [num_rows + 1] int32
     min_length   [num_rows + 1] int32, the first position at which a stop token may be sampled
     penalties    [num_rows + 1, 3] float32: repetition, presence, frequency

@@ -113,7 +113,7 @@ def next_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 def pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """(rows [num], lines [num * NUM_COLUMNS] of `RowState.sampling_params`).
 
-    num_logprobs   see `DeviceLogitsProcessors`
+    num_logprobs   see `LogitsProcessors`
     """
     if not setups:
         return EMPTY_PAIR

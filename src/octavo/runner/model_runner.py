@@ -52,8 +52,7 @@ from octavo.runner.prefill_batch import (
 )
 from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
 from octavo.runner.sampling.host_sampling import HostSampler, PassLogits
-from octavo.runner.sampling.logits_state import DeviceLogitsProcessors
-from octavo.runner.sampling.sampler import Sampler
+from octavo.runner.sampling.logits_state import LogitsProcessors
 from octavo.runner.shared_prefixes import SharedPrefixes
 
 MAX_GRAPH_CANDIDATES = 64
@@ -132,9 +131,8 @@ class ModelRunner:
         self._max_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits of a pass, with the padding of graphs
         self.output_buffers = OutputBuffers(max_decode_steps, self._max_lines, platform)
         self.swapper = KVSwapper(kv, host_kv, platform)
-        sampler = Sampler(num_rows + 1, max_model_len + 1, platform)  # one more for the null row
-        self.host_sampler = HostSampler(self.state, sampler, platform)
-        self.logits_processors = DeviceLogitsProcessors(self.state, sampler, vocab_size, platform)
+        self.logits_processors = LogitsProcessors(self.state, max_model_len + 1, vocab_size, platform)
+        self.host_sampler = HostSampler(self.state, self.logits_processors, platform)
         self._decode_inputs = DecodeInputs.allocate(
             inputs.step_counter, inputs.rows, inputs.starts, inputs.ends, max_blocks=max_blocks, block_size=block_size
         )
@@ -170,8 +168,8 @@ class ModelRunner:
         """
         assert max(plan.num_sampled, default=0) <= self.output_buffers.num_columns, plan.num_sampled
         host, processors = self.host_sampler, self.logits_processors
-        host.apply(plan)
         processors.apply(plan)
+        host.apply(plan)
         num_logprobs = processors.slice_logprobs(plan)
         on_host = host.is_needed(plan) or bool(num_logprobs and plan.bitmask_slices)
         key = GraphKey(processors.applies_to(plan), bool(num_logprobs))

@@ -16,22 +16,46 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.sampling import NUM_CANDIDATES
-from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
+from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.row_state import (
+    FIRST_STOP_ID,
+    LOGIT_BIAS,
+    MIN_TOKENS,
+    PENALTIES,
+    LogitsProcessorState,
+    RowState,
+)
+from octavo.runner.sampling.logits_state import pack_bitmask
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 VOCAB = 300
 
 
-def history_of(sequences: list[list[int]], num_prompt: list[int], rows: list[int]) -> TokenHistory:
-    """A `TokenHistory` as the model runner's: after the end of a sequence, it contains tokens of another."""
-    longest = max(map(len, sequences)) + 3
-    padded = [tokens + [13] * (longest - len(tokens)) for tokens in sequences]
-    return TokenHistory(
-        rows=torch.tensor(rows),
-        token_ids=torch.tensor(padded, dtype=torch.int32),
-        num_prompt=torch.tensor(num_prompt),
-        num_tokens=torch.tensor([len(tokens) for tokens in sequences]),
-    )
+class Rows:
+    """Rows with their tokens, as the model runner keeps them: line i of the logits belongs to row i."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        history = torch.zeros(num_rows + 1, 100, dtype=torch.int32)
+        self.state = RowState.empty(num_rows, 1, "cpu")
+        self.processors = LogitsProcessorState.empty(num_rows, vocab_size, history)
+        self.processors.bias_ids.fill_(-1)
+        self.positions = torch.zeros(num_rows, dtype=torch.int64)
+        self.tokens: dict[int, list[int]] = {}
+
+    def penalize(self, row: int, tokens: list[int], num_prompt: int, penalties: tuple[float, float, float]) -> None:
+        """penalties: repetition, presence, frequency."""
+        self.processors.enabled[row] = PENALTIES
+        self.processors.num_prompt[row] = num_prompt
+        self.processors.penalties[row] = torch.tensor(penalties)
+        self.positions[row] = len(tokens)
+        self.tokens[row] = tokens
+
+    def apply(self, ops: ModuleType, logits: Tensor) -> None:
+        for row, tokens in self.tokens.items():
+            begins = torch.tensor([0, len(tokens)])
+            ops.init_token_counts(self.processors, torch.tensor([row]), torch.tensor([0]), begins, torch.tensor(tokens))
+        rows = torch.arange(len(logits))
+        ops.apply_row_logits_processors(logits, rows, self.positions, self.state, self.processors)
 
 
 def random_sequences(rng: random.Random, num: int) -> list[list[int]]:
@@ -54,43 +78,35 @@ def test_repetition_penalty_equals_transformers(ops: ModuleType, penalty: float)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(2)) * 4
     logits[0, sequences[0][0]] = -math.inf
     wanted = processed(RepetitionPenaltyLogitsProcessor(penalty), sequences, logits)
-    zeros = torch.zeros(6)
-    params = LogitsProcessorParams(
-        history=history_of(sequences, [rng.randint(1, len(s)) for s in sequences], list(range(6))),
-        repetition=zeros + penalty,
-        presence=zeros,
-        frequency=zeros,
-    )
-    ops.apply_logits_processors(logits, params)
+    rows = Rows(6, VOCAB)
+    for row, tokens in enumerate(sequences):
+        rows.penalize(row, tokens, rng.randint(1, len(tokens)), (penalty, 0.0, 0.0))
+    rows.apply(ops, logits)
     assert torch.equal(logits, wanted)
 
 
 @BOTH
 def test_presence_and_frequency_penalties_count_output_tokens(ops: ModuleType) -> None:
     logits = torch.zeros(3, VOCAB)
-    params = LogitsProcessorParams(
-        history=history_of([[5, 6, 7, 5, 5, 8], [9, 9]], [2, 2], [2, 0]),
-        repetition=torch.ones(2),
-        presence=torch.tensor([0.5, 0.5]),
-        frequency=torch.tensor([0.25, -1.0]),
-    )
-    ops.apply_logits_processors(logits, params)
+    rows = Rows(3, VOCAB)
+    rows.penalize(2, [5, 6, 7, 5, 5, 8], 2, (1.0, 0.5, 0.25))
+    rows.penalize(0, [9, 9], 2, (1.0, 0.5, -1.0))
+    rows.apply(ops, logits)
     assert {t: float(logits[2, t]) for t in (5, 6, 7, 8, 9, 13)} == {5: -1.0, 6: 0.0, 7: -0.75, 8: -0.75, 9: 0, 13: 0}
     assert not logits[:2].any()  # the second row has no output yet, and the row between has no processors
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000))
-def test_penalties_equal_a_loop_over_tokens(ops: ModuleType, dtype: torch.dtype, seed: int) -> None:
+def test_penalties_equal_a_loop_over_tokens(ops: ModuleType, seed: int) -> None:
     rng = random.Random(seed)
     num = rng.randint(1, 5)
     sequences = [[rng.randrange(9) for _ in range(rng.randint(1, 12))] for _ in range(num)]
     prompts = [rng.randint(1, len(s)) for s in sequences]
     rows = rng.sample(range(7), num)
     repetition, presence, frequency = ([rng.choice([0.25, 1.0, 2.0]) for _ in range(num)] for _ in range(3))
-    logits = (torch.randn(7, 9, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+    logits = torch.randn(7, 9, generator=torch.Generator().manual_seed(seed)) * 4
     wanted = logits.tolist()
     for i, tokens in enumerate(sequences):
         row, output = wanted[rows[i]], tokens[prompts[i] :]
@@ -98,19 +114,14 @@ def test_penalties_equal_a_loop_over_tokens(ops: ModuleType, dtype: torch.dtype,
             row[t] = row[t] / repetition[i] if row[t] > 0 else row[t] * repetition[i]
         for t in set(output):
             row[t] -= frequency[i] * output.count(t) + presence[i]
-    params = LogitsProcessorParams(
-        history=history_of([[t % 9 for t in s] for s in sequences], prompts, rows),
-        repetition=torch.tensor(repetition),
-        presence=torch.tensor(presence),
-        frequency=torch.tensor(frequency),
-    )
-    params.history.token_ids.clamp_(max=8)  # type: ignore[union-attr]
-    ops.apply_logits_processors(logits, params)
-    torch.testing.assert_close(logits, torch.tensor(wanted, dtype=dtype), rtol=1e-6, atol=1e-6)
+    state = Rows(7, 9)
+    for i, tokens in enumerate(sequences):
+        state.penalize(rows[i], tokens, prompts[i], (repetition[i], presence[i], frequency[i]))
+    state.apply(ops, logits)
+    torch.testing.assert_close(logits, torch.tensor(wanted), rtol=1e-6, atol=1e-6)
 
 
-@BOTH
-def test_bad_words_equal_transformers(ops: ModuleType) -> None:
+def test_bad_words_equal_transformers() -> None:
     """Words of one or several tokens, across prompt and output, some longer than the sequence."""
     from transformers import NoBadWordsLogitsProcessor
 
@@ -128,13 +139,10 @@ def test_bad_words_equal_transformers(ops: ModuleType) -> None:
             for i, (tokens, bad) in enumerate(zip(sequences, words, strict=True))
         ]
     )
-    longest = max(len(w) for bad in words for w in bad)
-    params = LogitsProcessorParams(
-        history=history_of(sequences, [1] * 12, list(range(12))),
-        bad_words=torch.tensor([[-1] * (longest - len(w)) + w for bad in words for w in bad]),
-        bad_word_rows=torch.tensor([i for i, bad in enumerate(words) for _ in bad]),
-    )
-    ops.apply_logits_processors(logits, params)
+    for line, tokens, bad in zip(logits, sequences, words, strict=True):
+        longest = max(map(len, bad))
+        padded = torch.tensor([[-1] * (longest - len(w)) + w for w in bad])
+        reference.mask_bad_words(line, padded, torch.tensor(tokens, dtype=torch.int32))
     assert torch.equal(logits, wanted)
     assert wanted[1, 4] == -math.inf and (wanted == -math.inf).sum() > 12
 
@@ -148,14 +156,19 @@ def test_allowed_banned_and_biased_tokens(ops: ModuleType) -> None:
     before = logits.clone()
     allowed, bias = [3, 299, 17], {17: 2.5, 4: -100.0, 0: 100.0}
     suppressed = [t for t in range(VOCAB) if t not in allowed]
-    params = LogitsProcessorParams(
-        allowed_rows=torch.tensor([2]),
-        allowed_tokens=(torch.tensor([2, 2, 2]), torch.tensor(allowed)),
-        banned_tokens=(torch.tensor([2, 0]), torch.tensor([3, 299])),
-        bias_tokens=(torch.tensor([2] * 3 + [1] * 3), torch.tensor(list(bias) * 2)),
-        bias_values=torch.tensor(list(bias.values()) * 2),
-    )
-    ops.apply_logits_processors(logits, params)
+    rows = Rows(4, VOCAB)
+    state, processors = rows.state, rows.processors
+    processors.enabled.copy_(torch.tensor([MIN_TOKENS, LOGIT_BIAS, 14, MIN_TOKENS, 0]))
+    processors.min_length.copy_(torch.tensor([9, 0, 9, 7, 0]))
+    rows.positions.fill_(7)
+    state.sampling_params[0, FIRST_STOP_ID] = 299
+    state.sampling_params[2, FIRST_STOP_ID + 2] = 3
+    state.sampling_params[3, FIRST_STOP_ID] = 5  # whose row has enough tokens
+    processors.allowed_bitmask[2] = torch.from_numpy(pack_bitmask(allowed, VOCAB))
+    for row in (1, 2):
+        processors.bias_ids[row, : len(bias)] = torch.tensor(list(bias))
+        processors.bias_values[row, : len(bias)] = torch.tensor(list(bias.values()))
+    rows.apply(ops, logits)
     biased = SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()})
     only = processed(SuppressTokensLogitsProcessor(suppressed), [[1]], before[2:3])
     only[0, 3] = -math.inf

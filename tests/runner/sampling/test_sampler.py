@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from array import array
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from octavo.core.plan import RowSetup
+from octavo.core.plan import RowSetup, StepPlan
 from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.row_state import FIRST_STOP_ID, MAX_BIAS, MAX_STOP_IDS, RowState
 from octavo.params.sampling_params import SamplingParams
 from octavo.runner.platform import CpuPlatform, Platform
-from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE, Sampler, SampleSpec
+from octavo.runner.sampling.logits_state import LogitsProcessors
+from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE, Sampler, SamplerOutput, SampleSpec
 
 KINDS = [
     SamplingParams(temperature=0),
@@ -33,10 +37,29 @@ def platform_of(ops: ModuleType) -> Platform:
     return platform
 
 
+def sample_on_host(
+    logits: torch.Tensor, samples: list[SampleSpec], platform: Platform, bitmask: GrammarBitmask | None = None
+) -> SamplerOutput:
+    """What a `Sampler` samples for rows that no plan has set up."""
+    params = [sample.setup.sampling_params for sample in samples]
+    sampling = SamplingTensors.from_lists(
+        [p.temperature for p in params],
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [sample.setup.seed for sample in samples],
+        [sample.sample_index for sample in samples],
+        [sample.position for sample in samples],
+    )
+    sampler = Sampler(LogitsProcessors(RowState.empty(10, 1, "cpu"), 8, logits.shape[1], platform))
+    rows = torch.tensor([sample.setup.row for sample in samples])
+    return sampler.sample(logits.clone(), samples, rows, sampling, bitmask)
+
+
 def sample(logits: torch.Tensor, rows: list[int], ops: ModuleType) -> tuple[list[int], list[str]]:
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in rows]
-    sampler = Sampler(10, 8, platform_of(ops))
-    output = sampler.sample(logits[rows].clone(), [SampleSpec(i, setup, 0, 7) for i, setup in enumerate(setups)])
+    samples = [SampleSpec(i, setup, 0, 7) for i, setup in enumerate(setups)]
+    output = sample_on_host(logits[rows], samples, platform_of(ops))
     return output.tokens, output.errors
 
 
@@ -70,11 +93,11 @@ def test_a_bitmask_masks_tokens_and_changes_no_other_row(ops: ModuleType) -> Non
     logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in range(10)]
     samples = [SampleSpec(10 + i, setup, 0, 7) for i, setup in enumerate(setups)]
-    free = Sampler(10, 8, platform_of(ops)).sample(logits.clone(), samples).tokens
+    free = sample_on_host(logits, samples, platform_of(ops)).tokens
     allowed = {10 + i: [7, 31, 32, 49] for i in (0, 3, 4, 8)}
     allowed[15], allowed[12] = [], list(range(50))
     bitmask = make_bitmask({i: [*ids, 50, 60, 63] for i, ids in allowed.items()}, 50)
-    output = Sampler(10, 8, platform_of(ops)).sample(logits.clone(), samples, bitmask)
+    output = sample_on_host(logits, samples, platform_of(ops), bitmask)
     for i, (token, error) in enumerate(zip(output.tokens, output.errors, strict=True)):
         ids = allowed.get(10 + i)
         assert error == (NO_ALLOWED_TOKEN if ids == [] else "")
@@ -94,7 +117,7 @@ def test_samples_of_a_slice_share_its_bitmask_and_beam_candidates_obey_it() -> N
         2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), returns_candidates=True), 0, 7, False, 8
     )
     bitmask = make_bitmask({4: [3, 5, 8], 2: [1, 39, 20]}, 40)
-    output = Sampler(10, 8, CpuPlatform()).sample(logits.clone(), [*samples, beam], bitmask)
+    output = sample_on_host(logits, [*samples, beam], CpuPlatform(), bitmask)
     assert set(output.tokens[:5]) <= {3, 5, 8} and len(set(output.tokens[:5])) > 1
     expected = logits[0].log_softmax(0)
     candidates = output.tokens[5]
@@ -116,3 +139,39 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     together, _ = sample(logits, list(range(10)), cpu)
     assert together == [sample(logits, [i], cpu)[0][0] for i in range(10)]
     assert sample(logits, list(range(9, -1, -1)), cpu)[0] == together[::-1]
+
+
+@pytest.mark.parametrize("num_biases", [MAX_BIAS, MAX_BIAS + 1])
+@pytest.mark.parametrize("num_stops", [MAX_STOP_IDS, MAX_STOP_IDS + 1])
+def test_processors_that_the_state_does_not_hold_are_applied_with_the_others(num_biases: int, num_stops: int) -> None:
+    """Biases come before penalties; stop tokens and the ends of bad words are masked."""
+    vocab_size, history = 400, [4, 5, 6]
+    stops, bias = set(range(20, 20 + num_stops)), dict.fromkeys(range(num_biases), 1.0)
+    params = SamplingParams(
+        temperature=0,
+        presence_penalty=0.25,
+        repetition_penalty=2.0,
+        logit_bias=bias,
+        min_tokens=9,
+        bad_words_token_ids=[[6, 30], [5, 31], [32], [7, 6, 33], [4, 5, 6, 34], [9, 9, 9, 9, 35]],
+        logprobs=0,
+    )
+    setup = RowSetup(1, params, 3, 0, frozenset(stops), 2, array("i", history), returns_candidates=True)
+    plan, state = StepPlan(), RowState.empty(10, 1, "cpu")
+    plan.row_setups = [setup]
+    state.sampling_params[1, FIRST_STOP_ID:] = torch.tensor(sorted(stops)[:MAX_STOP_IDS])
+    processors = LogitsProcessors(state, 8, vocab_size, CpuPlatform())
+    processors.apply(plan)
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(5))
+    expected = logits.log_softmax(-1)
+    expected[0, list(bias)] += 1.0
+    seen = expected[0, history]
+    expected[0, history] = torch.where(seen > 0, seen / 2, seen * 2)
+    expected[0, 6] -= 0.25
+    expected[0, [*stops, 30, 32, 34]] = -math.inf
+    beam = SampleSpec(0, setup, 0, 3, continues_row=False, num_candidates=vocab_size)
+    sampling = SamplingTensors.from_lists([0.0], [0], [1.0], [0.0], [3], [0], [3])
+    (candidates,) = Sampler(processors).sample(logits, [beam], torch.tensor([1]), sampling).tokens
+    assert isinstance(candidates, list) and len(candidates) == int(expected.isfinite().sum())
+    for logit, token in candidates:
+        assert logit == pytest.approx(float(expected[0, token]), abs=1e-6)

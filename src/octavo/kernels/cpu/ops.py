@@ -15,7 +15,6 @@ from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import paged_attention
 from octavo.kernels.cpu.sampling import (
-    apply_logits_processors,
     apply_token_bitmask,
     finite_rows,
     sample,
@@ -49,7 +48,6 @@ from octavo.kernels.reference import (
 __all__ = [
     "add_linear",
     "add_rms_norm",
-    "apply_logits_processors",
     "apply_row_logits_processors",
     "apply_token_bitmask",
     "block_copy",

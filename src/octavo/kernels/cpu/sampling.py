@@ -1,4 +1,4 @@
-"""Sampling on the CPU: logits processors, filters, the exponential race, log-probabilities.
+"""Sampling on the CPU: bitmasks, filters, the exponential race, log-probabilities.
 
 numpy replaces torch where it is faster on a CPU: bit masks, sorting, argmax.
 """
@@ -6,7 +6,6 @@ numpy replaces torch where it is faster on a CPU: bit masks, sorting, argmax.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
-from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors
+from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.reference.sampling import GOLDEN, MIX_1, MIX_2, noise_keys
 
 NUM_CANDIDATES = 256
@@ -113,7 +112,7 @@ def finite_rows(logits: Tensor) -> Tensor:
     return finite
 
 
-# -- logits processors and log-probabilities ---------------------------------------------------------------------------
+# -- bitmasks and log-probabilities ------------------------------------------------------------------------------------
 
 
 def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
@@ -125,37 +124,6 @@ def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> 
                 bits = np.unpackbits(~octets[mask], count=logits.shape[1], bitorder="little")
                 forbidden[mask] = torch.from_numpy(bits.view(np.bool_))
             row.masked_fill_(forbidden[mask], -torch.inf)
-
-
-def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:
-    """See `reference.apply_logits_processors`. Penalties are computed only for tokens that occurred before."""
-    reference.apply_logits_processors(logits, replace(params, repetition=None))
-    if params.repetition is not None:
-        _apply_penalties(logits, params)
-
-
-def _apply_penalties(logits: Tensor, params: LogitsProcessorParams) -> None:
-    """Sort the (row, token) pairs of the history. numpy sorts and indexes ten times as fast as torch."""
-    history, repetition, presence, frequency = params.history, params.repetition, params.presence, params.frequency
-    assert history is not None and repetition is not None and presence is not None and frequency is not None
-    vocab_size, table = logits.shape[1], logits.numpy()  # the same memory
-    token_ids = history.token_ids.numpy()  # [num, max_len]
-    positions = np.arange(token_ids.shape[1])
-    known = positions < history.num_tokens.numpy()[:, None]
-    output = positions >= history.num_prompt.numpy()[:, None]
-    first_cell = np.arange(len(token_ids), dtype=np.int64)[:, None] * vocab_size
-    keys = ((token_ids + first_cell) * 2 + output)[known]  # [num_known]: logit * 2, + 1 in the output
-    keys.sort()
-    cells = keys >> 1
-    starts = np.flatnonzero(np.diff(cells, prepend=-1))
-    num_output = np.add.reduceat(keys & 1, starts).astype(table.dtype)  # [num_cells]
-    history_row, token = np.divmod(cells[starts], vocab_size)
-    row = history.rows.numpy()[history_row]
-    chosen, penalty = table[row, token], repetition.numpy().astype(table.dtype)[history_row]
-    chosen = np.where(chosen > 0, chosen / penalty, chosen * penalty)
-    chosen -= frequency.numpy().astype(table.dtype)[history_row] * num_output
-    chosen -= presence.numpy().astype(table.dtype)[history_row] * (num_output > 0)
-    table[row, token] = chosen
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,12 +24,12 @@ from octavo.kernels.reference.norms import (
 )
 from octavo.kernels.reference.rope import apply_rope, rope_table
 from octavo.kernels.reference.sampling import (
-    apply_logits_processors,
     apply_token_bitmask,
     exponential_noise,
     filtered_logits,
     finite_rows,
     keep_mask,
+    mask_bad_words,
     noise_keys,
     packed_top_logprobs,
     sample,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors
+from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.reference.norms import accumulation_dtype
 
 
@@ -146,58 +147,19 @@ def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
     return torch.cat([best[:, :1], finite_rows(logits).int().unsqueeze(1), ids, best], 1)
 
 
-def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:
-    """Apply logits processors to logits [num_rows, vocab_size], in place: masks (-inf), then biases, then penalties."""
-    if params.allowed_rows is not None and params.allowed_tokens is not None:
-        kept = logits[params.allowed_tokens]
-        logits[params.allowed_rows] = -math.inf
-        logits[params.allowed_tokens] = kept
-    if params.banned_tokens is not None:
-        logits[params.banned_tokens] = -math.inf
-    if params.bad_words is not None:
-        logits[find_banned_words(params)] = -math.inf
-    if params.bias_tokens is not None and params.bias_values is not None:
-        logits[params.bias_tokens] += params.bias_values.to(logits.dtype)
-    if params.repetition is not None:
-        apply_penalties(logits, params)
+def mask_bad_words(logits: Tensor, words: Tensor, token_ids: Tensor) -> None:
+    """Set the last token of each bad word to -inf where the word's other tokens end the sequence, in place.
 
-
-def find_banned_words(params: LogitsProcessorParams) -> tuple[Tensor, Tensor]:
-    """(row of logits, last token) of each bad word whose other tokens are the last ones of its sequence."""
-    history, words, word_rows = params.history, params.bad_words, params.bad_word_rows
-    assert history is not None and words is not None and word_rows is not None
-    num_before = words.shape[1] - 1
-    offsets = torch.arange(-num_before, 0, device=words.device)  # of a word's tokens, from its last one
-    positions = history.num_tokens[word_rows].unsqueeze(1) + offsets  # [num_words, num_before]
-    before = history.token_ids[word_rows.unsqueeze(1), positions.clamp(min=0)]
-    same = (before == words[:, :-1]) & (positions >= 0)
-    hits = (same | (words[:, :-1] < 0)).all(1)
-    return history.rows[word_rows[hits]], words[hits, -1]
-
-
-def apply_penalties(logits: Tensor, params: LogitsProcessorParams) -> None:
-    """Apply penalties to the rows of `params.history`, in place, by the tokens that occurred before:
-
-    repetition   in prompt or output: a positive logit is divided by it, another multiplied (arXiv 1909.05858, 4.1)
-    frequency    subtracted for each occurrence in the output
-    presence     subtracted once if the token is in the output
+    logits     [vocab_size]
+    words      [num_words, longest] int64, right-aligned, padded with -1 on the left
+    token_ids  [num_tokens] int, the sequence, of one token or more
     """
-    history, repetition, presence, frequency = params.history, params.repetition, params.presence, params.frequency
-    assert history is not None and repetition is not None and presence is not None and frequency is not None
-    token_ids, dtype = history.token_ids.long(), logits.dtype
-    positions = torch.arange(token_ids.shape[1], device=logits.device)
-    known = positions < history.num_tokens.unsqueeze(1)  # [num, max_len]
-    output = known & (positions >= history.num_prompt.unsqueeze(1))
-    token_ids = token_ids.where(known, 0)
-    chosen = logits[history.rows]  # [num, vocab_size]
-    num_seen = torch.zeros_like(chosen).scatter_add_(1, token_ids, known.to(dtype))
-    num_output = torch.zeros_like(chosen).scatter_add_(1, token_ids, output.to(dtype))
-    penalty = repetition.to(dtype).unsqueeze(1)
-    repeated = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
-    chosen = torch.where(num_seen > 0, repeated, chosen)
-    chosen -= frequency.to(dtype).unsqueeze(1) * num_output
-    chosen -= presence.to(dtype).unsqueeze(1) * (num_output > 0)
-    logits[history.rows] = chosen
+    before, num_before = words[:, :-1], words.shape[1] - 1
+    last = token_ids[max(0, len(token_ids) - num_before) :]
+    if len(last) < num_before:
+        last = F.pad(last, (num_before - len(last), 0), value=-2)  # which is in no word
+    hits = ((last == before) | (before < 0)).all(1)
+    logits.index_add_(0, words[:, -1], torch.where(hits, -math.inf, 0.0).to(logits.dtype))  # waits for no device
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

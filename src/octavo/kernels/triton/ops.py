@@ -6,7 +6,6 @@ Only this package imports triton, and only a GPU needs it. `capability` chooses 
 from __future__ import annotations
 
 from octavo.kernels.reference import (
-    apply_logits_processors,
     finite_rows,
     layer_norm,
     rope_table,
@@ -35,7 +34,6 @@ from octavo.kernels.triton.sampling.top_logprobs import packed_top_logprobs, tok
 __all__ = [
     "add_linear",
     "add_rms_norm",
-    "apply_logits_processors",
     "apply_row_logits_processors",
     "apply_token_bitmask",
     "block_copy",

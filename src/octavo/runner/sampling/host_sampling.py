@@ -19,7 +19,7 @@ from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import RowState
 from octavo.runner.platform import Platform
 from octavo.runner.prefill_batch import SlicePart
-from octavo.runner.sampling.logits_state import fits_on_device
+from octavo.runner.sampling.logits_state import LogitsProcessors
 from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec
 
 
@@ -54,9 +54,10 @@ class HostSampler:
     is_stale  the device has run passes since `refresh_done`
     """
 
-    def __init__(self, state: RowState, sampler: Sampler, platform: Platform) -> None:
-        self.sampler = sampler
+    def __init__(self, state: RowState, processors: LogitsProcessors, platform: Platform) -> None:
+        self.sampler = Sampler(processors)
         self.is_stale = False
+        self._processors = processors
         self._state = state
         self._platform = platform
         self._setups: list[RowSetup | None] = [None] * state.null_row
@@ -64,12 +65,11 @@ class HostSampler:
         self._rows: set[int] = set()  # rows that need host sampling
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the row setups of a plan. Called for every plan, also for those that the device samples."""
-        self.sampler.apply(plan)
+        """Apply the row setups of any plan, after `LogitsProcessors.apply`."""
         for setup in plan.row_setups:
             self._setups[setup.row] = setup
-            processors = self.sampler.processors[setup.row]
-            if setup.returns_candidates or (processors is not None and not fits_on_device(processors)):
+            processors = self._processors.of_row[setup.row]
+            if setup.returns_candidates or (processors is not None and not processors.fits_on_device):
                 self._rows.add(setup.row)
             else:
                 self._rows.discard(setup.row)
@@ -89,7 +89,7 @@ class HostSampler:
         """Beam candidates per slice, for a decode step of beams without logits processors; 0 for other steps."""
         if plan.bitmask_slices or len(plan.num_samples) < len(plan.rows):
             return 0
-        only_beams = all(self.is_beam(row) and self.sampler.processors[row] is None for row in plan.rows)
+        only_beams = all(self.is_beam(row) and self._processors.of_row[row] is None for row in plan.rows)
         return max(plan.num_samples.values()) if only_beams else 0
 
     def read_candidates(self, plan: StepPlan, packed: Tensor) -> StepResult:
@@ -166,7 +166,7 @@ class HostSampler:
         lines: list[int] = []
         continued: list[int] = []
         found: Seq[Any] = column.tokens
-        output = self.sampler.sample(logits.logits, samples, bitmask, logits.sampling)
+        output = self.sampler.sample(logits.logits, samples, logits.rows, logits.sampling, bitmask)
         for line, (sample, token, error, logprobs) in enumerate(zip(samples, *output, strict=True)):
             found[sample.slice_index].extend(token if isinstance(token, list) else [token])
             if logprobs is not None:
