@@ -207,7 +207,7 @@ def test_drafts_take_no_new_blocks_while_a_request_waits_for_blocks() -> None:
 
 def test_drafts_take_no_new_blocks_in_a_step_that_preempts() -> None:
     bench = Bench(num_blocks=6, size=2, k=4, policy=Policy(mode=PreemptionMode.RECOMPUTE))
-    a, b = bench.add("A", [1, 2, 3], 12, k=4), bench.add("B", [4] * 7, 4, k=0)
+    a, b = bench.add("A", [1, 2, 3], 10, k=4), bench.add("B", [4] * 7, 4, k=0)
     while not bench.scheduler.num_preemptions:
         step = bench.plan()
         if not bench.scheduler.num_preemptions:
