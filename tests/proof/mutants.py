@@ -473,7 +473,7 @@ MUTANTS = [
     Mutant("a part settles the drafts", SCHEDULER, "            step.count_partial(result)\n", "            step.count_partial(result)\n            step.settle_drafts()\n"),
     Mutant("a failed step leaves drafts unverified", SCHEDULER, "            void.settle_drafts()\n", ""),
     Mutant("drafts of void slices are rejected", SCHEDULER, "if not seq.finish_reason and i not in step.void_slices:", "if not seq.finish_reason:"),
-    Mutant("drafts of an ended sequence are rejected", SCHEDULER, "if not seq.finish_reason and i not in step.void_slices:", "if i not in step.void_slices:"),
+    Mutant("drafts of an ended sequence are rejected", SCHEDULER, "if not seq.finish_reason and i not in step.void_slices:", "if i not in step.void_slices:", equivalent="An ended sequence has no blocks left, and nothing reads its counters again."),
     Mutant("void drafts are settled twice", IN_FLIGHT, "            if i not in self.void_slices:\n", "            if True:\n"),
     Mutant("void slices leave drafts unverified", IN_FLIGHT, "                seq.num_unverified -= self.plan.num_unverified(i)\n                self.void", "                self.void"),
     Mutant("drafts where the host chooses", SCHEDULER, "or not num_drafts or request.needs_result or", "or not num_drafts or"),
