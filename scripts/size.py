@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 620,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
-    "core": 2560,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
+    "core": 2650,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 580,  # finding a model's files, reading headers
     "engine": 2790,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 1560,  # LLM, the client with its transports, text input

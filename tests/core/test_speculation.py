@@ -205,6 +205,17 @@ def test_drafts_take_no_new_blocks_while_a_request_waits_for_blocks() -> None:
     assert b.status is Status.RUNNING
 
 
+def test_drafts_take_no_new_blocks_in_a_step_that_preempts() -> None:
+    bench = Bench(num_blocks=6, size=2, k=4, policy=Policy(mode=PreemptionMode.RECOMPUTE))
+    a, b = bench.add("A", [1, 2, 3], 10, k=4), bench.add("B", [4] * 7, 4, k=0)
+    while not bench.scheduler.num_preemptions:
+        step = bench.plan()
+        if not bench.scheduler.num_preemptions:
+            bench.land(step, *[1] * len(step.sequences))
+    assert b.status is Status.WAITING and bench.cache.pool.num_available == 3
+    assert step.plan.counts.tolist() == [2] and len(a.sequences[0].block_ids) == 3  # a draft in the block it has
+
+
 def test_drafts_leave_half_of_the_length_to_the_next_step() -> None:
     bench = Bench(k=8)
     request = bench.add("A", [0] * 3, 9, k=8)

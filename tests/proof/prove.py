@@ -1,6 +1,7 @@
 """The core's long proofs: `python -m tests.proof.prove [--steps 1000000] [--seed 0] [--jobs 2]`.
 
-1. Random workloads until the oracle has checked `--steps` steps, with a table of events reached.
+1. Random workloads, each without and with drafts, until the oracle has checked `--steps` steps. A table has the events
+   that they reached.
 2. The small worlds, all of them.
 3. Every test marked slow.
 
@@ -40,12 +41,12 @@ def play_seeds(first: int) -> Report:
     failures = []
     with covering(totals):
         for seed in range(first, first + SEEDS_A_JOB):
-            try:
-                run(seed, totals)
-            except Exception as error:
-                failures.append(
-                    (f"python -m tests.proof.workloads {seed} {seed + 1}", f"{type(error).__name__}: {error}")
-                )
+            for drafts in ("", " --drafts"):
+                try:
+                    run(seed, totals, speculates=bool(drafts))
+                except Exception as error:
+                    again = f"python -m tests.proof.workloads {seed} {seed + 1}{drafts}"
+                    failures.append((again, f"{type(error).__name__}: {error}"))
     return Report(totals, failures)
 
 

@@ -102,11 +102,10 @@ class InFlightStep:
 
     def drop(self, requests: Container[Request]) -> None:
         """Make the slices of these requests void: no more results are expected of them."""
-        left = self.num_outstanding = list(self.outstanding)
+        left = self.outstanding
         for i, seq in enumerate(self.sequences):
             if seq.request in requests and i not in self.void_slices:
                 seq.num_pending -= left[i]
-                left[i] = 0
                 seq.num_unverified -= self.plan.num_unverified(i)
                 self.void_slices |= {i}
 

@@ -17,7 +17,6 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import repeat
 from operator import sub
 from typing import Any, NamedTuple, TypeAlias
 
@@ -762,7 +761,6 @@ class Scheduler:
             result.drop(step.void_slices)
         if last:
             self.in_flight.popleft()
-            step.settle_drafts()
         else:
             step.count_partial(result)
         finished: list[Request] = []
@@ -773,35 +771,33 @@ class Scheduler:
                 self._finish_request(request, "error")
                 finished.append(request)
         candidates: dict[Request, list[tuple[Sequence, Any]]] = {}
-        num_expected = step.outstanding if last else repeat(0, len(result.tokens))
-        for seq, tokens, expected in zip(step.sequences, result.tokens, num_expected, strict=True):
+        if last and step.plan.drafts:
+            self._reject_drafts(step, result)
+        for seq, tokens in zip(step.sequences, result.tokens, strict=True):
             if not tokens or seq.finish_reason:  # a prefill chunk, or tokens after the end of the sequence
-                if expected and not seq.finish_reason:  # all tokens came in parts; the other drafts were rejected
-                    self._reject(seq, expected)
                 continue
             request = seq.request
             if request.pin and request.status is not Status.RUNNING:  # a preempted pin: its blocks are recomputed
                 seq.num_pending -= len(tokens)
                 continue
-            if request.select_beams is not None:
-                seq.num_pending -= 1
-                candidates.setdefault(request, []).append((seq, tokens))
-                continue
-            if not request.forked:
-                tokens = self._fork(seq, tokens)
-            num = len(tokens)
-            seq.num_pending -= num
-            if num == 1:
+            if request.only_sequence is None:
+                if request.select_beams is not None:
+                    seq.num_pending -= 1
+                    candidates.setdefault(request, []).append((seq, tokens))
+                    continue
+                if not request.forked:
+                    tokens = self._fork(seq, tokens)
+            if len(tokens) == 1:
                 token = tokens[0]
+                seq.num_pending -= 1
                 seq.token_ids.append(token)
                 if token in request.stop_ids:
                     seq.stop_token = token
             else:
+                seq.num_pending -= len(tokens)
                 if not request.stop_ids.isdisjoint(tokens):
                     tokens = self._cut_at_stop(seq, tokens)
                 seq.token_ids.extend(tokens)
-            if num < expected and seq.stop_token is None:
-                self._reject(seq, expected - num)
             known = len(seq.token_ids)
             sealable = known if known < seq.num_computed else seq.num_computed
             # In a part with drafts, the last token's position may not be computed yet.
@@ -817,10 +813,15 @@ class Scheduler:
                 finished.append(request)
         return finished
 
-    def _reject(self, seq: Sequence, num: int) -> None:
-        """Take back tokens and positions that a step planned and did not return."""
-        seq.num_pending -= num
-        self.cache.shrink(seq, num)
+    def _reject_drafts(self, step: InFlightStep, result: StepResult) -> None:
+        """Take back the tokens and positions that the step planned, and that neither this result nor a part has."""
+        step.settle_drafts()
+        for i in step.plan.drafts:
+            seq = step.sequences[i]
+            if not seq.finish_reason and i not in step.void_slices:
+                num = step.outstanding[i] - len(result.tokens[i])
+                seq.num_pending -= num
+                self.cache.shrink(seq, num)
 
     def _cut_at_stop(self, seq: Sequence, tokens: Any) -> Any:
         """Return a decode window's tokens up to and including its first stop token."""
