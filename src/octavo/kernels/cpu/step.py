@@ -93,7 +93,7 @@ def prepare_prefill_inputs(
 
 
 def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """See `reference.sample_checked`."""
+    """See `reference.sample_checked`. Logits are copied only if some are not finite."""
     finite = finite_rows(logits)
     all_finite = bool(finite.all())
     if masks is not None:
@@ -101,16 +101,13 @@ def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor,
     if not all_finite:
         logits = torch.where(finite.unsqueeze(1), logits, 0.0)  # sampling must not fail
     tokens = sample(logits, params)
-    if masks is not None:
-        is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
-        tokens = torch.where(is_left, tokens, -2)
-    return tokens if all_finite else torch.where(finite, tokens, -1)
+    return tokens if all_finite and masks is None else reference.check_tokens(tokens, logits, finite)
 
 
 def init_token_counts(
     processors: LogitsProcessorState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor
 ) -> None:
-    """See `reference.init_token_counts`."""
+    """See `reference.init_token_counts`. numpy counts a slice without a loop over its tokens."""
     counts, num_counted, num_prompt = (
         x.numpy() for x in (processors.counts, processors.num_counted, processors.num_prompt)
     )
@@ -167,7 +164,7 @@ def write_logprobs(
 
 
 def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
-    """See `reference.packed_top_logprobs`."""
+    """See `reference.packed_top_logprobs`. Sorts only top tokens, not the vocabulary."""
     finite = finite_rows(logits)
     if not bool(finite.all()):
         return reference.packed_top_logprobs(logits, num)

@@ -37,6 +37,7 @@ from octavo.kernels.reference.sampling import (
 )
 from octavo.kernels.reference.step import (
     apply_row_logits_processors,
+    check_tokens,
     commit_sampled_tokens,
     init_token_counts,
     prepare_decode_inputs,

@@ -91,6 +91,11 @@ def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor,
     if masks is not None:
         apply_token_bitmask(logits, *masks)
     tokens = sample(torch.where(finite.unsqueeze(1), logits, 0.0), params)
+    return check_tokens(tokens, logits, finite)
+
+
+def check_tokens(tokens: Tensor, logits: Tensor, finite: Tensor) -> Tensor:
+    """The tokens that were sampled from these logits, with the errors of `sample_checked` in place of some."""
     is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -math.inf
     return torch.where(finite, torch.where(is_left, tokens, -2), -1)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.reference import check_tokens
 from octavo.kernels.row_state import (
     ALLOWED_TOKENS,
     HISTORY,
@@ -29,9 +30,6 @@ from octavo.runner.platform import Platform
 
 BitmaskTensors = tuple[Tensor, Tensor]
 """(mask_index, bitmask): see `reference.apply_token_bitmask`."""
-ERROR, ALL_MASKED = -1, -2
-"""The tokens of a sample with non-finite logits, and of one whose tokens are all masked; see
-`reference.commit_sampled_tokens`."""
 
 
 class RowLogitsProcessors:
@@ -181,7 +179,7 @@ class LogitsProcessors:
         logits = logits.to(torch.float32, copy=keep_logits)
         finite = self.clear_non_finite(logits)
         self.process(logits, rows, sampling.position, bitmask)
-        return self.check_tokens(self.ops.sample(logits, sampling), logits, finite)
+        return check_tokens(self.ops.sample(logits, sampling), logits, finite)
 
     def clear_non_finite(self, logits: Tensor) -> Tensor:
         """Set logits of rows with NaN or infinity to 0, so that sampling does not fail -> finite rows [num] bool."""
@@ -196,11 +194,6 @@ class LogitsProcessors:
             self.ops.apply_token_bitmask(logits, *bitmask)
         if self._allocated is not None:
             self.ops.apply_row_logits_processors(logits, rows, positions, self._row_state, self._allocated)
-
-    def check_tokens(self, tokens: Tensor, logits: Tensor, finite: Tensor) -> Tensor:
-        """The sampled tokens of processed logits, with ERROR and ALL_MASKED in place of some."""
-        is_allowed = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
-        return torch.where(finite, torch.where(is_allowed, tokens, ALL_MASKED), ERROR)
 
     def update_token_counts(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Count sampled tokens; -1 for tokens to skip. Captures into a graph."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import SamplingTensors
-from octavo.kernels.reference import mask_bad_words
-from octavo.runner.sampling.logits_state import ALL_MASKED, ERROR, LogitsProcessors, RowLogitsProcessors
+from octavo.kernels.reference import check_tokens, mask_bad_words
+from octavo.runner.sampling.logits_state import LogitsProcessors, RowLogitsProcessors
 from octavo.runner.sampling.logprobs import LogprobsQuery
 
 NOT_FINITE = "the model gave numbers that are not finite for this request"
@@ -27,7 +27,7 @@ NO_ALLOWED_TOKEN = (
     "no_allowed_token: structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token that "
     "could come next"
 )
-ERRORS = {ERROR: NOT_FINITE, ALL_MASKED: NO_ALLOWED_TOKEN}
+ERRORS = {-1: NOT_FINITE, -2: NO_ALLOWED_TOKEN}  # see `reference.sample_checked`
 
 
 class SampleSpec(NamedTuple):
@@ -98,7 +98,7 @@ class Sampler:
             masks = index, words
         self.processors.process(logits, rows, sampling.position, masks)
         chosen = self.processors.ops.sample(logits, sampling)
-        checked = self.processors.check_tokens(chosen, logits, finite)
+        checked = check_tokens(chosen, logits, finite)
         nums = [samples[i].num_candidates for i in beams]
         top = logits[beam_ids].topk(min(max(nums), logits.shape[1])) if beams else ()
         query = LogprobsQuery(with_logprobs, [p.num_logprobs for _, p in active if p.num_logprobs is not None])
