@@ -190,16 +190,6 @@ def test_pickles_are_rejected(model_dir, name):
     assert_rejected(model_dir / name, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
 
 
-@pytest.mark.parametrize("key", ["auto_map", "custom_code", "trust_remote_code"])
-def test_custom_code_is_rejected_and_not_imported(model_dir, key):
-    canary = model_dir / "canary"
-    (model_dir / "modeling.py").write_text(f"open({str(canary)!r}, 'w')")
-    value = {"AutoModel": "modeling.Model"} if key == "auto_map" else True
-    (model_dir / "config.json").write_text(json.dumps({"architectures": ["X"], key: value}))
-    assert_rejected(model_dir, UnsupportedModelError, "custom code", key)
-    assert not canary.exists()
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "null", "", "\xff", "[" * 100_000])
 def test_config_json_must_be_an_object(model_dir, text):
     (model_dir / "config.json").write_bytes(text.encode("latin-1"))

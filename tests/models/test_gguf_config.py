@@ -32,6 +32,7 @@ def test_metadata_is_translated_to_config_json(write_gguf):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 4,
+        "partial_rotary_factor": 1.0,
         "rms_norm_eps": 1e-5,  # exactly, though float32 on disk
         "rope_theta": 10000.0,
         "rope_scaling": None,

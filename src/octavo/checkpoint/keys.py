@@ -50,7 +50,7 @@ class KeyTable:
         use = self.sort(values, file)
         for key, neutral in self.refused.items():
             value = values.get(key)
-            if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            if value is not None and not any(_is_same(value, one) for one in neutral):
                 raise UnsupportedModelError(f"{file}: {key} {cut(repr(value))} is not supported; {remedy}", param=key)
         if use.unknown and (file, *use.unknown) not in _logged:
             _logged.add((file, *use.unknown))
@@ -66,6 +66,10 @@ class KeyTable:
                 kind = "inert"
             kinds[kind].append(key)
         return KeyUse(file, *map(tuple, kinds.values()))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _matches(key: str, names: Iterable[str]) -> bool:

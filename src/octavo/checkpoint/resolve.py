@@ -182,7 +182,6 @@ def _open_directory(path: Path, weights: bool = True) -> Checkpoint:
         hint = f"; to use the GGUF file in it, pass {path / files[0]}" if files else ""
         raise ModelNotFoundError(f"{path} is a directory without config.json, not a model{hint}")
     config = read_json(path / "config.json")
-    reject_custom_code(config, path / "config.json")
     generation = read_json(path / "generation_config.json") if "generation_config.json" in names else {}
     return Checkpoint(path, "safetensors", config, generation, _shards(path, names) if weights else ())
 
