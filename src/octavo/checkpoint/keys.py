@@ -30,7 +30,7 @@ class KeyUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyTable:
-    """The keys of one kind of file. A name may end in "*".
+    """The keys of one kind of file. Names may contain "*".
 
     read     keys that are obeyed; their readers refuse values that are not supported
     inert    keys known to change neither numbers nor tokens
@@ -73,4 +73,4 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _matches(key: str, names: Iterable[str]) -> bool:
-    return key in names or any(name.endswith("*") and fnmatchcase(key, name) for name in names)
+    return key in names or any("*" in name and fnmatchcase(key, name) for name in names)

@@ -39,7 +39,7 @@ def read_rotary(config: Config, layer_type: str, theta_key: str, theta: float) -
     by_type = config.get("rope_parameters") or {}
     if not isinstance(by_type, dict) or not set(by_type) <= {"full_attention", "sliding_attention"}:
         raise value_error("rope_parameters", by_type, "an object with full_attention and sliding_attention")
-    parameters = by_type.get(layer_type) or {}
+    parameters = by_type.get(layer_type) or {"rope_type": "default"}
     if layer_type == "full_attention":
         parameters = parameters | (config.get("rope_scaling") or {})
     common = {key: config.get(key) for key in ("max_position_embeddings", "partial_rotary_factor")}
