@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "embedding_scale": (0, 1), "final_logit_softcapping": (0,), "leading_dense_block_count": (0,),
     "logit_scale": (0, 1), "nextn_predict_layers": (0,), "residual_scale": (0, 1), "rope.dimension_count_swa": (),
     "rope.dimension_sections": (), "rope.freq_base_swa": (), "rope.scaling.alpha": (),
-    "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "rope.scaling.yarn_log_multiplier": (0,), "swin_norm": (False,), "use_parallel_residual": (False,),
 }
 # fmt: on
@@ -74,8 +74,7 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         value = reader.value(f"{arch}.{key}", default)
         if value is None:
             raise CheckpointError(f"{name} lacks the metadata {arch}.{key}; convert the model again")
-        # float32 on disk; the intended number is the shortest that rounds to it: 1e-05, not 9.99999974e-06.
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+        return value
 
     family = registry.find_family(entry.architectures[0])
     keys = gguf_keys(arch, family)
