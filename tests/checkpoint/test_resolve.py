@@ -83,7 +83,7 @@ def test_directory_precedes_a_catalogue_name(model_dir, monkeypatch):
 def test_hub_repository_is_downloaded(model_dir, monkeypatch):
     calls = []
 
-    def snapshot(name, *, revision, allow_patterns, local_files_only):
+    def snapshot(name, *, revision, allow_patterns, ignore_patterns, local_files_only):
         calls.append((name, revision, local_files_only))
         assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allow_patterns)
         if local_files_only:

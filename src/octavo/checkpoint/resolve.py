@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 CONVERSION_PAGE = "docs/models.md"
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt")
+HUB_COPIES = ("consolidated*", "original/*")
+"""The same weights in their authors' format, which some repositories hold beside Transformers'."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CUSTOM_CODE_KEYS = ("auto_map", "custom_code", "trust_remote_code")
 MAX_JSON_BYTES = 256 << 20
@@ -248,7 +250,11 @@ def _open_hub(name: str, revision: str | None, download: bool) -> Checkpoint:
 
     def snapshot(*, local: bool) -> Checkpoint:
         path = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(HUB_PATTERNS), local_files_only=local
+            name,
+            revision=revision,
+            allow_patterns=list(HUB_PATTERNS),
+            ignore_patterns=list(HUB_COPIES),
+            local_files_only=local,
         )
         return _open_directory(Path(path))
 
