@@ -82,7 +82,7 @@ mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the
 
 bench: $(DEV) ## the core's cost, the attention ladder, and this CPU beside Transformers and llama.cpp (half an hour)
 	@$(BIN)/octavo bench core
-	@$(BIN)/octavo bench attention
+	@$(BIN)/python benchmarks/attention.py
 	@$(BIN)/python benchmarks/cpu_compare.py $(ARGS)
 
 # numpy's products are OpenBLAS's, which rounds differently on each processor, and Triton's interpreter uses them.

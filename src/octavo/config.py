@@ -133,8 +133,8 @@ class EngineArgs(ValidatedParams):
                               them; 0: any number
     long_prefill_token_threshold  a prompt with more tokens left to prefill is long and computes at most this many per
                               step; 0: no limit. None: 512 on a CPU, 4,096 on a GPU, and at most half of a step
-    max_long_partial_prefills long prompts of one tenant (one API key) that prefill concurrently; others wait, and short
-                              prompts pass them
+    max_long_partial_prefills  long prompts of one tenant (one API key) that prefill concurrently; others wait, and
+                              short prompts pass them
     watermark                 share of the blocks that an admission must leave free while any request runs
     decode_window             tokens that the device decodes per sequence in one step; None: 1 on a CPU, 4 on a GPU
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, without recorded decode steps

@@ -27,8 +27,9 @@ MAX_COUNT = 1 << 30
 class BenchArgs(ValidatedParams):
     """The load, the server, and the report.
 
-    backend                 openai, also called vllm: completions; openai-chat
-    base_url, host, port    the server's address; base_url takes precedence
+    backend                 API: completions (openai, vllm) or chat completions (openai-chat)
+    base_url                address of the server, such as http://localhost:8000; takes precedence over host and port
+    host, port              the server's address
     endpoint                path of the requests; None: the backend's
     model                   the requests' model; None: the server's first
     tokenizer               a local model whose tokenizer counts lengths; None: the server's /tokenize
@@ -40,15 +41,33 @@ class BenchArgs(ValidatedParams):
     burstiness              shape of the gaps' gamma distribution; 1 is a Poisson process, less is burstier
     max_concurrency         maximum number of concurrent requests; None: unlimited
     seed                    seed of lengths, words and gaps
+    random_input_len        random: tokens per prompt
+    random_output_len       random: tokens per output
+    random_range_ratio      random: relative spread of lengths around these; 0: none
+    random_prefix_len       random: tokens of a prefix that all prompts share
+    sharegpt_output_len     sharegpt: tokens per output; None: the file's
+    disable_shuffle         sharegpt, prefix_repetition: keep the order
+    prefix_repetition_prefix_len  prefix_repetition: tokens per shared prefix
+    prefix_repetition_suffix_len  prefix_repetition: tokens after the prefix
+    prefix_repetition_num_prefixes  prefix_repetition: number of prefixes
+    prefix_repetition_output_len  prefix_repetition: tokens per output
+    timed_trace_scale       timed_trace: multiply lengths by this, to fit a short context
     ignore_eos              generate the full output length
     temperature, top_p, top_k, min_p   sampling parameters; None: the server's default
     extra_body              further fields of each request
-    percentile_metrics, metric_percentiles   printed tables, and percentiles in addition to mean and median
+    percentile_metrics      tables to print
+    metric_percentiles      percentiles in the tables, in addition to mean and median
     goodput                 objectives in ms, such as ttft:500; goodput counts the requests that meet all of them
     num_warmups             uncounted requests before the load, one after another
     ready_check_timeout_sec  time limit in seconds for the server's first response
-    save_result, save_detailed, append_result, result_dir, result_filename, metadata, label   the JSON file; each of
-                            the first three writes it
+    save_result             write a JSON file
+    save_detailed           write a JSON file with every request
+    append_result           append to the JSON file
+    result_dir              directory of the file
+    result_filename         name of the file; None: derived from the load
+    metadata                a further field of the file, NAME=VALUE
+    label                   beginning of the file's name; None: the backend
+    disable_tqdm            show no progress bar
     """
 
     TITLE: ClassVar[str] = "bench serve"

@@ -1,5 +1,5 @@
-"""Options that several commands share, and their help texts. Names, types and defaults come from the fields of
-`EngineArgs`, `SamplingParams` and the like.
+"""Options that several commands share. Names, types and defaults come from the fields of `EngineArgs`, `SamplingParams`
+and the like, help texts from their docstrings.
 
 `options_of` replaces one dict parameter of a command by such options. The dict holds only options that are on the
 command line: defaults stay in the dataclasses.
@@ -7,13 +7,16 @@ command line: defaults stay in the dataclasses.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import inspect
 import json
+import re
 import sys
+import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -67,67 +70,13 @@ Variables = Annotated[
     ),
 ]
 
-ENGINE = {
-    "revision": "Branch, tag or commit of a hub repository.",
-    "chat_template": "File with a chat template, or the template itself. Default: the model's.",
-    "device": "Device that runs the model.",
-    "dtype": "Data type of weights and activations.",
-    "load_format": "dummy: random weights, to measure speed without a download.",
-    "quantization": "int8: int8 weights and activations in matrix products, on a CPU.",
-    "block_size": "Tokens per block, a power of two.",
-    "num_gpu_blocks_override": "Usable KV blocks, on any device. Default: as many as fit.",
-    "kv_cache_memory_bytes": "Bytes for the KV pool. Default: as much as fits.",
-    "gpu_memory_utilization": "Share of the device's memory for weights and KV pool, on a GPU or a CPU.",
-    "max_model_len": "Maximum length of a sequence, such as 4096 or 4k; auto: as long as fits.",
-    "max_num_batched_tokens": "Maximum tokens per step.",
-    "max_num_seqs": "Maximum running sequences.",
-    "enable_prefix_caching": "Reuse cached blocks for prompt prefixes computed before.",
-    "preemption_mode": "How a preempted request frees its blocks; auto: the one that is cheaper to undo.",
-    "preemption_victim": "Request to preempt: the last in line (latest), or the cheapest to resume (least_lost).",
-    "swap_space": "GiB of host memory for swapped blocks. Default: as much as the pool, at most 4.",
-    "generation_config": "Source of the sampling defaults: auto (the model's file), vllm (none), or a path.",
-    "max_logprobs": "Maximum of --logprobs; -1: the whole vocabulary.",
-    "scheduling_policy": "Order of requests: first come, first served, or by priority (lower first).",
-    "priority_ageing": "Later arrivals that may overtake a request per step of priority between them; 0: any number.",
-    "long_prefill_token_threshold": "Longer prompts prefill at most this many tokens per step; 0: no limit.",
-    "max_long_partial_prefills": "Long prompts of one API key that prefill concurrently; short prompts may pass them.",
-    "watermark": "Share of the blocks that an admission must leave free.",
-    "decode_window": "Tokens that the device decodes per sequence in one step.",
-    "enforce_eager": "Launch kernels one by one, without CUDA graphs.",
-    "async_scheduling": "Plan the next step while the device computes the current one.",
-    "kv_events_config": "Prefix cache events for routers (vLLM's KV events), as JSON.",
-}
-SAMPLING = {
-    "max_tokens": "Maximum tokens to generate.",
-    "min_tokens": "Tokens to generate before a stop condition applies.",
-    "temperature": "0 is greedy; up to 2.",
-    "top_p": "Keep the most likely tokens up to this total probability.",
-    "top_k": "Keep this many of the most likely tokens; 0 keeps all.",
-    "min_p": "Keep tokens with at least this share of the top token's probability.",
-    "repetition_penalty": "Above 1, tokens of prompt and output become less likely.",
-    "presence_penalty": "Subtracted from the logits of tokens in the output; -2 to 2.",
-    "frequency_penalty": "Subtracted once for each time that a token is in the output; -2 to 2.",
-    "logit_bias": "Add to a token's logit, -100 to 100; may be repeated, or a JSON object.",
-    "allowed_token_ids": "Sample only this token; may be repeated.",
-    "bad_words": "Text that the output must not contain; may be repeated.",
-    "structured_outputs": "Constrain the output: an object with json, json_object, regex, choice or grammar.",
-    "seed": "Seed for reproducible sampling.",
-    "stop": "Stop before this text; may be repeated.",
-    "stop_token_ids": "Stop at this token; may be repeated.",
-    "include_stop_str_in_output": "Keep the stop text in the output.",
-    "ignore_eos": "Do not stop at the model's end-of-sequence token.",
-    "skip_special_tokens": "Omit special tokens from the text.",
-    "spaces_between_special_tokens": "Put spaces between special tokens, if the tokenizer puts them between words.",
-    "logprobs": "Print each token's log-probability, and this many top tokens.",
-    "prompt_logprobs": "The same for the prompt's tokens.",
-    "echo": "Begin the output with the prompt.",
-    "n": "Samples per prompt.",
-    "best_of": "Samples to generate; the n with the highest log-probability are returned.",
-}
-NO_OPTIONS = {
-    EngineArgs: {"model", "seed", "skip_tokenizer_init", "flight_recorder"},
-    SamplingParams: {"bad_words_token_ids", "detokenize", "output_kind", "skip_reading_prefix_cache"},
-}
+NO_OPTIONS: Mapping[type, set[str]] = collections.defaultdict(
+    set,
+    {
+        EngineArgs: {"model", "seed", "skip_tokenizer_init", "flight_recorder"},
+        SamplingParams: {"bad_words_token_ids", "detokenize", "output_kind", "skip_reading_prefix_cache"},
+    },
+)
 """Fields without an option: commands declare --model themselves, --seed belongs to requests, the rest is API only."""
 
 
@@ -160,50 +109,21 @@ def merge_biases(parts: Iterable[Mapping[int, float]]) -> dict[int, float]:
     return {token: bias for part in parts for token, bias in part.items()}
 
 
-OPTION_SETTINGS: dict[str, dict[str, Any]] = {
-    "max_model_len": {"parser": parse_length, "metavar": "TOKENS"},
-    "flight_recorder": {"metavar": "DIR"},
-    "kv_events_config": {"parser": parse_kv_events, "metavar": "JSON"},
-    "extra_body": {"parser": parse_variables, "metavar": "JSON"},
-    "goodput": {"metavar": "METRIC:MS"},
-    "header": {"metavar": "NAME=VALUE"},
-    "metadata": {"metavar": "NAME=VALUE"},
-    "chat_template": {"metavar": "FILE"},
-    "default_chat_template_kwargs": {"parser": parse_variables, "metavar": "JSON"},
-    "served_model_name": {"metavar": "NAME"},
-    "api_key": {"metavar": "KEY"},
-    "allowed_origins": {"metavar": "ORIGIN"},
-    "allowed_hosts": {"metavar": "NAME"},
-    "pin_prefix": {"metavar": "FILE"},
-    "otlp_traces_endpoint": {"metavar": "URL"},
-    "disable_access_log_for_endpoints": {"metavar": "PATH"},
-    "logit_bias": {"parser": parse_bias, "metavar": "ID=BIAS"},
-    "allowed_token_ids": {"metavar": "ID"},
-    "bad_words": {"metavar": "TEXT"},
-    "structured_outputs": {"parser": parse_structure, "metavar": "JSON"},
-    "stop": {"metavar": "TEXT"},
-    "stop_token_ids": {"metavar": "ID"},
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "max_model_len": parse_length,
+    "kv_events_config": parse_kv_events,
+    "logit_bias": parse_bias,
+    "structured_outputs": parse_structure,
 }
-OPTION_TYPES: dict[str, Any] = {
-    "logit_bias": list[dict],  # type: ignore[type-arg]  # the type of parse_bias; typer needs a plain class
-    "allowed_token_ids": list[int],
-    "bad_words": list[str],
-    "structured_outputs": dict,
-    "stop": list[str],
-    "stop_token_ids": list[int],
-    "served_model_name": list[str],
-    "api_key": list[str],
-    "allowed_origins": list[str],
-    "allowed_hosts": list[str],
-    "pin_prefix": list[str],
-    "disable_access_log_for_endpoints": list[str],
-    "default_chat_template_kwargs": dict,
-    "kv_events_config": dict,
-    "extra_body": dict,
-    "goodput": list[str],
-    "header": list[str],
-    "metadata": list[str],
+# fmt: off
+METAVARS = {
+    "max_model_len": "TOKENS", "flight_recorder": "DIR", "goodput": "METRIC:MS", "header": "NAME=VALUE",
+    "metadata": "NAME=VALUE", "chat_template": "FILE", "served_model_name": "NAME", "api_key": "KEY",
+    "admin_key": "KEY", "allowed_origins": "ORIGIN", "allowed_hosts": "NAME", "pin_prefix": "FILE",
+    "otlp_traces_endpoint": "URL", "disable_access_log_for_endpoints": "PATH", "logit_bias": "ID=BIAS",
+    "bad_words": "TEXT", "stop": "TEXT", "allowed_token_ids": "ID", "stop_token_ids": "ID",
 }
+# fmt: on
 COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
 ALIASES = {"swap_space": ["--kv-offloading-size"], "gpu_memory_utilization": ["--device-memory-utilization"]}
 """Other names that vLLM has for these options."""
@@ -218,11 +138,18 @@ OBSOLETE = {
 
 
 def options_of(
-    settings: type[Any], help_texts: Mapping[str, str], *, into: str
+    settings: type[Any], *, into: str, only: Sequence[str] = (), also: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that adds an option for each field of `settings` in `help_texts` and collects the values in `into`."""
-    declared = [_option_of(settings, name, text) for name, text in help_texts.items()]
-    obsolete = OBSOLETE if settings is EngineArgs else {}
+    """Decorator that adds an option for each field of `settings` and collects the values in `into`.
+
+    only  the fields; default: all but those of `NO_OPTIONS`      also  further fields
+    """
+    names = only or [f.name for f in dataclasses.fields(settings) if f.init and f.name not in NO_OPTIONS[settings]]
+    names = [*names, *also]
+    help_texts, hints = _entries(settings), typing.get_type_hints(settings)
+    fields = {field.name: field for field in dataclasses.fields(settings)}
+    declared = [_option_of(fields[name], hints[name], help_texts[name]) for name in names]
+    obsolete = OBSOLETE if settings.__name__ == "EngineArgs" else {}
     declared += [_obsolete_option(name, kind) for name, kind in obsolete.items()]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +161,7 @@ def options_of(
             for name in obsolete:
                 if values.pop(name) is not None:
                     print(f"warning: vLLM flag {flag(name)} has no effect any more and is ignored", file=sys.stderr)
-            given = {name: values.pop(name) for name in help_texts}
+            given = {name: values.pop(name) for name in names}
             given = {k: COMBINE[k](v) if k in COMBINE else v for k, v in given.items() if v not in (None, [])}
             try:
                 return command(**values, **{into: given})
@@ -255,17 +182,50 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _option_of(settings: type[Any], name: str, text: str) -> inspect.Parameter:
+def _entries(settings: type[Any]) -> dict[str, str]:
+    """The docstring's text of each field: lines of `name  text`, or `name, name  text`, that may continue indented."""
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in (inspect.getdoc(settings) or "").splitlines():
+        if entry := re.fullmatch(r"(\w+(?:, \w+)*)  +(\S.*)", line):
+            names = entry[1].split(", ")
+            texts |= dict.fromkeys(names, entry[2])
+        elif not line.startswith("  "):
+            names = []
+        texts |= {name: f"{texts[name]} {line.strip()}" for name in names if not entry}
+    return texts
+
+
+def _option_of(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
     """The field as a keyword parameter. Without the option its value is None or [], whatever the field's default is."""
-    field = next(f for f in dataclasses.fields(settings) if f.name == name)
-    kind = OPTION_TYPES.get(name) or typing.get_type_hints(settings)[name]
-    default = field.default
+    name, default, kind = field.name, field.default, _kind_of(hint)
     names = [flag(name), *ALIASES.get(name, [])]
+    settings: dict[str, Any] = {"metavar": METAVARS.get(name)}
+    if kind is dict or name in PARSERS:
+        settings = {"parser": PARSERS.get(name, parse_variables), "metavar": METAVARS.get(name, "JSON")}
+    if name in COMBINE:
+        kind = list[dict]  # type: ignore[type-arg]  # typer needs a plain class
+    if typing.get_origin(kind) is list:
+        text += "; may be repeated"
     if isinstance(default, bool):
         names, default = [f"{flag(name)}/--no-{flag(name)[2:]}"], "on" if default else "off"
     shown = False if default is None or default == () else str(default)
-    option = typer.Option(*names, help=text, show_default=shown, **OPTION_SETTINGS.get(name, {}))
-    return _keyword(name, kind, option)
+    text = text.replace("None:", "default:")
+    text = text if re.match(r"\S+:", text) else text[0].upper() + text[1:]
+    return _keyword(name, kind, typer.Option(*names, help=f"{text}.", show_default=shown, **settings))
+
+
+def _kind_of(hint: Any) -> Any:
+    """The option's type: a list for any sequence, a dict for a mapping or an object, else the plain type."""
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    kinds = kinds if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]
+    for kind in kinds:
+        origin = typing.get_origin(kind)
+        if origin in (list, tuple, Sequence):
+            return list[typing.get_args(kind)[0]]  # type: ignore[misc]
+        if origin is Mapping or dataclasses.is_dataclass(kind):
+            return dict
+    return kinds[0]
 
 
 def _obsolete_option(name: str, kind: type) -> inspect.Parameter:

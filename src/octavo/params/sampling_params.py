@@ -28,36 +28,40 @@ class RequestOutputKind(Enum):
 class SamplingParams(ValidatedParams):
     """Sampling parameters of one request, with vLLM's names and defaults.
 
-    n, best_of                  number of samples of the prompt. With `best_of` (at most 20), that many are generated,
-                                and the n with the largest cumulative log-probability are returned when all have ended
+    n                           number of samples of the prompt
+    best_of                     generate so many samples (at most 20), and return the n with the largest cumulative
+                                log-probability when all have ended
     temperature                 0 to 2; below 1e-5 greedy decoding; other values below 0.01 count as 0.01
-    top_p, top_k, min_p         keep the smallest set of tokens with this probability mass; this many top tokens (0 or
-                                -1: all); tokens with at least `min_p` times the top token's probability. The order is
-                                temperature, top_k, top_p, min_p
+    top_p                       after top_k, keep the smallest set of tokens with this probability mass
+    top_k                       after temperature, keep this many top tokens; 0 or -1: all
+    min_p                       after top_p, keep tokens with at least this share of the top token's probability
     repetition_penalty          above 1, tokens of the prompt and the output become less likely: positive logits are
                                 divided by it, negative ones multiplied
-    presence_penalty,           -2 to 2, subtracted from the logits of output tokens: once, and once per occurrence
-    frequency_penalty
+    presence_penalty            -2 to 2, subtracted from the logits of output tokens
+    frequency_penalty           -2 to 2, subtracted from a token's logit for each time that it is in the output
     logit_bias                  token id -> value added to its logit, -100 to 100
     allowed_token_ids           only these tokens can be sampled
     bad_words                   texts that must not occur in prompt and output together. The engine's client tokenizes
                                 them with and without a leading space
     bad_words_token_ids         the same as lists of token ids: the last token of a list is masked after the others
-    structured_outputs          constraint on the output (`StructuredOutputsParams`, or a dict of its fields). Only
-                                tokens that fit are sampled, and the output ends only where it is complete
+    structured_outputs          constraint on the output: `StructuredOutputsParams`, or an object with one of json,
+                                json_object, regex, choice and grammar. Only tokens that fit are sampled, and the output
+                                ends only where it is complete
     min_tokens                  tokens to generate before a stop token or stop string can end the output
     seed                        any int64. Noise is a function of (seed, sample index, position) only, independent of
                                 batch, decode window and preemption. None: the engine picks a seed
     max_tokens                  tokens to generate; None: as many as fit. A number that does not fit is refused. 0: the
                                 prompt only, with echo or prompt_logprobs
-    stop, stop_token_ids        strings and token ids that end the output
+    stop                        strings that end the output
+    stop_token_ids              token ids that end the output
     ignore_eos                  continue after the model's end-of-sequence tokens
-    logprobs, prompt_logprobs   log-probabilities of each output token, or prompt token, and of this many top tokens at
-                                its position (-1: all). They are the model's, before any other parameter applies
+    logprobs                    log-probabilities of each output token, and of this many top tokens at its position; -1:
+                                all. They are the model's, before any other parameter applies
+    prompt_logprobs             the same for the prompt's tokens
     echo                        outputs begin with the prompt: text, tokens and log-probabilities
     detokenize                  outputs have text
     skip_special_tokens         omit special tokens from the text
-    spaces_between_special_tokens  for tokenizers that put spaces between words: also between special tokens
+    spaces_between_special_tokens  put spaces between special tokens, if the tokenizer puts them between words
     include_stop_str_in_output  keep the matched stop string, or the stop token's text, in the text
     output_kind                 content of outputs while the request runs
     skip_reading_prefix_cache   compute the whole prompt; set by prompt_logprobs, which needs it

@@ -24,16 +24,20 @@ ReasoningFormat = Literal["auto", "think", "none"]
 class ServeArgs(ValidatedParams):
     """Options of the server, with vLLM's names and meanings where vLLM has the option.
 
-    host, port, uds              address to listen on: host and port (0: any free one), or the path of a Unix socket
+    host                         address to listen on; a non-loopback address needs a key
+    port                         port to listen on; 0: any free port, which is printed
+    uds                          listen on this Unix socket instead
     served_model_name            model names that requests may use; responses have the first. Default: the model
-    api_key                      API keys; every request needs one, except /health and /ready
+    api_key                      API key; every request needs one, except /health and /ready. Also from OCTAVO_API_KEY
+                                 and VLLM_API_KEY
     api_key_file                 file with further keys, one per line; unlike options, not visible in the process list
-    admin_key                    keys that see all requests in /debug and /view; other keys see their own requests. A
-                                 single key always sees all
+    admin_key                    key that sees all requests in /debug and /view; other keys see their own requests. A
+                                 single key always sees all. Also from OCTAVO_ADMIN_KEY
     admin_key_file               file with further admin keys, one per line
     insecure                     allow a non-loopback address without a key
-    ssl_keyfile, ssl_certfile    TLS key and certificate of the server
-    ssl_ca_certs                 certificate authorities; clients must present a certificate signed by one
+    ssl_keyfile                  TLS: private key of the server
+    ssl_certfile                 TLS: certificate of the server
+    ssl_ca_certs                 TLS: certificate authorities; clients must present a certificate signed by one
     allowed_origins              CORS: origins whose scripts may read responses, "*" for all. Default: none
     allowed_hosts                accepted Host names, besides loopback and the bound address; "*" for all. Default: all
                                  if there are keys, else no further ones
@@ -51,7 +55,7 @@ class ServeArgs(ValidatedParams):
     unknown_params               refuse a request with an unknown parameter, or warn and ignore the parameter
     strict_openai                apply OpenAI's narrower limits: model required, 4 stop strings, 5 logprobs
     trust_request_chat_template  allow chat templates in requests
-    default_chat_template_kwargs chat template variables, unless a request sets them
+    default_chat_template_kwargs  chat template variables as JSON, unless a request sets them
     tool_call_parser             format of the model's tool calls; auto: detected from its chat template
     reasoning_parser             format of the model's reasoning; auto: detected from its chat template
     pin_prefix                   files with prompt prefixes to compute at the start and keep: messages in a .json file,

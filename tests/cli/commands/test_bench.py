@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.bench import attention, core, serve
+from octavo.bench import core, serve
 from octavo.bench.args import BenchArgs
 from tests.cli.conftest import Call
 
@@ -14,7 +14,6 @@ from tests.cli.conftest import Call
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-    monkeypatch.setattr(attention, "main", lambda *args, **options: calls.append(("attention", args, options)))
     monkeypatch.setattr(core, "main", lambda *args, **options: calls.append(("core", args, options)))
     return calls
 
@@ -25,40 +24,10 @@ def test_core(call: Call, ran: list[Any]) -> None:
     assert ran == [("core", (), {"as_json": False}), ("core", (), {"as_json": True})]
 
 
-def test_attention_passes_only_given_options(call: Call, ran: list[Any]) -> None:
-    call("bench", "attention")
-    call("bench", "attention", "--variant", "ragged", "--lengths", "9,5", "--block_size", "8", "--json")
-    assert ran == [
-        ("attention", ("all",), {"json": False}),
-        ("attention", ("ragged",), {"json": True, "lengths": [9, 5], "block_size": 8}),
-    ]
-
-
-def test_attention_runs(call: Call) -> None:
-    done = call("bench", "attention", "--variant", "ragged", "--lengths", "5,2", "--max-tokens", "2", "--json")
-    assert done.code == 0, done.err
-    assert '"variant": "ragged"' in done.lines[0]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--variant", "ragd"), "did you mean 'ragged'?"),
-        (("--lengths", "3,x"), "lengths are '3,x'"),
-        (("--lengths", "3,0"), "lengths are [3, 0]"),
-        (("--max-tokens", "0"), "max_tokens is 0"),
-    ],
-)
-def test_attention_refuses_invalid_options(call: Call, args: tuple[str, ...], message: str) -> None:
-    done = call("bench", "attention", *args)
-    assert done.code == 2
-    assert message in done.err
-
-
 def test_bench_without_a_benchmark_prints_help(call: Call) -> None:
     done = call("bench")
     assert done.code == 0
-    assert "attention" in done.out
+    assert "throughput" in done.out
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.commands.models import load
-from octavo.cli.options import DEFAULT_MODEL, ENGINE, Model, options_of
+from octavo.cli.options import DEFAULT_MODEL, Model, options_of
 from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
 
-@options_of(EngineArgs, ENGINE, into="engine")
+@options_of(EngineArgs, into="engine")
 def calibrate(
     *,
     model: Model = DEFAULT_MODEL,

@@ -12,7 +12,7 @@ import typer
 
 from octavo.cli.commands.generate import report_failures, sampling_params
 from octavo.cli.commands.models import load
-from octavo.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, Variables, options_of
+from octavo.cli.options import DEFAULT_MODEL, Model, Variables, options_of
 from octavo.cli.terminal import catch_interrupt, on_terminal, printable, read_line
 from octavo.config import EngineArgs
 from octavo.errors import TemplateError, UsageError
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 HELP = "/new: new conversation; /exit: exit; Ctrl-C: stop the answer, twice: exit"
 
 
-@options_of(EngineArgs, ENGINE, into="engine")
-@options_of(SamplingParams, SAMPLING, into="sampling")
+@options_of(EngineArgs, into="engine")
+@options_of(SamplingParams, into="sampling")
 def chat(
     *,
     model: Model = DEFAULT_MODEL,

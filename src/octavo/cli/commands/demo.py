@@ -11,7 +11,7 @@ import typer
 from octavo.cli.commands.chat import chat_prompt
 from octavo.cli.commands.generate import report_failures
 from octavo.cli.commands.models import load
-from octavo.cli.options import DEFAULT_MODEL, ENGINE, Model, options_of
+from octavo.cli.options import DEFAULT_MODEL, Model, options_of
 from octavo.cli.terminal import printable
 from octavo.config import EngineArgs
 from octavo.params.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ class Measurements(NamedTuple):
     last: KVStats
 
 
-@options_of(EngineArgs, ENGINE, into="engine")
+@options_of(EngineArgs, into="engine")
 def demo(
     *,
     model: Model = DEFAULT_MODEL,

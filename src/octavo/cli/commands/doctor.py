@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.options import DEFAULT_MODEL, ENGINE, options_of
+from octavo.cli.options import DEFAULT_MODEL, options_of
 from octavo.config import EngineArgs
 
 MEMORY_OPTIONS = (
@@ -29,7 +29,7 @@ MEMORY_OPTIONS = (
 """Engine options that affect memory."""
 
 
-@options_of(EngineArgs, {name: ENGINE[name] for name in MEMORY_OPTIONS}, into="engine")
+@options_of(EngineArgs, into="engine", only=MEMORY_OPTIONS)
 def doctor(
     *,
     model: Annotated[

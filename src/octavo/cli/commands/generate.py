@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 import typer
 
 from octavo.cli.commands.models import load
-from octavo.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, options_of
+from octavo.cli.options import DEFAULT_MODEL, Model, options_of
 from octavo.cli.terminal import catch_interrupt, printable
 from octavo.config import EngineArgs
 from octavo.errors import PromptError
@@ -27,8 +27,8 @@ Prompt: TypeAlias = str | dict[str, Any]
 """Text, {"prompt_token_ids": [...]}, or {"prompt": text, "parse_special": True}."""
 
 
-@options_of(EngineArgs, ENGINE, into="engine")
-@options_of(SamplingParams, SAMPLING, into="sampling")
+@options_of(EngineArgs, into="engine")
+@options_of(SamplingParams, into="sampling")
 def generate(
     *,
     prompt: Annotated[

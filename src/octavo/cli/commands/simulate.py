@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from octavo.cli.options import ENGINE, options_of, refuse_unused_options
+from octavo.cli.options import options_of, refuse_unused_options
 from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
@@ -36,7 +36,6 @@ SIMULATION_OPTIONS = (
     "async_scheduling",
 )
 """Engine options that affect a simulation."""
-OPTIONS = {name: ENGINE[name] for name in SIMULATION_OPTIONS}
 TRACE_PARAMS = (
     "trace",
     "model",
@@ -69,7 +68,7 @@ TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", he
 Cost = Annotated[Path | None, typer.Option(metavar="FILE", help="`octavo calibrate`'s file, replaces the roofline.")]
 
 
-@options_of(EngineArgs, OPTIONS, into="engine")
+@options_of(EngineArgs, into="engine", only=SIMULATION_OPTIONS)
 def simulate(
     context: typer.Context,
     trace: Trace = "sharegpt",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.bench.args import is_address
-from octavo.cli.commands.simulate import OPTIONS, Device, NumRequests, SimulatedModel, arrivals_of, setup_of
+from octavo.cli.commands.simulate import SIMULATION_OPTIONS, Device, NumRequests, SimulatedModel, arrivals_of, setup_of
 from octavo.cli.options import options_of, refuse_unused_options
 from octavo.config import EngineArgs
 from octavo.errors import OctavoError, ParameterError
@@ -27,7 +27,7 @@ DUMPS = (".flight",)
 FRAMES = (".frames", ".frames.gz")
 
 
-@options_of(EngineArgs, OPTIONS, into="engine")
+@options_of(EngineArgs, into="engine", only=SIMULATION_OPTIONS)
 def view(
     context: typer.Context,
     file: Annotated[

@@ -1,26 +1,29 @@
-"""`octavo bench attention`: the cost of each attention variant on the same prompts.
+"""The cost of each attention variant on the same prompts.
 
 One decoder with random weights generates greedily, first over padded contiguous K and V, then over blocks on every rung
-of `kernels.ladder`, and last on the CPU's fast path. All must give the same tokens; the table shows what differs.
+of `attention_variants`, and last on the CPU's fast path. All must give the same tokens; the table shows what differs:
+
+    PYTHONPATH=src python benchmarks/attention.py
+    PYTHONPATH=src python benchmarks/attention.py --variant ragged --lengths 128,64 --repeats 5
 """
 
 from __future__ import annotations
 
-import difflib
-import json as json_lines
+import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
 
+import attention_variants as ladder  # beside this file
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from octavo.bench import attention_variants as ladder
 from octavo.core.kv_cache_spec import KVCacheSpec
-from octavo.errors import EngineError, ParameterError
+from octavo.errors import EngineError
 from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
@@ -91,7 +94,6 @@ def run(
     The baseline always runs, as the truth for the others' tokens; it is in the result if it was asked for. Times are
     the best of `repeats`. Raises `ParameterError` for what makes no sense, `EngineError` where tokens differ.
     """
-    _check(variant, lengths, block_size, max_tokens, repeats)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
     expected = _baseline(prompts, max_tokens, seed)
@@ -105,26 +107,25 @@ def run(
     return measurements
 
 
-def main(
-    variant: str = "all",
-    lengths: Sequence[int] = LENGTHS,
-    block_size: int = 16,
-    max_tokens: int = 16,
-    *,
-    json: bool = False,
-    repeats: int = 1,
-) -> None:
-    """Run and print: a table, or with `json` one object a line."""
-    measurements = run(variant, lengths, block_size, max_tokens, repeats=repeats)
-    if json:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=(*VARIANTS, "all"), default="all")
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=list(LENGTHS))
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=1, help="number of runs; the best time counts")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    args = parser.parse_args()
+    measurements = run(args.variant, args.lengths, args.block_size, args.max_tokens, repeats=args.repeats)
+    if args.json:
         for m in measurements:
-            print(json_lines.dumps({k: v for k, v in asdict(m).items() if k != "token_ids"}))
+            print(json.dumps({k: v for k, v in asdict(m).items() if k != "token_ids"}))
         return
-    Console().print(_table(measurements, lengths, block_size, max_tokens))
-    attention, tokens = padding_waste(lengths)
+    Console().print(_table(measurements, args.lengths, args.block_size, args.max_tokens))
+    attention, tokens = padding_waste(args.lengths)
     print(
-        f"Padding {list(lengths)} to {max(lengths)} wastes {attention:.1%} of prefill attention, and {tokens:.1%} of "
-        "the linear layers' rows\nand of the prompt keys that a decode step reads. All variants gave the same tokens."
+        f"Padding {args.lengths} to {max(args.lengths)} wastes {attention:.1%} of prefill attention, and {tokens:.1%} "
+        "of the linear layers' rows and\nof the prompt keys that a decode step reads. All tokens are equal."
     )
 
 
@@ -144,18 +145,6 @@ def _table(measurements: list[Measurement], lengths: Sequence[int], block_size: 
         )
     table.caption = "spent on padding: attention of the prefill and of decoding, rows of the prefill's linear layers"
     return table
-
-
-def _check(variant: str, lengths: Sequence[int], block_size: int, max_tokens: int, repeats: int) -> None:
-    if variant not in (known := (*VARIANTS, "all")):
-        near = difflib.get_close_matches(variant, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise ParameterError(f"there is no attention variant {variant!r}; {hint}", param="variant")
-    if not lengths or min(lengths) < 1:
-        raise ParameterError(f"lengths are {list(lengths)}; give at least one, each at least 1", param="lengths")
-    for name, value in (("block_size", block_size), ("max_tokens", max_tokens), ("repeats", repeats)):
-        if value < 1:
-            raise ParameterError(f"{name} is {value}, it must be at least 1", param=name)
 
 
 def _random_decoder(ops: ModelOps, max_len: int, seed: int) -> Decoder:
@@ -401,3 +390,7 @@ def _pool(model: Decoder, num_blocks: int, block_size: int) -> Tensor:
     """An empty pool, full of NaN: a slot that is read before it is written would show in every token."""
     spec = KVCacheSpec.of(model.spec, block_size, "float32")
     return torch.full(spec.pool_shape(num_blocks), float("nan"))
+
+
+if __name__ == "__main__":
+    main()
