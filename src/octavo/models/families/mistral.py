@@ -11,4 +11,4 @@ def read(config: Config, common: Config) -> DecoderSpec:
     return read_decoder_spec(config, common, windows=read_windows(config, lambda layer: True))
 
 
-FAMILY = Family(read=read, defaults={"sliding_window": 4096})
+FAMILY = Family(read=read, defaults={"num_key_value_heads": 8, "sliding_window": 4096})

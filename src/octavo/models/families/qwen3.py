@@ -14,4 +14,4 @@ def read(config: Config, common: Config) -> DecoderSpec:
     return read_decoder_spec(config, common, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=windows)
 
 
-FAMILY = Family(read=read, defaults={"head_dim": 128})
+FAMILY = Family(read=read, defaults={"num_key_value_heads": 32, "head_dim": 128})
