@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from octavo.core.policy import PreemptionMode
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
+from tests.models.tiny import KINDS
 
 
 class Case(NamedTuple):
@@ -47,7 +48,7 @@ class Case(NamedTuple):
 
 
 LEVELS: dict[str, tuple[Any, ...]] = {
-    "kind": ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2", "opt"),
+    "kind": tuple(KINDS),
     "warm": (False, True),
     "chunk": (1, 7, 512),
     "preemption": (None, "recompute", "swap"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
+from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, transformers_directory
 
 NUM_NEW = 11
 MARGIN = 1e-4
@@ -41,7 +41,7 @@ def greedy_tokens(path: Path, prompts: list[list[int]], num_new: int) -> tuple[l
     """Greedy tokens of Transformers' `generate` in float32, one prompt at a time, and the smallest top-two distance."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(transformers_directory(path), dtype=torch.float32)
     outputs, narrowest = [], 1.0
     for prompt in prompts:
         ids = torch.tensor([prompt])

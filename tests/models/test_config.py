@@ -115,7 +115,7 @@ def test_yarn_trained_length_defaults_to_max_position_embeddings() -> None:
     assert scaling["original_max_position_embeddings"] == 128
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "ntk", ["linear"]])
+@pytest.mark.parametrize("kind", ["su", "mrope", "ntk", ["linear"]])
 def test_unknown_rope_scaling_is_rejected(kind: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=re.escape(f"rope scaling {kind!r} is not supported; supported: ")):
         spec(rope_scaling={"rope_type": kind, "factor": 2.0})

@@ -70,6 +70,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80, "hidden_size": 48},
     ),
+    "qwen2 yarn of a length": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}},
+    ),
+    "llama longrope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0 + i / 9 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": None, "vocab_size": 517}),
     "mistral window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"intermediate_size": 26}),
@@ -129,6 +144,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "opt even": ("opt", {"num_attention_heads": 4, "ffn_dim": 38}),
+    "phi3": ("phi3", {}),
+    "phi3 plain": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}, "sliding_window": 5}),
+    "phi3 even": ("phi3", {"intermediate_size": 38}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 windows": (
+        "smollm3",
+        {
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "intermediate_size": 38,
+        },
+    ),
+    "granite": ("granite", {}),
+    "granite even": ("granite", {"intermediate_size": 38, "attention_bias": True, "mlp_bias": True}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 bare": ("starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": True}),
+    "starcoder2 even": ("starcoder2", {"intermediate_size": 38}),
+    "internlm2": ("internlm2", {}),
+    "internlm2 biases": ("internlm2", {"attention_bias": True, "intermediate_size": 38}),
+    "internlm3": ("internlm3", {}),
+    "internlm3 biases": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
 }
 
 
@@ -318,7 +360,13 @@ class Ranks:
         return TensorParallel(rank, len(self.parts), all_reduce)
 
 
-@pytest.mark.parametrize("case", ["llama biases", "qwen2", "qwen3 even", "gemma3 even", "gpt2 scales", "opt even"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama biases", "qwen2", "qwen3 even", "gemma3 even", "gpt2 scales", "opt even", "phi3 even", "smollm3 windows",
+        "granite even", "starcoder2 even", "internlm2 biases",
+    ],
+)  # fmt: skip
 def test_two_ranks_give_the_same_logits(models: Any, case: str) -> None:
     directory, expected = models[case]
     ranks = Ranks(2)

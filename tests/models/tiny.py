@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.checkpoint.resolve import open_checkpoint
@@ -52,6 +52,45 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 60, "n_head": 3, "n_inner": 37},  # head_dim 20
     "opt": {"num_attention_heads": 7, "hidden_size": 56, "ffn_dim": 37},  # head_dim 8
+    "phi3": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 96,  # head_dim 16, of which 12 are rotated
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+            "long_factor": [1.0, 1.4, 2.2, 4.0, 7.0, 11.0],
+        },
+    },
+    "olmo2": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 72},  # head_dim 24
+    "smollm3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "no_rope_layers": [1, 0, 1],
+        "tie_word_embeddings": False,
+    },
+    "granite": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 48,  # head_dim 12
+        "embedding_multiplier": 3.7,
+        "attention_multiplier": 0.21,
+        "residual_multiplier": 0.31,
+        "logits_scaling": 1.7,
+    },
+    "starcoder2": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 48,  # head_dim 8
+        "sliding_window": 11,
+        "tie_word_embeddings": False,
+    },
+    "internlm2": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48},
+    "internlm3": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 36, "head_dim": 20},
 }
 
 
@@ -70,6 +109,13 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
         "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
+        "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+        "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+        "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+        "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+        "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+        "internlm2": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "internlm3": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     }[kind]
     defaults = {
         "vocab_size": VOCAB_SIZE,
@@ -84,7 +130,52 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
     model = model_class(config_class(**(defaults | KINDS[kind] | sizes)))
     randomise(model, seed)
     model.save_pretrained(directory)
+    if kind in INTERNLM:
+        _rewrite_as_internlm(directory, *INTERNLM[kind])
     return directory
+
+
+INTERNLM = {"internlm2": ("InternLM2ForCausalLM", False), "internlm3": ("InternLM3ForCausalLM", True)}
+INTERNLM2_NAMES = {
+    "model.embed_tokens": "model.tok_embeddings",
+    "lm_head": "output",
+    "self_attn.o_proj": "attention.wo",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+
+def transformers_directory(directory: Path) -> Path:
+    """The same model for Transformers, which has no InternLM 2 and 3."""
+    twin = directory / "llama"
+    return twin if twin.exists() else directory
+
+
+def _rewrite_as_internlm(directory: Path, architecture: str, is_third: bool) -> None:
+    """Move a Llama to a subdirectory, and write the same weights as InternLM."""
+    twin = directory / "llama"
+    twin.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).rename(twin / name)
+    config = json.loads((twin / "config.json").read_text())
+    tensors = load_file(twin / "model.safetensors")
+    bias = config.pop("attention_bias")
+    config |= {"architectures": [architecture], "model_type": architecture.lower().removesuffix("forcausallm")}
+    config |= {"bias": bias, "qkv_bias": bias} if is_third else {"bias": bias}
+    if not is_third:
+        groups = config["num_key_value_heads"]
+        for name in [name for name in tensors if "q_proj" in name]:
+            parts = [tensors.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+            grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+            merged = torch.cat(grouped, dim=1).flatten(0, 1)  # [groups, (queries + 2) * head_dim, ...]
+            tensors[name.replace("self_attn.q_proj", "attention.wqkv")] = merged
+        for old, new in INTERNLM2_NAMES.items():
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def randomise(model: Any, seed: int) -> None:
@@ -107,7 +198,7 @@ def transformers_logits(directory: Path, prompts: Sequence[Sequence[int]], **kwa
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", **kwargs
+        transformers_directory(directory), dtype=torch.float32, attn_implementation="eager", **kwargs
     )
     with torch.inference_mode():
         return [model(torch.tensor([list(prompt)])).logits[0] for prompt in prompts]

@@ -103,7 +103,7 @@ class Judge:
 
     def __init__(self, directory: Path) -> None:
         self.decoder: Any = load_tiny(directory)
-        if hasattr(self.decoder, "embedding_scale"):  # rounded like the weights, see `Decoder`
+        if getattr(self.decoder.spec, "rounded_scale", False):  # like the weights, see `Decoder`
             scale = torch.tensor(self.decoder.embedding_scale, dtype=torch.bfloat16)
             self.decoder.embedding_scale = scale.item()
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Gaps] = {}

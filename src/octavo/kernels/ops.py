@@ -38,6 +38,7 @@ class ModelOps(Protocol):
         theta: float,
         *,
         scaling: dict[str, Any] | None = None,
+        rotary_dim: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor: ...

@@ -29,7 +29,7 @@ MLP_ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Activations of GPT-2 and OPT: config.json's name -> Octavo's."""
+"""Activations of GPT-2, OPT and StarCoder2: config.json's name -> Octavo's."""
 
 # -- sizes and numbers
 
@@ -153,21 +153,28 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
     "dynamic": _TRAINED_LENGTH,
     "llama3": (*_TRAINED_LENGTH, "low_freq_factor", "high_freq_factor"),
     "yarn": _TRAINED_LENGTH,
+    "longrope": _TRAINED_LENGTH,
 }
 
 
-def read_rope(config: Config, theta: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from `rope_parameters` (Transformers 5) or from `rope_theta` and `rope_scaling` (before).
-
-    As in Transformers, `rope_scaling` replaces `rope_parameters`, whose `rope_theta` is then not read.
-    """
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """`rope_parameters` (Transformers 5), which `rope_scaling` (before) replaces as a whole, as in Transformers."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise value_error("rope_scaling", scaling, "an object")
+    return scaling
+
+
+def read_rope(config: Config, theta: float = 10000.0, *, partial: bool = False) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling) from `rope_parameters`, with `rope_theta` inside or outside.
+
+    partial  the family rotates a part of each head, see `read_rotary_dim`
+    """
+    scaling = rope_parameters(config)
     if any(isinstance(value, dict) for value in scaling.values()):
         raise UnsupportedModelError("rope_parameters by layer type are not supported", param="rope_parameters")
     theta = read_number(config | scaling, "rope_theta", default=theta)
-    if (part := (config | scaling).get("partial_rotary_factor") or 1.0) != 1.0:
+    if (part := (config | scaling).get("partial_rotary_factor") or 1.0) != 1.0 and not partial:
         raise UnsupportedModelError(
             f"partial_rotary_factor {part} is not supported; supported: 1.0", param="partial_rotary_factor"
         )
@@ -179,19 +186,58 @@ def read_rope(config: Config, theta: float = 10000.0) -> tuple[float, dict[str, 
         )
     if kind == "default":
         return theta, None
-    trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
-    scaling = {key: value for key, value in scaling.items() if key not in ("rope_theta", "type")}
-    scaling = scaling | trained if kind == "dynamic" else trained | scaling
-    if kind != "dynamic" and config.get(_TRAINED_LENGTH[1]) is not None:
-        scaling[_TRAINED_LENGTH[1]] = config[_TRAINED_LENGTH[1]]
+    scaling = _with_trained_length(config, {k: v for k, v in scaling.items() if k not in ("rope_theta", "type")}, kind)
     needed = ROPE_SCALING[kind]
-    given = [key for key in _YARN_OPTIONS if kind == "yarn" and scaling.get(key) not in (None, 0)]
+    options = {"yarn": _YARN_OPTIONS, "longrope": ("attention_factor",)}.get(kind, ())
+    given = [key for key in options if scaling.get(key) not in (None, 0)]
     numbers = {key: read_number(scaling, key) for key in (*needed, *given)}
+    if kind == "longrope" and numbers["original_max_position_embeddings"] <= 1:
+        raise value_error("original_max_position_embeddings", 1, "a number above 1, for longrope")
     if kind == "yarn" and theta <= 1:
         raise value_error("rope_theta", theta, "a number above 1, for yarn")
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise value_error("low_freq_factor", scaling["low_freq_factor"], "a number below high_freq_factor")
     return theta, scaling | numbers | {"rope_type": kind}
+
+
+def _with_trained_length(config: Config, scaling: Config, kind: str) -> Config:
+    """Add the length that was trained, and the factor that follows from it if the config has none."""
+    key, whole = "original_max_position_embeddings", config.get("max_position_embeddings")
+    outside = whole if kind == "dynamic" else config.get(key)  # as in Transformers
+    scaling = {key: whole} | scaling | ({} if outside is None else {key: outside})
+    follows = kind == "longrope" or (kind == "yarn" and "factor" in scaling)
+    if follows and scaling.get("factor") is None:
+        scaling["factor"] = read_number(config, "max_position_embeddings") / read_number(scaling, key)
+    return scaling
+
+
+def check_rotary_dim(scaling: Config | None, rotary_dim: int) -> None:
+    """Raise for a scaling that does not fit the rotated dimensions of a head."""
+    kind = (scaling or {}).get("rope_type")
+    if rotary_dim % 2:
+        raise value_error("head_dim", rotary_dim, "an even number, for rotary embedding of pairs")
+    if rotary_dim == 2 and kind == "dynamic":
+        raise value_error("head_dim", rotary_dim, "at least 4, for dynamic rope scaling")
+    if scaling is None or kind != "longrope":
+        return
+    for key in ("short_factor", "long_factor"):
+        factors = scaling.get(key)
+        if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+            raise value_error(key, factors, f"a list of {rotary_dim // 2} numbers")
+        for i, factor in enumerate(factors):
+            read_number({f"{key}[{i}]": factor}, f"{key}[{i}]")
+    for key in ("short_mscale", "long_mscale"):
+        if scaling.get(key) is not None:
+            raise UnsupportedModelError(f"{key} is not supported; remove it to scale by factor", param="rope_scaling")
+
+
+def read_rotary_dim(config: Config, head_dim: int) -> int:
+    """The dimensions of a head that are rotated, by `partial_rotary_factor`."""
+    factor = read_number(config | rope_parameters(config), "partial_rotary_factor", default=1.0)
+    rotary_dim = int(head_dim * factor)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise value_error("partial_rotary_factor", factor, f"a part of head_dim, {head_dim}, that is an even number")
+    return rotary_dim
 
 
 # -- tokens
@@ -238,8 +284,13 @@ DECODER_KEYS = (
 """Keys that `read_decoder_spec` reads."""
 
 
-def read_decoder_spec(config: Config, common: Config, **traits: Any) -> DecoderSpec:
-    """The spec of a model of the Llama family. `common`: fields of all models; `traits`: those of the family."""
+def read_decoder_spec(config: Config, common: Config, *, partial_rotary: bool = False, **traits: Any) -> DecoderSpec:
+    """The spec of a model of the Llama family.
+
+    common          fields of all models
+    partial_rotary  `partial_rotary_factor` is a key of the family
+    traits          fields of the family
+    """
     hidden_size = read_size(config, "hidden_size")
     num_heads = read_size(config, "num_attention_heads", maximum=MAX_HEADS)
     num_kv_heads = read_size(config, "num_key_value_heads", default=num_heads, maximum=MAX_HEADS)
@@ -249,11 +300,10 @@ def read_decoder_spec(config: Config, common: Config, **traits: Any) -> DecoderS
     if "activation" not in traits:
         traits["activation"] = read_activation(config, "hidden_act", "silu", GATED_ACTIVATIONS)
     if "rope_theta" not in traits:
-        traits["rope_theta"], traits["rope_scaling"] = read_rope(config)
-    if head_dim % 2:
-        raise value_error("head_dim", head_dim, "an even number, for rotary embedding of pairs")
-    if head_dim == 2 and (traits["rope_scaling"] or {}).get("rope_type") == "dynamic":
-        raise value_error("head_dim", head_dim, "at least 4, for dynamic rope scaling")
+        traits["rope_theta"], traits["rope_scaling"] = read_rope(config, partial=partial_rotary)
+    if partial_rotary and (rotary_dim := read_rotary_dim(config, head_dim)) < head_dim:
+        traits["rotary_dim"] = rotary_dim
+    check_rotary_dim(traits["rope_scaling"], traits.get("rotary_dim", head_dim))
     return DecoderSpec(
         hidden_size=hidden_size,
         intermediate_size=read_size(config, "intermediate_size"),
@@ -261,7 +311,7 @@ def read_decoder_spec(config: Config, common: Config, **traits: Any) -> DecoderS
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=read_number(config, "rms_norm_eps", default=1e-6),
+        rms_norm_eps=traits.pop("rms_norm_eps", None) or read_number(config, "rms_norm_eps", default=1e-6),
         max_position_embeddings=read_size(config, "max_position_embeddings"),
         **common,
         **traits,

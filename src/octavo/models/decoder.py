@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class DecoderLayer:
     """Norm, attention, norm, MLP; the outputs of attention and MLP are added to the residual stream.
 
     The next layer's norm computes the last addition: layers exchange the pair (x, residual), whose sum is the residual
-    stream. Gemma 3 also normalises both outputs before they are added.
+    stream. Gemma 3 also normalises both outputs before they are added, OLMo 2 nothing else.
     """
 
     def __init__(
@@ -30,22 +30,28 @@ class DecoderLayer:
         self.ops = factory.ops
         self.eps = spec.rms_norm_eps
         self.attention, self.mlp = attention, mlp
-        self.attention_norm, self.mlp_norm = norms["attention"], norms["mlp"]
+        self.attention_norm, self.mlp_norm = norms.get("attention"), norms.get("mlp")
         self.after_attention, self.after_mlp = norms.get("after_attention"), norms.get("after_mlp")
 
     def __call__(
         self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) -> (x, residual) after this layer, all [num_tokens, hidden_size]."""
-        x, residual = self.ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
+        x, residual = self._add_norm(x, residual, self.attention_norm)
         x = self.attention(x, batch, kv_layer, cos_sin)
         if self.after_attention is not None:
             x = self.ops.rms_norm(x, self.after_attention, self.eps)
-        x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        x, residual = self._add_norm(x, residual, self.mlp_norm)
         x = self.mlp(x)
         if self.after_mlp is not None:
             x = self.ops.rms_norm(x, self.after_mlp, self.eps)
         return x, residual
+
+    def _add_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        if norm is not None:
+            return self.ops.add_rms_norm(x, residual, norm, self.eps)
+        x = x + residual
+        return x, x
 
     def forward_small_batch(
         self, residual: NormedResidual, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor, next_norm: Tensor
@@ -54,19 +60,19 @@ class DecoderLayer:
 
         next_norm  [hidden_size], the weight of the norm after this layer
         """
-        residual = self.attention.forward_small_batch(residual, self.eps, batch, kv_layer, cos_sin, self.mlp_norm)
+        residual = self.attention.forward_small_batch(residual, self.eps, batch, kv_layer, cos_sin, self.norms["mlp"])
         return self.mlp.forward_small_batch(residual, self.eps, next_norm)
 
     @property
     def max_small_batch_tokens(self) -> int:
-        """Maximum tokens for `forward_small_batch`, which has no norms after attention and MLP; 0: none."""
-        if self.after_attention is not None:
+        """Maximum tokens for `forward_small_batch`, which has norms before attention and MLP only; 0: none."""
+        if self.after_attention is not None or self.attention_norm is None or self.mlp_norm is None:
             return 0
         return min(self.attention.max_small_batch_tokens, self.mlp.max_small_batch_tokens)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         for role, norm in self.norms.items():
-            yield Weight.whole(f"{prefix}{self.shapes[role].name}.weight", norm)
+            yield Weight.whole(f"{prefix}{self.shapes[role].name}.weight", norm, self.shapes[role].order)
         yield from self.attention.weights(prefix)
         yield from self.mlp.weights(prefix)
 
@@ -74,32 +80,35 @@ class DecoderLayer:
 class Decoder:
     """A causal language model over the paged KV cache. `loading.loader.load_model` fills its weights.
 
-    max_len  positions of the rotary table; default: max_position_embeddings
+    max_len  positions of the rotary tables; default: those that were trained, without extension
     """
 
     def __init__(self, spec: DecoderSpec, factory: LayerFactory, *, max_len: int | None = None) -> None:
         self.spec = spec
         self.ops = ops = factory.ops
         self.vocabulary = VocabEmbedding(spec, factory)
-        # Rounded to the model's dtype, as in training: bfloat16 rounds sqrt(640) of Gemma 3 270M to 25.25.
-        self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=factory.dtype).item()
+        self.embedding_scale = spec.embedding_scale
+        if spec.rounded_scale:  # as in training: bfloat16 rounds sqrt(640) of Gemma 3 270M to 25.25
+            self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=factory.dtype).item()
         self.layers = [self.make_layer(layer, factory) for layer in range(spec.num_layers)]
         self.norm = empty_norm(spec, spec.hidden_size, factory)
         self.dtype = factory.dtype
         # [max_len, head_dim], computed on the CPU: the same numbers for every device, also for a model on "meta".
-        max_len = max_len or spec.max_position_embeddings
-        table = ops.rope_table(spec.head_dim, max_len, spec.rope_theta, scaling=spec.rope_scaling)
-        self.cos_sin: Tensor = table.to(factory.device)
-        self.local_cos_sin = self.cos_sin
+        max_len = max_len or spec.max_model_len()
+        table = partial(ops.rope_table, spec.head_dim, max_len)
+        self.cos_sin = table(spec.rope_theta, scaling=spec.rope_scaling, rotary_dim=spec.rotary_dim).to(factory.device)
+        self.local_cos_sin = self.nope_cos_sin = self.cos_sin
         if spec.local_rope_theta is not None:
-            self.local_cos_sin = ops.rope_table(spec.head_dim, max_len, spec.local_rope_theta).to(factory.device)
+            self.local_cos_sin = table(spec.local_rope_theta).to(factory.device)
+        if spec.nope_layers:
+            self.nope_cos_sin = table(spec.rope_theta, rotary_dim=0).to(factory.device)
+        self.tables = [self._table_of(layer) for layer in range(spec.num_layers)]
 
     def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
         """Create a layer. A model with another MLP, such as experts, overrides this."""
         spec = self.spec
         norms = {role: empty_norm(spec, norm.size, factory) for role, norm in spec.norms.items()}
-        attention = Attention(spec, layer, factory, {"q_norm": norms.get("q"), "k_norm": norms.get("k")})
-        return DecoderLayer(spec, factory, attention, GatedMLP(spec, factory), norms)
+        return DecoderLayer(spec, factory, Attention(spec, layer, factory, norms), GatedMLP(spec, factory), norms)
 
     @cached_property
     def max_small_batch_tokens(self) -> int:
@@ -126,7 +135,7 @@ class Decoder:
             return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows))
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, batch, kv[:, index], self._cos_sin_of(layer))
+            x, residual = layer(x, residual, batch, kv[:, index], self.tables[index])
         if logits_rows is not None:
             x, residual = x[logits_rows], residual[logits_rows]
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
@@ -134,17 +143,17 @@ class Decoder:
 
     def _forward_small_batch(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """Small-batch path: embeddings of at most `max_small_batch_tokens` tokens -> the head's input."""
-        norms = [*(layer.attention_norm for layer in self.layers), self.norm]
+        norms = [*(layer.norms["attention"] for layer in self.layers), self.norm]
         residual = self.ops.make_normed_residual(x, norms[0])
         for index, layer in enumerate(self.layers):
-            residual = layer.forward_small_batch(
-                residual, batch, kv[:, index], self._cos_sin_of(layer), norms[index + 1]
-            )
+            residual = layer.forward_small_batch(residual, batch, kv[:, index], self.tables[index], norms[index + 1])
         x = residual.x if logits_rows is None else residual.x[logits_rows]
         return self.ops.rms_norm(x, self.norm, self.spec.rms_norm_eps)
 
-    def _cos_sin_of(self, layer: DecoderLayer) -> Tensor:
-        return self.local_cos_sin if layer.attention.window else self.cos_sin
+    def _table_of(self, layer: int) -> Tensor:
+        if layer in self.spec.nope_layers:
+            return self.nope_cos_sin
+        return self.local_cos_sin if self.spec.window_of(layer) else self.cos_sin
 
     def weights(self) -> Iterator[Weight]:
         """All tensors of a checkpoint of this model."""

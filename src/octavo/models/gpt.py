@@ -1,4 +1,4 @@
-"""GPT-2 and OPT: a decoder with layer norms, learned positions and a plain MLP, configured by `GPTSpec`."""
+"""GPT-2, OPT and StarCoder2: a decoder with layer norms and a plain MLP, configured by `GPTSpec`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference import split_heads
 from octavo.models.linear import LayerFactory, Linear, VocabEmbedding, Weight
 from octavo.models.spec import GPTSpec, NormShape
 
@@ -44,11 +45,11 @@ class GPTLayer:
     def __init__(self, spec: GPTSpec, layer: int, factory: LayerFactory) -> None:
         self.ops = factory.ops
         self.norm_first = spec.norm_first
-        self.head_dim = spec.head_dim
         self.scale = spec.attention_scale / (layer + 1 if spec.scale_by_layer else 1)
         self.window = spec.window_of(layer)
         self.activation = ACTIVATIONS[spec.activation]
         factory.tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
+        factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
         linears, norms = spec.linears, spec.norms
         self.attention_norm = LayerNorm(norms.get("attention"), spec.layer_norm_eps, factory)
         self.qkv = Linear(linears["qkv"], factory, split="out")
@@ -57,18 +58,23 @@ class GPTLayer:
         self.up = Linear(linears["mlp_in"], factory, split="out")
         self.down = Linear(linears["down"], factory, split="in")
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V to kv_layer."""
+    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor | None) -> Tensor:
+        """x [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V to kv_layer.
+
+        cos_sin  the rotary table; None: positions are learned
+        """
         if self.norm_first:
-            x = x + self._attend(self.attention_norm(x), batch, kv_layer)
+            x = x + self._attend(self.attention_norm(x), batch, kv_layer, cos_sin)
             return x + self._mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self._attend(x, batch, kv_layer))
+        x = self.attention_norm(x + self._attend(x, batch, kv_layer, cos_sin))
         return self.mlp_norm(x + self._mlp(x))
 
-    def _attend(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, 3 * num_heads, head_dim]
-        q, k, v = heads.chunk(3, dim=1)
-        self.ops.kv_write(k, v, kv_layer, batch.slot_mapping)
+    def _attend(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor | None) -> Tensor:
+        q, k, v = split_heads(self.qkv(x), kv_layer)
+        if cos_sin is None:
+            self.ops.kv_write(k, v, kv_layer, batch.slot_mapping)
+        else:
+            q = self.ops.rope_kv_write(q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping)
         output = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
         return self.out(output.flatten(1))
 
@@ -83,18 +89,24 @@ class GPTLayer:
 class GPT:
     """A causal language model over the paged KV cache, with the interface of `decoder.Decoder`.
 
-    max_len is unused: the checkpoint has the whole position table.
+    max_len  positions of the rotary table, as for a Decoder; learned positions are a whole table of the checkpoint
     """
 
     def __init__(self, spec: GPTSpec, factory: LayerFactory, *, max_len: int | None = None) -> None:
         self.spec = spec
         self.vocabulary = VocabEmbedding(spec, factory)
         self.others = {name: factory.empty(*shape) for name, shape in spec.others.items()}
-        self.positions = self.others[spec.names.positions]  # [num_positions, hidden_size]
+        self.positions = self.others.get(spec.names.positions)  # [num_positions, hidden_size]
         self.project_in = self.others.get(spec.names.project_in)  # [hidden_size, embedding_size]
         self.project_out = self.others.get(spec.names.project_out)  # [embedding_size, hidden_size]
         self.layers = [GPTLayer(spec, layer, factory) for layer in range(spec.num_layers)]
         self.norm = LayerNorm(spec.last_norm, spec.layer_norm_eps, factory) if spec.final_norm else None
+        self.cos_sin: Tensor | None = None
+        if spec.rope_theta is not None:
+            table = factory.ops.rope_table(
+                spec.head_dim, max_len or spec.max_model_len(), spec.rope_theta, scaling=spec.rope_scaling
+            )
+            self.cos_sin = table.to(factory.device)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
@@ -102,9 +114,10 @@ class GPT:
         x = self.vocabulary.embed(token_ids)  # [num_tokens, embedding_size]
         if self.project_in is not None:
             x = F.linear(x, self.project_in)
-        x = x + F.embedding(batch.positions + self.spec.position_offset, self.positions)  # [num_tokens, hidden_size]
+        if self.positions is not None:
+            x = x + F.embedding(batch.positions + self.spec.position_offset, self.positions)
         for index, layer in enumerate(self.layers):
-            x = layer(x, batch, kv[:, index])
+            x = layer(x, batch, kv[:, index], self.cos_sin)  # [num_tokens, hidden_size]
         if logits_rows is not None:
             x = x[logits_rows]
         if self.norm is not None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo.errors import ParameterError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
@@ -22,9 +23,12 @@ def empty_norm(spec: DecoderSpec, size: int, factory: LayerFactory) -> Tensor:
 
 
 class Attention:
-    """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write."""
+    """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write.
 
-    def __init__(self, spec: DecoderSpec, layer: int, factory: LayerFactory, norms: HeadNorms) -> None:
+    norms: those of `spec.norms`
+    """
+
+    def __init__(self, spec: DecoderSpec, layer: int, factory: LayerFactory, norms: dict[str, Tensor]) -> None:
         self.ops = factory.ops
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
@@ -33,11 +37,20 @@ class Attention:
         factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
         self.qkv = Linear(spec.linears["qkv"], factory, split="out")
         self.out = Linear(spec.linears["out"], factory, split="in")
-        self.head_norms = norms
+        self.head_norms: HeadNorms = {"q_norm": norms.get("q"), "k_norm": norms.get("k")}
+        self.joint_norms = [norms[role] for role in ("joint_q", "joint_k") if role in norms]
+        if self.joint_norms and factory.tp.size > 1:
+            raise ParameterError(
+                f"tensor_parallel_size {factory.tp.size} is not supported for {spec.architecture}, which normalises "
+                "all heads of Q and K together; use 1",
+                param="tensor_parallel_size",
+            )
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
         q, k, v = split_heads(self.qkv(x), kv_layer)
+        for heads, norm in zip((q, k), self.joint_norms, strict=False):  # in place: q, k and v are rows of one tensor
+            heads.copy_(self.ops.rms_norm(heads.flatten(1), norm, self.eps).view_as(heads))
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )
@@ -45,7 +58,7 @@ class Attention:
 
     @property
     def max_small_batch_tokens(self) -> int:
-        return min(self.qkv.max_small_batch_tokens, self.out.max_small_batch_tokens)
+        return 0 if self.joint_norms else min(self.qkv.max_small_batch_tokens, self.out.max_small_batch_tokens)
 
     def forward_small_batch(
         self,

@@ -55,6 +55,7 @@ class Weight:
     tensor  to be filled; a view into the tensor that the model computes with. Its last dimensions are those of `shape`
     start   [len(shape)], first index of this rank's part in the checkpoint's tensor
     method  encodes the checkpoint's rows, and is finished once it is filled; None: rows are copied
+    order   row i is row order[i] of the checkpoint's tensor; None: the same order
     """
 
     name: str
@@ -62,10 +63,11 @@ class Weight:
     tensor: Tensor
     start: tuple[int, ...]
     method: LinearMethod | None = None
+    order: tuple[int, ...] | None = None
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Weight:
-        return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim)
+    def whole(cls, name: str, tensor: Tensor, order: tuple[int, ...] | None = None) -> Weight:
+        return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim, order=order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +151,20 @@ class Linear:
         first_in = self.rank * method.weight.shape[-1] if self.split == "in" else 0
         biases = [None] * len(names) if self.bias is None else torch.split(self.bias, self.rows)
         parts = zip(names, shape.out_sizes, torch.split(method.weight, self.rows, dim=-2), biases, strict=True)
-        before = 0
+        offset = 0
         for name, size, weight, bias in parts:
+            before, order = (offset if is_merged else 0), shape.order
+            if order is not None and not is_merged:
+                order = tuple(row - offset for row in order[offset : offset + size])
             first_out = before + (self.rank * weight.shape[-2] if self.split == "out" else 0)
             whole, start = (shape.num_out if is_merged else size, shape.in_size), (first_out, first_in)
             if shape.is_conv1d:
                 yield Weight(f"{prefix}{name}.weight", whole[::-1], weight.mT, start[::-1], method)
             else:
-                yield Weight(f"{prefix}{name}.weight", whole, weight, start, method)
+                yield Weight(f"{prefix}{name}.weight", whole, weight, start, method, order)
             if bias is not None:
-                yield Weight(f"{prefix}{name}.bias", whole[:1], bias, start[:1])
-            before += size if is_merged else 0
+                yield Weight(f"{prefix}{name}.bias", whole[:1], bias, start[:1], order=order)
+            offset += size
 
 
 class VocabEmbedding:
@@ -167,6 +172,7 @@ class VocabEmbedding:
 
     def __init__(self, spec: ModelSpec, factory: LayerFactory) -> None:
         self.names = spec.names
+        self.logits_scaling = spec.logits_scaling
         self.tied = spec.tie_word_embeddings
         self.head = factory.method(*spec.vocabulary, is_head=True)
         self.table = self.head if self.tied else replace(factory, linear_method=PlainMethod).method(*spec.vocabulary)
@@ -177,7 +183,8 @@ class VocabEmbedding:
 
     def logits(self, x: Tensor) -> Tensor:
         """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype."""
-        return self.head.logits(x)
+        logits = self.head.logits(x)
+        return logits if self.logits_scaling == 1.0 else logits.div_(self.logits_scaling)
 
     def weights(self) -> Iterator[Weight]:
         methods = {self.names.embedding: self.table} | ({} if self.tied else {self.names.head: self.head})

@@ -39,6 +39,13 @@ FAMILIES = [
     ),
     Entry(f"{_IN}.gpt2:FAMILY", ("GPT2LMHeadModel",), ("gpt2",)),
     Entry(f"{_IN}.opt:FAMILY", ("OPTForCausalLM",), ("opt",)),
+    Entry(f"{_IN}.phi3:FAMILY", ("Phi3ForCausalLM",), ("phi3",)),
+    Entry(f"{_IN}.olmo2:FAMILY", ("Olmo2ForCausalLM",), ("olmo2",)),
+    Entry(f"{_IN}.smollm3:FAMILY", ("SmolLM3ForCausalLM",), ("smollm3",)),
+    Entry(f"{_IN}.granite:FAMILY", ("GraniteForCausalLM",), ("granite",)),
+    Entry(f"{_IN}.starcoder2:FAMILY", ("Starcoder2ForCausalLM",), ("starcoder2",)),
+    Entry(f"{_IN}.internlm2:FAMILY", ("InternLM2ForCausalLM",), ("internlm2",)),
+    Entry(f"{_IN}.internlm3:FAMILY", ("InternLM3ForCausalLM",), ("internlm3",)),
 ]
 
 

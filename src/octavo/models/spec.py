@@ -1,6 +1,6 @@
 """Descriptions of models, complete apart from the weights: sizes, options, names and shapes of tensors. No torch here.
 
-`config.spec_from_config` reads a `DecoderSpec` from a config.json of the Llama family, a `GPTSpec` for GPT-2 and OPT.
+`config.spec_from_config` reads a `DecoderSpec` from a config.json of the Llama family, a `GPTSpec` for others.
 A spec declares each layer's tensors once (`linears`, `norms`): models create them from it, and memory plans, the doctor
 and the simulator count them.
 """
@@ -21,7 +21,10 @@ class TensorNames:
 
     layer         format string for a layer's number
     qkv, mlp_in   a name for each projection, or one name for a tensor that merges them
+    attention_norm, mlp_norm
+                  before attention and before the MLP; empty: no such norm
     post_norms    after attention and after the MLP, before the addition to the residual stream; empty: no such norms
+    qkv_by_group  the merged Q, K and V are stored group by group: a K/V head's query heads, its K, its V
     is_conv1d     matrices are stored as [in, out], as in GPT-2's first implementation
     """
 
@@ -40,6 +43,7 @@ class TensorNames:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     post_norms: tuple[str, ...] = ()
+    qkv_by_group: bool = False
     is_conv1d: bool = False
 
 
@@ -53,6 +57,7 @@ class LinearShape:
 
     names      of the checkpoint's tensors: one for each projection, or one for a tensor that merges them
     is_conv1d  the checkpoint's tensors are [in_size, num_out]
+    order      row i of the merged weight is row order[i] of the checkpoint's, merged likewise; None: the same order
     """
 
     names: tuple[str, ...]
@@ -60,6 +65,7 @@ class LinearShape:
     out_sizes: tuple[int, ...]
     bias: bool = False
     is_conv1d: bool = False
+    order: tuple[int, ...] | None = None
 
     @property
     def num_out(self) -> int:
@@ -72,11 +78,12 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """A norm's weight [size], and its bias [size] if it has one."""
+    """A norm's weight [size], and its bias [size] if it has one. order: as of `LinearShape`."""
 
     name: str
     size: int
     bias: bool = False
+    order: tuple[int, ...] | None = None
 
     @property
     def num_params(self) -> int:
@@ -94,7 +101,10 @@ class ModelSpec:
     max_position_embeddings  number of positions that were trained
     windows                  sliding window of each layer: the keys that a query sees, its own included. 0: all keys.
                              Empty: no layer has a window
+    logits_scaling           logits are divided by it
     unit_offset_norms        norms multiply by 1 + weight, in float32 for any model dtype
+    rope_scaling             of rotary embedding: validated dict with config.json's keys, the argument of `rope_table`;
+                             None: no scaling
     dtype                    the checkpoint's, a name such as "bfloat16"; for quantised GGUF files, "bfloat16"
     names                    names of the checkpoint's tensors
     """
@@ -113,7 +123,9 @@ class ModelSpec:
     max_position_embeddings: int
     windows: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
+    logits_scaling: float = 1.0
     unit_offset_norms: bool = False
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
@@ -188,8 +200,20 @@ class ModelSpec:
         return max(self.windows) if self.windows and all(self.windows) else None
 
     def max_model_len(self, requested: int | None = None) -> int:
-        """The longest sequence that the model supports; some models extend it if more positions are requested."""
-        return self.max_position_embeddings
+        """The longest sequence that the model supports. If more is requested, some rotary scalings extend it.
+
+        Dynamic scaling and LongRoPE do so only then: their one table for all lengths changes short sequences, too. For
+        YaRN, max_position_embeddings includes the factor in some files, and not in those edited as Qwen's authors
+        advise.
+        """
+        known = self.max_position_embeddings
+        scaling = self.rope_scaling or {}
+        if scaling.get("rope_type") == "longrope":
+            trained = min(known, int(scaling["original_max_position_embeddings"]))
+            return trained if requested is None or requested <= trained else known
+        if requested is None or requested <= known or scaling.get("rope_type") not in ("dynamic", "yarn"):
+            return known
+        return max(known, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,23 +224,29 @@ class DecoderSpec(ModelSpec):
     qkv_bias, o_bias, mlp_bias
                         the projections have a bias
     qk_norm             each head of Q and K is normalised before rotary embedding
+    joint_qk_norm       all heads of Q are normalised together, and those of K
     embedding_scale     factor on embeddings
+    rounded_scale       embedding_scale is rounded to the model's dtype
     attention_scale     factor on attention scores; None: 1 / sqrt(head_dim)
-    rope_scaling        validated dict with config.json's keys, the argument of `rope_table`; None: no scaling
+    rotary_dim          the first dimensions of a head are rotated, an even number of them; None: all
+    nope_layers         layers without rotary embedding
     local_rope_theta    theta of the layers with a sliding window, which are then not scaled; None: rope_theta
     """
 
     model: ClassVar[str] = "octavo.models.decoder:Decoder"
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    rotary_dim: int | None = None
+    nope_layers: tuple[int, ...] = ()
     local_rope_theta: float | None = None
     activation: str = "silu"
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     embedding_scale: float = 1.0
+    rounded_scale: bool = False
     attention_scale: float | None = None
 
     @property
@@ -224,7 +254,7 @@ class DecoderSpec(ModelSpec):
         names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
-            "qkv": LinearShape(names.qkv, hidden, (q_size, kv_size, kv_size), self.qkv_bias),
+            "qkv": LinearShape(names.qkv, hidden, (q_size, kv_size, kv_size), self.qkv_bias, order=self._qkv_order),
             "out": LinearShape((names.out,), q_size, (hidden,), self.o_bias),
             "mlp_in": LinearShape(names.mlp_in, hidden, (inner, inner), self.mlp_bias),
             "down": LinearShape((names.down,), inner, (hidden,), self.mlp_bias),
@@ -233,30 +263,48 @@ class DecoderSpec(ModelSpec):
     @property
     def norms(self) -> dict[str, NormShape]:
         names, hidden = self.names, self.hidden_size
-        norms = {"attention": NormShape(names.attention_norm, hidden), "mlp": NormShape(names.mlp_norm, hidden)}
-        for role, name in zip(("after_attention", "after_mlp"), names.post_norms, strict=False):
-            norms[role] = NormShape(name, hidden)
-        if self.qk_norm:
-            norms |= {role: NormShape(name, self.head_dim) for role, name in zip("qk", names.qk_norms, strict=True)}
+        roles = {"attention": names.attention_norm, "mlp": names.mlp_norm}
+        roles |= zip(("after_attention", "after_mlp"), names.post_norms, strict=False)
+        norms = {role: NormShape(name, hidden) for role, name in roles.items() if name}
+        q, k = names.qk_norms
+        if self.joint_qk_norm:
+            norms["joint_q"] = NormShape(q, self.num_heads * self.head_dim)
+            norms["joint_k"] = NormShape(k, self.num_kv_heads * self.head_dim)
+        elif self.qk_norm:
+            order = None if self.rotary_dim is None else self._head_order
+            norms |= {role: NormShape(name, self.head_dim, order=order) for role, name in (("q", q), ("k", k))}
         return norms
 
-    def max_model_len(self, requested: int | None = None) -> int:
-        """See `ModelSpec`. Dynamic scaling and YaRN extend the trained length by `factor`, if more is requested.
+    @property
+    def _head_order(self) -> tuple[int, ...]:
+        """Row in the checkpoint of each row of a head of Q or K. Pairs are half a head apart, rotated ones first.
 
-        Dynamic scaling is not the default because its one table for all lengths changes short sequences, too. For YaRN,
-        max_position_embeddings includes the factor in some files, and not in those edited as Qwen's authors advise.
+        head_dim 6, rotary_dim 2:   in the checkpoint, r are a pair   r r 0 1 2 3      here   r 0 1 r 2 3
         """
-        known = self.max_position_embeddings
-        scaling = self.rope_scaling or {}
-        if requested is None or requested <= known or scaling.get("rope_type") not in ("dynamic", "yarn"):
-            return known
-        return max(known, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
+        rotated = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        pairs, split = rotated // 2, rotated + (self.head_dim - rotated) // 2
+        return (*range(pairs), *range(rotated, split), *range(pairs, rotated), *range(split, self.head_dim))
+
+    @property
+    def _qkv_order(self) -> tuple[int, ...] | None:
+        if self.rotary_dim is None and not self.names.qkv_by_group:
+            return None
+        num_heads, num_groups = self.num_heads, self.num_kv_heads
+        heads = list(range(num_heads + 2 * num_groups))
+        if self.names.qkv_by_group:
+            queries = num_heads // num_groups
+            first = range(0, len(heads), queries + 2)  # of each group
+            heads = [start + i for start in first for i in range(queries)]
+            heads += [start + queries + i for i in range(2) for start in first]
+        rows = [self._head_order] * (num_heads + num_groups) + [tuple(range(self.head_dim))] * num_groups
+        return tuple(head * self.head_dim + row for head, order in zip(heads, rows, strict=True) for row in order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTSpec(ModelSpec):
-    """GPT-2 and OPT: layer norms, learned positions, an MLP of two projections.
+    """GPT-2, OPT and StarCoder2: layer norms, learned or rotary positions, an MLP of two projections.
 
+    rope_theta          None: positions are learned
     embedding_size      width of the embeddings; if it is not hidden_size, projections convert between them (OPT-350m)
     position_offset     row of the position table for position 0
     activation          of the MLP, a key of `gpt.ACTIVATIONS`
@@ -271,6 +319,7 @@ class GPTSpec(ModelSpec):
     model: ClassVar[str] = "octavo.models.gpt:GPT"
     layer_norm_eps: float
     embedding_size: int
+    rope_theta: float | None = None
     position_offset: int = 0
     activation: str = "gelu_tanh"
     norm_first: bool = True
@@ -283,9 +332,10 @@ class GPTSpec(ModelSpec):
     @property
     def linears(self) -> dict[str, LinearShape]:
         names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes = {
-            "qkv": (names.qkv, hidden, (hidden, hidden, hidden)),
-            "out": ((names.out,), hidden, (hidden,)),
+            "qkv": (names.qkv, hidden, (q_size, kv_size, kv_size)),
+            "out": ((names.out,), q_size, (hidden,)),
             "mlp_in": (names.mlp_in, hidden, (inner,)),
             "down": ((names.down,), inner, (hidden,)),
         }
@@ -312,7 +362,9 @@ class GPTSpec(ModelSpec):
     def others(self) -> Mapping[str, tuple[int, ...]]:
         """Learned positions, and the projections between embedding_size and hidden_size."""
         hidden, width = self.hidden_size, self.embedding_size
-        shapes = {self.names.positions: (self.max_position_embeddings + self.position_offset, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.rope_theta is None:
+            shapes[self.names.positions] = self.max_position_embeddings + self.position_offset, hidden
         if width != hidden:
             shapes |= {self.names.project_in: (hidden, width), self.names.project_out: (width, hidden)}
         return shapes

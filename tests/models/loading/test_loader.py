@@ -50,6 +50,8 @@ def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
     for weight in found:
         tensor = filled.setdefault(weight.name, torch.full(weight.shape, torch.nan, dtype=weight.tensor.dtype))
         part = tuple(slice(a, a + size) for a, size in zip(weight.start, weight.tensor.shape, strict=True))
+        if weight.order is not None:
+            part = (torch.tensor(weight.order)[part[0]], *part[1:])
         assert tensor[part].isnan().all()  # no two parts of a tensor overlap
         tensor[part] = weight.tensor
     for name, tensor in filled.items():

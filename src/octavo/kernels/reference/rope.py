@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import UnsupportedModelError
@@ -18,40 +19,59 @@ def rope_table(
     theta: float,
     *,
     scaling: dict[str, Any] | None = None,
+    rotary_dim: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """cos and sin of the angles of each position -> [max_len, head_dim]: head_dim / 2 cosines, then the sines.
 
-    `scaling` is `rope_scaling` or `rope_parameters` of config.json: "default", "linear", "dynamic", "llama3" or "yarn"
-    (arXiv 2309.00071). Raises `UnsupportedModelError` for another.
+    `scaling` is `rope_scaling` or `rope_parameters` of config.json: "default", "linear", "dynamic", "llama3", "yarn"
+    (arXiv 2309.00071) or "longrope" (arXiv 2402.13753). Raises `UnsupportedModelError` for another.
 
-    "dynamic" scaling depends on the length of a sequence, but K in the cache has its angles already. So max_len sets
-    the scale once: plain rope up to the trained length, else the angles of a sequence of max_len tokens.
+    "dynamic" and "longrope" depend on the length of a sequence, but K in the cache has its angles already. So max_len
+    chooses the angles once: those of short sequences up to the trained length, else of a sequence of max_len tokens.
+
+    rotary_dim  dimensions of a head that are rotated, the first rotary_dim / 2 pairs; None: all. The angle of the
+                others is 0
     """
     wide = accumulation_dtype(dtype)
     scaling = scaling or {}
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "dynamic":
         stretch = max(1.0, max_len / scaling["original_max_position_embeddings"])
-        theta *= (scaling["factor"] * (stretch - 1) + 1) ** (head_dim / (head_dim - 2))
-    exponents = torch.arange(0, head_dim, 2, device=device).to(wide) / head_dim
-    frequencies: Tensor = 1.0 / torch.pow(theta, exponents)  # [head_dim / 2]
+        theta *= (scaling["factor"] * (stretch - 1) + 1) ** (rotary_dim / (rotary_dim - 2))
+    exponents = torch.arange(0, rotary_dim, 2, device=device).to(wide) / rotary_dim
+    wavelengths = torch.pow(theta, exponents)  # [rotary_dim / 2], of a radian
     amplitude = 1.0
+    if kind == "longrope":
+        stretched, amplitude = _longrope_factors(scaling, max_len)
+        wavelengths *= torch.tensor(stretched, dtype=wide, device=device)
+    frequencies: Tensor = 1.0 / wavelengths
     if kind == "linear":
         frequencies = frequencies / scaling["factor"]
     elif kind == "llama3":
         frequencies = _llama3_frequencies(frequencies, scaling)
     elif kind == "yarn":
         frequencies, amplitude = _yarn_frequencies(frequencies, theta, scaling)
-    elif kind not in ("default", "dynamic"):
+    elif kind not in ("default", "dynamic", "longrope"):
         raise UnsupportedModelError(
-            f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn",
+            f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope",
             param="rope_scaling",
         )
-    angles = torch.outer(torch.arange(max_len, device=device).to(wide), frequencies)  # [max_len, head_dim / 2]
-    table: Tensor = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude
-    return table.to(dtype)
+    angles = torch.outer(torch.arange(max_len, device=device).to(wide), frequencies)  # [max_len, rotary_dim / 2]
+    rest = 0, (head_dim - rotary_dim) // 2
+    cos, sin = F.pad(angles.cos() * amplitude, rest, value=1.0), F.pad(angles.sin() * amplitude, rest)
+    return torch.cat((cos, sin), dim=-1).to(dtype)
+
+
+def _longrope_factors(scaling: dict[str, Any], max_len: int) -> tuple[list[float], float]:
+    """LongRoPE's factor on each wavelength, for sequences up to max_len, and the factor on cos and sin."""
+    trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    amplitude = scaling.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return scaling["long_factor" if max_len > trained else "short_factor"], float(amplitude)
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:

@@ -65,6 +65,7 @@ def read(config: Config, common: Config) -> DecoderSpec:
         qk_norm=True,
         unit_offset_norms=True,
         embedding_scale=read_size(config, "hidden_size") ** 0.5,
+        rounded_scale=True,
         attention_scale=read_number(config, "query_pre_attn_scalar") ** -0.5,
         windows=read_windows(config, lambda layer: (layer + 1) % period != 0),
         rope_theta=rope_theta,

@@ -11,4 +11,8 @@ def read(config: Config, common: Config) -> DecoderSpec:
     return read_decoder_spec(config, common, windows=read_windows(config, lambda layer: True))
 
 
-FAMILY = Family(read=read, keys=(*DECODER_KEYS, "sliding_window"), defaults={"sliding_window": 4096})
+FAMILY = Family(
+    read=read,
+    keys=(*DECODER_KEYS, "sliding_window"),
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+)

@@ -31,4 +31,4 @@ def read(config: Config, common: Config) -> DecoderSpec:
     return read_decoder_spec(config, common, qkv_bias=True, windows=read_qwen_windows(config))
 
 
-FAMILY = Family(read=read, keys=(*DECODER_KEYS, *WINDOW_KEYS))
+FAMILY = Family(read=read, keys=(*DECODER_KEYS, *WINDOW_KEYS), defaults={"num_key_value_heads": 32})

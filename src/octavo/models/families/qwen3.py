@@ -17,5 +17,5 @@ def read(config: Config, common: Config) -> DecoderSpec:
 FAMILY = Family(
     read=read,
     keys=(*DECODER_KEYS, *WINDOW_KEYS, "attention_bias"),
-    defaults={"head_dim": 128},
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
 )

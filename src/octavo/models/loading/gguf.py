@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
-from octavo.models.loading.stored_tensor import StoredTensor, duplicate, raise_problems
+from octavo.models.loading.stored_tensor import Rows, StoredTensor, duplicate, raise_problems
 from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 
@@ -75,12 +75,12 @@ def _half_rotation_rows(num_rows: int, num_heads: int) -> np.ndarray | None:
 
 def _dequantised_row_reader(
     tensor: gguf.ReaderTensor, shape: tuple[int, ...], order: np.ndarray | None
-) -> Callable[[int, int], Tensor]:
-    def read(first: int, last: int) -> Tensor:
+) -> Callable[[Rows], Tensor]:
+    def read(rows: Rows) -> Tensor:
         # Rows are whole quantisation blocks, so they can be reordered before decoding.
-        rows = np.asarray(tensor.data[first:last] if order is None else tensor.data[order[first:last]])
+        data = np.asarray(tensor.data[rows if order is None else order[rows]])
         # Decoded as one long row: gguf decodes sixteen rows at a time, and its Python costs more than its arithmetic.
-        values = gguf.quants.dequantize(rows.reshape(1, -1), tensor.tensor_type)
-        return torch.from_numpy(np.require(values, requirements="W").reshape(last - first, *shape[1:]))
+        values = gguf.quants.dequantize(data.reshape(1, -1), tensor.tensor_type)
+        return torch.from_numpy(np.require(values, requirements="W").reshape(len(data), *shape[1:]))
 
     return read

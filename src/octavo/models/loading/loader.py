@@ -200,7 +200,8 @@ def _copy_jobs(weight: Weight, stored: StoredTensor) -> Iterator[tuple[Weight, S
 def _copy_rows(weight: Weight, stored: StoredTensor, first: int, last: int) -> str | None:
     """Copy rows [first, last) of the weight's tensor; returns a problem if they contain NaN or infinity."""
     target = weight.tensor.narrow(-len(weight.shape), first, last - first)
-    rows = stored.read(weight.start[0] + first, weight.start[0] + last)
+    part = slice(weight.start[0] + first, weight.start[0] + last)
+    rows = stored.read(part if weight.order is None else list(weight.order[part]))
     for dim in range(1, rows.ndim):
         rows = rows.narrow(dim, weight.start[dim], target.shape[dim - rows.ndim])
     target.copy_(rows if weight.method is None else weight.method.encode(rows))

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.checkpoint.safetensors_header import check_headers
 from octavo.errors import cut
-from octavo.models.loading.stored_tensor import FLOAT_DTYPES, StoredTensor, duplicate, raise_problems
+from octavo.models.loading.stored_tensor import FLOAT_DTYPES, Rows, StoredTensor, duplicate, raise_problems
 from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 
@@ -40,9 +40,9 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
     return stored
 
 
-def _row_reader(shard: Any, key: str, plus_one: bool) -> Callable[[int, int], Tensor]:
-    def read(first: int, last: int) -> Tensor:
-        rows: Tensor = shard.get_tensor(key)[first:last]  # get_tensor returns a view of the mapping
-        return rows.float() + 1 if plus_one else rows
+def _row_reader(shard: Any, key: str, plus_one: bool) -> Callable[[Rows], Tensor]:
+    def read(rows: Rows) -> Tensor:
+        values: Tensor = shard.get_tensor(key)[rows]  # get_tensor returns a view of the mapping
+        return values.float() + 1 if plus_one else values
 
     return read

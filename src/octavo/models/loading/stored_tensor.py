@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from octavo.errors import CheckpointError, cut
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 """Supported dtypes of safetensors files."""
 
+Rows: TypeAlias = slice | list[int]
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -20,14 +23,14 @@ class StoredTensor:
 
     dtype         the file format's name of it
     is_supported  `read` supports the dtype
-    read          (first, last) -> rows [first, last) in any float dtype; may be a view of the mapped file
+    read          (slice or list of rows) -> these rows, in any float dtype; may be a view of the mapped file
     file          name of the file
     """
 
     shape: tuple[int, ...]
     dtype: str
     is_supported: bool
-    read: Callable[[int, int], Tensor]
+    read: Callable[[Rows], Tensor]
     file: str
 
 
