@@ -110,8 +110,9 @@ def test_names_of_biases_differ_by_family() -> None:
         (
             "Phi3ForCausalLM",
             {"partial_rotary_factor": 0.45},
-            "partial_rotary_factor is 0.45; expected a part of head_dim",
+            "partial_rotary_factor is 0.45; expected an even part of head_dim",
         ),
+        ("Phi3ForCausalLM", {"head_dim": 13, "partial_rotary_factor": 0.95}, "even part of head_dim, 13"),
         ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
         (
             "Phi3ForCausalLM",
