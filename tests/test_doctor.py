@@ -78,6 +78,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "opt": OPT,
     "opt, narrow": OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
+    "phi3": LLAMA | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
+    "olmo2": LLAMA | {"architectures": ["Olmo2ForCausalLM"]},
+    "smollm3": LLAMA | {"architectures": ["SmolLM3ForCausalLM"]},
+    "granite": LLAMA | {"architectures": ["GraniteForCausalLM"], "attention_bias": True},
+    "starcoder2": LLAMA | {"architectures": ["Starcoder2ForCausalLM"]},
+    "internlm2": LLAMA | {"architectures": ["InternLM2ForCausalLM"]},
+    "internlm3": LLAMA | {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True},
     "opt, bare": OPT | {"layer_norm_elementwise_affine": False, "enable_bias": False},
 }
 

@@ -22,6 +22,7 @@ from octavo.models import config as model_config
 from octavo.models import registry
 from octavo.models.config_keys import config_keys
 from tests.models.tiny import (
+    INTERNLM,
     KINDS,
     PagedRun,
     assert_close,
@@ -33,7 +34,9 @@ from tests.models.tiny import (
 
 Change = dict[str, Any]
 ABSENT = object()
-PROMPTS = random_prompts(40, 9)
+PROMPTS = random_prompts(40, 33)  # beyond the trained length of scaled rotary embedding
+SHARED_KINDS = [kind for kind in KINDS if kind not in INTERNLM]
+"""Families that Transformers has, too."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -131,7 +134,7 @@ GROUPS: dict[str, Callable[[Change], Iterator[Change]]] = {
 
 def octavo_logits(directory: Path) -> list[Tensor] | ModelError:
     try:
-        return PagedRun(load_tiny(directory, max_len=128), PROMPTS, block_size=8).run(64)
+        return PagedRun(load_tiny(directory, max_len=40), PROMPTS, block_size=8).run(64)
     except ModelError as error:
         return error
 
@@ -174,7 +177,7 @@ def test_variants_of_llama_equal_transformers_or_are_refused(group: str, tmp_pat
 
 @pytest.mark.proof
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_variants_equal_transformers_or_are_refused(kind: str, group: str, tmp_path: Path) -> None:
     assert problems(kind, group, tmp_path / "model") == []
 
@@ -230,7 +233,7 @@ def test_the_table_lists_all_keys_that_the_family_reads(kind: str, tmp_path: Pat
     assert config_keys(family).sort(seen, "config.json").read == tuple(sorted(seen))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_the_table_knows_all_keys_of_transformers_configuration(kind: str, tmp_path: Path) -> None:
     config = json.loads((make_tiny_checkpoint(kind, tmp_path / kind) / "config.json").read_text())
     keys = config_class(config)().to_dict() | transformers.PreTrainedConfig().to_dict()

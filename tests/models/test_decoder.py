@@ -331,6 +331,38 @@ def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
     assert_close(plain[0], transformers_logits(directory, PROMPTS[1:2])[0])
 
 
+def test_longrope_beyond_the_trained_length(tmp_path: Path) -> None:
+    """Transformers chooses the factors by the length of the sequence, a table by the maximum."""
+    directory = make_tiny_checkpoint("phi3", tmp_path, original_max_position_embeddings=16)
+    spec = read_spec(directory)
+    assert [spec.max_model_len(requested) for requested in (None, -1, 16, 17, 999)] == [16, 16, 16, 128, 128]
+    short, _, long, _ = transformers_logits(directory, PROMPTS[:2] + PROMPTS[2:])
+    for prompt, expected, max_len in ((PROMPTS[0], short, None), (PROMPTS[2], long, 23), (PROMPTS[2], long, 128)):
+        assert_close(PagedRun(load_tiny(directory, max_len=max_len), [prompt], block_size=8).run(5)[0], expected)
+    (plain,) = PagedRun(load_tiny(directory, max_len=16), [PROMPTS[2][:16]], block_size=8).run(5)
+    assert (plain - long[:16]).abs().max() > 1e-3 * long.abs().max()  # the tables differ
+
+
+def test_norms_of_partly_rotated_heads_follow_the_order_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3 with the rotation of Phi-3: no supported family has both."""
+    import transformers
+    from transformers.models.phi3 import modeling_phi3
+    from transformers.models.qwen3 import modeling_qwen3
+
+    directory = make_tiny_checkpoint("qwen3", tmp_path)  # head_dim 24
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", modeling_phi3.apply_rotary_pos_emb)
+    model.model.rotary_emb.inv_freq = 1e4 ** -(torch.arange(0, 8, 2) / 8)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPTS[2]])).logits[0]
+    spec = dataclasses.replace(read_spec(directory), rotary_dim=8)
+    for ops in (reference, cpu, SmallBatchPath()):
+        decoder = load_model(open_checkpoint(directory), spec, dtype=torch.float32, device="cpu", ops=ops)
+        assert_close(PagedRun(decoder, PROMPTS[2:3], block_size=8).run(5)[0], expected)
+
+
 @pytest.mark.parametrize("case", ["gemma3", "gpt2", "opt norms after"])
 def test_each_linear_layer_has_a_method_that_owns_its_weight(models: Any, case: str) -> None:
     decoder = load_tiny(models[case][0])
@@ -384,6 +416,24 @@ def test_two_ranks_give_the_same_logits(models: Any, case: str) -> None:
     for result in results:
         for actual, wanted in zip(result, expected, strict=True):
             assert_close(actual, wanted)
+
+
+def test_norms_of_all_heads_together_need_one_rank(models: Any) -> None:
+    with pytest.raises(ParameterError, match="tensor_parallel_size 3 is not supported for Olmo2ForCausalLM"):
+        load_tiny(models["olmo2 biases"][0], tp=TensorParallel(0, 3))
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "smollm3", "granite", "internlm2", "internlm3"])
+def test_small_batches_have_a_path_where_norms_come_first(models: Any, kind: str) -> None:
+    sizes = [load_tiny(models[name][0], SmallBatchPath()).max_small_batch_tokens for name in (kind, "olmo2")]
+    assert sizes == [6, 0]
+
+
+def test_granite_adds_no_operation_to_a_layer(models: Any) -> None:
+    spec = read_spec(models["granite"][0])
+    assert isinstance(spec, DecoderSpec)
+    assert spec.embedding_scale == pytest.approx(3.7 / 0.31) and spec.rms_norm_eps == pytest.approx(1e-6 / 0.31**2)
+    assert load_tiny(models["granite"][0], dtype=torch.bfloat16).embedding_scale == spec.embedding_scale
 
 
 def test_tensor_parallel_size_must_divide_the_heads(models: Any) -> None:

@@ -33,6 +33,8 @@ HUB_COPIES = ("consolidated*", "original/*")
 """The same weights in their authors' format, which some repositories hold beside Transformers'."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CUSTOM_CODE_KEYS = ("auto_map", "custom_code", "trust_remote_code")
+INDEXES = ("model.safetensors.index.json", "consolidated.safetensors.index.json")
+"""The index of Transformers' files, and of Mistral's own, which may be beside them."""
 MAX_JSON_BYTES = 256 << 20
 """Maximum size of a JSON file; the largest tokenizer.json in use has about 35 MB."""
 MAX_PROBLEMS = 10
@@ -190,8 +192,9 @@ def _open_directory(path: Path, weights: bool = True) -> Checkpoint:
 
 def _shards(path: Path, names: Sequence[str]) -> tuple[Path, ...]:
     """The weight files. If there is an index it decides; other files in the directory are ignored."""
-    if "model.safetensors.index.json" in names:
-        return _indexed_shards(path, path / "model.safetensors.index.json")
+    for index in INDEXES:
+        if index in names:
+            return _indexed_shards(path, path / index)
     files = [n for n in names if n.endswith(".safetensors")]
     if "model.safetensors" in files:
         files = ["model.safetensors"]

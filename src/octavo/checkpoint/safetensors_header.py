@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.checkpoint.resolve import Checkpoint, join_problems, parse_json, read_json
+from octavo.checkpoint.resolve import INDEXES, Checkpoint, join_problems, parse_json, read_json
 from octavo.errors import CheckpointError, cut
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
-INDEX = "model.safetensors.index.json"
 
 
 CHUNK_BYTES = 1 << 20
@@ -69,8 +68,8 @@ def check_headers(checkpoint: Checkpoint) -> None:
             if name in file_of_tensor:
                 problems.append(f"{cut(name)} is in two shards, {cut(file_of_tensor[name])} and {cut(path.name)}")
             file_of_tensor[name] = path.name
-    index = checkpoint.path / INDEX
-    if not problems and index.is_file():
+    index = next((path for name in INDEXES if (path := checkpoint.path / name).is_file()), None)
+    if not problems and index is not None:
         problems += _differences(read_json(index).get("weight_map", {}), file_of_tensor)
     if problems:
         raise CheckpointError(f"{checkpoint.path}: {join_problems(problems)}; fetch the model again")

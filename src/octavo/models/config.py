@@ -58,12 +58,13 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
             param="quantization_config",
         )
     config_keys(family).check(config, "config.json", "use a checkpoint without it")
+    eos_token_ids = read_eos_token_ids(generation_config or {}, outer, config)
     config = {**family.defaults, **config}
     common: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": read_size(config, "vocab_size"),
         "tie_word_embeddings": read_flag(config, "tie_word_embeddings"),
-        "eos_token_ids": read_eos_token_ids(generation_config or {}, outer, config),
+        "eos_token_ids": eos_token_ids or read_eos_token_ids(config),
         "bos_token_id": read_token_id(config, "bos_token_id"),
         "dtype": read_dtype(config),
     }

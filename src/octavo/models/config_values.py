@@ -191,8 +191,8 @@ def read_rope(config: Config, theta: float = 10000.0, *, partial: bool = False) 
     options = {"yarn": _YARN_OPTIONS, "longrope": ("attention_factor",)}.get(kind, ())
     given = [key for key in options if scaling.get(key) not in (None, 0)]
     numbers = {key: read_number(scaling, key) for key in (*needed, *given)}
-    if kind == "longrope" and numbers["original_max_position_embeddings"] <= 1:
-        raise value_error("original_max_position_embeddings", 1, "a number above 1, for longrope")
+    if kind == "longrope" and (trained := numbers["original_max_position_embeddings"]) <= 1:
+        raise value_error("original_max_position_embeddings", trained, "a number above 1, for longrope")
     if kind == "yarn" and theta <= 1:
         raise value_error("rope_theta", theta, "a number above 1, for yarn")
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
@@ -235,8 +235,8 @@ def read_rotary_dim(config: Config, head_dim: int) -> int:
     """The dimensions of a head that are rotated, by `partial_rotary_factor`."""
     factor = read_number(config | rope_parameters(config), "partial_rotary_factor", default=1.0)
     rotary_dim = int(head_dim * factor)
-    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
-        raise value_error("partial_rotary_factor", factor, f"a part of head_dim, {head_dim}, that is an even number")
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2 or head_dim % 2:
+        raise value_error("partial_rotary_factor", factor, f"an even part of head_dim, {head_dim}, an even number")
     return rotary_dim
 
 

@@ -52,6 +52,7 @@ class Family:
     aliases   other names of keys, which override them
     defaults  Transformers' defaults for keys that published config.json files omit. A key that is null is not omitted
     renamed   (pattern, replacement): names of tensors in older and multimodal checkpoints -> Transformers' names today
+    interleaved  pattern of names of Q and K in files whose rows are in the order of neighbouring rotary pairs
     gguf      how GGUF files store it
     """
 
@@ -61,7 +62,11 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Config = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
+    interleaved: str = ""
     gguf: GGUFFormat = GGUFFormat()
+
+    def is_interleaved(self, stored: str) -> bool:
+        return bool(self.interleaved and re.match(self.interleaved, stored))
 
     def rename_keys(self, config: Config) -> Config:
         """config.json without aliases."""

@@ -41,8 +41,8 @@ class Attention:
         self.joint_norms = [norms[role] for role in ("joint_q", "joint_k") if role in norms]
         if self.joint_norms and factory.tp.size > 1:
             raise ParameterError(
-                f"tensor_parallel_size {factory.tp.size} is not supported for {spec.architecture}, which normalises "
-                "all heads of Q and K together; use 1",
+                f"tensor_parallel_size {factory.tp.size} is not supported for {spec.architecture}: it normalises all "
+                "heads together; use 1",
                 param="tensor_parallel_size",
             )
 

@@ -81,8 +81,8 @@ def test_scaling_type_under_the_older_key() -> None:
 
 
 def test_unknown_scaling_is_rejected() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*supported: default, linear, dynamic, llama3, yarn"):
-        reference.rope_table(16, 50, 10000.0, scaling={"rope_type": "longrope"})
+    with pytest.raises(UnsupportedModelError, match=r"'mrope'.*supported: default, linear, dynamic, llama3, yarn"):
+        reference.rope_table(16, 50, 10000.0, scaling={"rope_type": "mrope"})
 
 
 @BOTH

@@ -19,9 +19,10 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, ModelError, ModelNotFoundError
 from octavo.kernels.cpu import ops as cpu
 from octavo.models.decoder import Decoder
+from octavo.models.families import mistral
 from octavo.models.loading import loader
-from octavo.models.loading.gguf import _half_rotation_rows
 from octavo.models.loading.loader import Model
+from octavo.models.loading.stored_tensor import half_rotation_rows
 from octavo.models.spec import DecoderSpec
 from tests.models.tiny import (
     KINDS,
@@ -140,6 +141,31 @@ def test_names_of_older_checkpoints(kind: str, prefix: str, extra: dict[str, Ten
     assert_same_tensors(load_tiny(edit(directory, lambda tensors: tensors.update(extra))), expected)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_consolidated_files_of_mistral(sharded: bool, tmp_path: Path) -> None:
+    """Mistral's own names, and rows of Q and K in the order of neighbouring rotary pairs."""
+    directory = make_tiny_checkpoint("mistral", tmp_path / "mistral")
+    config = json.loads((directory / "config.json").read_text())
+    expected = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    own = {new: old for old, new in mistral.PARTS.items()}
+    own |= {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers"}
+    tensors = {}
+    for name, tensor in expected.items():
+        count = next((count for part, count in heads.items() if part in name), 0)
+        stored = torch.from_numpy(interleave(tensor.numpy(), count)).contiguous() if count else tensor
+        for new, old in own.items():
+            name = name.replace(new, old)
+        tensors[name] = stored
+    file = "consolidated-00001-of-00001.safetensors" if sharded else "consolidated.safetensors"
+    save_file(tensors, directory / file)
+    if sharded:
+        index = {"weight_map": dict.fromkeys(tensors, file)}
+        (directory / "consolidated.safetensors.index.json").write_text(json.dumps(index))
+    assert_same_tensors(load_tiny(directory), expected)
+
+
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
 def test_text_weights_of_a_multimodal_checkpoint(layout: str, tmp_path: Path) -> None:
     directory = make_tiny_checkpoint("gemma3", tmp_path / "gemma3")
@@ -203,7 +229,7 @@ def test_quantised_gguf_is_decoded(quantisation: str, tmp_path: Path) -> None:
 
 def test_half_rotation_rows_invert_the_converters_order() -> None:
     rows = torch.arange(30).numpy()
-    order = _half_rotation_rows(30, 5)
+    order = half_rotation_rows(30, 5)
     assert order is not None
     assert (interleave(rows, 5)[order] == rows).all()
     assert order[:6].tolist() == [0, 2, 4, 1, 3, 5]

@@ -21,8 +21,8 @@ def read(config: Config, common: Config) -> DecoderSpec:
             f"rope scaling {cut(repr(kind))} is not supported; supported in Phi-3: default, longrope",
             param="rope_scaling",
         )
-    config = config | {"rope_parameters": scaling | {"rope_type": kind}}
-    windows = read_windows(config, lambda layer: True)
+    config = config | {"rope_scaling": None, "rope_parameters": scaling | {"rope_type": kind}}
+    windows = read_windows(config | {"layer_types": None}, lambda layer: True)
     return read_decoder_spec(config, common, partial_rotary=True, windows=windows, names=NAMES)
 
 

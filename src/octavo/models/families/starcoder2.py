@@ -29,7 +29,9 @@ def read(config: Config, common: Config) -> GPTSpec:
     sizes = read_even_heads(config, "hidden_size", "num_attention_heads")
     num_kv_heads = read_size(config, "num_key_value_heads", maximum=MAX_HEADS)
     if sizes["num_heads"] % num_kv_heads:
-        raise value_error("num_attention_heads", sizes["num_heads"], f"a multiple of {num_kv_heads} K/V heads")
+        raise value_error(
+            "num_attention_heads", sizes["num_heads"], f"a multiple of num_key_value_heads, {num_kv_heads}"
+        )
     head_dim = read_size(config, "head_dim", default=sizes["head_dim"], maximum=MAX_HEAD_DIM)
     rope_theta, rope_scaling = read_rope(config)
     check_rotary_dim(rope_scaling, head_dim)
@@ -46,7 +48,7 @@ def read(config: Config, common: Config) -> GPTSpec:
         attention_scale=head_dim**-0.5,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        windows=read_windows(config, lambda layer: True),
+        windows=read_windows(config | {"layer_types": None}, lambda layer: True),
         names=NAMES,
     )
 

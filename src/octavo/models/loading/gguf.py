@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
-from octavo.models.loading.stored_tensor import Rows, StoredTensor, duplicate, raise_problems
+from octavo.models.loading.stored_tensor import Rows, StoredTensor, duplicate, half_rotation_rows, raise_problems
 from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 
@@ -41,7 +41,7 @@ def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor
     for tensor in reader.tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
         heads = next((count for part, count in permuted.items() if part in tensor.name), None)
-        order = None if heads is None else _half_rotation_rows(shape[0], heads)
+        order = None if heads is None else half_rotation_rows(shape[0], heads)
         read = _dequantised_row_reader(tensor, shape, order)
         kind = tensor.tensor_type
         name = _transformers_name(tensor.name, form.parts)
@@ -60,17 +60,6 @@ def _is_supported(kind: gguf.GGMLQuantizationType) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def _half_rotation_rows(num_rows: int, num_heads: int) -> np.ndarray | None:
-    """Index in a GGUF file of architecture "llama" of each row of a Q or K projection; None for a wrong shape.
-
-    llama.cpp's rotary embedding pairs neighbouring rows of a head, Transformers' rows half a head apart. The rows in
-    the file are interleaved for llama.cpp:      in the file   0 3 1 4 2 5      result   0 1 2 3 4 5     (head_dim 6)
-    """
-    if num_rows % (2 * num_heads):
-        return None  # the comparison with the model reports the shape
-    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _dequantised_row_reader(

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.checkpoint.safetensors_header import check_headers
 from octavo.errors import cut
-from octavo.models.loading.stored_tensor import FLOAT_DTYPES, Rows, StoredTensor, duplicate, raise_problems
+from octavo.models.loading.stored_tensor import (
+    FLOAT_DTYPES,
+    Rows,
+    StoredTensor,
+    duplicate,
+    half_rotation_rows,
+    raise_problems,
+)
 from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 
@@ -34,15 +42,17 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
             if name in stored:
                 problems.append(duplicate(name))  # an old and a new name
             shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-            read = _row_reader(shard, key, spec.unit_offset_norms and name.endswith("norm.weight"))
+            heads = {".q_proj": spec.num_heads, ".k_proj": spec.num_kv_heads}.get(name[-14:-7], 0)
+            order = half_rotation_rows(shape[0], heads) if heads and family.is_interleaved(key) else None
+            read = _row_reader(shard, key, order, spec.unit_offset_norms and name.endswith("norm.weight"))
             stored[name] = StoredTensor(shape, dtype, dtype in FLOAT_DTYPES, read, path.name)
     raise_problems(checkpoint, problems)
     return stored
 
 
-def _row_reader(shard: Any, key: str, plus_one: bool) -> Callable[[Rows], Tensor]:
+def _row_reader(shard: Any, key: str, order: np.ndarray | None, plus_one: bool) -> Callable[[Rows], Tensor]:
     def read(rows: Rows) -> Tensor:
-        values: Tensor = shard.get_tensor(key)[rows]  # get_tensor returns a view of the mapping
+        values: Tensor = shard.get_tensor(key)[rows if order is None else order[rows]]  # a view of the mapping
         return values.float() + 1 if plus_one else values
 
     return read

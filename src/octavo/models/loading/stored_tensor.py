@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint, join_problems
@@ -32,6 +33,17 @@ class StoredTensor:
     is_supported: bool
     read: Callable[[Rows], Tensor]
     file: str
+
+
+def half_rotation_rows(num_rows: int, num_heads: int) -> np.ndarray | None:
+    """Index in the file of each row of a Q or K projection whose rows are interleaved; None for a wrong shape.
+
+    llama.cpp's files of Llama and Mistral's own are for a rotary embedding that pairs neighbouring rows of a head;
+    Transformers' pairs rows half a head apart:   in the file   0 3 1 4 2 5   result   0 1 2 3 4 5     (head_dim 6)
+    """
+    if num_rows % (2 * num_heads):
+        return None  # the comparison with the model reports the shape
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def duplicate(name: str) -> str:
