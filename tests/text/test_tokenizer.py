@@ -277,10 +277,17 @@ def test_negative_ids_mean_no_token(model_dir, nothing):
     assert nothing not in tokenizer.eos_token_ids
 
 
-def test_tokenizer_config_overrides_special_tokens_map(model_dir):
-    (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "unk_token": "?"}))
-    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
-    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "?"}
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}, {"bos_token": None}])
+def test_special_tokens_map_and_tokenizer_config_rank_as_in_transformers(model_dir, more):
+    """special_tokens_map.json wins unless tokenizer_config.json has added_tokens_decoder; config.json never counts."""
+    from transformers import AutoTokenizer
+
+    (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": 1}))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | more))
+    ours, theirs = Tokenizer.from_checkpoint(open_checkpoint(model_dir)), AutoTokenizer.from_pretrained(model_dir)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert ours.eos_token_id == theirs.eos_token_id
 
 
 def test_chat_templates_of_a_directory(model_dir):
@@ -291,7 +298,7 @@ def test_chat_templates_of_a_directory(model_dir):
     (model_dir / "additional_chat_templates").mkdir()
     (model_dir / "additional_chat_templates" / "rag.jinja").write_text("c")
     templates = Tokenizer.from_checkpoint(open_checkpoint(model_dir)).chat_templates
-    assert templates == {"default": "file ü", "tool_use": "b", "rag": "c"}
+    assert templates == {"default": "file ü", "rag": "c"}
     (model_dir / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))

@@ -52,8 +52,8 @@ def load_tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts:
 def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     folder = checkpoint.path
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):  # Transformers' order
+        if (folder / name).is_file() and "added_tokens_decoder" not in settings:
             settings |= read_json(folder / name)
     reject_custom_code(settings, folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():
@@ -127,7 +127,7 @@ def _wrap_errors(source: str, build: Callable[[], T]) -> T:
 
 
 def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
-    """Chat templates by name. A template file overrides the entry of tokenizer_config.json."""
+    """Chat templates by name. As in Transformers, template files replace all those of tokenizer_config.json."""
     templates: dict[str, str] = {}
     if isinstance(setting, str):
         templates["default"] = setting
@@ -138,6 +138,8 @@ def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
         }
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if any(path.is_file() for path in files.values()):
+        templates.clear()
     for name, path in files.items():
         if path.is_file():
             try:
