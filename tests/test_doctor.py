@@ -243,7 +243,7 @@ def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[
     assert done.code == 0, done.err
     assert "134.5 M parameters" in done.lines[0] and "6.00 GiB of memory free" in done.lines[1]
     assert "22.5 KiB a token: 4,185 blocks of 16, 66,960 tokens" in done.out
-    assert done.lines[-1].split() == ["8,192", "8.2"]
+    assert "  8,192                 8.2" in done.out
     report = json.loads(call("doctor", model, "--gpu", "H200", "--json").out)
     assert report["fits"] and report["num_params"] == 134_515_008 and report["machine"]["device"] == "cuda"
     assert report["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2 and report["num_tokens"] == 16 * report["num_blocks"]
@@ -254,6 +254,23 @@ def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[
     done = call("doctor", model, "--max-model-len", "8192", "--swap-space", "9999", "--json")
     report = json.loads(done.out)
     assert report["fits"] and "cut to its size" in report["warnings"][0]
+
+
+def test_command_lists_the_keys_of_the_files(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
+    model = write_config(tmp_path, SMOLLM2 | {"use_cache": True, "novelty": 1})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "transformers_version": "5"}))
+    report = json.loads(call("doctor", model, "--device", "cpu", "--json").out)
+    config, generation = report["keys"][:2]
+    assert config["file"] == "config.json" and "hidden_size" in config["read"]
+    assert (config["inert"], config["unknown"]) == (["use_cache"], ["novelty"])
+    assert generation == {
+        "file": "generation_config.json",
+        "read": ["temperature"],
+        "inert": ["transformers_version"],
+        "unknown": [],
+    }
+    out = call("doctor", model, "--device", "cpu").out
+    assert "keys of config.json\n  read " in out and "\n  no effect   use_cache\n  unknown     novelty\n" in out
 
 
 @pytest.mark.parametrize(

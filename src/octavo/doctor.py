@@ -2,6 +2,7 @@
 
 Reads config.json (or a GGUF file's header) and the machine. Reports the memory of weights, activations and K/V, the
 tokens that fit, the concurrent requests at several lengths, and, if the model does not fit, the flags that make it fit.
+It also lists the keys of the model's files: those that are read, those known to change nothing, and unknown ones.
 The budget is computed by the engine's own `runner.memory.budget.plan_memory`; its inputs are computed here, without
 torch. On a CPU they are exact. On a GPU activations and CUDA graphs are estimates: the engine measures them by running
 the largest passes.
@@ -12,17 +13,20 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from octavo.checkpoint.resolve import open_checkpoint
+from octavo.checkpoint import generation_config
+from octavo.checkpoint.keys import KeyUse
+from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
-from octavo.models.config import read_spec
+from octavo.models.config import config_key_use, read_spec
 from octavo.models.spec import ModelSpec
 from octavo.runner.memory.budget import (
     GRAPH_BYTES,
@@ -82,6 +86,7 @@ class Report:
     budget       the memory plan, with the remedy's flags applied if there is a remedy; None: nothing fits
     problem      why the model does not fit as configured; None: it fits        remedy   flags that make it fit, if any
     at_once      request length in tokens -> concurrent requests
+    keys         the keys of each of the model's files
     """
 
     model: str
@@ -94,6 +99,7 @@ class Report:
     remedy: tuple[str, ...] = ()
     advice: str = ""
     at_once: dict[int, float] = field(default_factory=dict)
+    keys: tuple[KeyUse, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -115,6 +121,7 @@ class Report:
             "problem": self.problem,
             "remedy": list(self.remedy),
             "advice": self.advice or None,
+            "keys": [asdict(use) for use in self.keys],
         }
         if budget is not None:
             report |= {
@@ -156,7 +163,20 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
             advice = _suggest_gpu(args, spec)
     need = memory_needs(args, spec, machine)
     at_once = _concurrency(budget, spec) if budget is not None else {}
-    return Report(name, spec, machine, args, need, budget, problem, remedy, advice, at_once)
+    return Report(name, spec, machine, args, need, budget, problem, remedy, advice, at_once, key_uses(checkpoint))
+
+
+def key_uses(checkpoint: Checkpoint) -> tuple[KeyUse, ...]:
+    """What becomes of the keys of a checkpoint's files."""
+    if checkpoint.format == "gguf":
+        from octavo.models.gguf_config import gguf_key_use  # imports numpy
+
+        return (gguf_key_use(checkpoint.gguf, checkpoint.path.name),)
+    generation = checkpoint.generation_config
+    return (
+        config_key_use(checkpoint.config),
+        *((generation_config.KEYS.sort(generation, generation_config.FILE),) if generation else ()),
+    )
 
 
 # -- memory needs ------------------------------------------------------------------------------------------------------
@@ -372,7 +392,15 @@ def format_report(report: Report) -> list[str]:
         out += ["", "  tokens each    requests at once"]
         out += [f"  {n:>11,}    {count:>16,.1f}" for n, count in report.at_once.items()]
         out += [f"note: {warning}" for warning in budget.warnings]
+    for use in report.keys:
+        out += ["", f"keys of {use.file}"]
+        kinds = (("read", use.read), ("no effect", use.inert), ("unknown", use.unknown))
+        out += [_wrapped(f"  {title:<11} ", names) for title, names in kinds if names]
     return out
+
+
+def _wrapped(title: str, names: Sequence[str]) -> str:
+    return textwrap.fill(", ".join(names), 100, initial_indent=title, subsequent_indent=" " * len(title))
 
 
 def _gib(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.checkpoint.gguf import open_gguf
 from octavo.checkpoint.resolve import open_checkpoint
-from octavo.errors import CheckpointError, OctavoError, UnsupportedModelError
+from octavo.errors import CheckpointError, OctavoError
 
 
 def test_arrays_equal_those_of_the_library(write_gguf):
@@ -34,16 +34,39 @@ def test_arrays_equal_those_of_the_library(write_gguf):
         assert np.array_equal(a.data, b.data)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "error", "words"),
-    [
-        ({"split.count": 3}, UnsupportedModelError, "3 parts"),
-        ({"split.count": "3"}, CheckpointError, "split.count is '3', it must be of type int"),
-    ],
-)
-def test_files_in_parts_are_rejected(write_gguf, metadata, error, words):
-    with pytest.raises(error, match=words):
-        open_checkpoint(write_gguf(metadata=metadata))
+@pytest.fixture
+def parts(write_gguf):
+    """Three parts of a model, the first without tensors, as llama-gguf-split makes them."""
+    tensors = [{}, {"a.weight": np.ones((2, 32), np.float32)}, {"b.weight": np.zeros(3, np.float32)}]
+    return [
+        write_gguf(
+            f"model-{number + 1:05}-of-00003.gguf",
+            tensors=content,
+            metadata={"split.no": number, "split.count": 3, "split.tensors.count": 2},
+        )
+        for number, content in enumerate(tensors)
+    ]
+
+
+def test_tensors_of_all_parts_are_read(parts):
+    tensors = {tensor.name: tensor.data for tensor in open_checkpoint(parts[0]).gguf.tensors}
+    assert list(tensors) == ["a.weight", "b.weight"]
+    assert (tensors["a.weight"] == 1).all() and (tensors["b.weight"] == 0).all()
+
+
+def test_incomplete_or_mixed_parts_are_rejected(parts, write_gguf):
+    with pytest.raises(CheckpointError, match=r"is part 2; pass the first, model-00001-of-00003\.gguf"):
+        open_checkpoint(parts[1])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(CheckpointError, match=r"model-00003-of-00003\.gguf is another part"):
+        open_checkpoint(parts[0])
+    parts[2].unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*model-00003-of-00003\.gguf"):
+        open_checkpoint(parts[0])
+    with pytest.raises(CheckpointError, match=r"must be named MODEL-00001-of-00003\.gguf"):
+        open_checkpoint(write_gguf(metadata={"split.count": 3}))
+    with pytest.raises(CheckpointError, match=r"split\.count is '3', it must be of type int"):
+        open_checkpoint(write_gguf(metadata={"split.count": "3"}))
 
 
 def test_truncated_file_is_rejected(write_gguf, tmp_path):

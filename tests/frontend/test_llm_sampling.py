@@ -296,7 +296,7 @@ def with_defaults(model: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_defaults_come_from_generation_config(with_defaults: Callable[..., Path], tmp_path: Path) -> None:
-    path = with_defaults(temperature=0.6, top_p=0.95, top_k=None, max_new_tokens=9, do_sample=True, typical_p=0.3)
+    path = with_defaults(temperature=0.6, top_p=0.95, top_k=None, max_new_tokens=9, do_sample=True, typical_p=1.0)
     with LLM(str(path), **OPTIONS) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_p=0.95, max_tokens=9)
         message = "sampling defaults from generation_config.json: temperature 0.6, top_p 0.95, max_tokens 9"

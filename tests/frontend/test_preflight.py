@@ -50,7 +50,7 @@ def other_model_type(folder: Path) -> None:
 
 
 def custom_code(folder: Path) -> None:
-    change(folder, auto_map={"AutoModel": "m.M"})
+    change(folder, auto_map={"AutoModel": "m.M"}, architectures=["M"], model_type="m")
 
 
 def bad_value(folder: Path) -> None:

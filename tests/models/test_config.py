@@ -318,7 +318,7 @@ def test_opt() -> None:
     [
         (gpt2, {"n_head": 7}, "n_head is 7; expected a divisor of n_embd, 60"),
         (gpt2, {"n_embd": None}, "n_embd is missing"),
-        (gpt2, {"add_cross_attention": True}, "add_cross_attention is not supported"),
+        (gpt2, {"add_cross_attention": True}, "add_cross_attention True is not supported"),
         (gpt2, {"activation_function": "silu"}, "activation_function 'silu' is not supported"),
         (gpt2, {"scale_attn_weights": 1}, "scale_attn_weights is 1; expected true or false"),
         (opt, {"num_attention_heads": 3}, "num_attention_heads is 3; expected a divisor of hidden_size, 56"),

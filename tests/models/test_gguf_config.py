@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,8 +13,16 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, OctavoError, UnsupportedModelError
 from octavo.models.config import read_spec
-from octavo.models.gguf_config import read_gguf_config
-from tests.models.tiny import make_tiny_checkpoint, write_tiny_gguf
+from octavo.models.gguf_config import REFUSED, gguf_key_use, read_gguf_config
+from tests.models.tiny import (
+    PagedRun,
+    assert_close,
+    load_tiny,
+    make_tiny_checkpoint,
+    random_prompts,
+    transformers_logits,
+    write_tiny_gguf,
+)
 
 
 def read_config(path):
@@ -32,6 +42,7 @@ def test_metadata_is_translated_to_config_json(write_gguf):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 4,
+        "partial_rotary_factor": 1.0,
         "rms_norm_eps": 1e-5,  # exactly, though float32 on disk
         "rope_theta": 10000.0,
         "rope_scaling": None,
@@ -99,6 +110,67 @@ def test_linear_rope_scaling(write_gguf):
     assert read_config(path)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+HF_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({}, None),
+        (YARN, HF_YARN),
+        (YARN | {"rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": 2.0},
+         HF_YARN | {"beta_fast": 8.0, "beta_slow": 2.0}),
+        (YARN | {"rope.scaling.attn_factor": 0.5}, HF_YARN | {"attention_factor": 0.5 * (1 + 0.1 * np.log(4))}),
+        (YARN | {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": True}, HF_YARN),
+        (YARN | {"rope.scaling.original_context_length": None},
+         HF_YARN | {"original_max_position_embeddings": 128}),
+        (YARN | {"rope.scaling.type": None}, LINEAR),  # llama.cpp's default type
+        (YARN | {"rope.scaling.type": "linear"}, LINEAR),
+        (YARN | {"rope.scaling.type": "none"}, None),
+        ({"rope.scale_linear": 4.0}, LINEAR),
+        ({"rope.scale_linear": 9.0, "rope.scaling.factor": 4.0}, LINEAR),
+        ({"rope.scaling.type": "yarn"}, None),
+    ],
+)  # fmt: skip
+def test_variants_of_rope_metadata_equal_transformers(tmp_path, metadata, scaling):
+    directory = make_tiny_checkpoint("qwen2", tmp_path / "model", num_attention_heads=4, hidden_size=64)
+    changed = {f"qwen2.{key}": value for key, value in metadata.items() if value is not None}
+    path = write_tiny_gguf(directory, tmp_path / "model.gguf", metadata=changed)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
+    prompts = random_prompts(40, 9)
+    expected = transformers_logits(directory, prompts)
+    for actual, logits in zip(PagedRun(load_tiny(path), prompts, block_size=8).run(64), expected, strict=True):
+        assert_close(actual, logits)
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_metadata_that_changes_the_model_is_refused(write_gguf, key):
+    with pytest.raises(UnsupportedModelError, match=rf"tiny\.gguf: llama\.{key} 7 is not supported; convert"):
+        read_config(write_gguf(metadata={f"llama.{key}": 7}))
+    for neutral in REFUSED[key]:
+        read_config(write_gguf(metadata={f"llama.{key}": neutral}))
+
+
+def test_adapters_and_unequal_heads_are_refused(write_gguf):
+    with pytest.raises(UnsupportedModelError, match=r"general\.type 'adapter' is not supported"):
+        read_config(write_gguf(metadata={"general.type": "adapter"}))
+    with pytest.raises(UnsupportedModelError, match=r"key_length and value_length must be one positive number"):
+        read_config(write_gguf(metadata={"llama.attention.value_length": 8}))
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor 0\.5"):
+        read_spec(open_checkpoint(write_gguf(metadata={"llama.rope.dimension_count": 2})))
+
+
+def test_unknown_metadata_is_logged_once(write_gguf, caplog):
+    path = write_gguf(metadata={"llama.novelty": 1, "general.author": "x", "tokenizer.ggml.novelty": 1})
+    read_config(path)
+    read_config(path)
+    assert [record.message for record in caplog.records] == ["tiny.gguf: unknown keys are ignored: llama.novelty"]
+    assert gguf_key_use(open_checkpoint(path).gguf, path.name).unknown == ("llama.novelty",)
+
+
 @pytest.mark.parametrize(("num_layers", "scale"), [(34, 4), (62, 8)])
 def test_largest_gemma3_scales_queries_differently(write_gguf, num_layers, scale):
     metadata = {"gemma3.block_count": num_layers, "gemma3.embedding_length": 32, "gemma3.attention.key_length": 4}
@@ -114,7 +186,7 @@ def test_largest_gemma3_scales_queries_differently(write_gguf, num_layers, scale
     [
         ("gemma2", {}, UnsupportedModelError, "gemma2"),
         ("llama", {"llama.expert_count": 8}, UnsupportedModelError, "8 experts"),
-        ("llama", {"split.count": 3}, UnsupportedModelError, "3 parts"),
+        ("llama", {"split.count": 3}, CheckpointError, "part 1 of 3"),
         ("llama", {"llama.attention.head_count": [4, 2]}, UnsupportedModelError, "attention heads"),
         ("llama", {"llama.block_count": None}, CheckpointError, "llama.block_count"),
         ("llama", {"tokenizer.ggml.tokens": None}, CheckpointError, "token list"),

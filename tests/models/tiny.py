@@ -239,7 +239,14 @@ def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return rows.reshape(num_heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32", arch: str | None = None) -> Path:
+def write_tiny_gguf(
+    directory: Path,
+    path: Path,
+    *,
+    quantisation: str = "F32",
+    arch: str | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> Path:
     """Write the safetensors model as a GGUF file; matrices whose row size is a multiple of 32 are quantised."""
     config = json.loads((directory / "config.json").read_text())
     arch = arch or GGUF_ARCHITECTURES[config["architectures"][0]]
@@ -263,6 +270,9 @@ def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32", a
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+    for key, value in (metadata or {}).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     for name, tensor in load_file(directory / "model.safetensors").items():

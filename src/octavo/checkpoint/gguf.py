@@ -18,13 +18,21 @@ from typing import Any
 import gguf
 import numpy as np
 
-from octavo.errors import CheckpointError, UnsupportedModelError, cut
+from octavo.errors import CheckpointError, cut
 
 VALUE_TYPES: dict[str, type] = {
     "general.architecture": str,
     "split.count": int,
+    "split.no": int,
+    "split.tensors.count": int,
     ".embedding_length": int,
+    ".context_length": int,
+    ".rope.dimension_count": int,
     ".rope.freq_base": Real,
+    ".rope.scale_linear": Real,
+    ".rope.scaling.type": str,
+    ".rope.scaling.factor": Real,
+    ".rope.scaling.attn_factor": Real,
     "tokenizer.ggml.model": str,
     "tokenizer.ggml.pre": str,
     "tokenizer.ggml.tokens": list,
@@ -81,6 +89,8 @@ class GGUFFile(gguf.GGUFReader):
             value = field.contents()
         except UnicodeDecodeError as e:
             raise CheckpointError(f"the GGUF metadata {key} is not UTF-8 ({e}); convert the model again") from e
+        if field.types[-1] == gguf.GGUFValueType.FLOAT32 and isinstance(value, float):
+            value = float(str(np.float32(value)))  # the shortest that rounds to it: 1e-05, not 9.99999974e-06
         kind = next((kind for end, kind in VALUE_TYPES.items() if key.endswith(end)), object)
         if not isinstance(value, kind):
             text = f"the GGUF metadata {key} is {value!r:.60}, it must be of type {kind.__name__}"
@@ -89,7 +99,39 @@ class GGUFFile(gguf.GGUFReader):
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Open and check a file. Raises `CheckpointError` with the place of the damage."""
+    """Open and check a file, or the first of several parts: its tensors are then those of all parts.
+
+    Raises `CheckpointError` with the place of the damage.
+    """
+    first = _open_file(path)
+    count = first.value("split.count", 1)
+    if count < 2:
+        return first
+    prefix, numbers = path.name[:-20], (first.value("split.no", 0) + 1, count)
+    if path.name != _part_name(prefix, *numbers):
+        raise CheckpointError(
+            f"{path.name} is part {numbers[0]} of {count} and must be named {_part_name('MODEL', *numbers)}"
+        )
+    if numbers[0] != 1:
+        raise CheckpointError(f"{path.name} is part {numbers[0]}; pass the first, {_part_name(prefix, 1, count)}")
+    for number in range(2, count + 1):
+        part_path = path.with_name(_part_name(prefix, number, count))
+        part = _open_file(part_path)
+        if (part.value("split.no"), part.value("split.count")) != (number - 1, count):
+            raise CheckpointError(f"{part_path} is another part; fetch it again")
+        first.tensors += part.tensors
+    total = first.value("split.tensors.count")
+    if len(first.tensors) != total:
+        raise CheckpointError(f"the parts of {path} hold {len(first.tensors)} tensors, not {total}; fetch them again")
+    return first
+
+
+def _part_name(prefix: str, number: int, count: int) -> str:
+    """llama.cpp's name of a part."""
+    return f"{prefix}-{number:05}-of-{count:05}.gguf"
+
+
+def _open_file(path: Path) -> GGUFFile:
     try:
         with np.errstate(all="raise"):  # a corrupt offset must not wrap around to a legal one
             reader = GGUFFile(path)
@@ -115,14 +157,25 @@ def _check_tensors(path: Path, reader: GGUFFile) -> None:
                 f"{path} is cut short: tensor {cut(tensor.name)} of shape {tensor.shape.tolist()} ends at byte {end}, "
                 f"the file at {num_bytes}; fetch it again"
             )
-    if reader.value("split.count", 1) > 1:
-        raise UnsupportedModelError(
-            f"{path.name} is one of {reader.value('split.count')} parts; join them with llama-gguf-split --merge"
-        )
+
+
+SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "penalty_repeat",
+    "xtc_probability": "xtc_probability",
+    "mirostat": "mirostat",
+    "sequence": "sequence",
+}
+"""`general.sampling.KEY` -> key of generation_config.json."""
 
 
 def read_generation_config(reader: GGUFFile) -> dict[str, Any]:
-    """Ids that end an output: GGUF has separate entries for end of sequence, of turn and of message."""
+    """Sampling defaults, and the ids that end an output: GGUF has separate entries for end of sequence, of turn and of
+    message."""
     ends = [reader.value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    eos_ids = sorted({i for i in ends if i is not None})
-    return {"eos_token_id": eos_ids} if eos_ids else {}
+    config = {name: reader.value(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    config["eos_token_id"] = sorted({i for i in ends if i is not None}) or None
+    return {key: value for key, value in config.items() if value is not None}

@@ -30,7 +30,7 @@ class KeyUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyTable:
-    """The keys of one kind of file. A name may end in "*".
+    """The keys of one kind of file. Names may contain "*".
 
     read     keys that are obeyed; their readers refuse values that are not supported
     inert    keys known to change neither numbers nor tokens
@@ -50,7 +50,7 @@ class KeyTable:
         use = self.sort(values, file)
         for key, neutral in self.refused.items():
             value = values.get(key)
-            if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            if value is not None and not any(_is_same(value, one) for one in neutral):
                 raise UnsupportedModelError(f"{file}: {key} {cut(repr(value))} is not supported; {remedy}", param=key)
         if use.unknown and (file, *use.unknown) not in _logged:
             _logged.add((file, *use.unknown))
@@ -68,5 +68,9 @@ class KeyTable:
         return KeyUse(file, *map(tuple, kinds.values()))
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
 def _matches(key: str, names: Iterable[str]) -> bool:
-    return key in names or any(name.endswith("*") and fnmatchcase(key, name) for name in names)
+    return key in names or any("*" in name and fnmatchcase(key, name) for name in names)

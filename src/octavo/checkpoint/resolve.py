@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 CONVERSION_PAGE = "docs/models.md"
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt")
+HUB_COPIES = ("consolidated*", "original/*")
+"""The same weights in their authors' format, which some repositories hold beside Transformers'."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CUSTOM_CODE_KEYS = ("auto_map", "custom_code", "trust_remote_code")
 MAX_JSON_BYTES = 256 << 20
@@ -182,7 +184,6 @@ def _open_directory(path: Path, weights: bool = True) -> Checkpoint:
         hint = f"; to use the GGUF file in it, pass {path / files[0]}" if files else ""
         raise ModelNotFoundError(f"{path} is a directory without config.json, not a model{hint}")
     config = read_json(path / "config.json")
-    reject_custom_code(config, path / "config.json")
     generation = read_json(path / "generation_config.json") if "generation_config.json" in names else {}
     return Checkpoint(path, "safetensors", config, generation, _shards(path, names) if weights else ())
 
@@ -249,7 +250,11 @@ def _open_hub(name: str, revision: str | None, download: bool) -> Checkpoint:
 
     def snapshot(*, local: bool) -> Checkpoint:
         path = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(HUB_PATTERNS), local_files_only=local
+            name,
+            revision=revision,
+            allow_patterns=list(HUB_PATTERNS),
+            ignore_patterns=list(HUB_COPIES),
+            local_files_only=local,
         )
         return _open_directory(Path(path))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.checkpoint.resolve import Checkpoint, join_problems, parse_json, read_json
 from octavo.errors import CheckpointError, cut
@@ -18,6 +18,37 @@ from octavo.errors import CheckpointError, cut
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 INDEX = "model.safetensors.index.json"
+
+
+CHUNK_BYTES = 1 << 20
+
+
+class Place(NamedTuple):
+    """The bytes of a tensor in a file, from `start` to `end`."""
+
+    path: Path
+    dtype: str
+    start: int
+    end: int
+
+
+def find_tensors(checkpoint: Checkpoint) -> dict[str, Place]:
+    """The tensors of all files, by their names in them."""
+    return {name: place for path in checkpoint.shards for name, place in read_header(path).items()}
+
+
+def has_equal_bytes(a: Place, b: Place) -> bool:
+    """True if two tensors hold the same values in the same dtype."""
+    if a.dtype != b.dtype or a.end - a.start != b.end - b.start:
+        return False
+    with open(a.path, "rb") as first, open(b.path, "rb") as second:
+        first.seek(a.start)
+        second.seek(b.start)
+        for left in range(a.end - a.start, 0, -CHUNK_BYTES):
+            count = min(left, CHUNK_BYTES)
+            if first.read(count) != second.read(count):
+                return False
+    return True
 
 
 def check_headers(checkpoint: Checkpoint) -> None:
@@ -55,8 +86,8 @@ def _differences(weight_map: dict[str, Any], file_of_tensor: dict[str, str]) -> 
         yield f"{cut(name)} is in {cut(file_of_tensor[name])}, but not in the index"
 
 
-def read_header(path: Path) -> Iterable[str]:
-    """The tensor names of a file. Raises `CheckpointError`."""
+def read_header(path: Path) -> dict[str, Place]:
+    """The tensors of a file, by name. Raises `CheckpointError`."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -65,16 +96,18 @@ def read_header(path: Path) -> Iterable[str]:
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError("its header reaches past its end")
             header = parse_json(file.read(length))
-            ends = [_end_offset(tensor) for name, tensor in header.items() if name != "__metadata__"]
+            start = 8 + length
+            places = {
+                name: Place(path, str(tensor["dtype"]), start + int(first), start + int(last))
+                for name, tensor in header.items()
+                if name != "__metadata__"
+                for first, last in [tensor["data_offsets"]]
+            }
     except OSError as error:
         raise CheckpointError(f"cannot read {cut(path.name)}: {error.strerror or error}") from None
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError, IndexError) as error:
         reason = cut(error) if isinstance(error, ValueError) else "its header is not a list of tensors"
         raise CheckpointError(f"{cut(path.name)} is cut short or damaged ({reason})") from None
-    if max(ends, default=0) > size - 8 - length:
+    if not all(start <= place.start <= place.end <= size for place in places.values()):
         raise CheckpointError(f"{cut(path.name)} is cut short or damaged (a tensor reaches past its end)")
-    return [name for name in header if name != "__metadata__"]
-
-
-def _end_offset(tensor: dict[str, Any]) -> int:
-    return int(tensor["data_offsets"][1])
+    return places

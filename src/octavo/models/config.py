@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from octavo.checkpoint.resolve import Checkpoint
+from octavo.checkpoint.keys import KeyUse
+from octavo.checkpoint.resolve import CUSTOM_CODE_KEYS, Checkpoint
+from octavo.checkpoint.safetensors_header import find_tensors, has_equal_bytes
 from octavo.errors import UnsupportedModelError, cut
 from octavo.models import registry
+from octavo.models.config_keys import OUTER_KEYS, config_keys
 from octavo.models.config_values import (
     Config,
+    check_layer_types,
     read_dtype,
     read_eos_token_ids,
     read_flag,
@@ -26,12 +31,14 @@ from octavo.models.spec import ModelSpec
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The spec of a checkpoint. Raises the errors of `spec_from_config`."""
-    config = checkpoint.config
     if checkpoint.format == "gguf":
         from octavo.models.gguf_config import read_gguf_config  # imports numpy
 
-        config = read_gguf_config(checkpoint.gguf, checkpoint.path.name)
-    return spec_from_config(config, checkpoint.generation_config)
+        return spec_from_config(read_gguf_config(checkpoint.gguf, checkpoint.path.name), checkpoint.generation_config)
+    spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+    if spec.tie_word_embeddings and _has_other_head(checkpoint, spec):
+        return replace(spec, tie_word_embeddings=False)
+    return spec
 
 
 def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
@@ -40,11 +47,9 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     Raises `UnsupportedModelError` for an unsupported architecture or feature, `CheckpointError` for a missing or
     invalid value.
     """
-    _reject_custom_code(config)
     architecture = _architecture(config)
-    _check_model_type(config)
-    if isinstance(text := config.get("text_config"), dict):  # a multimodal model: only text is served
-        config = config | {key: value for key, value in text.items() if value is not None}
+    family = registry.find_family(architecture)
+    outer, config = config, family.rename_keys(_text_part(config))
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
@@ -52,51 +57,75 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
             "use the unquantised checkpoint or a GGUF file",
             param="quantization_config",
         )
-    family = registry.find_family(architecture)
+    config_keys(family).check(config, "config.json", "use a checkpoint without it")
     config = {**family.defaults, **config}
     common: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": read_size(config, "vocab_size"),
         "tie_word_embeddings": read_flag(config, "tie_word_embeddings"),
-        "eos_token_ids": read_eos_token_ids(config, generation_config or {}),
+        "eos_token_ids": read_eos_token_ids(generation_config or {}, outer, config),
         "bos_token_id": read_token_id(config, "bos_token_id"),
         "dtype": read_dtype(config),
     }
-    return family.read(config, common)
+    spec = family.read(config, common)
+    check_layer_types(config, spec)
+    return spec
 
 
-def _reject_custom_code(config: Config) -> None:
-    for key in ("auto_map", "custom_code", "trust_remote_code"):
-        if config.get(key):
-            raise UnsupportedModelError(
-                f"custom code is not supported: config.json has {key!r}; Octavo runs no code of a model directory",
-                param=key,
-            )
+def config_key_use(config: Config) -> KeyUse:
+    """What becomes of the keys of a config.json whose spec could be read, for `octavo doctor`."""
+    family = registry.find_family(_architecture(config))
+    return config_keys(family).sort(family.rename_keys(_text_part(config)), "config.json")
+
+
+def _has_other_head(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
+    """True if the files hold a head other than the embedding. It is used whatever config.json says: the file of a
+    fine-tune may say that both are tied."""
+    stored = find_tensors(checkpoint)
+    places = {registry.find_family(spec.architecture).tensor_name(name): place for name, place in stored.items()}
+    head, embedding = (places.get(f"{name}.weight") for name in (spec.names.head, spec.names.embedding))
+    return head is not None and embedding is not None and not has_equal_bytes(head, embedding)
 
 
 def _architecture(config: Config) -> str:
-    names, known = config.get("architectures") or [], registry.architectures()
+    """A supported name in `architectures`; without any, the one of `model_type`, by which Transformers chooses."""
+    names, model_type = config.get("architectures") or [], config.get("model_type")
     if not isinstance(names, list):
         raise value_error("architectures", names, "a list of names")
-    for name in names:
-        if isinstance(name, str) and name in known:
-            return name
-    found = cut(", ".join(map(str, names))) or "missing in config.json"
-    raise UnsupportedModelError(
-        f"architecture {found} is not supported; {_supported(found, known)}", param="architectures"
-    )
-
-
-def _check_model_type(config: Config) -> None:
-    """Transformers selects the model by model_type, so an unknown one is another model."""
-    name, known = config.get("model_type"), registry.model_types()
-    if name is not None and name not in known:
+    if model_type is not None and model_type not in (known := registry.model_types()):
+        raise _unsupported(f"model_type {cut(repr(model_type))}", "model_type", str(model_type), known, config)
+    known = registry.architectures(model_type)
+    if not names and model_type is not None:
+        return known[0]
+    if (found := next((name for name in names if name in known), None)) is not None:
+        return str(found)
+    text = ", ".join(map(str, names))
+    if any(name in registry.architectures() for name in names):
         raise UnsupportedModelError(
-            f"model_type {cut(repr(name))} is not supported; {_supported(str(name), known)}", param="model_type"
+            f"architectures {text} and model_type {model_type!r} are different models; correct one of them",
+            param="architectures",
         )
+    what = f"architecture {cut(text) or 'missing in config.json'}"
+    raise _unsupported(what, "architectures", text, registry.architectures(), config)
 
 
-def _supported(name: str, known: Sequence[str]) -> str:
+def _unsupported(what: str, param: str, name: str, known: Sequence[str], config: Config) -> UnsupportedModelError:
+    """The error for a model of another kind: `name` is none of the known names of `param`."""
+    if code := next((key for key in CUSTOM_CODE_KEYS if config.get(key)), None):
+        return UnsupportedModelError(
+            f"custom code is not supported: config.json has {code!r}; Octavo runs no code of a model directory",
+            param=code,
+        )
     near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.8)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}supported: {', '.join(known)}"
+    return UnsupportedModelError(f"{what} is not supported; {hint}supported: {', '.join(known)}", param=param)
+
+
+def _text_part(config: Config) -> Config:
+    """The keys of the language model. In a multimodal model they are in `text_config`, and only text is served."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    text = {key: value for key, value in text.items() if key != "tie_word_embeddings"}  # of a head that is not used
+    ids = {key: config[key] for key in ("eos_token_id", "bos_token_id") if key in config}
+    return ids | text | {key: config[key] for key in OUTER_KEYS if key in config}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import CheckpointError, UnsupportedModelError, cut
-from octavo.models.spec import DecoderSpec
+from octavo.models.spec import DecoderSpec, ModelSpec
 
 Config = dict[str, Any]
 
@@ -129,6 +129,17 @@ def read_windows(config: Config, has_window: Callable[[int], bool]) -> tuple[int
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
+def check_layer_types(config: Config, spec: ModelSpec) -> None:
+    """Refuse `layer_types` of a family that does not read them, if they differ from the family's windows."""
+    kinds = config.get("layer_types")
+    expected = ["sliding_attention" if spec.window_of(layer) else "full_attention" for layer in range(spec.num_layers)]
+    if kinds is not None and kinds != expected:
+        raise UnsupportedModelError(
+            f"layer_types {cut(repr(kinds))} is not supported; this model's layers are {cut(repr(expected))}",
+            param="layer_types",
+        )
+
+
 # -- rotary embedding
 
 _FACTOR = ("factor",)
@@ -146,8 +157,11 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
 
 
 def read_rope(config: Config, theta: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from `rope_parameters` (Transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """(theta, scaling) from `rope_parameters` (Transformers 5) or from `rope_theta` and `rope_scaling` (before).
+
+    As in Transformers, `rope_scaling` replaces `rope_parameters`, whose `rope_theta` is then not read.
+    """
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise value_error("rope_scaling", scaling, "an object")
     if any(isinstance(value, dict) for value in scaling.values()):
@@ -168,6 +182,8 @@ def read_rope(config: Config, theta: float = 10000.0) -> tuple[float, dict[str, 
     trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
     scaling = {key: value for key, value in scaling.items() if key not in ("rope_theta", "type")}
     scaling = scaling | trained if kind == "dynamic" else trained | scaling
+    if kind != "dynamic" and config.get(_TRAINED_LENGTH[1]) is not None:
+        scaling[_TRAINED_LENGTH[1]] = config[_TRAINED_LENGTH[1]]
     needed = ROPE_SCALING[kind]
     given = [key for key in _YARN_OPTIONS if kind == "yarn" and scaling.get(key) not in (None, 0)]
     numbers = {key: read_number(scaling, key) for key in (*needed, *given)}
@@ -181,10 +197,10 @@ def read_rope(config: Config, theta: float = 10000.0) -> tuple[float, dict[str, 
 # -- tokens
 
 
-def read_eos_token_ids(config: Config, generation_config: Config) -> tuple[int, ...]:
-    """End-of-sequence ids of both files, without duplicates: the end of a turn is often in only one of them."""
+def read_eos_token_ids(*sources: Config) -> tuple[int, ...]:
+    """End-of-sequence ids of all sources, without duplicates: the end of a turn is often in only one of them."""
     ids: dict[int, None] = {}
-    for source in (generation_config, config):
+    for source in sources:
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is not None:
@@ -202,6 +218,24 @@ def read_token_id(config: Config, key: str) -> int | None:
 
 
 # -- the Llama family
+
+DECODER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
+"""Keys that `read_decoder_spec` reads."""
 
 
 def read_decoder_spec(config: Config, common: Config, **traits: Any) -> DecoderSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +32,13 @@ class GGUFFormat:
 
     parts           llama.cpp's names of a layer's parts -> Transformers'
     interleaved_qk  rows of Q and K are in the order of llama.cpp's rotary embedding, which pairs neighbouring rows
+    keys            metadata that `config` reads, after the prefix "architecture."
     config          (keys of config.json so far, reader of the metadata "architecture.KEY") -> further keys
     """
 
     parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
     interleaved_qk: bool = False
+    keys: tuple[str, ...] = ()
     config: Callable[[Config, Callable[..., Any]], Config] = lambda config, get: {}
 
 
@@ -44,12 +47,27 @@ class Family:
     """A family of models.
 
     read      (config.json with `defaults`, spec fields that all models have) -> spec; the names of tensors are in it
+    keys      keys of config.json that `read` reads
+    refused   keys that change the model and are not supported -> values that change nothing, see `KeyTable`
+    aliases   other names of keys, which override them
     defaults  Transformers' defaults for keys that published config.json files omit. A key that is null is not omitted
     renamed   (pattern, replacement): names of tensors in older and multimodal checkpoints -> Transformers' names today
     gguf      how GGUF files store it
     """
 
     read: Callable[[Config, Config], ModelSpec]
+    keys: tuple[str, ...] = ()
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Config = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     gguf: GGUFFormat = GGUFFormat()
+
+    def rename_keys(self, config: Config) -> Config:
+        """config.json without aliases."""
+        plain = {key: value for key, value in config.items() if key not in self.aliases}
+        return plain | {key: config[alias] for alias, key in self.aliases.items() if alias in config}
+
+    def tensor_name(self, stored: str) -> str:
+        """Transformers' name today of a tensor in a file."""
+        return next((re.sub(old, new, stored) for old, new in self.renamed if re.match(old, stored)), stored)

@@ -1,14 +1,62 @@
-"""Translates the metadata of a GGUF file to the keys of config.json."""
+"""Translates the metadata of a GGUF file to the keys of config.json. Defaults and precedence are llama.cpp's."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from octavo.checkpoint.gguf import GGUFFile
+from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.errors import CheckpointError, UnsupportedModelError, cut
 from octavo.models import registry
+from octavo.models.family import Family
+
+# fmt: off
+READ = (
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "expert_count",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+)
+"""Keys that are read for every architecture, after the prefix "architecture."."""
+INERT = ("expert_used_count", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type", "decoder_start_token_id",
+         "attention.layer_norm_epsilon")
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (1,), "attention.scale": (0,), "attention.shared_kv_layers": (0,),
+    "attention.sliding_window": (0,), "attention.sliding_window_pattern": (), "attention.temperature_length": (),
+    "attention.temperature_scale": (), "attn_logit_softcapping": (0,), "embedding_length_per_layer_input": (0,),
+    "embedding_scale": (0, 1), "final_logit_softcapping": (0,), "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1), "nextn_predict_layers": (0,), "residual_scale": (0, 1), "rope.dimension_count_swa": (),
+    "rope.dimension_sections": (), "rope.freq_base_swa": (), "rope.scaling.alpha": (),
+    "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_log_multiplier": (0,), "swin_norm": (False,), "use_parallel_residual": (False,),
+}
+# fmt: on
+
+
+def gguf_keys(arch: str, family: Family) -> KeyTable:
+    """The table of an architecture's metadata, apart from the tokenizer's, which its own reader checks."""
+    prefixed = [f"{arch}.{key}" for key in (*READ, *family.gguf.keys)]
+    return KeyTable(
+        read=("general.architecture", "general.alignment", "general.sampling.*", "split.*", "tokenizer.*", *prefixed),
+        inert=("GGUF.*", "general.*", "quantize.*", *(f"{arch}.{key}" for key in INERT)),
+        refused={
+            "general.type": ("model",),
+            **{f"{arch}.{key}": neutral for key, neutral in REFUSED.items() if key not in family.gguf.keys},
+        },
+    )
+
+
+def gguf_key_use(reader: GGUFFile, name: str) -> KeyUse:
+    """What becomes of the metadata of a file whose spec could be read, for `octavo doctor`."""
+    arch = reader.value("general.architecture")
+    keys = gguf_keys(arch, registry.find_family(registry.gguf_entries()[arch].architectures[0]))
+    return keys.sort((key for key in reader.fields if not key.startswith("tokenizer.")), name)
 
 
 def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
@@ -26,14 +74,21 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         value = reader.value(f"{arch}.{key}", default)
         if value is None:
             raise CheckpointError(f"{name} lacks the metadata {arch}.{key}; convert the model again")
-        # float32 on disk; the intended number is the shortest that rounds to it: 1e-05, not 9.99999974e-06.
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+        return value
 
+    family = registry.find_family(entry.architectures[0])
+    keys = gguf_keys(arch, family)
+    # Only refused keys need their values: token lists take long to read.
+    values = {key: reader.value(key) if key in keys.refused else None for key in reader.fields}
+    keys.check(values, name, "convert the model again without it, or use its safetensors files")
     if get("expert_count", 0):
         raise UnsupportedModelError(f"{name} is a mixture of {get('expert_count')} experts; use a dense model")
     num_heads = get("attention.head_count")
     if not isinstance(num_heads, int) or num_heads < 1:
         raise UnsupportedModelError(f"{name} has {num_heads} attention heads; one positive number is supported")
+    head_dim = get("attention.key_length", get("embedding_length") // num_heads)
+    if not isinstance(head_dim, int) or head_dim < 1 or get("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(f"{name}: {arch}.attention.key_length and value_length must be one positive number")
     config: dict[str, Any] = {
         "architectures": [entry.architectures[0]],
         "model_type": entry.model_types[0],
@@ -43,10 +98,11 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("attention.head_count_kv", num_heads),
-        "head_dim": get("attention.key_length", get("rope.dimension_count", get("embedding_length") // num_heads)),
+        "head_dim": head_dim,
+        "partial_rotary_factor": get("rope.dimension_count", head_dim) / head_dim,
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(reader, arch, name),
+        "rope_scaling": _rope_scaling(reader, arch, name, get),
         "max_position_embeddings": get("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -57,7 +113,7 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         "eos_token_id": reader.value("tokenizer.ggml.eos_token_id"),
         "bos_token_id": reader.value("tokenizer.ggml.bos_token_id"),
     }
-    return config | registry.find_family(entry.architectures[0]).gguf.config(config, get)
+    return config | family.gguf.config(config, get)
 
 
 def _vocab_size(reader: GGUFFile, arch: str, name: str) -> int:
@@ -75,19 +131,24 @@ def _dtype(reader: GGUFFile) -> str:
     return floats.get(names.pop(), "bfloat16") if len(names) == 1 else "bfloat16"
 
 
-def _rope_scaling(reader: GGUFFile, arch: str, name: str) -> dict[str, Any] | None:
-    kind = reader.value(f"{arch}.rope.scaling.type", "none")
+def _rope_scaling(reader: GGUFFile, arch: str, name: str, get: Callable[..., Any]) -> dict[str, Any] | None:
+    """llama.cpp scales by a factor of any file without a type, linearly. Its YaRN multiplies `attn_factor` with the
+    paper's temperature."""
     factors = next((t.data for t in reader.tensors if t.name == "rope_freqs.weight"), None)
     if factors is not None:
         return _llama3_scaling(reader, arch, name, np.asarray(factors, dtype=np.float64).reshape(-1))
-    if kind == "none":
+    kind, factor = get("rope.scaling.type", "linear"), get("rope.scaling.factor", get("rope.scale_linear", 0.0))
+    if kind == "none" or factor in (0.0, 1.0):
         return None
-    scaling = {
-        "rope_type": kind,
-        "factor": reader.value(f"{arch}.rope.scaling.factor"),
-        "original_max_position_embeddings": reader.value(f"{arch}.rope.scaling.original_context_length"),
-    }
-    return {key: value for key, value in scaling.items() if value is not None}
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling |= {
+            "original_max_position_embeddings": get("rope.scaling.original_context_length", get("context_length")),
+            "beta_fast": get("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": get("rope.scaling.yarn_beta_slow", 1.0),
+            "attention_factor": get("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(max(factor, 1.0))),
+        }
+    return scaling
 
 
 def _llama3_scaling(reader: GGUFFile, arch: str, name: str, factors: np.ndarray) -> dict[str, Any]:

@@ -42,9 +42,10 @@ FAMILIES = [
 ]
 
 
-def architectures() -> list[str]:
-    """Supported names in config.json's `architectures`."""
-    return [name for entry in FAMILIES for name in entry.architectures]
+def architectures(model_type: str | None = None) -> list[str]:
+    """Supported names in config.json's `architectures`; of one `model_type`, or all."""
+    entries = (entry for entry in FAMILIES if model_type is None or model_type in entry.model_types)
+    return [name for entry in entries for name in entry.architectures]
 
 
 def model_types() -> list[str]:

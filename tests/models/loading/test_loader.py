@@ -108,7 +108,7 @@ def test_dtypes_are_converted(llama: Path, stored: torch.dtype, wanted: torch.dt
 def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     directory = make_tiny_checkpoint("llama", tmp_path / "tied", tie_word_embeddings=True)
     extra = {
-        "lm_head.weight": torch.zeros(97, 64),
+        "lm_head.weight": load_file(directory / "model.safetensors")["model.embed_tokens.weight"].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
     }
     decoder = load_tiny(edit(directory, lambda tensors: tensors.update(extra)))
@@ -128,7 +128,7 @@ def renamed(pattern: str, replacement: str) -> Callable[[dict[str, Tensor]], Non
     ("kind", "prefix", "extra"),
     [
         ("gpt2", "transformer.", {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.2.attn.masked_bias": torch.tensor(-1e4)}),
-        ("opt", "model.", {"lm_head.weight": torch.zeros(97, 56)}),
+        ("opt", "model.", {}),
     ],
 )
 def test_names_of_older_checkpoints(kind: str, prefix: str, extra: dict[str, Tensor], tmp_path: Path) -> None:

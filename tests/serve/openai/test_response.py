@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -12,6 +14,7 @@ from octavo.engine.outputs import RequestMetrics, RequestOutput
 from octavo.serve.app import UNSUPPORTED_ROUTES
 from octavo.serve.openai.response import _TextOffsets
 from octavo.text.tokenizer import Tokenizer
+from tests.models.tiny import VOCAB_SIZE
 from tests.serve.in_process_server import NAME, OPTIONS, TEMPLATE, good, run, serving
 
 C, H = "/v1/completions", "/v1/chat/completions"
@@ -187,6 +190,31 @@ def test_logprobs_of_echoed_prompts(model: str) -> None:
             chunks = await server.events(C, prompt="Hello", echo=True, max_tokens=2, logprobs=0, **GREEDY)
             assert "".join(c["choices"][0]["text"] for c in chunks).startswith("Hello")
             assert chunks[0]["choices"][0]["logprobs"]["token_logprobs"][0] is None
+
+    run(main())
+
+
+def test_tokens_of_one_text_keep_an_entry_each(model: str, tmp_path: Path) -> None:
+    """Bytes that are no characters all read U+FFFD: here half of the tokens."""
+    directory = shutil.copytree(model, tmp_path / "bytes")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[-VOCAB_SIZE:]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(directory / "tokenizer.json"))
+    prompt = [1, 2, 3]
+
+    async def main() -> None:
+        async with serving(str(directory)) as server:
+            ask = {"logprobs": 20, "echo": True}
+            (by_text,) = (await server.complete(prompt, **ask))["choices"]
+            (by_id,) = (await server.complete(prompt, **ask, return_tokens_as_token_ids=True))["choices"]
+            texts, ids = by_text["logprobs"]["top_logprobs"][1:], by_id["logprobs"]["top_logprobs"][1:]
+            assert [sorted(top.values()) for top in texts] == [sorted(top.values()) for top in ids]
+            assert any(name.startswith("token_id:") for top in texts for name in top)
+            values = zip(
+                by_text["logprobs"]["tokens"][1:], by_text["logprobs"]["token_logprobs"][1:], texts, strict=True
+            )
+            assert all(top[token] == logprob for token, logprob, top in values)
 
     run(main())
 

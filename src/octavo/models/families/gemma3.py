@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from octavo.errors import UnsupportedModelError, cut
+from octavo.errors import UnsupportedModelError
 from octavo.models.config_values import (
+    DECODER_KEYS,
     GATED_ACTIVATIONS,
     Config,
     read_activation,
@@ -20,6 +21,7 @@ from octavo.models.config_values import (
     read_rope,
     read_size,
     read_windows,
+    value_error,
 )
 from octavo.models.family import GGUF_PARTS, Family, GGUFFormat
 from octavo.models.spec import DecoderSpec, TensorNames
@@ -29,22 +31,31 @@ NAMES = TensorNames(
 )
 
 
+def read_rotary(config: Config, layer_type: str, theta_key: str, theta: float) -> tuple[float, Config | None]:
+    """(theta, scaling) of one type of layers: `rope_parameters` by layer type, or `theta_key` before Transformers 5.
+
+    As in Transformers, `rope_scaling` overrides the parameters of layers with full attention.
+    """
+    by_type = config.get("rope_parameters") or {}
+    if not isinstance(by_type, dict) or not set(by_type) <= {"full_attention", "sliding_attention"}:
+        raise value_error("rope_parameters", by_type, "an object with full_attention and sliding_attention")
+    parameters = by_type.get(layer_type) or {"rope_type": "default"}
+    if layer_type == "full_attention":
+        parameters = parameters | (config.get("rope_scaling") or {})
+    common = {key: config.get(key) for key in ("max_position_embeddings", "partial_rotary_factor")}
+    return read_rope({"rope_theta": config.get(theta_key), **common, "rope_parameters": parameters}, theta)
+
+
 def read(config: Config, common: Config) -> DecoderSpec:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if config.get(key):
-            raise UnsupportedModelError(f"{key} {cut(repr(config[key]))} is not supported; supported: none", param=key)
     bias = read_flag(config, "attention_bias")
     period = read_size(config, "sliding_window_pattern", default=6)
-    by_layer_type = config.get("rope_parameters")
-    if not isinstance(by_layer_type, dict) or "full_attention" not in by_layer_type:  # before Transformers 5
-        by_layer_type = {"sliding_attention": {"rope_theta": config.get("rope_local_base_freq")}}
-    local_theta, local_scaling = read_rope({"rope_parameters": by_layer_type.get("sliding_attention")}, theta=1e4)
+    rope_theta, rope_scaling = read_rotary(config, "full_attention", "rope_theta", 1e6)
+    local_theta, local_scaling = read_rotary(config, "sliding_attention", "rope_local_base_freq", 1e4)
     if local_scaling:
         raise UnsupportedModelError(
             f"rope scaling {local_scaling['rope_type']!r} of sliding window layers is not supported",
             param="rope_parameters",
         )
-    rope_theta, rope_scaling = read_rope(config | {"rope_parameters": by_layer_type.get("full_attention")}, theta=1e6)
     return read_decoder_spec(
         config,
         common,
@@ -64,21 +75,35 @@ def read(config: Config, common: Config) -> DecoderSpec:
 
 
 def gguf_config(config: Config, get: Callable[..., Any]) -> Config:
-    """GGUF states neither which layers have the sliding window (all but every sixth) nor the scale of queries:
-    head_dim, but hidden_size / num_heads in the largest model, recognised by its 62 layers."""
+    """GGUF does not state the scale of queries: head_dim, but hidden_size / num_heads in the largest model, which has
+    62 layers."""
     share = config["hidden_size"] // config["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": get("attention.sliding_window", 0) or None,
-        "sliding_window_pattern": 6,
+        "sliding_window_pattern": get("attention.sliding_window_pattern", 6),
         "query_pre_attn_scalar": share if config["num_hidden_layers"] == 62 else config["head_dim"],
-        "rope_theta": get("rope.freq_base", 1e6),
+        "rope_theta": get("rope.freq_base", 1e4),
         "rope_local_base_freq": get("rope.freq_base_swa", 1e4),
     }
 
 
 FAMILY = Family(
     read=read,
+    keys=(
+        *DECODER_KEYS,
+        "hidden_activation",
+        "attention_bias",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "sliding_window_pattern",
+        "rope_local_base_freq",
+    ),
+    refused={
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+        "use_bidirectional_attention": (False,),
+    },
     defaults={
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -100,6 +125,7 @@ FAMILY = Family(
             "ffn_norm": "pre_feedforward_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
+        keys=("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
         config=gguf_config,
     ),
 )

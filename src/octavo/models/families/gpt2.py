@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModelError
 from octavo.models.config_values import (
     MLP_ACTIVATIONS,
     Config,
@@ -32,8 +31,6 @@ NAMES = TensorNames(
 
 
 def read(config: Config, common: Config) -> GPTSpec:
-    if config.get("add_cross_attention"):
-        raise UnsupportedModelError("add_cross_attention is not supported: there is no encoder")
     sizes = read_even_heads(config, "n_embd", "n_head")
     return GPTSpec(
         **common,
@@ -52,6 +49,23 @@ def read(config: Config, common: Config) -> GPTSpec:
 
 FAMILY = Family(
     read=read,
+    keys=(
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_layer",
+        "n_positions",
+        "layer_norm_epsilon",
+        "activation_function",
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+    ),
+    aliases={
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+    },
     defaults={"tie_word_embeddings": True, "eos_token_id": 50256, "bos_token_id": 50256},
     renamed=((r"(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.config_values import Config, read_decoder_spec, read_flag
+from octavo.models.config_values import DECODER_KEYS, Config, read_decoder_spec, read_flag
 from octavo.models.family import Family, GGUFFormat
 from octavo.models.spec import DecoderSpec
 
@@ -14,4 +14,8 @@ def read(config: Config, common: Config) -> DecoderSpec:
     return read_decoder_spec(config, common, qkv_bias=bias, o_bias=o_bias, mlp_bias=read_flag(config, "mlp_bias"))
 
 
-FAMILY = Family(read=read, gguf=GGUFFormat(interleaved_qk=True))
+FAMILY = Family(
+    read=read,
+    keys=(*DECODER_KEYS, "attention_bias", "attention_output_bias", "mlp_bias"),
+    gguf=GGUFFormat(interleaved_qk=True),
+)

@@ -51,6 +51,19 @@ def read(config: Config, common: Config) -> GPTSpec:
 
 FAMILY = Family(
     read=read,
+    keys=(
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "word_embed_proj_dim",
+        "ffn_dim",
+        "activation_function",
+        "do_layer_norm_before",
+        "_remove_final_layer_norm",
+        "layer_norm_elementwise_affine",
+        "enable_bias",
+    ),
     defaults={"tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 2},
     renamed=((r"decoder\.", "model.decoder."),),
 )

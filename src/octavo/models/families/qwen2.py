@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from octavo.models.config_values import Config, is_int, read_decoder_spec, read_flag, read_windows, value_error
+from octavo.models.config_values import (
+    DECODER_KEYS,
+    Config,
+    is_int,
+    read_decoder_spec,
+    read_flag,
+    read_windows,
+    value_error,
+)
 from octavo.models.family import Family
 from octavo.models.spec import DecoderSpec
+
+WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
 def read_qwen_windows(config: Config) -> tuple[int, ...]:
@@ -21,4 +31,4 @@ def read(config: Config, common: Config) -> DecoderSpec:
     return read_decoder_spec(config, common, qkv_bias=True, windows=read_qwen_windows(config))
 
 
-FAMILY = Family(read=read)
+FAMILY = Family(read=read, keys=(*DECODER_KEYS, *WINDOW_KEYS))

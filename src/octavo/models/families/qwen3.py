@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.models.config_values import Config, read_decoder_spec, read_flag
-from octavo.models.families.qwen2 import read_qwen_windows
+from octavo.models.config_values import DECODER_KEYS, Config, read_decoder_spec, read_flag
+from octavo.models.families.qwen2 import WINDOW_KEYS, read_qwen_windows
 from octavo.models.family import Family
 from octavo.models.spec import DecoderSpec
 
@@ -14,4 +14,8 @@ def read(config: Config, common: Config) -> DecoderSpec:
     return read_decoder_spec(config, common, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=windows)
 
 
-FAMILY = Family(read=read, defaults={"head_dim": 128})
+FAMILY = Family(
+    read=read,
+    keys=(*DECODER_KEYS, *WINDOW_KEYS, "attention_bias"),
+    defaults={"head_dim": 128},
+)

@@ -83,9 +83,12 @@ def load_model(
     wrong shape or dtype, or that contain NaN or infinity.
     """
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
+    head, embedding = f"{spec.names.head}.weight", f"{spec.names.embedding}.weight"
+    if spec.tie_word_embeddings and embedding not in stored and head in stored:
+        stored[embedding] = stored.pop(head)  # one name of the tied tensor is as good as the other
     # The comparison uses a model on "meta": a mismatch must not cost a model's memory.
     shapes = empty_model(spec, ops=ops, dtype=dtype, device="meta", linear_method=linear_method, max_len=1)
-    raise_problems(checkpoint, dict.fromkeys(_mismatches(list(shapes.weights()), stored)))  # each problem once
+    raise_problems(checkpoint, dict.fromkeys(_mismatches(shapes, stored)))  # each problem once
     model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
     raise_problems(checkpoint, _fill(model, stored))
     return model
@@ -115,12 +118,13 @@ def dummy_model(
     return model
 
 
-def _mismatches(weights: list[Weight], stored: dict[str, StoredTensor]) -> Iterator[str]:
+def _mismatches(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
     """Problems of a checkpoint: weights that its files lack, and tensors that the model lacks.
 
     An unexpected tensor is a problem, too: without a bias that config.json does not mention, for example, all outputs
     would be wrong.
     """
+    weights = list(model.weights())
     for weight in weights:
         found = stored.get(weight.name)
         if found is None:
@@ -131,17 +135,17 @@ def _mismatches(weights: list[Weight], stored: dict[str, StoredTensor]) -> Itera
             yield f"{weight.name} has dtype {found.dtype}, expected {', '.join(FLOAT_DTYPES)} or a GGUF type"
     known = {weight.name for weight in weights}
     for name in sorted(stored.keys() - known):
-        if not _is_redundant(name):
+        if not _is_redundant(name, model.spec):
             yield f"{cut(name)} is unexpected: no weight of this configuration has that name"
 
 
-def _is_redundant(name: str) -> bool:
+def _is_redundant(name: str, spec: ModelSpec) -> bool:
     """True for a tied embedding's second copy, tables and masks that follow from the config, and vision weights.
 
     Only text is served. A model that is not tied lists its lm_head, which is then not redundant.
     """
     return (
-        name in ("lm_head.weight", "rope_freqs.weight")
+        name in (f"{spec.names.head}.weight", "rope_freqs.weight")
         or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
         or name.startswith(("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_"))
     )

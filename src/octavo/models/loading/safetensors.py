@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from octavo.models.spec import ModelSpec
 
 def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor]:
     """Tensors of all shards, by Transformers' names. Raises `CheckpointError` for damaged files."""
-    renamed = find_family(spec.architecture).renamed
+    family = find_family(spec.architecture)
     stored: dict[str, StoredTensor] = {}
     problems = []
     check_headers(checkpoint)
@@ -30,7 +29,7 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
             problems.append(f"{cut(path.name)} is cut short or damaged ({cut(e) or type(e).__name__})")
             continue
         for key in list(shard.keys()):
-            name = next((re.sub(old, new, key) for old, new in renamed if re.match(old, key)), key)
+            name = family.tensor_name(key)
             tensor = shard.get_slice(key)
             if name in stored:
                 problems.append(duplicate(name))  # an old and a new name

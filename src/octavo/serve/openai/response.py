@@ -204,11 +204,21 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
             else:
                 text = self._token(token, position[token])
                 logprobs.append(clamp_logprob(position[token].logprob))
-                top.append(_raw({self._token(t, lp): clamp_logprob(lp.logprob) for t, lp in position.items()}))
+                top.append(_raw(self._top(token, position)))
                 yield YIELD_POINT
             tokens.append(text)
             offsets.append(text_offsets.next(token))
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": top}
+
+    def _top(self, token: int, position: PositionLogprobs) -> dict[str, float]:
+        """Log-probabilities by text. Tokens may have the same text, such as parts of a character: one keeps it, the
+        sampled token or else the likeliest, and the others are named by their ids."""
+        top = {self._token(token, position[token]): clamp_logprob(position[token].logprob)}
+        for other, logprob in position.items():
+            if other != token:
+                text = self._token(other, logprob)
+                top[f"token_id:{other}" if text in top else text] = clamp_logprob(logprob.logprob)
+        return top
 
     def merge(self, choice: Json) -> None:
         merged = self._choices.get(choice["index"])
