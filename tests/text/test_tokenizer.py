@@ -261,7 +261,8 @@ def test_directory_with_only_tokenizer_json(model_dir):
     (model_dir / "tokenizer_config.json").unlink()
     (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": 1, "vocab_size": 512}))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
-    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert tokenizer.special_tokens == {}
+    assert tokenizer.eos_token_ids == (0, 2)
     assert tokenizer.chat_template is None
     assert tokenizer.num_ids == 512
 
@@ -272,14 +273,21 @@ def test_negative_ids_mean_no_token(model_dir, nothing):
     (model_dir / "tokenizer_config.json").unlink()
     (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": nothing, "eos_token_id": [nothing, 2]}))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
-    assert (tokenizer.bos_token_id, tokenizer.special_tokens) == (None, {"eos_token": "<|im_end|>"})
+    assert (tokenizer.bos_token_id, tokenizer.special_tokens) == (None, {})
     assert nothing not in tokenizer.eos_token_ids
 
 
-def test_tokenizer_config_overrides_special_tokens_map(model_dir):
-    (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "unk_token": "?"}))
-    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
-    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "?"}
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}, {"bos_token": None}])
+def test_special_tokens_map_and_tokenizer_config_rank_as_in_transformers(model_dir, more):
+    """special_tokens_map.json wins unless tokenizer_config.json has added_tokens_decoder; config.json never counts."""
+    from transformers import AutoTokenizer
+
+    (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": 1}))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | more))
+    ours, theirs = Tokenizer.from_checkpoint(open_checkpoint(model_dir)), AutoTokenizer.from_pretrained(model_dir)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert ours.eos_token_id == theirs.eos_token_id
 
 
 def test_chat_templates_of_a_directory(model_dir):
@@ -290,7 +298,7 @@ def test_chat_templates_of_a_directory(model_dir):
     (model_dir / "additional_chat_templates").mkdir()
     (model_dir / "additional_chat_templates" / "rag.jinja").write_text("c")
     templates = Tokenizer.from_checkpoint(open_checkpoint(model_dir)).chat_templates
-    assert templates == {"default": "file ü", "tool_use": "b", "rag": "c"}
+    assert templates == {"default": "file ü", "rag": "c"}
     (model_dir / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))
@@ -356,7 +364,7 @@ def test_byte_level_from_gguf_equals_the_original(write_gguf):
     assert tokenizer.vocab_size == BYTE_LEVEL.vocab_size
     assert tokenizer.chat_template == CHATML
     assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.eos_token_ids == (2, 0)  # <|endoftext|> by its name
 
 
 @pytest.mark.parametrize(
@@ -440,6 +448,41 @@ def test_sentencepiece_from_gguf(write_gguf):
     bare = Tokenizer.from_checkpoint(open_checkpoint(path))
     assert piece(bare.encode("the")[1]) == "th"
     assert bare.decode(bare.encode(" the")) == " the"
+
+
+@pytest.mark.parametrize("count", range(1, 41))
+def test_runs_of_equal_score_merge_from_the_left(write_gguf, count):
+    """Mistral's runs of spaces have one score, and ids in no order of length."""
+    runs = ["▁" * n for n in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11, 1)]
+    tokens = ["<unk>", "<s>", "</s>", *runs, "x"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 16],
+        "tokenizer.ggml.scores": [0.0] * 3 + [-1e9] * 16,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    symbols = [*"▁" * count, "x"]
+    while True:  # SentencePiece's algorithm: the leftmost of equal scores
+        pairs = [i for i in range(len(symbols) - 1) if symbols[i] + symbols[i + 1] in runs]
+        if not pairs:
+            break
+        symbols[pairs[0] : pairs[0] + 2] = [symbols[pairs[0]] + symbols[pairs[0] + 1]]
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=metadata)))
+    assert [tokens[i] for i in tokenizer.encode(" " * count + "x", False)] == symbols
+
+
+def test_control_tokens_end_by_their_name(write_gguf):
+    for kind, ends in ((3, (3, 2)), (4, (3,))):
+        metadata = {
+            "tokenizer.ggml.tokens": ["a", "b", "<|eot_id|>", "</s>"],
+            "tokenizer.ggml.token_type": [1, 1, kind, 3],
+            "tokenizer.ggml.merges": None,
+        }
+        tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(f"{kind}.gguf", metadata=metadata)))
+        assert tokenizer.eos_token_ids == ends
 
 
 def test_gemma_from_gguf(write_gguf):

@@ -52,8 +52,8 @@ def load_tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts:
 def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     folder = checkpoint.path
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):  # Transformers' order
+        if (folder / name).is_file() and "added_tokens_decoder" not in settings:
             settings |= read_json(folder / name)
     reject_custom_code(settings, folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():
@@ -67,17 +67,13 @@ def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
             f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
             f"AutoTokenizer.from_pretrained(d).save_pretrained(d), or {REMEDY}"
         )
-    special_tokens = {}
+    special_tokens = {}  # config.json's ids give none: Transformers' templates do not see them
     for name in SPECIAL_NAMES:
         if value := _content(settings.get(name)):
             special_tokens[name] = value
     eos_ids = _id_list(checkpoint.config.get("eos_token_id")) + _id_list(
         checkpoint.generation_config.get("eos_token_id")
     )
-    for name, ids in (("bos_token", _id_list(checkpoint.config.get("bos_token_id"))), ("eos_token", eos_ids)):
-        token = backend.id_to_token(ids[0]) if ids else None
-        if token is not None:
-            special_tokens.setdefault(name, token)
     templates = _directory_templates(folder, settings.get("chat_template"))
     return TokenizerParts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
 
@@ -131,7 +127,7 @@ def _wrap_errors(source: str, build: Callable[[], T]) -> T:
 
 
 def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
-    """Chat templates by name. A template file overrides the entry of tokenizer_config.json."""
+    """Chat templates by name. As in Transformers, template files replace all those of tokenizer_config.json."""
     templates: dict[str, str] = {}
     if isinstance(setting, str):
         templates["default"] = setting
@@ -142,6 +138,8 @@ def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
         }
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if any(path.is_file() for path in files.values()):
+        templates.clear()
     for name, path in files.items():
         if path.is_file():
             try:
@@ -232,6 +230,14 @@ def _byte_level(
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """`tokenizer.ggml.token_type`"""
 
+# fmt: off
+END_NAMES = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>",
+    "_<EOT>", "<\uff5cend▁of▁sentence\uff5c>", "<end_of_utterance>",
+))
+# fmt: on
+"""Control tokens that end an output by their name, as in llama.cpp: older files lack the keys for them."""
+
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -277,6 +283,7 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
         templates[other] = file.value(f"tokenizer.chat_template.{other}")
     templates = {key: value for key, value in templates.items() if isinstance(value, str)}
     eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
+    eos_ids += [i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t == CONTROL and p in END_NAMES]
     return TokenizerParts(backend, special_tokens, eos_ids, templates, len(pieces))
 
 
@@ -314,16 +321,19 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
 
 
 def _merges(pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The pairs that merge into each token, best score first. No merge produces a control token, so no text spells
-    one."""
+    """The pairs that merge into each token: best score first, then longer left, then longer right part.
+
+    SentencePiece merges the leftmost of equal scores; a longer left part first does the same in runs of one character.
+    No merge produces a control token, so no text spells one.
+    """
     mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
-    merges: list[tuple[float, int, str, str]] = []
+    merges: list[tuple[float, int, int, str, str]] = []
     for piece, i in mergeable.items():
         for middle in range(1, len(piece)):
             left, right = piece[:middle], piece[middle:]
             if left in mergeable and right in mergeable:
-                merges.append((-scores[i], mergeable[left], left, right))
-    return [(left, right) for _, _, left, right in sorted(merges)]
+                merges.append((-scores[i], -len(left), -len(right), left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str]:
