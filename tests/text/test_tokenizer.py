@@ -20,6 +20,7 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError, TemplateError, UnsupportedModelError
 from octavo.text.tokenizer import MARK, Tokenizer
+from octavo.text.tokenizer_loader import tokenizer_key_use
 from tests.text.samples import CHATML, CONFIG, SPECIALS, make_sentencepiece, sentencepiece_parts, train_byte_level
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -639,3 +640,25 @@ def test_imports_no_torch():
     code = f"import sys, octavo.text.tokenizer, octavo.text.detokenizer; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_keys_that_change_tokens_are_refused(model_dir, write_gguf):
+    config = json.loads((model_dir / "tokenizer_config.json").read_text())
+    for value in (False, None):
+        (model_dir / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": value}))
+        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": True}))
+    with pytest.raises(UnsupportedModelError, match=r"json: split_special_tokens True is not supported"):
+        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+    path = write_gguf(metadata={"tokenizer.ggml.remove_extra_whitespaces": True})
+    with pytest.raises(UnsupportedModelError, match=r"remove_extra_whitespaces True is not supported"):
+        Tokenizer.from_checkpoint(open_checkpoint(path))
+
+
+def test_keys_of_tokenizer_files_are_sorted(model_dir, write_gguf):
+    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 9, "novelty": 1}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(config))
+    use = tokenizer_key_use(open_checkpoint(model_dir))
+    assert (use.read, use.inert, use.unknown) == (("tokenizer_class",), ("model_max_length",), ("novelty",))
+    use = tokenizer_key_use(open_checkpoint(write_gguf(metadata={"tokenizer.ggml.novelty": 1})))
+    assert "tokenizer.ggml.tokens" in use.read and use.unknown == ("tokenizer.ggml.novelty",)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken
 
+from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
 from octavo.errors import CheckpointError, ModelError, cut
 
@@ -26,6 +27,65 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REMEDY = "set skip_tokenizer_init=True to use token ids only"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+# fmt: off
+KEYS = KeyTable(
+    read=(*SPECIAL_NAMES, "additional_special_tokens", "added_tokens_decoder", "chat_template", "tokenizer_class",
+          "add_prefix_space", "add_bos_token", "auto_map", "custom_code", "trust_remote_code"),
+    inert=(
+        "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "backend",
+        "is_local", "is_fast", "local_files_only", "legacy", "processor_class", "use_fast",
+        # lengths and sides of batches, and inputs of other models
+        "model_max_length", "max_length", "max_len", "padding", "padding_side", "pad_to_multiple_of",
+        "pad_token_type_id",
+        "truncation", "truncation_side", "truncation_strategy", "stride", "model_input_names", "return_tensors",
+        "return_token_type_ids", "image_token", "boi_token", "eoi_token",
+        # tokenizer.json holds the result
+        "add_eos_token", "add_dummy_prefix_space", "sp_model_kwargs", "use_default_system_prompt", "unk_token_id",
+        "from_slow", "extra_special_tokens", "model_specific_special_tokens", "errors", "normalization",
+        # of tokenizers that are not byte-level
+        "clean_up_tokenization_spaces", "spaces_between_special_tokens", "do_lower_case", "strip_accents",
+    ),
+    refused={"split_special_tokens": (False,)},
+)
+"""Keys of tokenizer_config.json and special_tokens_map.json. tokenizer.json, if there is one, is the whole pipeline:
+keys from which slow tokenizers built theirs have no effect beside it."""
+GGUF_KEYS = KeyTable(
+    read=(
+        *(f"tokenizer.ggml.{key}" for key in (
+            "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token",
+            "add_space_prefix", "bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "unknown_token_id",
+            "seperator_token_id", "padding_token_id")),
+        "tokenizer.chat_template", "tokenizer.chat_template.*", "tokenizer.chat_templates",
+    ),
+    inert=("tokenizer.ggml.token_type_count", "tokenizer.ggml.mask_token_id", "tokenizer.ggml.cls_token_id",
+           "tokenizer.ggml.fim_*", "tokenizer.ggml.prefix_token_id", "tokenizer.ggml.suffix_token_id",
+           "tokenizer.ggml.middle_token_id", "tokenizer.huggingface.json", "tokenizer.rwkv.world"),
+    refused={
+        "tokenizer.ggml.remove_extra_whitespaces": (False,),
+        "tokenizer.ggml.precompiled_charsmap": ([],),
+        "tokenizer.ggml.add_sep_token": (False,),
+    },
+)
+# fmt: on
+
+
+def tokenizer_key_use(checkpoint: Checkpoint) -> KeyUse:
+    """What becomes of the keys of a tokenizer's files, for `octavo doctor`."""
+    if checkpoint.format == "gguf":
+        names = [key for key in checkpoint.gguf.fields if key.startswith("tokenizer.")]
+        return GGUF_KEYS.sort(names, f"{checkpoint.path.name}: tokenizer")
+    return KEYS.sort(_settings(checkpoint.path), "tokenizer_config.json")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The keys of tokenizer_config.json and special_tokens_map.json, with Transformers' precedence."""
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file() and "added_tokens_decoder" not in settings:
+            settings |= read_json(folder / name)
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +111,9 @@ def load_tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts:
 
 def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     folder = checkpoint.path
-    settings: dict[str, Any] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):  # Transformers' order
-        if (folder / name).is_file() and "added_tokens_decoder" not in settings:
-            settings |= read_json(folder / name)
+    settings = _settings(folder)
     reject_custom_code(settings, folder / "tokenizer_config.json")
+    KEYS.check(settings, "tokenizer_config.json", REMEDY)
     if (folder / "tokenizer.json").is_file():
         backend = _load_backend(folder / "tokenizer.json")
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -258,6 +316,8 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 
 def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     file, name = checkpoint.gguf, checkpoint.path.name
+    names = [key for key in file.fields if key.startswith("tokenizer.")]
+    GGUF_KEYS.check({key: file.value(key) if key in GGUF_KEYS.refused else None for key in names}, name, REMEDY)
     kind = file.value("tokenizer.ggml.model")
     pieces = file.value("tokenizer.ggml.tokens")
     if kind is None or not pieces:
