@@ -99,6 +99,10 @@ BODIES: list[tuple[int, bytes, str, str | None]] = [
     *((2, body, "invalid_type", None) for body in (b"[]", b"null", b"7", b'"a"', b"true", b"[1, 2]", b"[" * 70_000)),
     (3, b'{"prompt": "\xff\xfe"}', "invalid_encoding", None),
     *(
+        (3, b'{"prompt": "a", "%s": ["\xff"]}' % name, "invalid_encoding", None)
+        for name in (b"user", b"suffix", b"structured_outputs", b"chat_template_kwargs")
+    ),
+    *(
         (3, '{"prompt": "a"}'.encode(name), "invalid_encoding", None)
         for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig")
     ),

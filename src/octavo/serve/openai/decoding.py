@@ -104,6 +104,10 @@ def decode_json(body: bytes, kind: type[T]) -> T:
         raise bad_request("invalid_json", "the body is empty; send a JSON object")
     if json.detect_encoding(body) != "utf-8":  # a BOM counts as another encoding
         raise bad_request("invalid_encoding", "the body is not UTF-8, or has a byte order mark; send plain UTF-8")
+    try:
+        body.decode()  # msgspec checks only the texts that it reads
+    except UnicodeDecodeError as error:
+        raise bad_request("invalid_encoding", f"the body is not UTF-8: byte {error.start} is invalid") from None
     if (num_parts := body.count(b"[") + body.count(b"{")) > (limit := max(MAX_PARTS, len(body) // BYTES_PER_PART)):
         raise bad_request("too_many_parts", f"the body has {num_parts} brackets and braces; the limit is {limit}")
     return _decode(body, kind)
@@ -162,8 +166,6 @@ def _decode(body: bytes, kind: type[T]) -> T:
         value: T = _decoder(kind).decode(body)  # type: ignore[arg-type]  # types are hashable
     except msgspec.ValidationError as error:
         raise to_api_error(error, kind) from None
-    except UnicodeDecodeError:
-        raise bad_request("invalid_encoding", "the body is not UTF-8") from None
     except msgspec.DecodeError as error:
         if ("truncated" in str(error) or "surrogate" in str(error)) and _SURROGATE.search(body) is not None:
             raise bad_request("invalid_unicode", "the body has a lone surrogate") from None
