@@ -145,7 +145,7 @@ def test_the_playground_has_its_own_thread() -> None:
     async def main() -> None:
         page = View()
         page._playgrounds = FakePlaygrounds()  # type: ignore[assignment]
-        context: Any = type("RequestContext", (), {"body": {"history": "64x16"}})()
+        context: Any = type("RequestContext", (), {"body": b'{"history": "64x16"}'})()
         await asyncio.gather(*[page._play(context) for _ in range(50)])
         assert set(threads) == {"octavo-playground_0"}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,12 +24,13 @@ from starlette.routing import compile_path
 from octavo.errors import OctavoError
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve import view_routes as view
-from octavo.serve.http import json_parser, json_worker, middleware
+from octavo.serve.http import middleware
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.endpoint import RequestContext
 from octavo.serve.http.server import LimitedHttpProtocol
-from octavo.serve.openai import request, responses_api, schema
+from octavo.serve.openai import decoding, request, responses_api
 from octavo.serve.openai.errors import ApiError
+from octavo.serve.openai.schema import ChatRequest, CompletionRequest, ResponseRequest
 from octavo.text import chat_template, grammar, tokenizer
 from octavo.text.output_parser import OutputParser
 
@@ -88,29 +90,39 @@ def _jsons() -> list[Case]:
         "surrogate pairs": lambda n: b'{"a": "' + b"\\ud83d\\ude00" * (n // 12) + b'"}',
         "half an escape": lambda n: b'{"a": "' + b"\\ud8" * (n // 5) + b'"}',
         "a key twice": lambda n: b'{"%s": 1, "%s": 2}' % (b"k" * (n // 2), b"k" * (n // 2)),
-        "keys": lambda n: b"{" + b",".join(b'"%d":1' % i for i in range(n // 8)) + b',"1":1}',
         "no UTF-8 at the end": lambda n: b'{"a": "' + b"\xc3\xa9" * (n // 2) + b'\xff"}',
     }
-    cases = [Case(f"JSON: {name}", make, _quietly(json_parser.parse)) for name, make in bodies.items()]
-    wide = lambda n: b'{"a": [' + b",".join([b"9" * 25] * (n // 26)) + b"]}"  # noqa: E731
-    cases.append(Case("JSON: a large body with integers of 25 digits", wide, json_worker.parse_to_msgpack))
+    cases = [Case(f"JSON: {name}", make, _quietly(read_completion)) for name, make in bodies.items()]
+    for field in ("user", "logit_bias"):  # what is skipped, and what is read
+        for name in ("pairs of brackets", "integers of 4,300 digits", "surrogate pairs", "half an escape"):
+            value = bodies[name]
+            make = lambda n, field=field, value=value: b'{"prompt": "a", "%s": %s}' % (field.encode(), value(n))  # noqa: E731
+            cases.append(Case(f"JSON in {field}: {name}", make, _quietly(read_completion)))
 
-    def written(name: str) -> Callable[[int], str]:
-        return lambda n: bodies[name](n).decode()
-
-    def call(arguments: str) -> dict[str, Any]:
+    def call(arguments: str) -> bytes:
         function = {"name": "f", "arguments": arguments}
-        return {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]}
+        return json.dumps({"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}).encode()
 
-    def item(arguments: str) -> dict[str, Any]:
-        return {"input": [{"type": "function_call", "name": "f", "arguments": arguments}]}
+    def item(arguments: str) -> bytes:
+        return json.dumps({"input": [{"type": "function_call", "name": "f", "arguments": arguments}]}).encode()
 
     for name in list(bodies)[:10]:
-        chat = _quietly(lambda text: PARSER.parse_chat(call(text)))
-        cases.append(Case(f"a call's arguments: {name}", written(name), chat))
-        response = _quietly(lambda text: responses_api.to_chat(item(text), warn=False))
-        cases.append(Case(f"a response item's arguments: {name}", written(name), response))
+        for kind, wrap, read in (("call", call, read_chat), ("response item", item, read_response)):
+            make = lambda n, wrap=wrap, name=name: wrap(bodies[name](n).decode())  # noqa: E731
+            cases.append(Case(f"a {kind}'s arguments: {name}", make, _quietly(read)))
     return cases
+
+
+def read_completion(body: bytes, *, warn: bool = False) -> object:
+    return PARSER.parse_completion(decoding.decode(body, CompletionRequest, warn=warn))
+
+
+def read_chat(body: bytes) -> object:
+    return PARSER.parse_chat(PARSER.decode(body, ChatRequest))
+
+
+def read_response(body: bytes) -> object:
+    return PARSER.parse_chat(*responses_api.to_chat(PARSER.decode(body, ResponseRequest)))
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -118,61 +130,89 @@ def _jsons() -> list[Case]:
 
 def _parameters() -> list[Case]:
     messages = [{"role": "user", "content": "a"}]
-    bodies: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[dict[str, Any]], object]]] = {
-        "an unknown name": (lambda n: {"prompt": "a", "k" * n: 1}, PARSER.parse_completion),
-        "unknown names": (lambda n: {f"k{i}": 1 for i in range(n // 8)}, PARSER.parse_completion),
-        "a model's name": (lambda n: {"prompt": "a", "model": "m" * n}, PARSER.parse_completion),
-        "token ids, the last wrong": (lambda n: {"prompt": [1] * (n // 2) + [-1]}, PARSER.parse_completion),
-        "texts": (lambda n: {"prompt": ["a"] * (n // 4)}, PARSER.parse_completion),
-        "stop strings": (lambda n: {"prompt": "a", "stop": ["s"] * (n // 4)}, PARSER.parse_completion),
-        "a stop string": (lambda n: {"prompt": "a", "stop": "s" * n}, PARSER.parse_completion),
-        "bad words": (lambda n: {"prompt": "a", "bad_words": ["s" * 4096] * (n // 4096)}, PARSER.parse_completion),
-        "allowed tokens": (lambda n: {"prompt": "a", "allowed_token_ids": [1] * (n // 2)}, PARSER.parse_completion),
+    bodies: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[bytes], object]]] = {
+        "an unknown name": (lambda n: {"prompt": "a", "k" * n: 1}, read_completion),
+        "unknown names": (lambda n: {f"k{i}": 1 for i in range(n // 8)}, read_completion),
+        "a model's name": (lambda n: {"prompt": "a", "model": "m" * n}, read_completion),
+        "token ids, the last wrong": (lambda n: {"prompt": [1] * (n // 2) + [-1]}, read_completion),
+        "texts": (lambda n: {"prompt": ["a"] * (n // 4)}, read_completion),
+        "stop strings": (lambda n: {"prompt": "a", "stop": ["s"] * (n // 4)}, read_completion),
+        "a stop string": (lambda n: {"prompt": "a", "stop": "s" * n}, read_completion),
+        "bad words": (lambda n: {"prompt": "a", "bad_words": ["s" * 4096] * (n // 4096)}, read_completion),
+        "allowed tokens": (lambda n: {"prompt": "a", "allowed_token_ids": [1] * (n // 2)}, read_completion),
         "biases": (
             lambda n: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(n // 8)}},
-            PARSER.parse_completion,
+            read_completion,
         ),
-        "a bias of a long name": (lambda n: {"prompt": "a", "logit_bias": {"1" * n: 1}}, PARSER.parse_completion),
+        "a bias of a long name": (lambda n: {"prompt": "a", "logit_bias": {"1" * n: 1}}, read_completion),
         "choices": (
             lambda n: {"prompt": "a", "structured_outputs": {"choice": ["c" * 60] * (n // 64)}},
-            PARSER.parse_completion,
+            read_completion,
         ),
         "a schema": (
             lambda n: {"prompt": "a", "structured_outputs": {"json": {"enum": ["c"] * (n // 4)}}},
-            PARSER.parse_completion,
+            read_completion,
         ),
         "a schema as text": (
             lambda n: {"prompt": "a", "structured_outputs": {"json": "[" * 70 + '"' + '\\"' * (n // 2)}},
-            PARSER.parse_completion,
+            read_completion,
         ),
-        "a pattern": (lambda n: {"prompt": "a", "structured_outputs": {"regex": "(" * n}}, PARSER.parse_completion),
-        "messages": (lambda n: {"messages": messages * (n // 40)}, PARSER.parse_chat),
+        "a pattern": (lambda n: {"prompt": "a", "structured_outputs": {"regex": "(" * n}}, read_completion),
+        "messages": (lambda n: {"messages": messages * (n // 40)}, read_chat),
         "parts of a message": (
             lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (n // 30)}]},
-            PARSER.parse_chat,
+            read_chat,
         ),
-        "a role": (lambda n: {"messages": [{"role": "r" * n}]}, PARSER.parse_chat),
+        "a role": (lambda n: {"messages": [{"role": "r" * n}]}, read_chat),
         "a tool's name": (
             lambda n: {"messages": messages, "tools": [{"type": "function", "function": {"name": "f" * n}}]},
-            PARSER.parse_chat,
+            read_chat,
         ),
-        "a choice of a tool": (lambda n: {"messages": messages, "tool_choice": "t" * n}, PARSER.parse_chat),
+        "a choice of a tool": (lambda n: {"messages": messages, "tool_choice": "t" * n}, read_chat),
         "calls": (
             lambda n: {
                 "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * (n // 30)}],
             },
-            PARSER.parse_chat,
+            read_chat,
         ),
         "items of a response": (
             lambda n: {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}] * (n // 60)},
-            lambda body: responses_api.to_chat(body, warn=False),
+            read_response,
         ),
+        "lists of one id": (lambda n: {"prompt": [[1]] * (n // 6)}, read_completion),
+        "shortest messages": (lambda n: {"messages": [{"role": "user", "content": ""}] * (n // 32)}, read_chat),
+        "arguments of strings": (
+            lambda n: {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":["a"%s]}' % (',""' * (n // 5))}}],
+                    }
+                ]
+            },
+            read_chat,
+        ),
+        "arguments as an object": (
+            lambda n: {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": {"a": [""] * (n // 4)}}}],
+                    }
+                ]
+            },
+            read_chat,
+        ),
+        "tools": (lambda n: {"messages": messages, "tools": [{"type": "function", "x": [1] * (n // 3)}]}, read_chat),
         "unknown names that are let through": (
-            lambda n: {f"k{i}": 1 for i in range(n // 8)},
-            lambda body: schema.parse_fields(body, schema.CHAT, warn=True),
+            lambda n: {"prompt": "a"} | {f"k{i}": 1 for i in range(n // 8)},
+            lambda body: read_completion(body, warn=True),
         ),
     }
-    return [Case(f"parameters: {name}", make, _quietly(read)) for name, (make, read) in bodies.items()]
+    return [
+        Case(f"parameters: {name}", lambda n, make=make: json.dumps(make(n)).encode(), _quietly(read))  # type: ignore[misc]
+        for name, (make, read) in bodies.items()
+    ]
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------

@@ -27,20 +27,19 @@ from octavo.serve.http.endpoint import (
     RequestContext,
     json_response,
 )
-from octavo.serve.http.json_worker import JsonWorker
 from octavo.serve.http.middleware import OPEN_PATHS, ApiKeys, AuthMiddleware
 from octavo.serve.openai import schema
 from octavo.serve.openai.errors import ApiError, bad_request, not_found, redact_paths, to_api_error
-from octavo.serve.openai.request import (
-    ParsedRequest,
-    decode_tool_arguments,
-    parse_messages,
-    parse_token_ids,
-    validate_tools,
-)
+from octavo.serve.openai.request import ParsedRequest, check_tools, parse_messages, parse_tools
 from octavo.serve.openai.response import ResponseBuilder
-from octavo.serve.openai.responses_api import FIELDS as RESPONSE_FIELDS
 from octavo.serve.openai.responses_api import ResponseEventBuilder, to_chat, to_responses_error
+from octavo.serve.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    TokenizeRequest,
+)
 from octavo.serve.service import Prompts, Service, TokenizedPrompt
 from octavo.serve.view_routes import EVENTS, View
 from octavo.view.live.hub import Hub
@@ -73,7 +72,6 @@ class App:
     def __init__(self, service: Service, keys: ApiKeys | None = None) -> None:
         self.service = service
         self.active_requests: set[ActiveRequest] = set()
-        self.json_worker = JsonWorker()
         service.admission.multi_tenant = keys is not None and len(keys) > 1
         self._rate_limiter, self._kv_query = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
         settings = service.settings
@@ -129,7 +127,6 @@ class App:
             path,
             handler,
             body_limit=body_limit if has_body else None,
-            json_worker=self.json_worker,
             active=self.active_requests,
             streams=streams,
         )
@@ -145,20 +142,20 @@ class App:
         return all(request.open_ended for request in self.active_requests)
 
     async def close(self) -> None:
-        await self.json_worker.close()
         await self.service.text_workers.close()
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def completions(self, context: RequestContext) -> HttpResponse | EventStream:
-        request = self.service.request_parser.parse_completion(context.body)
+        parser = self.service.request_parser
+        request = parser.parse_completion(parser.decode(context.body, CompletionRequest))
         name = f"cmpl-{context.request_id}"
         prompts = await self.service.encode(request)
         return await self._generate(context, request, name, prompts, self.service.completion_response(request, name))
 
     async def chat_completions(self, context: RequestContext) -> HttpResponse | EventStream:
-        await run_cooperatively(decode_tool_arguments(context.body))
-        request = self.service.request_parser.parse_chat(context.body)
+        parser = self.service.request_parser
+        request = parser.parse_chat(parser.decode(context.body, ChatRequest))
         name = f"chatcmpl-{context.request_id}"
         prompt = await self.service.encode_chat(request.messages, request.template, request.truncate)
         builder = self.service.chat_response(request, name, prompt)
@@ -193,14 +190,14 @@ class App:
 
     async def responses(self, context: RequestContext) -> HttpResponse | EventStream:
         service, name = self.service, f"resp_{context.request_id}"
-        await run_cooperatively(decode_tool_arguments(context.body))
-        chat = to_chat(context.body, warn=service.request_parser.warn_unknown)
+        body = service.request_parser.decode(context.body, ResponseRequest)
+        chat, messages, tools = to_chat(body)
         try:
-            request = service.request_parser.parse_chat(chat)
+            request = service.request_parser.parse_chat(chat, messages, tools)
             prompt = await service.encode_chat(request.messages, request.template)
         except (ApiError, UsageError) as error:
             raise to_responses_error(to_api_error(error, context.request_id)) from None
-        response = ResponseEventBuilder(name, request.model, chat, context.body.get("instructions"))
+        response = ResponseEventBuilder(name, request.model, body, tools)
         events = self._response_events(context, request, prompt, response)
         if request.stream:
             keep_alive_s = service.settings.sse_keep_alive_interval
@@ -235,24 +232,23 @@ class App:
     # -- tokenizer -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, context: RequestContext) -> HttpResponse:
-        service = self.service
-        given = schema.parse_fields(context.body, schema.TOKENIZE, warn=service.request_parser.warn_unknown)
-        service.request_parser.resolve_model(context.body)
-        if "messages" in given:
-            await run_cooperatively(decode_tool_arguments(given))
-            messages = parse_messages(given["messages"])
-            template = service.request_parser.chat_template_options(given)
-            if given.get("tools"):
-                validate_tools(given["tools"])
-                template["tools"] = given["tools"]
+        service, parser = self.service, self.service.request_parser
+        body = parser.decode(context.body, TokenizeRequest)
+        parser.resolve_model(body)
+        if body.messages is not None:
+            messages = parse_messages(body.messages)
+            template = parser.chat_template_options(body)
+            if tools := parse_tools(body.tools):
+                check_tools(tools)
+                template["tools"] = tools
             token_ids = (await service.encode_chat(messages, template)).token_ids
-        elif "prompt" in given:
-            service.prompts.check_length(given["prompt"])
-            (token_ids,) = await service.encode_texts([given["prompt"]], given.get("add_special_tokens", True))
+        elif body.prompt is not None:
+            service.prompts.check_length(body.prompt)
+            (token_ids,) = await service.encode_texts([body.prompt], body.add_special_tokens is not False)
         else:
             raise bad_request("missing_required_parameter", "prompt is missing; send prompt or messages", "prompt")
         token_strings = None
-        if given.get("return_token_strs"):
+        if body.return_token_strs:
             token_strings = await service.text_workers.token_strings(token_ids)
         return json_response(
             {
@@ -265,13 +261,10 @@ class App:
 
     async def detokenize(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        given = schema.parse_fields(context.body, schema.DETOKENIZE, warn=service.request_parser.warn_unknown)
-        service.request_parser.resolve_model(context.body)
-        if "tokens" not in given:
-            raise bad_request("missing_required_parameter", "tokens is missing", "tokens")
-        tokens = parse_token_ids(given["tokens"], "tokens")
-        service.check_ids(tokens, "tokens")
-        return json_response({"prompt": await service.decode(tokens, False)})
+        body = service.request_parser.decode(context.body, DetokenizeRequest)
+        service.request_parser.resolve_model(body)
+        service.check_ids(body.tokens, "tokens")
+        return json_response({"prompt": await service.decode(body.tokens, False)})
 
     # -- models and state ----------------------------------------------------------------------------------------------
 
@@ -370,7 +363,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The document at /openapi.json, from the table that also parses bodies."""
+    """The document at /openapi.json, from the types that also parse bodies."""
 
     def json_content(name: str) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
@@ -407,7 +400,5 @@ def openapi(app: FastAPI) -> dict[str, Any]:
             "/debug/kv": {"get": route("State of the KV cache's block pool")},
             "/debug/requests/{id}": {"get": route("State and timeline of a request", path_param="id")},
         },
-        "components": {
-            "schemas": schema.component_schemas() | {"ResponseRequest": schema.body_schema(RESPONSE_FIELDS, "input")}
-        },
+        "components": {"schemas": schema.component_schemas()},
     }

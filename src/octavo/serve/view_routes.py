@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from msgspec import Struct
+
 import octavo
 import octavo.view
 from octavo.errors import ParameterError
 from octavo.serve.debug_rate_limit import TenantRateLimiter
 from octavo.serve.http.endpoint import EventStream, Handler, HttpResponse, RequestContext, json_response
+from octavo.serve.openai.decoding import decode_json
 from octavo.serve.openai.errors import ApiError, bad_request, not_found
 from octavo.serve.tenants import Tenant
 from octavo.view.live.hub import Hub, Message
@@ -55,6 +58,11 @@ KEEP_ALIVE_S = 15.0
 PLAY_BODY_BYTES = 4 * MAX_CHARS
 MAX_VIEWERS = 32
 """Concurrent event streams of one tenant. Each may queue `hub.MAX_BYTES`."""
+
+
+class _Play(Struct):
+    history: str
+    action: str | None = None
 
 
 class View:
@@ -137,12 +145,12 @@ class View:
         return _json([lesson.as_dict() for lesson in LESSONS])
 
     async def _play(self, context: RequestContext) -> HttpResponse:
-        history, action = context.body.get("history"), context.body.get("action")
-        if not isinstance(history, str) or not (action is None or isinstance(action, str)):
-            raise bad_request("invalid_type", 'send {"history": "64x16", "action": "new,64"}, two strings', "history")
+        body = decode_json(context.body, _Play)
         assert self._playgrounds is not None
         loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._play_thread, self._playgrounds.answer, history, action or None)
+        result = await loop.run_in_executor(
+            self._play_thread, self._playgrounds.answer, body.history, body.action or None
+        )
         return _json(result)
 
     # -- live ----------------------------------------------------------------------------------------------------------

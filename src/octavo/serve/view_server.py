@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from octavo.serve.app import on_http_exception
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.endpoint import Endpoint, Receive, RequestContext, Scope, Send, new_request_id, send_error
-from octavo.serve.http.json_worker import JsonWorker
 from octavo.serve.http.server import LimitedHttpProtocol, socket_url
 from octavo.serve.view_routes import EVENTS, PLAY_BODY_BYTES, View
 
@@ -24,13 +23,12 @@ class ViewApp:
     """The ASGI application. It accepts loopback host names only (DNS rebinding, see `allowed_hosts`)."""
 
     def __init__(self, view: View) -> None:
-        self._json_worker = JsonWorker()
         self._hosts = AllowedHosts()
         self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self._app.add_exception_handler(HTTPException, on_http_exception)
         for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:
             limit = (lambda: PLAY_BODY_BYTES) if method == "POST" else None
-            endpoint = Endpoint(path, handler, body_limit=limit, json_worker=self._json_worker, streams=path == EVENTS)
+            endpoint = Endpoint(path, handler, body_limit=limit, streams=path == EVENTS)
             self._app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an application
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,9 +40,6 @@ class ViewApp:
             await send_error(context, send, api_error)
             return
         await self._app(scope, receive, send)
-
-    async def close(self) -> None:
-        await self._json_worker.close()
 
 
 class _Server(uvicorn.Server):
@@ -70,11 +65,7 @@ class _Server(uvicorn.Server):
 
 async def serve_view(view: View, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
     """Serves on a bound socket until Ctrl-C. `on_ready` is called with the address once it can be opened."""
-    app = ViewApp(view)
-    try:
-        await _Server(app, lambda: on_ready(f"{socket_url(sock)}/view/")).serve(sockets=[sock])
-    finally:
-        await app.close()
+    await _Server(ViewApp(view), lambda: on_ready(f"{socket_url(sock)}/view/")).serve(sockets=[sock])
 
 
 def run(view: View, sock: socket.socket, on_ready: Callable[[str], None]) -> None:

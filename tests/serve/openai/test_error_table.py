@@ -77,7 +77,7 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
-    with serving(tmp_path_factory.mktemp("server"), "--max-num-seqs", "64") as url:
+    with serving(tmp_path_factory.mktemp("server"), "--max-num-seqs", "64", "--max-body-bytes", "300000") as url:
         yield Peer(url)
 
 
@@ -85,29 +85,49 @@ def deep(levels: int) -> bytes:
     return b"[" * levels + b"]" * levels
 
 
+def nested(levels: int) -> str:
+    """The arguments of a tool call."""
+    return '{"a":' * levels + "1" + "}" * levels
+
+
 # (row, the body, code, param); the status is 400.
 BODIES: list[tuple[int, bytes, str, str | None]] = [
-    *((1, body, "invalid_json", None) for body in (b"{", b"x", b'{"prompt": "a"', b" ", b"{'prompt': 1}")),
-    *((2, body, "invalid_type", None) for body in (b"[]", b"null", b"7", b'"a"', b"true", b"[1, 2]")),
+    *(
+        (1, body, "invalid_json", None)
+        for body in (b"{", b"x", b'{"prompt": "a"', b" ", b"{'prompt': 1}", b'{"prompt": "a",}', b'{"prompt": "a"} x')
+    ),
+    *((2, body, "invalid_type", None) for body in (b"[]", b"null", b"7", b'"a"', b"true", b"[1, 2]", b"[" * 70_000)),
     (3, b'{"prompt": "\xff\xfe"}', "invalid_encoding", None),
-    *((3, '{"prompt": "a"}'.encode(name), "invalid_encoding", None) for name in ("utf-16", "utf-16-be", "utf-32")),
     *(
-        (4, b'{"prompt": "a", "%s": %s}' % (name, value), "invalid_json", name.decode())
-        for name in (b"temperature", b"top_p", b"seed", b"max_tokens", b"presence_penalty", b"user")
-        for value in (b"NaN", b"Infinity", b"-Infinity", b"1e999")
+        (3, b'{"prompt": "a", "%s": ["\xff"]}' % name, "invalid_encoding", None)
+        for name in (b"user", b"suffix", b"structured_outputs", b"chat_template_kwargs")
     ),
     *(
-        (5, b'{"prompt": "a", "%s": "\\ud800"}' % name, "invalid_unicode", name.decode())
-        for name in (b"stop", b"user", b"cache_salt", b"model", b"suffix", b"nope")
+        (3, '{"prompt": "a"}'.encode(name), "invalid_encoding", None)
+        for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig")
     ),
-    (5, rb'{"prompt": "\udc00"}', "invalid_unicode", "prompt"),
-    (5, rb'{"prompt": "a", "bad_words": ["a", "\ud83d"]}', "invalid_unicode", "bad_words[1]"),
-    (5, rb'{"prompt": "a", "structured_outputs": {"regex": "\ud800"}}', "invalid_unicode", "structured_outputs.regex"),
-    (7, b'{"prompt": "a", "prompt": "a"}', "duplicate_key", "prompt"),
-    (7, b'{"prompt": "a", "metadata": {"x": [{"y": 1, "y": 1}]}}', "duplicate_key", "y"),
-    (8, b'{"prompt": "a", "metadata": %s}' % deep(64), "too_deep", None),
+    *(
+        (4, b'{"prompt": "a", "%s": %s}' % (name, value), "invalid_json", None)
+        for name in (b"temperature", b"seed", b"max_tokens", b"user")
+        for value in (b"NaN", b"Infinity", b"-Infinity")
+    ),
+    (4, b'{"prompt": "a", "logit_bias": {"5": NaN}}', "invalid_json", None),
+    *(
+        (4, b'{"prompt": "a", "%s": 1e999}' % name, "decimal_out_of_range", name.decode())
+        for name in (b"temperature", b"top_p", b"seed", b"max_tokens")
+    ),
+    (4, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "integer_out_of_range", "seed"),
+    *(
+        (5, b'{"prompt": "a", "%s": "\\ud800"}' % name, "invalid_unicode", None)
+        for name in (b"stop", b"user", b"cache_salt", b"model", b"suffix")
+    ),
+    (5, rb'{"prompt": "\udc00"}', "invalid_unicode", None),
+    (5, rb'{"prompt": "a\ud83d and a text that goes on"}', "invalid_unicode", None),
+    (5, rb'{"prompt": "a", "bad_words": ["a", "\ud83d"]}', "invalid_unicode", None),
+    (5, rb'{"prompt": "a", "structured_outputs": {"regex": "\ud800"}}', "invalid_unicode", None),
     (8, b'{"prompt": "a", "metadata": %s}' % deep(30_000), "too_deep", None),
-    (8, b"[" * 70_000, "too_deep", None),
+    (8, b'{"prompt": "a", "structured_outputs": {"json": %s}}' % deep(65), "invalid_json_schema", "structured_outputs"),
+    (9, b'{"prompt": "%s"}' % (b"[" * (1 << 18)), "too_many_parts", None),
 ]
 # (row, changes of a good completion, code, param)
 COMPLETIONS: list[tuple[int, dict[str, Any], str, str | None]] = [
@@ -116,7 +136,14 @@ COMPLETIONS: list[tuple[int, dict[str, Any], str, str | None]] = [
     *((23, {"model": model}, "invalid_type", "model") for model in (7, True, ["tiny"], {})),
     (26, {"temprature": 1}, "unknown_parameter", "temprature"),
     (26, {"": 1}, "unknown_parameter", ""),
-    *((27, {name: "x"}, "unsupported_parameter", name) for name in ("suffix", "audio", "functions", "tools")),
+    (26, {"x" * 5000: 1}, "unknown_parameter", "x" * 128),
+    *(
+        (27, {name: value}, "unsupported_parameter", name)
+        for names, value in ((("suffix", "audio", "functions", "tools"), "x"), (("audio", "guided_json"), {}))
+        for name in names
+    ),
+    (27, {"messages": MESSAGES}, "unsupported_parameter", "messages"),
+    (27, {"max_tool_calls": 3}, "unsupported_parameter", "max_tool_calls"),
     *(
         (28, {name: value}, "invalid_type", name)
         for name, value in (
@@ -135,20 +162,25 @@ COMPLETIONS: list[tuple[int, dict[str, Any], str, str | None]] = [
         )
     ),
     *((29, {"prompt": value}, "missing_required_parameter", "prompt") for value in (None, DROP)),
-    (30, {"prompt": ""}, "empty_prompt", "prompt"),
+    *((30, {"prompt": value}, "empty_prompt", "prompt") for value in ("", ["a", ""])),
     (31, {"prompt": []}, "empty_array", "prompt"),
     (31, {"prompt": [[]]}, "empty_array", "prompt"),
-    *((31, {"prompt": v}, "invalid_type", "prompt") for v in (["a", []], [1, "a"], [[1], "a"], [[[1]]], [None], {}, 5)),
+    *(
+        (31, {"prompt": v}, "invalid_type", "prompt")
+        for v in (["a", []], ["a", None], [1, "a"], [[1], "a"], [[[1]]], [None], {}, 5)
+    ),
     (32, {"prompt": ["a"] * 257}, "array_above_max_length", "prompt"),
     (32, {"prompt": [[5]] * 257}, "array_above_max_length", "prompt"),
     *(
         (33, {"prompt": [5, value]}, "invalid_token_id", "prompt[1]")
         for value in (-1, VOCAB, VOCAB + 64, 1 << 31, 1 << 63, 1 << 64, True, 1.5)
     ),
+    *((33, {"prompt": [value]}, "invalid_token_id", "prompt[0]") for value in (VOCAB, 1 << 31, 1 << 63, True, 1.5)),
     (33, {"prompt": [[5], [5, VOCAB]]}, "invalid_token_id", "prompt[1][1]"),
     (34, {"prompt": [5] * 512}, "context_length_exceeded", "prompt"),
     (34, {"prompt": "a" * 70_000}, "context_length_exceeded", "prompt"),
     (36, {"prompt": [5] * 500, "max_tokens": 13}, "context_length_exceeded", "max_tokens"),
+    *((36, {"truncate_prompt_tokens": v}, "integer_out_of_range", "truncate_prompt_tokens") for v in (0, -1)),
     (37, {"max_tokens": 0}, "integer_below_min_value", "max_tokens"),
     (39, {"min_tokens": 9}, "invalid_value", "min_tokens"),
     (39, {"min_tokens": 600, "max_tokens": None}, "invalid_value", "min_tokens"),
@@ -165,14 +197,25 @@ COMPLETIONS: list[tuple[int, dict[str, Any], str, str | None]] = [
         (43, {"use_beam_search": True, **more}, "invalid_value", "use_beam_search")
         for more in ({"temperature": 1}, {"top_p": 0.5}, {"seed": 7})
     ),
+    (43, {"use_beam_search": True, "beam_width": 98}, "integer_out_of_range", "beam_width"),
+    (43, {"beam_width": 2, "use_beam_search": False}, "invalid_value", "beam_width"),
+    *(
+        (43, {"use_beam_search": True, name: value}, "invalid_value", name)
+        for name, value in (("stream", True), ("echo", True), ("presence_penalty", 1), ("early_stopping", 1))
+    ),
+    *(
+        (43, {"use_beam_search": True, "n": 2, "length_penalty": v}, "decimal_out_of_range", "length_penalty")
+        for v in (31, 10**400)
+    ),
     *((44, {"temperature": t}, "decimal_out_of_range", "temperature") for t in (-0.1, 2.1, 1e308, 3, -5, 10**400)),
-    *((45, {"top_p": value}, "decimal_out_of_range", "top_p") for value in (-1, 1.0000001, 2)),
-    *((45, {"top_k": value}, "decimal_out_of_range", "top_k") for value in (-2, 1 << 40)),
+    *((45, {"top_p": value}, "decimal_out_of_range", "top_p") for value in (-1, 1.0000001, 2, -(10**400))),
+    *((45, {"top_k": value}, "decimal_out_of_range", "top_k") for value in (-2, 1 << 31, 1 << 40)),
     *((45, {"min_p": value}, "decimal_out_of_range", "min_p") for value in (-1, 2)),
     *((45, {name: 2.1}, "decimal_out_of_range", name) for name in ("presence_penalty", "frequency_penalty")),
     *((47, {"seed": value}, "integer_out_of_range", "seed") for value in (1 << 63, -(1 << 63) - 1, 1.5)),
     *((48, {"logprobs": value}, "invalid_value", "logprobs") for value in (-1, 21, True, "1", 1.5, 1 << 70)),
     (48, {"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
+    (48, {"prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
     *(
         (50, {"logit_bias": value}, "invalid_logit_bias", "logit_bias")
         for value in (
@@ -188,14 +231,18 @@ COMPLETIONS: list[tuple[int, dict[str, Any], str, str | None]] = [
         for value in (VOCAB, -1, 1 << 63, True)
     ),
     (52, {"allowed_token_ids": [5] * (VOCAB + 1)}, "array_above_max_length", "allowed_token_ids"),
+    (52, {"allowed_token_ids": []}, "no_allowed_token", "allowed_token_ids"),
     (52, {"bad_words": ["a" * 4000] * 17}, "array_above_max_length", "bad_words"),
     (53, {"stop": ["a"] * 65}, "array_above_max_length", "stop"),
     (53, {"stop": ["a"] * 10_000}, "array_above_max_length", "stop"),
     *((53, {"stop": value}, "invalid_value", "stop") for value in ([""], "", [7], [None], "a" * 50_000)),
     *((55, {"stop_token_ids": [v]}, "invalid_token_id", "stop_token_ids") for v in (VOCAB, -1, 1 << 31, True, "5")),
     (55, {"stop_token_ids": [5] * 1025}, "array_above_max_length", "stop_token_ids"),
-    (57, {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
-    (57, {"stream": True, "stream_options": {"nope": True}}, "invalid_value", "stream_options"),
+    *((57, {"stream_options": v}, "invalid_value", "stream_options") for v in ({"include_usage": True}, {})),
+    *(
+        (57, {"stream": True, "stream_options": v}, "invalid_value", "stream_options")
+        for v in ({"nope": True}, {"include_usage": 1})
+    ),
     (66, {"response_format": {"type": "yaml"}}, "invalid_json_schema", "response_format"),
     (66, {"response_format": {}}, "invalid_json_schema", "response_format"),
     (66, {"response_format": {"type": "json_schema"}}, "invalid_json_schema", "response_format"),
@@ -232,6 +279,10 @@ COMPLETIONS: list[tuple[int, dict[str, Any], str, str | None]] = [
         )
     ),
     *(
+        (68, {"structured_outputs": value}, "invalid_value", "structured_outputs")
+        for value in ({}, {"json": {}, "regex": "a"})
+    ),
+    *(
         (70, {"cache_salt": v}, "invalid_value", "cache_salt")
         for v in ("", "s" * 10_000, "a\nb", "\u0000", 7, [], True)
     ),
@@ -246,14 +297,59 @@ CHATS: list[tuple[int, dict[str, Any], str, str | None]] = [
     (37, {"max_completion_tokens": 0}, "integer_below_min_value", "max_completion_tokens"),
     *((59, {"messages": value}, "missing_required_parameter", "messages") for value in (DROP, None)),
     (59, {"messages": []}, "empty_array", "messages"),
-    (59, {"messages": [0] * 10_000}, "array_above_max_length", "messages"),
-    *((59, {"messages": value}, "invalid_type", "messages") for value in ("Hi", {}, [7], [None], [[]])),
+    (59, {"messages": MESSAGES * 5000}, "array_above_max_length", "messages"),
+    *((59, {"messages": value}, "invalid_type", "messages") for value in ("Hi", {}, ["Hi"], [7], [None], [[]])),
     *(
         (60, {"messages": [{"role": role, "content": "a"}]}, "invalid_value", "messages[0].role")
         for role in ("king", "__proto__", "", None, 7, [])
     ),
     (60, {"messages": [*MESSAGES, {"content": "a"}]}, "invalid_value", "messages[1].role"),
-    (60, {"messages": [{"role": "user", "content": None}]}, "invalid_value", "messages[0].content"),
+    *(
+        (60, {"messages": [{"role": "user", **content}]}, code, "messages[0].content")
+        for content, code in (
+            ({"content": None}, "invalid_value"),
+            ({}, "invalid_value"),
+            ({"content": 7}, "invalid_type"),
+        )
+    ),
+    (
+        60,
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "invalid_type",
+        "messages[0].content[0].text",
+    ),
+    (60, {"messages": [{"role": "user", "content": "a", "colour": 1}]}, "unknown_parameter", "messages[0].colour"),
+    *(
+        (
+            61,
+            {"messages": [{"role": role, "content": "", "tool_calls": calls}]},
+            "invalid_type",
+            "messages[0].tool_calls",
+        )
+        for role, calls in (("tool", False), ("assistant", 0), ("assistant", ""), ("user", {}))
+    ),
+    *(
+        (
+            61,
+            {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+            "invalid_value",
+            f"messages[0].tool_calls[0]{at}",
+        )
+        for call, at in (
+            (7, ""),
+            ({}, ""),
+            ({"function": {"arguments": "{}"}}, ""),
+            ({"function": {"name": "f", "arguments": 7}}, ".function.arguments"),
+            *(({"function": {"name": "f", "arguments": nested(n)}}, ".function.arguments") for n in (65, 900, 5000)),
+            ({"function": {"name": "f", "arguments": json.loads(nested(65))}}, ".function.arguments"),
+        )
+    ),
+    (
+        61,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 4097}]},
+        "array_above_max_length",
+        "messages",
+    ),
     *(
         (60, {"messages": [{"role": "user", "content": [part]}]}, "unsupported_content", "messages[0].content[0].type")
         for part in ({"type": "nope"}, {"type": "image_url", "image_url": {"url": "http://x"}}, {}, 7, None)
@@ -261,6 +357,16 @@ CHATS: list[tuple[int, dict[str, Any], str, str | None]] = [
     (62, {"chat_template": "{{ 7 }}"}, "template_not_allowed", "chat_template"),
     (62, {"chat_template_kwargs": {"a": {}}}, "invalid_value", "chat_template_kwargs"),
     (62, {"chat_template_kwargs": {f"a{i}": 1 for i in range(65)}}, "invalid_value", "chat_template_kwargs"),
+    *(
+        (62, {"chat_template_kwargs": {name: "x"}}, "invalid_value", "chat_template_kwargs")
+        for name in ("self", "messages", "tools", "template", "special_tokens", "loop", "caller", "__class__")
+    ),
+    (62, {"add_generation_prompt": True, "continue_final_message": True}, "invalid_value", "continue_final_message"),
+    (48, {"logprobs": 1}, "invalid_value", "logprobs"),
+    (27, {"modalities": ["audio"]}, "unsupported_parameter", "modalities"),
+    (27, {"prompt": "a"}, "unsupported_parameter", "prompt"),
+    (65, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "invalid_value", "tool_choice"),
+    (65, {"tools": [{"type": "web_search"}]}, "invalid_value", "tools"),
     (
         65,
         {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]},
@@ -270,7 +376,14 @@ CHATS: list[tuple[int, dict[str, Any], str, str | None]] = [
     (65, {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "invalid_value", "tools"),
     *(
         (65, {"tools": [{"type": "function", "function": function}]}, "invalid_value", "tools")
-        for function in ({}, {"name": 7}, {"name": "a b"}, {"name": "f", "parameters": 7}, None)
+        for function in (
+            {},
+            {"name": 7},
+            {"name": "a b"},
+            {"name": "f", "parameters": 7},
+            {"name": "f", "parameters": {"type": "array"}},
+            None,
+        )
     ),
     (
         65,
@@ -356,8 +469,24 @@ def test_unusual_but_valid_requests_succeed(peer: Peer) -> None:
         {"max_tokens": 0, "echo": True},
         {"min_tokens": 1, "max_tokens": None},
         {"best_of": None, "n": 2},
+        {"best_of": 1, "stream": True},
+        {"prompt_logprobs": 0, "max_tokens": 0},
+        {"priority": 0},
+        {"model": "tiny", "n": None, "stop": None, "temperature": None},
+        {"suffix": None, "max_tool_calls": None, "messages": None, "tools": [], "modalities": ["text"]},
+        {"suffix": ""},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
     ):
         assert peer.post(C, {"prompt": "Hi", "max_tokens": 2, **change}).status == 200, change
+    for raw in (b'"prompt": "b"', b'"metadata": ' + deep(500), b'"user": {"a": 1, "a": [ ]}, "suffix": [ ]'):
+        assert peer.post(C, b'{"prompt": "a", "max_tokens": 1, %s}' % raw).status == 200, raw[:80]
+    for arguments in (nested(64), '{"a": "' + "[" * 99 + '"}', "", None, {"a": 1}, "null", '{"a": ', "[1]"):
+        call = {"id": None, "function": {"name": "f", "arguments": arguments}}
+        refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "parsed": None}
+        history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, refusal]
+        assert peer.post(H, {"messages": history, "max_tokens": 1, "best_of": None, "prompt": []}).status == 200, (
+            arguments
+        )
 
 
 def test_bodies_of_other_sizes_types_and_encodings(peer: Peer) -> None:
@@ -368,9 +497,9 @@ def test_bodies_of_other_sizes_types_and_encodings(peer: Peer) -> None:
     assert peer.send("POST", C, ok).error == (415, "unsupported_media_type", None)
     gzip = ("Content-Encoding", "gzip")
     assert peer.send("POST", C, ok, JSON, gzip).error == (415, "unsupported_encoding", None)
-    response = peer.send("POST", C, b" " * 90_000, JSON)
+    response = peer.send("POST", C, b" " * 310_000, JSON)
     assert response.error == (413, "body_too_large", None) and response.headers["connection"] == "close"
-    chunk = b"%x\r\n%s\r\n" % (90_000, b" " * 90_000) + b"0\r\n\r\n"
+    chunk = b"%x\r\n%s\r\n" % (310_000, b" " * 310_000) + b"0\r\n\r\n"
     response = peer.send("POST", C, chunk, JSON, ("Transfer-Encoding", "chunked"))
     assert response.error == (413, "body_too_large", None) and response.headers["connection"] == "close"
     assert peer.raw(

@@ -1,4 +1,4 @@
-"""`--max-json-whitespace`: the white space allowed between two tokens of constrained JSON."""
+"""Limits of request bodies, and `--max-json-whitespace`: the white space between two tokens of constrained JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from octavo.errors import ParameterError
 from octavo.frontend.input_processor import InputProcessor
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.args import ServeArgs
+from octavo.serve.openai.errors import ApiError
 from octavo.serve.openai.request import RequestParser
+from octavo.serve.openai.schema import ChatRequest, CompletionRequest
 from octavo.text.tokenizer import Tokenizer
 from tests.text.samples import train_byte_level
 
@@ -41,7 +43,11 @@ def prompts() -> Iterator[InputProcessor]:
 def takes(prompts: InputProcessor, max_whitespace: int, body: dict[str, Any], text: str) -> bool:
     """Whether a server with that option allows the model to generate the text."""
     parser = RequestParser(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=max_whitespace)
-    request = parser.parse_completion(body) if "prompt" in body else parser.parse_chat(body)
+    raw = json.dumps(body).encode()
+    if "prompt" in body:
+        request = parser.parse_completion(parser.decode(raw, CompletionRequest))
+    else:
+        request = parser.parse_chat(parser.decode(raw, ChatRequest))
     grammar = prompts.compile_grammar(request.params)
     assert grammar is not None
     matcher = grammar.start()
@@ -80,3 +86,27 @@ def test_option_range_is_checked() -> None:
     for invalid in (-2, 1001):
         with pytest.raises(ParameterError, match="max_json_whitespace"):
             ServeArgs(max_json_whitespace=invalid)
+
+
+def test_arguments_of_all_tool_calls_are_bounded_together() -> None:
+    parser = RequestParser(("tiny",), SamplingParams())
+
+    def parse(num_calls: int, size: int) -> None:
+        call = {"function": {"name": "f", "arguments": json.dumps({"a": "x" * size})}}
+        raw = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call] * num_calls}]}).encode()
+        parser.parse_chat(parser.decode(raw, ChatRequest))
+
+    parse(4, 250_000)
+    for num_calls, size in ((4, 270_000), (4097, 1)):
+        with pytest.raises(ApiError) as caught:
+            parse(num_calls, size)
+        assert (caught.value.code, caught.value.param) == ("array_above_max_length", "messages")
+
+
+def test_parts_of_any_shape_are_bounded() -> None:
+    parser = RequestParser(("tiny",), SamplingParams())
+    for field, code in (("tools", "invalid_value"), ("chat_template_kwargs", "invalid_value")):
+        raw = json.dumps({"messages": [{"role": "user", "content": "a"}], field: {"a": "x" * (1 << 20)}}).encode()
+        with pytest.raises(ApiError, match="the limit is 1048576") as caught:
+            parser.parse_chat(parser.decode(raw, ChatRequest))
+        assert (caught.value.code, caught.value.param) == (code, field)

@@ -11,6 +11,14 @@ from tests.serve.in_process_server import Server, good, run, serving
 from tests.serve.openai.test_tools import CALL, HERMES, answers
 
 R = "/v1/responses"
+NO_EFFECT: dict[str, Any] = {
+    "store": False,
+    "background": False,
+    "max_tool_calls": None,
+    "client_metadata": {"a": "b"},
+    "include": [],
+    "truncation": "disabled",
+}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -41,7 +49,7 @@ def test_response_equals_the_chat_completion(model: str) -> None:
             assert body["incomplete_details"] == {"reason": "max_output_tokens"}
             assert body["usage"]["output_tokens"] == 8 and body["usage"]["input_tokens"] == len("user:Hello;a:")
             parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
-            same = good(await server.post(R, input=parts, max_output_tokens=8, store=False, **GREEDY))
+            same = good(await server.post(R, input=parts, max_output_tokens=8, **NO_EFFECT, **GREEDY))
             assert same["output"][0]["content"] == item["content"]
             received = await events(server, input="Hello", max_output_tokens=8, **GREEDY)
             names = [event["type"].removeprefix("response.") for event in received]
@@ -77,6 +85,7 @@ def test_reasoning_and_tool_calls_are_items(model: str) -> None:
                 {"role": "user", "content": "Hi"},
                 {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
                 {"type": "function_call", "call_id": "2", "name": "weather"},
+                {"type": "function_call", "call_id": "3", "name": "weather", "arguments": "["},
                 {"type": "function_call_output", "call_id": "1", "output": "sun"},
                 {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "rain"}]},
             ]
@@ -119,29 +128,40 @@ def test_errors_name_the_input_item(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             for payload, param, begin in (
-                ({"input": [{"role": "king"}], "instructions": "b"}, "input[0].role", "input[0].role is 'king'"),
-                ({"input": [skipped, skipped, {"role": "king"}]}, "input[2].role", "input[2].role is 'king'"),
-                ({"input": [{"content": "x"}, call]}, "input[0].role", "input[0].role is None"),
+                (
+                    {"input": [{"role": "king"}], "instructions": "b"},
+                    "input[0].role",
+                    "input[0].role: invalid enum value",
+                ),
+                ({"input": [skipped, skipped, {"role": "king"}]}, "input[2].role", "input[2].role: invalid enum value"),
+                ({"input": [{"content": "x"}, call]}, "input[0].role", "input[0].role is missing"),
                 ({"input": [message, call, call, {"role": "user"}]}, "input[3].content", "input[3].content must be"),
                 ({"input": [message, call | {"name": None}]}, "input[1].name", "input[1].name must be"),
                 (
-                    {"input": [message, call, call | {"arguments": "["}]},
-                    "input[2].arguments",
-                    "input[2].arguments must be",
+                    {"input": [message, call | {"arguments": deep}]},
+                    "input[1].arguments",
+                    "input[1].arguments must be",
                 ),
-                ({"input": [message, call | {"arguments": deep}]}, "input[1].arguments", "input[1].arguments must be"),
-                ({"input": [message, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
+                ({"input": [message, call, output | {"output": 7}]}, "input[2].output", "input[2].output: expected"),
                 ({"input": [skipped]}, "input", "input has only reasoning items"),
                 ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
-                ({"input": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not supported here; use max_output"),
+                ({"input": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not supported here: use max_output"),
                 (
                     {"input": "a", "structured_outputs": {"regex": "a"}},
                     "structured_outputs",
-                    "structured_outputs is not supported here; use text.format",
+                    "structured_outputs is not supported here: use text.format",
                 ),
                 ({"input": "a", "messages": [message]}, "messages", "messages is not supported"),
-                ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format", "text.format.type is 'yaml'"),
-                ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must"),
+                (
+                    {"input": "a", "text": {"format": {"type": "yaml"}}},
+                    "text.format",
+                    "text.format.type: invalid value",
+                ),
+                (
+                    {"input": "a", "text": {"format": {"type": "json_schema"}}},
+                    "text.format",
+                    "text.format.schema: object missing",
+                ),
                 (
                     {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}},
                     "text.format",

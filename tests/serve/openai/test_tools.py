@@ -212,3 +212,27 @@ def test_messages_with_tool_calls(model: str) -> None:
             assert "".join(body["token_strs"]) == "user:aassistant:[weather(Oslo)]tool:b"
 
     run(main())
+
+
+def test_the_template_gets_arguments_and_tools_as_the_client_wrote_them(model: str) -> None:
+    """Arguments that are no object go as their text; a tool's keys keep their order, unknown ones included."""
+    template = (
+        "<tool_call>{{ tools | tojson }}"
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    arguments = ['{"b": 1, "a": [2.5, null]}', "{}", "", None, {"b": 1}, "null", '{"a": ', "[1]", "\n"]
+    shown = ['{"b": 1, "a": [2.5, null]}', "{}", "{}", "{}", '{"b": 1}', '"null"', r'"{\"a\": "', '"[1]"', r'"\n"']
+    tool = {"function": {"x": 1, "parameters": {"properties": {}, "type": "object"}, "name": "f"}, "type": "function"}
+
+    async def main() -> None:
+        found = []
+        async with serving(model, engine_options={"chat_template": template}) as server:
+            for given in arguments:
+                calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}]
+                messages = [{"role": "assistant", "tool_calls": calls}]
+                answer = await server.post("/tokenize", messages=messages, tools=[tool], return_token_strs=True)
+                found.append("".join(answer.json().get("token_strs", [answer.text])))
+        expected = [f"<tool_call>{json.dumps([tool])}{text}".replace(" ", "") for text in shown]  # it knows no spaces
+        assert found == expected
+
+    run(main())

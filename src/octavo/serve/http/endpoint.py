@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from octavo.serve.http.json_worker import JsonWorker
 from octavo.serve.openai.errors import ApiError, to_api_error
 from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 
@@ -55,7 +54,7 @@ class RequestContext:
     request_id: str
     tenant: Tenant = DEFAULT_TENANT
     route: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
+    body: bytes = b""
     status: int = 0
     stream: EventStream | None = None
     shutdown_error: ApiError | None = None
@@ -111,7 +110,7 @@ def json_response(value: Any, status: int = 200) -> HttpResponse:
 class Endpoint:
     """The ASGI application of one route.
 
-    body_limit  the route reads a JSON object of at most this many bytes; None: no body
+    body_limit  the route reads a JSON body of at most this many bytes; None: no body
     active      collects requests that a shutdown may have to end
     streams     the response may last until the client disconnects
     """
@@ -121,7 +120,6 @@ class Endpoint:
         route: str,
         handler: Handler,
         *,
-        json_worker: JsonWorker,
         body_limit: Callable[[], int] | None = None,
         active: set[ActiveRequest] | None = None,
         streams: bool = False,
@@ -130,7 +128,6 @@ class Endpoint:
         self._route = route
         self._handler = handler
         self._body_limit = body_limit
-        self._json_worker = json_worker
         self._active = active
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +135,7 @@ class Endpoint:
         context.route = self._route
         try:
             if self._body_limit is not None:
-                context.body = await self._json_worker.parse(await read_body(scope, receive, self._body_limit()))
+                context.body = await read_body(scope, receive, self._body_limit())
         except _ClientDisconnected:
             context.status = 499
             return

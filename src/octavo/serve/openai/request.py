@@ -1,49 +1,50 @@
-"""Parses a request's JSON body into a `ParsedRequest`, and refuses bodies that are invalid by themselves."""
+"""Converts request bodies to `ParsedRequest`, and refuses combinations that are invalid by themselves."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, Raw, Struct
 
 from octavo.engine.engine_request import MAX_PRIORITY
 from octavo.errors import UsageError
-from octavo.frontend.cooperative import YIELD_POINT
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
-from octavo.params.structured_outputs import MAX_CHARS, StructuredOutputsParams
-from octavo.params.validation import INT32
-from octavo.serve.http import json_parser
+from octavo.params.structured_outputs import StructuredOutputsParams
+from octavo.serve.openai import schema
+from octavo.serve.openai.decoding import MAX_DEPTH, decode, decode_part, fields, is_set, is_too_deep
+from octavo.serve.openai.decoding import to_api_error as to_type_error
 from octavo.serve.openai.errors import ApiError, bad_request, to_api_error
-from octavo.serve.openai.schema import CHAT, COMPLETION, SAMPLING, brief, parse_fields
+from octavo.serve.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    TokenizeRequest,
+)
 from octavo.serve.openai.strict_schema import close_objects
 
+B = TypeVar("B", bound=schema.Body)
+
 MAX_PROMPTS = 256
-MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-MAX_BIASES = 1024
-MAX_STOP_IDS = 1024
 MAX_BAD_CHARS = 1 << 16
 """Characters of all bad words together."""
 MAX_CALLS = 4096
 """Tool calls in all messages."""
-MAX_ARGUMENT_CHARS = MAX_CHARS
-"""Characters of the arguments of one tool call."""
-MAX_TEMPLATE_KWARGS = 64
+MAX_ARGUMENT_BYTES = 1 << 20
+"""JSON text of all their arguments together."""
 MAX_TOP_LOGPROBS = 20
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
-IGNORED_MESSAGE_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "id", "index"})
-"""Fields of response messages that clients send back; the model does not get them."""
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts, and their fields with text."""
+SAMPLING = tuple(schema.Sampling.__annotations__)
 BEAM_SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
-BEAM_SEARCH_UNSUPPORTED = (SAMPLING.keys() - BEAM_SAMPLING) | {"echo", "response_format", "structured_outputs"}
+BEAM_SEARCH_UNSUPPORTED = {*SAMPLING, "echo", "response_format", "structured_outputs"} - BEAM_SAMPLING
 """Parameters that a beam search refuses unless they have their neutral value (`NEUTRAL_VALUES`, else false)."""
 NEUTRAL_VALUES = {
     "presence_penalty": 0,
@@ -52,9 +53,8 @@ NEUTRAL_VALUES = {
     "min_tokens": 0,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
-    "response_format": {"type": "text"},
+    "response_format": schema.TextFormat(),
 }
-CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,35 +120,44 @@ class RequestParser:
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
-    def parse_completion(self, body: Mapping[str, Any]) -> ParsedRequest:
-        given = parse_fields(body, COMPLETION, warn=self.warn_unknown)
+    def decode(self, body: bytes, kind: type[B]) -> B:
+        """A route's body. Raises `ApiError` 400."""
+        return decode(body, kind, warn=self.warn_unknown)
+
+    def parse_completion(self, body: CompletionRequest) -> ParsedRequest:
         model = self.resolve_model(body)
-        prompts = parse_prompts(given.get("prompt"))
-        logprobs = self._check_count("logprobs", given.get("logprobs"), 5 if self.strict_openai else self.max_logprobs)
-        request = self._parse_common(given, model, logprobs, max_tokens=given.get("max_tokens"), default_max_tokens=16)
+        prompts = parse_prompts(body.prompt)
+        logprobs = self._check_count("logprobs", body.logprobs, 5 if self.strict_openai else self.max_logprobs)
+        request = self._parse_common(
+            _given(body, CompletionRequest), model, logprobs, max_tokens=body.max_tokens, default_max_tokens=16
+        )
         request.prompts = prompts
         return request
 
-    def parse_chat(self, body: Mapping[str, Any]) -> ParsedRequest:
-        given = parse_fields(body, CHAT, warn=self.warn_unknown)
+    def parse_chat(
+        self,
+        body: ChatRequest,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> ParsedRequest:
+        """`messages`, `tools`: already parsed, in place of the body's."""
         model = self.resolve_model(body)
-        messages = parse_messages(given.get("messages"))
-        template = self.chat_template_options(given)
-        tools, required = self._parse_tools(given)
-        top = self._check_count("top_logprobs", given.get("top_logprobs"), min(MAX_TOP_LOGPROBS, self.max_logprobs))
-        wants_logprobs = given.get("logprobs", False)
-        if top is not None and not wants_logprobs:
+        messages = parse_messages(body.messages) if messages is None else messages
+        template = self.chat_template_options(body)
+        tools, required = self._choose_tools(parse_tools(body.tools) if tools is None else tools, body.tool_choice)
+        top = self._check_count("top_logprobs", body.top_logprobs, min(MAX_TOP_LOGPROBS, self.max_logprobs))
+        if top is not None and not body.logprobs:
             raise bad_request("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
-        name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-        if given.get("echo"):
+        if body.echo:
             raise bad_request("unsupported_parameter", "echo is not supported here; use continue_final_message", "echo")
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         param_aliases = {} if name == "max_tokens" else {"max_tokens": name}
         try:
             request = self._parse_common(
-                given,
+                _given(body, ChatRequest),
                 model,
-                (top or 0) if wants_logprobs else None,
-                max_tokens=given.get(name),
+                (top or 0) if body.logprobs else None,
+                max_tokens=getattr(body, name),
                 default_max_tokens=None,
             )
         except ApiError as api_error:
@@ -161,47 +170,40 @@ class RequestParser:
             )
         if tools:
             request.template["tools"] = tools
-        request.parallel_tool_calls = given.get("parallel_tool_calls", True)
-        request.include_reasoning = given.get("include_reasoning", True)
-        request.add_special_tokens = given.get("add_special_tokens", False)
+        request.parallel_tool_calls = body.parallel_tool_calls is not False
+        request.include_reasoning = body.include_reasoning is not False
+        request.add_special_tokens = body.add_special_tokens is True
         return request
 
-    def resolve_model(self, body: Mapping[str, Any]) -> str:
+    def resolve_model(self, body: schema.Body) -> str:
         """The model name of the response. Raises `ApiError` 404 for an unknown model."""
-        first = self.model_names[0]
-        if "model" not in body and not self.strict_openai:
+        first, name = self.model_names[0], body.model
+        if name is UNSET and not self.strict_openai:
             return first
-        name = body.get("model")
-        if name is None or name == "":
+        if not name:
             raise bad_request("missing_required_parameter", f"model is missing; this server has {first}", "model")
-        if not isinstance(name, str):
-            raise bad_request("invalid_type", f"model must be a string, not {brief(name)}", "model")
         if name not in self.model_names:
             text = f"The model `{name}` does not exist. This server has {', '.join(self.model_names)}."
             raise ApiError(404, "model_not_found", text, "model")
-        return name
+        return str(name)
 
-    def chat_template_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def chat_template_options(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """The arguments of the chat template."""
-        kwargs, overrides = dict(self.template_kwargs), given.get("chat_template_kwargs", {})
-        if len(overrides) > MAX_TEMPLATE_KWARGS:
-            text = f"chat_template_kwargs has {len(overrides)} variables; the limit is {MAX_TEMPLATE_KWARGS}"
-            raise bad_request("invalid_value", text, "chat_template_kwargs")
-        for name, value in overrides.items():
-            if isinstance(value, list | dict):
-                text = f"chat_template_kwargs takes scalar values, not {brief(value)} for {name!r}"
-                raise bad_request("invalid_value", text, "chat_template_kwargs")
-            kwargs[name] = value
-        if "reasoning_effort" in given:
-            kwargs.setdefault("reasoning_effort", given["reasoning_effort"])
+        name, kwargs = "chat_template_kwargs", dict(self.template_kwargs)
+        if is_set(body.chat_template_kwargs):
+            kwargs |= decode_part(body.chat_template_kwargs, schema.TemplateKwargs, name, "invalid_value")
         template: dict[str, Any] = {"chat_template_kwargs": kwargs}
-        if "chat_template" in given:
-            if not self.allow_request_templates:
-                text = "this server does not accept chat templates in requests (--trust-request-chat-template)"
-                raise bad_request("template_not_allowed", text, "chat_template")
-            template["chat_template"] = given["chat_template"]
-        continues = template["continue_final_message"] = given.get("continue_final_message", False)
-        template["add_generation_prompt"] = given.get("add_generation_prompt", not continues)
+        if isinstance(body, ChatRequest):
+            if body.reasoning_effort is not None:
+                kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+            if body.chat_template is not None:
+                if not self.allow_request_templates:
+                    text = "this server does not accept chat templates in requests (--trust-request-chat-template)"
+                    raise bad_request("template_not_allowed", text, "chat_template")
+                template["chat_template"] = body.chat_template
+        continues, generates = body.continue_final_message is True, body.add_generation_prompt
+        template["continue_final_message"] = continues
+        template["add_generation_prompt"] = not continues if generates is None else generates
         if continues and template["add_generation_prompt"]:
             text = "continue_final_message and add_generation_prompt exclude each other; set one to false"
             raise bad_request("invalid_value", text, "continue_final_message")
@@ -219,8 +221,8 @@ class RequestParser:
     ) -> ParsedRequest:
         stream = given.get("stream", False)
         options = given.get("stream_options")
-        if options is not None:
-            _check_stream_options(options, stream)
+        if options is not None and not stream:
+            raise bad_request("invalid_value", "stream_options needs stream to be true", "stream_options")
         beams = given.get("use_beam_search", False) or "beam_width" in given
         if self.strict_openai and isinstance(given.get("stop"), list) and len(given["stop"]) > 4:
             raise bad_request("array_above_max_length", f"stop has {len(given['stop'])} items; the limit is 4", "stop")
@@ -241,14 +243,14 @@ class RequestParser:
             model=model,
             params=params,
             stream=stream,
-            include_usage=bool(options and options.get("include_usage")),
-            continuous_usage=bool(options and options.get("continuous_usage_stats")),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             top_logprobs=logprobs,
             echo=given.get("echo", False),
             priority=self._priority(given.get("priority", 0)),
             cache_salt=_parse_cache_salt(given.get("cache_salt")),
             add_special_tokens=given.get("add_special_tokens", True),
-            truncate=_parse_truncation(given.get("truncate_prompt_tokens")),
+            truncate=given.get("truncate_prompt_tokens"),
             return_token_ids=given.get("return_token_ids", False),
             return_tokens_as_ids=given.get("return_tokens_as_token_ids", False),
             n=n,
@@ -260,14 +262,12 @@ class RequestParser:
     ) -> SamplingParams:
         self._check_sizes(given)
         values: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
-        if "logit_bias" in values:
-            values["logit_bias"] = _parse_logit_bias(values["logit_bias"])
         if (num := self._check_count("prompt_logprobs", values.get("prompt_logprobs"), self.max_logprobs)) is not None:
             if given.get("stream"):
                 raise bad_request("invalid_value", "prompt_logprobs are not streamed; remove stream", "prompt_logprobs")
             values["prompt_logprobs"] = num
         if "best_of" in given:
-            if given.get("stream"):
+            if given.get("stream") and given["best_of"] > 1:
                 raise bad_request("invalid_value", "best_of cannot be streamed; remove stream", "best_of")
             values["best_of"] = given["best_of"]
         if (structured_output := parse_structured_output(given)) is not None:
@@ -282,12 +282,10 @@ class RequestParser:
         return dataclasses.replace(self.defaults, **values)
 
     def _check_sizes(self, given: Mapping[str, Any]) -> None:
-        """Checks the lengths of lists before their items are processed."""
-        for name, limit in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", self.num_ids)):
-            if limit is not None and (count := len(given.get(name, ()))) > limit:
-                text = f"{name} has {count} token ids; the limit is {limit}"
-                raise bad_request("array_above_max_length", text, name)
-        size = sum(len(word) for word in given.get("bad_words", ()) if isinstance(word, str))
+        if self.num_ids is not None and (count := len(given.get("allowed_token_ids", ()))) > self.num_ids:
+            text = f"allowed_token_ids has {count} token ids; the limit is {self.num_ids}"
+            raise bad_request("array_above_max_length", text, "allowed_token_ids")
+        size = sum(map(len, given.get("bad_words", ())))
         if size > MAX_BAD_CHARS:
             text = f"bad_words has {size} characters; the limit is {MAX_BAD_CHARS}; send fewer or shorter words"
             raise bad_request("array_above_max_length", text, "bad_words")
@@ -333,7 +331,6 @@ class RequestParser:
             raise bad_request(
                 "invalid_value", "tool_choice already constrains the output; remove the other constraint", "tool_choice"
             )
-        _check_schema_size([tool["function"].get("parameters") for tool in tools], "tools' parameters have", "tools")
         calls = [
             {
                 "type": "object",
@@ -347,9 +344,11 @@ class RequestParser:
             }
             for i, tool in enumerate(tools)
         ]
-        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        structured_output = StructuredOutputsParams(**self._with_whitespace_limit({"json": schema}))
-        return dataclasses.replace(params, structured_outputs=structured_output)
+        form = self._with_whitespace_limit({"json": calls[0] if len(calls) == 1 else {"anyOf": calls}})
+        try:
+            return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(**form))
+        except UsageError as error:
+            raise rename_params(to_api_error(error, ""), {"structured_outputs": "tools"}) from None
 
     def _with_whitespace_limit(self, structured_output: dict[str, Any]) -> dict[str, Any]:
         """Adds the server's limit of white space in JSON, unless the request or the schema sets one."""
@@ -377,18 +376,19 @@ class RequestParser:
             raise bad_request("invalid_value", text, "priority")
         return value
 
-    def _parse_tools(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+    def _choose_tools(
+        self, tools: list[dict[str, Any]], given: str | schema.ToolChoice | None
+    ) -> tuple[list[dict[str, Any]], str | None]:
         """The tools that the model may call, and the one that it must call ("*": any)."""
-        tools = given.get("tools") or []
-        names = validate_tools(tools)
-        choice = given.get("tool_choice", "auto" if tools else "none")
+        names = check_tools(tools)
         if tools and not self.has_tools:
             raise bad_request("unsupported_parameter", "this model's chat template does not support tools", "tools")
-        if choice in ("none", "auto"):
+        choice = given.function.name if isinstance(given, schema.ToolChoice) else given
+        if isinstance(given, str | None) and choice in ("none", "auto", None):
             return ([] if choice == "none" else tools), None
-        required = "*" if choice == "required" else _chosen_tool(choice)
+        required = "*" if given == "required" else None if isinstance(given, str) else choice
         if required is None or (required != "*" and required not in names) or not tools:
-            text = f"tool_choice is {brief(choice)}; it must be none, auto, required, or the name of a tool"
+            text = f"tool_choice is {choice!r:.60}; it must be none, auto, required, or the name of a tool"
             raise bad_request("invalid_value", text, "tool_choice")
         return tools, required
 
@@ -404,252 +404,146 @@ def rename_params(api_error: ApiError, param_aliases: Mapping[str, str]) -> ApiE
 # -- the parts of a body -----------------------------------------------------------------------------------------------
 
 
-def parse_prompts(value: Any) -> list[str | list[int]]:
+def _given(body: Struct, kind: type[Struct]) -> dict[str, Any]:
+    """The parameters of this type that a body sets, without those that stay JSON text."""
+    return {name: value for name, value in fields(body, kind.__struct_fields__) if not isinstance(value, Raw)}
+
+
+def parse_prompts(value: str | list[Any]) -> list[str | list[int]]:
     """The prompts of a completion, from a text, a list of texts, token ids, or a list of lists of token ids."""
-    if value is None:
-        raise bad_request("missing_required_parameter", "prompt is missing", "prompt")
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list):
-        raise bad_request("invalid_type", f"prompt must be a string or an array, not {brief(value)}", "prompt")
-    if not value:
-        raise bad_request("empty_array", "prompt is an empty array; send at least one", "prompt")
-    first = value[0]
-    if isinstance(first, int | float):  # one list of token ids
-        return [parse_token_ids(value, "prompt")]
+    if len(kinds := set(map(type, value))) > 1:
+        raise bad_request("invalid_type", "prompt must have items of one type", "prompt")
+    if kinds == {int}:
+        return [value]
     if len(value) > MAX_PROMPTS:
         text = f"prompt has {len(value)} items; the limit is {MAX_PROMPTS}; send several requests"
         raise bad_request("array_above_max_length", text, "prompt")
-    if isinstance(first, str):
-        for i, item in enumerate(value):
-            if not isinstance(item, str):
-                raise bad_request("invalid_type", f"prompt[{i}] must be a string like prompt[0]", "prompt")
-        return value
-    prompts: list[str | list[int]] = []
-    for i, item in enumerate(value):
-        if not isinstance(item, list):
-            raise bad_request("invalid_type", f"prompt[{i}] must be an array of token ids like prompt[0]", "prompt")
-        if not item:
-            raise bad_request("empty_array", f"prompt[{i}] is an empty array; send at least one token id", "prompt")
-        prompts.append(parse_token_ids(item, f"prompt[{i}]"))
-    return prompts
+    if kinds == {list} and not all(value):
+        raise bad_request("empty_array", "prompt has an empty array; send at least one token id", "prompt")
+    return value
 
 
-def parse_token_ids(values: list[Any], path: str) -> list[int]:
-    if set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) < 1 << 31)):
-        return values  # the fast path
-    for i, value in enumerate(values):
-        if type(value) is int and 0 <= value < 1 << 31:
-            continue
-        if not isinstance(value, int | float):
-            raise bad_request("invalid_type", f"{path}[{i}] must be a token id, not {brief(value)}", path.split("[")[0])
-        raise bad_request("invalid_token_id", f"{path}[{i}] is {brief(value)}, not a token id", f"{path}[{i}]")
-    return values
-
-
-def parse_messages(value: Any) -> list[dict[str, Any]]:
+def parse_messages(messages: Sequence[schema.Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them: each content one text, arguments of tool calls as objects."""
-    if value is None:
-        raise bad_request("missing_required_parameter", "messages is missing", "messages")
-    if not value:
-        raise bad_request("empty_array", "messages is an empty array; send at least one", "messages")
-    if len(value) > MAX_MESSAGES:
-        text = f"messages has {len(value)} items; the limit is {MAX_MESSAGES}"
-        raise bad_request("array_above_max_length", text, "messages")
-    return [parse_message(item, f"messages[{i}]") for i, item in enumerate(value)]
+    calls = [call.function for message in messages for call in message.tool_calls or ()]
+    check_arguments([call.arguments for call in calls], "messages")
+    return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def decode_tool_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
-    """Replaces the argument strings of a body's tool calls by objects, in slices (see `cooperative`). Invalid ones are
-    left for `parse_messages` to report. Raises `ApiError` for too many calls."""
-    num_calls = 0
-    for holder, kind in (("messages", "tool_calls"), ("input", "")):
-        items = body.get(holder)
-        for item in items if isinstance(items, list) else ():
-            calls = (item.get(kind) if kind else [{"function": item}]) if isinstance(item, dict) else None
-            for call in calls if isinstance(calls, list) else ():
-                function = call.get("function") if isinstance(call, dict) else None
-                if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-                    continue
-                num_calls += 1
-                if num_calls > MAX_CALLS:
-                    text = f"{holder} has more than {MAX_CALLS} tool calls, the limit"
-                    raise bad_request("array_above_max_length", text, holder)
-                with contextlib.suppress(ApiError):
-                    function["arguments"] = parse_arguments(function, "")
-                yield YIELD_POINT
+def check_arguments(arguments: Sequence[schema.Unread], param: str) -> None:
+    """Bounds all tool calls of a conversation before any is read."""
+    num_bytes = sum(len(bytes(value)) for value in arguments if is_set(value))
+    if len(arguments) > MAX_CALLS or num_bytes > MAX_ARGUMENT_BYTES:
+        text = f"{param} has {len(arguments)} tool calls with {num_bytes} bytes of arguments"
+        raise bad_request(
+            "array_above_max_length", f"{text}; the limits are {MAX_CALLS} and {MAX_ARGUMENT_BYTES}", param
+        )
 
 
-def parse_message(item: Any, path: str) -> dict[str, Any]:
-    """One message. A parsed message is returned unchanged. `path`: its place in the request."""
-    if not isinstance(item, dict):
-        raise bad_request("invalid_type", f"{path} must be an object, not {brief(item)}", "messages")
-    role = item.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        text = f"{path}.role is {brief(role)}; it must be one of {', '.join(ROLES)}"
-        raise bad_request("invalid_value", text, f"{path}.role")
-    for name, value in item.items():
-        if name not in MESSAGE_KEYS and name not in IGNORED_MESSAGE_KEYS and value is not None:
-            raise bad_request("unknown_parameter", f"unknown message field {name[:64]!r}", f"{path}.{name}")
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    message["content"] = parse_content(item.get("content"), f"{path}.content", optional=role == "assistant")
-    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
-        if (value := item.get(name)) is not None:
-            if not isinstance(value, str):
-                raise bad_request("invalid_type", f"{path}.{name} must be a string", f"{path}.{name}")
-            message["reasoning_content" if name == "reasoning" else name] = value
-    if (calls := item.get("tool_calls")) is not None:
-        if not isinstance(calls, list):
-            text = f"{path}.tool_calls must be an array, not {brief(calls)}"
-            raise bad_request("invalid_type", text, f"{path}.tool_calls")
-        if role == "assistant" and calls:
-            message["tool_calls"] = _parse_tool_calls(calls, f"{path}.tool_calls")
+def _parse_message(given: schema.Message, path: str) -> dict[str, Any]:
+    content = parse_content(given.content, f"{path}.content", given.role)
+    message: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role, "content": content}
+    reasoning = given.reasoning if given.reasoning_content is None else given.reasoning_content
+    named = {"name": given.name, "tool_call_id": given.tool_call_id, "reasoning_content": reasoning}
+    message |= {name: value for name, value in named.items() if value is not None}
+    if given.tool_calls and given.role == "assistant":
+        message["tool_calls"] = [
+            tool_call(
+                call.id, call.function.name, call.function.arguments, f"{path}.tool_calls[{i}].function.arguments"
+            )
+            for i, call in enumerate(given.tool_calls)
+        ]
     return message
 
 
-def parse_content(value: Any, path: str, *, optional: bool = False) -> str:
-    """The text of a message's content: a string, or text parts."""
+def parse_content(value: schema.Content, path: str, role: str | None = None) -> str:
+    """The text of a message's content: a string, or text parts. An assistant's may be null."""
     if isinstance(value, str):
         return value
-    if value is None and optional:
+    if value is None:
+        if role != "assistant":
+            raise bad_request("invalid_value", f"{path} must be a string or an array of parts, not null", path)
         return ""
-    if not isinstance(value, list):
-        code = "invalid_value" if value is None else "invalid_type"
-        raise bad_request(code, f"{path} must be a string or an array of parts, not {brief(value)}", path)
     texts = []
     for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text"):
-            text = f"{path}[{i}] is of type {brief(kind)}; only text is supported"
+        if (name := TEXT_PARTS.get(part.type)) is None:
+            text = f"{path}[{i}] is of type {part.type!r:.60}; only text is supported"
             raise bad_request("unsupported_content", text, f"{path}[{i}].type")
-        if not isinstance(part.get("text"), str):
-            raise bad_request("invalid_type", f"{path}[{i}].text must be a string", f"{path}[{i}].text")
-        texts.append(part["text"])
+        if (content := getattr(part, name)) is None:
+            raise bad_request("invalid_type", f"{path}[{i}].{name} must be a string", f"{path}[{i}].{name}")
+        texts.append(content)
     return "\n".join(texts)
 
 
-def _parse_tool_calls(value: list[Any], path: str) -> list[dict[str, Any]]:
-    calls = []
-    for i, call in enumerate(value):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_request("invalid_value", f"{path}[{i}] must have a function with a name", f"{path}[{i}]")
-        arguments = parse_arguments(function, f"{path}[{i}].function.arguments")
-        function = {"name": function["name"], "arguments": arguments}
-        calls.append({"id": str(call.get("id", "")), "type": "function", "function": function})
-    return calls
+def tool_call(name: str | None, function: str, arguments: schema.Unread, path: str) -> dict[str, Any]:
+    """A tool call as chat templates take it: arguments as an object, or as their text if that is not one.
+
+    A model may write anything as arguments, and clients send it back.
+    """
+    value: Any = {}
+    if is_set(arguments):
+        text = bytes(arguments)
+        try:
+            value = msgspec.json.decode(text)
+            if isinstance(value, str):
+                value, text = _object_of(value), value.encode()
+            is_valid = isinstance(value, dict | str) and not is_too_deep(value, text)
+        except (msgspec.DecodeError, RecursionError):
+            is_valid = False
+        if not is_valid:
+            message = f"{path} must be an object or a string with JSON of at most {MAX_DEPTH} levels"
+            raise bad_request("invalid_value", message, path)
+    return {"id": name or "", "type": "function", "function": {"name": function, "arguments": value}}
 
 
-def parse_arguments(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A tool call's arguments as an object. A string is parsed as JSON, with the same depth limit as a body."""
-    arguments = call.get("arguments", "{}")
-    if isinstance(arguments, str) and len(arguments) > MAX_ARGUMENT_CHARS:
-        text = f"{path} has {len(arguments)} characters; the limit is {MAX_ARGUMENT_CHARS}"
-        raise bad_request("invalid_value", text, path)
-    if isinstance(arguments, str) and not json_parser.too_deep(arguments.encode()):
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments or "{}")
-    if not isinstance(arguments, dict):
-        text = f"{path} must be a JSON object in a string, of at most {json_parser.MAX_DEPTH} levels"
-        raise bad_request("invalid_value", text, path)
-    return arguments
+def _object_of(text: str) -> str | dict[str, Any]:
+    """The JSON object of a text; the text itself if it is something else."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return text
+    return value if isinstance(value, dict) else text
 
 
-def validate_tools(tools: Sequence[Any]) -> set[str]:
+def parse_tools(raw: schema.Unread) -> list[dict[str, Any]]:
+    """The tools as the client wrote them."""
+    return decode_part(raw, list[dict[str, Any]], "tools", "invalid_value") if is_set(raw) else []
+
+
+def check_tools(tools: Sequence[Any]) -> set[str]:
     """Checks tools and returns their names. Raises `ApiError` 400 for an invalid tool."""
-    if len(tools) > MAX_TOOLS:
-        raise bad_request("invalid_value", f"tools has {len(tools)} items; the limit is {MAX_TOOLS}", "tools")
-    names: set[str] = set()
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-            text = f"tools[{i}] must be a function with a name of 1 to 64 letters, digits, _, - and ."
-            raise bad_request("invalid_value", text, "tools")
-        if name in names:
-            raise bad_request("invalid_value", f"tools has {name!r} twice; names must be unique", "tools")
-        schema = function.get("parameters") if isinstance(function, dict) else None
-        if schema is not None and (not isinstance(schema, dict) or schema.get("type", "object") != "object"):
-            raise bad_request("invalid_value", f"parameters of tools[{i}] must be an object schema", "tools")
-        names.add(name)
-    return names
-
-
-def _chosen_tool(choice: Any) -> str | None:
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
+    try:
+        names = [tool.function.name for tool in msgspec.convert(tools, list[schema.Tool])]
+    except msgspec.ValidationError as error:
+        raise bad_request("invalid_value", f"tools: {to_type_error(error, list).message}", "tools") from None
+    if len(names) > MAX_TOOLS or len(set(names)) < len(names):
+        text = f"tools has {len(names)} items; the limit is {MAX_TOOLS}, and names must be unique"
+        raise bad_request("invalid_value", text, "tools")
+    return set(names)
 
 
 def parse_structured_output(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """The output constraint as `SamplingParams.structured_outputs`, from structured_outputs or response_format."""
     structured, form = given.get("structured_outputs"), given.get("response_format")
     if structured is not None:
-        kinds = [name for name in CONSTRAINTS if structured.get(name) not in (None, False)]
-        if len(kinds) != 1:
-            text = f"structured_outputs must have exactly one of {', '.join(CONSTRAINTS)}; it has {len(kinds)}"
-            raise bad_request("invalid_value", text, "structured_outputs")
-        if form is not None and form.get("type") != "text":
+        if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
             raise bad_request("invalid_value", "set response_format or structured_outputs, not both", "response_format")
-        _check_schema_size(structured.get("json"), "structured_outputs.json has", "structured_outputs")
-        return {name: value for name, value in structured.items() if value is not None}
-    kind = None if form is None else form.get("type")
-    if form is None or kind == "text":
-        return None
-    if kind == "json_object":
+        values = _given(structured, schema.StructuredOutputs)
+        if is_set(structured.json):
+            values["json"] = decode_part(structured.json, Any, "structured_outputs.json", "invalid_json_schema")
+        return values
+    if isinstance(form, JsonObjectFormat):
         return {"json_object": True}
-    if kind != "json_schema":
-        text = f"response_format.type is {brief(kind)}; it must be text, json_object or json_schema"
-        raise bad_request("invalid_json_schema", text, "response_format")
-    holder = form.get("json_schema")
-    holder = holder if isinstance(holder, dict) else {}
-    schema = holder.get("schema")
-    if not isinstance(schema, dict):
-        text = "response_format.json_schema.schema must be an object"
-        raise bad_request("invalid_json_schema", text, "response_format")
-    _check_schema_size(schema, "response_format.json_schema.schema has", "response_format")
-    return {"json": close_objects(schema) if holder.get("strict") is True else schema}
-
-
-def _check_schema_size(schema: Any, subject: str, param: str) -> None:
-    """Checked first, because compiling the schema takes a hundred times as long."""
-    with contextlib.suppress(OverflowError):  # integers of more than 64 bits are reported by a later check
-        if (size := len(msgspec.json.encode(schema))) > MAX_CHARS:
-            text = f"{subject} {size} characters; the limit is {MAX_CHARS}; send a smaller schema"
-            raise bad_request("invalid_json_schema", text, param)
-
-
-def _check_stream_options(options: Mapping[str, Any], stream: bool) -> None:
-    names = ("include_usage", "continuous_usage_stats")
-    if not stream:
-        raise bad_request("invalid_value", "stream_options needs stream to be true", "stream_options")
-    for name, value in options.items():
-        if name not in names or not isinstance(value, bool | None):
-            text = f"stream_options has {name[:64]!r}; it takes {' and '.join(names)}, true or false"
-            raise bad_request("invalid_value", text, "stream_options")
-
-
-def _parse_logit_bias(value: Mapping[str, Any]) -> dict[int, Any]:
-    if len(value) > MAX_BIASES:
-        text = f"logit_bias has {len(value)} tokens; the limit is {MAX_BIASES}"
-        raise bad_request("invalid_logit_bias", text, "logit_bias")
-    for key in value:
-        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
-            raise bad_request("invalid_logit_bias", f"logit_bias has {key[:32]!r}, not a token id", "logit_bias")
-    return {int(key): bias for key, bias in value.items()}
+    if not isinstance(form, JsonSchemaFormat):
+        return None
+    holder, path = form.json_schema, "response_format.json_schema.schema"
+    value = decode_part(holder.schema, dict[str, Any], path, "invalid_json_schema")
+    return {"json": close_objects(value) if holder.strict else value}
 
 
 def _parse_cache_salt(value: str | None) -> bytes:
-    if value is None:
-        return b""
-    if not 1 <= len(value) <= 256 or not value.isprintable():
-        text = "cache_salt must be 1 to 256 printable characters"
-        raise bad_request("invalid_value", text, "cache_salt")
-    return value.encode()
-
-
-def _parse_truncation(value: int | None) -> int | None:
-    if value is not None and not 1 <= value <= INT32:
-        text = f"truncate_prompt_tokens is {brief(value)}; it must be from 1 to {INT32}; remove it to keep all"
-        raise bad_request("integer_out_of_range", text, "truncate_prompt_tokens")
-    return value
+    if value is not None and not value.isprintable():
+        raise bad_request("invalid_value", "cache_salt must be 1 to 256 printable characters", "cache_salt")
+    return (value or "").encode()

@@ -17,40 +17,31 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.serve.openai import schema
 from octavo.serve.openai.errors import ApiError, bad_request
-from octavo.serve.openai.request import MAX_MESSAGES, parse_arguments, parse_content, parse_message, rename_params
+from octavo.serve.openai.request import check_arguments, parse_content, parse_tools, rename_params, tool_call
 from octavo.serve.openai.response import Json
-from octavo.serve.openai.schema import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, Schema
+from octavo.serve.openai.schema import ChatRequest, ResponseRequest
 
-FIELDS: dict[str, Schema] = {
-    "model": STRING,
-    "input": {"anyOf": [STRING, {"type": "array", "items": OBJECT}]},
-    "instructions": STRING,
-    "max_output_tokens": INTEGER,
-    "temperature": NUMBER,
-    "top_p": NUMBER,
-    "stream": BOOLEAN,
-    "tools": {"type": "array", "items": OBJECT},
-    "tool_choice": {},
-    "parallel_tool_calls": BOOLEAN,
-    "text": OBJECT,
-    "reasoning": OBJECT,
-    "priority": INTEGER,
-    "cache_salt": STRING,
-    "seed": INTEGER,
-    "top_k": INTEGER,
-    "min_p": NUMBER,
-    "ignore_eos": BOOLEAN,
-    "stop": {},
-    "chat_template_kwargs": OBJECT,
-    "truncation": STRING,
-    "include": {"type": "array"},
-}
-CHAT_FIELDS = frozenset(FIELDS) & (frozenset(schema.CHAT) - {"tools", "tool_choice"})
+CHAT_FIELDS = (
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "parallel_tool_calls",
+    "priority",
+    "cache_salt",
+    "seed",
+    "top_k",
+    "min_p",
+    "ignore_eos",
+    "stop",
+    "chat_template_kwargs",
+)
+"""Parameters that a chat has under the same name."""
 PARAM_ALIASES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -58,40 +49,26 @@ PARAM_ALIASES = {
     "response_format": "text.format",
     "structured_outputs": "text.format",
 }
-"""Chat parameters and their names in this API. A request that uses the chat's name is refused."""
-STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
+"""Chat parameters and their names in this API."""
 
 
-def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
-    """The equivalent chat body. Raises `ApiError` 400."""
-    for name in STATEFUL:
-        if body.get(name):
-            raise bad_request("unsupported_parameter", f"{name} is not supported; send the whole input", name)
-    for name in PARAM_ALIASES.keys() & body.keys():
-        raise bad_request("unsupported_parameter", f"{name} is not supported here; use {PARAM_ALIASES[name]}", name)
-    given = schema.parse_fields({k: v for k, v in body.items() if k not in STATEFUL}, FIELDS, warn=warn)
-    if "input" not in given:
-        raise bad_request("missing_required_parameter", "input is missing", "input")
-    chat: dict[str, Any] = {name: given[name] for name in CHAT_FIELDS if name in given}
-    if "model" in body:
-        chat["model"] = body["model"]
-    messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
-    chat["messages"] = messages + _messages(given["input"])
-    if "max_output_tokens" in given:
-        chat["max_completion_tokens"] = given["max_output_tokens"]
-    if given.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in given["tools"]]
-    if isinstance(choice := given.get("tool_choice"), dict):
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    if choice is not None:
-        chat["tool_choice"] = choice
-    form = given.get("text", {}).get("format")
-    if isinstance(form, dict):
-        holder = {"type": form.get("type")}
-        chat["response_format"] = holder | ({"json_schema": form} if form.get("type") == "json_schema" else {})
-    if isinstance(effort := given.get("reasoning", {}).get("effort"), str):
-        chat["reasoning_effort"] = effort
-    return chat
+def to_chat(body: ResponseRequest) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The equivalent chat, its messages and its tools. Raises `ApiError` 400."""
+    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    tools = parse_tools(body.tools)
+    if any(tool.get("type") != "function" for tool in tools):
+        raise bad_request("unsupported_parameter", "only tools of type function are supported", "tools")
+    nested = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in tools]
+    choice, form = body.tool_choice, None if body.text is None else body.text.format
+    chat = ChatRequest(
+        messages=[],
+        max_completion_tokens=body.max_output_tokens,
+        tool_choice=schema.ToolChoice(choice) if isinstance(choice, schema.ChosenFunction) else choice,
+        response_format=schema.JsonSchemaFormat(form) if isinstance(form, schema.FlatJsonSchemaFormat) else form,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        **{name: getattr(body, name) for name in CHAT_FIELDS},
+    )
+    return chat, messages + _messages(body.input), nested
 
 
 def to_responses_error(api_error: ApiError) -> ApiError:
@@ -102,46 +79,35 @@ def to_responses_error(api_error: ApiError) -> ApiError:
     return rename_params(api_error, PARAM_ALIASES)
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Converts input items to chat messages. They are parsed here, so that errors name the input item."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        code = "empty_array" if value == [] else "invalid_type"
-        raise bad_request(code, f"input must be a string or an array of items, not {schema.brief(value)}", "input")
-    if len(value) > MAX_MESSAGES:
-        text = f"input has {len(value)} items; the limit is {MAX_MESSAGES}"
-        raise bad_request("array_above_max_length", text, "input")
+def _messages(items: str | list[schema.InputItem]) -> list[dict[str, Any]]:
+    """Converts input items to chat messages, as `parse_messages` returns them. Errors name the input item."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    check_arguments([item.arguments for item in items if item.type == "function_call"], "input")
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate(value):
+    for i, item in enumerate(items):
         path = f"input[{i}]"
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "message":
-            messages.append(parse_message({k: v for k, v in item.items() if k in ("role", "content")}, path))
-        elif kind == "function_call":
-            if not isinstance(item.get("name"), str):
+        if item.type == "message":
+            if item.role is None:
+                raise bad_request("invalid_value", f"{path}.role is missing", f"{path}.role")
+            content = parse_content(item.content, f"{path}.content", item.role)
+            messages.append({"role": "system" if item.role == "developer" else item.role, "content": content})
+        elif item.type == "function_call":
+            if item.name is None:
                 raise bad_request("invalid_value", f"{path}.name must be the name of a function", f"{path}.name")
-            function = {"name": item["name"], "arguments": parse_arguments(item, f"{path}.arguments")}
-            call = {"id": item.get("call_id", ""), "type": "function", "function": function}
-            if messages and messages[-1]["role"] == "assistant":
-                messages[-1].setdefault("tool_calls", []).append(call)
-            else:
-                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        elif kind == "function_call_output":
-            output = parse_content(item.get("output"), f"{path}.output")
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
-        elif kind != "reasoning":  # earlier reasoning is not sent to the model
-            text = f"{path} is of type {schema.brief(kind)}; use messages, function calls and their outputs"
+            call = tool_call(item.call_id, item.name, item.arguments, f"{path}.arguments")
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output":
+            output = parse_content(item.output, f"{path}.output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id or "", "content": output})
+        elif item.type != "reasoning":  # earlier reasoning is not sent to the model
+            text = f"{path} is of type {item.type!r:.60}; use messages, function calls and their outputs"
             raise bad_request("unsupported_content", text, f"{path}.type")
     if not messages:
         raise bad_request("invalid_value", "input has only reasoning items; add a message", "input")
     return messages
-
-
-def _tool(tool: Any) -> Any:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise bad_request("unsupported_parameter", "only tools of type function are supported", "tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 class ResponseEventBuilder:
@@ -150,8 +116,8 @@ class ResponseEventBuilder:
     Every event is (name, payload). The attribute `response` is the response built so far.
     """
 
-    def __init__(self, name: str, model: str, chat: Mapping[str, Any], instructions: str | None = None) -> None:
-        choice = chat.get("tool_choice", "auto")  # a chat nests the tool's name one level deeper
+    def __init__(self, name: str, model: str, body: ResponseRequest, tools: Sequence[Mapping[str, Any]]) -> None:
+        choice = "auto" if body.tool_choice is None else body.tool_choice
         self.response: Json = {
             "id": name,
             "object": "response",
@@ -161,14 +127,14 @@ class ResponseEventBuilder:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": instructions,
+            "instructions": body.instructions,
             "metadata": {},
-            "parallel_tool_calls": chat.get("parallel_tool_calls", True),
-            "temperature": chat.get("temperature"),
-            "top_p": chat.get("top_p"),
-            "tool_choice": choice if isinstance(choice, str) else {"type": "function", **choice["function"]},
-            "tools": [{"type": "function", **tool["function"]} for tool in chat.get("tools", ())],
-            "max_output_tokens": chat.get("max_completion_tokens"),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+            "tools": [{"type": "function", **tool["function"]} for tool in tools],
+            "max_output_tokens": body.max_output_tokens,
             "usage": None,
         }
         self._number = 0

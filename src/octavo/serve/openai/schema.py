@@ -1,312 +1,341 @@
-"""The parameters of requests, as JSON schemas: one table that parses bodies and generates the OpenAPI document.
+"""The request bodies as types, which `decoding` reads from JSON and the OpenAPI document shows.
 
-Parsing checks only the types. `SamplingParams` checks ranges and combinations; the ranges here document them.
+A type says what a field may hold; `SamplingParams` checks ranges and combinations. null means "not set". Fields of any
+shape stay JSON text (`Unread`) until `decoding.decode_part` bounds them, or for good if nothing reads them.
 """
 
 from __future__ import annotations
 
-import difflib
-import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from octavo.params.beam_search_params import MAX_LENGTH_PENALTY
 from octavo.params.validation import INT32
-from octavo.serve.openai.errors import bad_request
 
-logger = logging.getLogger("octavo.serve")
+MAX_MESSAGES = 4096
 
-Schema = dict[str, Any]
-INTEGER: Schema = {"type": "integer"}
-NUMBER: Schema = {"type": "number"}
-BOOLEAN: Schema = {"type": "boolean"}
-STRING: Schema = {"type": "string"}
-OBJECT: Schema = {"type": "object"}
-ARRAY: Schema = {"type": "array"}
-ANY_VALUE: Schema = {}
+Unread = Raw | UnsetType
+"""A field's JSON text. Not `Raw | None`, of which msgspec accepts only null."""
+TokenId = Annotated[int, Meta(ge=0, le=INT32)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+TemplateKwargs = Annotated[dict[str, str | int | float | bool | None], Meta(max_length=64)]
+
+# -- messages and tools ------------------------------------------------------------------------------------------------
 
 
-def _ranged(kind: Schema, low: float, high: float) -> Schema:
-    return {**kind, "minimum": low, "maximum": high}
+class ContentPart(Struct, gc=False):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
 
 
-def _list(items: Schema, min_items: int = 0, max_items: int | None = None) -> Schema:
-    limit = {} if max_items is None else {"maxItems": max_items}
-    return {"type": "array", "items": items, "minItems": min_items, **limit}
+class FunctionCall(Struct, gc=False):
+    name: str
+    arguments: Unread = UNSET
 
 
-TOKEN_IDS = _list(_ranged(INTEGER, 0, INT32))
-SAMPLING: dict[str, Schema] = {
-    "n": _ranged(INTEGER, 1, 128),
-    "temperature": _ranged(NUMBER, 0, 2),
-    "top_p": _ranged(NUMBER, 0, 1),
-    "top_k": _ranged(INTEGER, -1, INT32),
-    "min_p": _ranged(NUMBER, 0, 1),
-    "repetition_penalty": _ranged(NUMBER, 0.01, 100),
-    "presence_penalty": _ranged(NUMBER, -2, 2),
-    "frequency_penalty": _ranged(NUMBER, -2, 2),
-    "logit_bias": {"type": "object", "additionalProperties": _ranged(NUMBER, -100, 100)},
-    "allowed_token_ids": TOKEN_IDS,
-    "bad_words": _list(STRING),
-    "min_tokens": _ranged(INTEGER, 0, INT32),
-    "seed": _ranged(INTEGER, -(1 << 63), (1 << 63) - 1),
-    "stop": {"anyOf": [{"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1}, 0, 64)]},
-    "stop_token_ids": {**TOKEN_IDS, "maxItems": 1024},
-    "ignore_eos": BOOLEAN,
-    "prompt_logprobs": _ranged(INTEGER, 0, 20),
-    "skip_special_tokens": BOOLEAN,
-    "spaces_between_special_tokens": BOOLEAN,
-    "include_stop_str_in_output": BOOLEAN,
+class ToolCall(Struct, gc=False):
+    function: FunctionCall
+    id: str | None = None
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Content = str | list[ContentPart] | None
+
+
+class Message(Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A chat message. The model does not get the fields after `reasoning_content`, which responses have."""
+
+    role: Role
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: Unread = UNSET
+    annotations: Unread = UNSET
+    audio: Unread = UNSET
+    function_call: Unread = UNSET
+    id: Unread = UNSET
+    index: Unread = UNSET
+    parsed: Unread = UNSET
+
+
+class InputItem(Struct, kw_only=True, gc=False):
+    """An item of a response's input: a message, a function call, its output, or earlier reasoning."""
+
+    type: str = "message"
+    role: Role | None = None
+    content: Content = None
+    name: str | None = None
+    arguments: Unread = UNSET
+    call_id: str | None = None
+    output: Content = None
+
+
+class ObjectSchema(Struct):
+    type: Literal["object"] = "object"
+
+
+class ToolFunction(Struct):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: ObjectSchema | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """Checks a tool. The template gets the client's own object, with its keys in their order."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChosenFunction(Struct):
+    name: str
+
+
+class ToolChoice(Struct):
+    function: ChosenFunction
+
+
+# -- formats of the output ---------------------------------------------------------------------------------------------
+
+
+class TextFormat(Struct, tag_field="type", tag="text"): ...
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object"): ...
+
+
+class JsonSchema(Struct):
+    schema: Raw
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+class FlatJsonSchemaFormat(JsonSchema, tag_field="type", tag="json_schema"): ...
+
+
+class TextOptions(Struct):
+    format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = None
+
+
+class Reasoning(Struct):
+    effort: str | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    json: Unread = UNSET
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`include_obfuscation` has no effect: events have no padding."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+class Body(Struct, kw_only=True):
+    """What every route takes. Parameters other than the model concern accounts and logs and have no effect."""
+
+    model: str | UnsetType = UNSET
+    user: Unread = UNSET
+    metadata: Unread = UNSET
+    store: Unread = UNSET
+    service_tier: Unread = UNSET
+    safety_identifier: Unread = UNSET
+    prompt_cache_key: Unread = UNSET
+    prompt_cache_retention: Unread = UNSET
+    request_id: Unread = UNSET
+    session_id: Unread = UNSET
+    verbosity: Unread = UNSET
+
+
+class Sampling(Body, kw_only=True):
+    """Parameters that `SamplingParams` has under the same name."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=1024)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+class Generation(Sampling, kw_only=True):
+    """What completions and chats share."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    echo: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    priority: int | None = None
+    cache_salt: CacheSalt | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=INT32)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class CompletionRequest(Generation, kw_only=True):
+    """`prompt`: a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatRequest(Generation, kw_only=True):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Unread = UNSET
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Unread = UNSET
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+
+
+class ResponseRequest(Body, kw_only=True):
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: Unread = UNSET
+    tool_choice: str | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    priority: int | None = None
+    cache_salt: CacheSalt | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    chat_template_kwargs: Unread = UNSET
+    truncation: Unread = UNSET
+    include: Unread = UNSET
+    client_metadata: Unread = UNSET
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """`prompt` or `messages`."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Unread = UNSET
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Unread = UNSET
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    tokens: list[TokenId]
+
+
+class ErrorObject(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    error: ErrorObject
+
+
+ROUTES: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, 128),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, INT32),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "min_tokens": (0, INT32),
+    "max_tokens": (0, INT32),
+    "max_completion_tokens": (1, INT32),
+    "max_output_tokens": (1, INT32),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "top_logprobs": (0, 20),
+    "best_of": (1, 20),
+    "beam_width": (1, 128),
+    "length_penalty": (-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
 }
-"""Parameters that `SamplingParams` has under the same name."""
+"""Ranges of numbers, for the document: `SamplingParams` and the server's options check them."""
 
-SHARED: dict[str, Schema] = SAMPLING | {
-    "model": STRING,
-    "stream": BOOLEAN,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN},
-        "additionalProperties": False,
-    },
-    "max_tokens": _ranged(INTEGER, 0, INT32),
-    "echo": BOOLEAN,
-    "use_beam_search": BOOLEAN,
-    "beam_width": _ranged(INTEGER, 1, 128),
-    "length_penalty": _ranged(NUMBER, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-    "early_stopping": ANY_VALUE,
-    "priority": INTEGER,
-    "cache_salt": {"type": "string", "minLength": 1, "maxLength": 256},
-    "add_special_tokens": BOOLEAN,
-    "truncate_prompt_tokens": _ranged(INTEGER, 1, INT32),
-    "return_token_ids": BOOLEAN,
-    "return_tokens_as_token_ids": BOOLEAN,
-    "response_format": OBJECT,
-    "structured_outputs": OBJECT,
-}
-COMPLETION: dict[str, Schema] = SHARED | {
-    "prompt": {
-        "anyOf": [
-            {"type": "string"},
-            _list(STRING, 1, 256),
-            {**TOKEN_IDS, "minItems": 1},
-            _list({**TOKEN_IDS, "minItems": 1}, 1, 256),
-        ]
-    },
-    "logprobs": _ranged(INTEGER, 0, 20),
-    "best_of": _ranged(INTEGER, 1, 20),
-}
-CHAT: dict[str, Schema] = SHARED | {
-    "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": 4096},
-    "max_completion_tokens": _ranged(INTEGER, 1, INT32),
-    "logprobs": BOOLEAN,
-    "top_logprobs": _ranged(INTEGER, 0, 20),
-    "tools": {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128},
-    "tool_choice": ANY_VALUE,
-    "parallel_tool_calls": BOOLEAN,
-    "add_generation_prompt": BOOLEAN,
-    "continue_final_message": BOOLEAN,
-    "chat_template": STRING,
-    "chat_template_kwargs": {"type": "object"},
-    "reasoning_effort": STRING,
-    "include_reasoning": BOOLEAN,
-}
-TOKENIZE: dict[str, Schema] = {
-    "model": STRING,
-    "prompt": STRING,
-    "messages": CHAT["messages"],
-    "tools": CHAT["tools"],
-    "add_special_tokens": BOOLEAN,
-    "add_generation_prompt": BOOLEAN,
-    "continue_final_message": BOOLEAN,
-    "chat_template_kwargs": {"type": "object"},
-    "return_token_strs": BOOLEAN,
-}
-DETOKENIZE: dict[str, Schema] = {"model": STRING, "tokens": TOKEN_IDS}
 
-MESSAGE: Schema = {
-    "type": "object",
-    "properties": {
-        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                _list({"type": "object", "properties": {"type": {"const": "text"}, "text": STRING}}),
-                {"type": "null"},
-            ]
-        },
-        "name": STRING,
-        "tool_calls": ARRAY,
-        "tool_call_id": STRING,
-    },
-    "required": ["role"],
-    "anyOf": [
+def component_schemas() -> dict[str, Any]:
+    """The schemas of bodies for the OpenAPI document."""
+    types = (*ROUTES, Tool, Error)
+    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    components["Message"]["anyOf"] = [
         {"properties": {"role": {"const": "assistant"}}},  # whose content may be null
         {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
-    ],
-}
-TOOL: Schema = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": STRING, "description": STRING, "parameters": OBJECT, "strict": BOOLEAN},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
-
-IGNORED_PARAMS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "session_id",
-        "verbosity",
-    }
-)
-"""Parameters of OpenAI and vLLM that are ignored: they concern accounts and logs and do not affect the response."""
-
-UNSUPPORTED_PARAMS = {
-    "suffix": "text insertion is not available; remove it",
-    "audio": "the model has no audio; remove it",
-    "prediction": "the response is the same without it; remove it",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "web_search_options": "the server has no web access; remove it",
-    "documents": "put them into the messages",
-    "guided_json": "use structured_outputs",
-    "guided_regex": "use structured_outputs",
-    "guided_choice": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
-    "guided_decoding_backend": "there is only one; remove it",
-    "prompt_embeds": "send the prompt as text or token ids",
-    "kv_transfer_params": "remove it",
-    "vllm_xargs": "remove it",
-    "repetition_detection": "remove it",
-    "thinking_token_budget": "use max_tokens",
-    "stream_interval": "remove it",
-    "logprob_token_ids": "use logprobs",
-    "moderation": "remove it",
-}
-"""Parameters of other servers that are not supported, with a remedy."""
-
-TYPE_NAMES = {
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "a string",
-    "object": "an object",
-    "array": "an array",
-}
-
-
-def parse_fields(body: Mapping[str, Any], fields: Mapping[str, Schema], *, warn: bool = False) -> dict[str, Any]:
-    """The parameters that a body sets, with checked types. null means "not set".
-
-    `warn`: unknown parameters are logged and ignored. Raises `ApiError` 400: unknown_parameter, unsupported_parameter,
-    invalid_type.
-    """
-    given: dict[str, Any] = {}
-    unknown: list[str] = []
-    for name, value in body.items():
-        if name not in fields:
-            if _is_unknown(name, value, fields, warn=warn):
-                unknown.append(name)
-        elif value is not None:
-            check_type(name, value, fields[name])
-            given[name] = value
-    if unknown:  # one line, as a body may have a hundred thousand
-        logger.warning("%d unknown parameters are ignored, %.100r among them", len(unknown), unknown[0])
-    return given
-
-
-def _is_unknown(name: str, value: Any, fields: Mapping[str, Schema], *, warn: bool) -> bool:
-    """Whether a parameter that the route lacks is unknown altogether. Raises `ApiError` unless it can be ignored."""
-    if name in IGNORED_PARAMS or (name == "modalities" and value in (None, ["text"])):
-        return False
-    if name in UNSUPPORTED_PARAMS or name == "modalities" or name in SHARED or name in COMPLETION or name in CHAT:
-        if value is not None and value != []:
-            remedy = UNSUPPORTED_PARAMS.get(name, "remove it")
-            raise bad_request("unsupported_parameter", f"{name} is not supported: {remedy}", name)
-        return False
-    if warn:
-        return True
-    similar = difflib.get_close_matches(name[:64], fields, n=1, cutoff=0.6)
-    hint = f"did you mean {similar[0]}?" if similar else "see /openapi.json for the parameters"
-    raise bad_request("unknown_parameter", f"unknown parameter {name[:64]!r}; {hint}", name)
-
-
-def check_type(name: str, value: Any, schema: Schema) -> None:
-    kind = schema.get("type")
-    if kind is None:
-        return
-    is_valid = {
-        "integer": isinstance(value, int) and not isinstance(value, bool),
-        "number": isinstance(value, int | float) and not isinstance(value, bool),
-        "boolean": isinstance(value, bool),
-        "string": isinstance(value, str),
-        "object": isinstance(value, dict),
-        "array": isinstance(value, list),
-    }[kind]
-    if not is_valid:
-        code = INVALID_TYPE_CODES.get(name, "invalid_type")
-        if name == "seed" and isinstance(value, float):
-            code = "integer_out_of_range"
-        raise bad_request(code, f"{name} must be {TYPE_NAMES[kind]}, not {brief(value)}", name)
-
-
-INVALID_TYPE_CODES = {
-    "logprobs": "invalid_value",
-    "top_logprobs": "invalid_value",
-    "cache_salt": "invalid_value",
-    "logit_bias": "invalid_logit_bias",
-}
-"""Error codes of parameters whose wrong types do not get "invalid_type"."""
-
-
-def brief(value: Any) -> str:
-    """A value for an error message: shortened, containers by type."""
-    text = repr(value) if not isinstance(value, list | dict) else type(value).__name__
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def body_schema(fields: Mapping[str, Schema], *required: str) -> Schema:
-    """The schema of a body with these fields. Optional fields except the model may be null."""
-    not_null = {*required, "model"}
-    properties = {n: f if not f or n in not_null else {"anyOf": [f, {"type": "null"}]} for n, f in fields.items()}
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def component_schemas() -> dict[str, Schema]:
-    """The schemas of request bodies for the OpenAPI document."""
-    return {
-        "CompletionRequest": body_schema(COMPLETION, "prompt"),
-        "ChatRequest": body_schema(CHAT, "messages"),
-        "TokenizeRequest": body_schema(TOKENIZE),
-        "DetokenizeRequest": body_schema(DETOKENIZE, "tokens"),
-        "Message": MESSAGE,
-        "Tool": TOOL,
-        "Error": {
-            "type": "object",
-            "properties": {
-                "error": {
-                    "type": "object",
-                    "properties": {
-                        "message": STRING,
-                        "type": STRING,
-                        "param": {"type": ["string", "null"]},
-                        "code": {"type": ["string", "null"]},
-                    },
-                    "required": ["message", "type", "param", "code"],
-                }
-            },
-            "required": ["error"],
-        },
-    }
+    ]
+    for route in ROUTES:
+        properties = components[route.__name__]["properties"]
+        for name in RANGES.keys() & properties.keys():
+            if (number := properties[name]["anyOf"][0])["type"] != "boolean":
+                number["minimum"], number["maximum"] = RANGES[name]
+    for name in ("ChatRequest", "TokenizeRequest"):  # fields that `decoding.decode_part` reads
+        tools = {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}}
+        components[name]["properties"] |= {"tools": tools, "chat_template_kwargs": {"type": "object"}}
+    return components
