@@ -1,6 +1,6 @@
 """Reads request bodies: JSON to the types of `schema`, and msgspec's faults to OpenAI's errors.
 
-msgspec creates no object that a type does not name. It takes linear time, and at most 90 ms for 8 MiB because brackets
+msgspec creates no object that a type does not name. It takes linear time, and at most 150 ms for 8 MiB because brackets
 are counted first (tests/serve/test_linear.py).
 """
 
