@@ -13,8 +13,11 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, OctavoError, UnsupportedModelError
 from octavo.models.config import read_spec
+from octavo.models.config_keys import config_keys
 from octavo.models.gguf_config import REFUSED, gguf_key_use, read_gguf_config
+from octavo.models.registry import find_family
 from tests.models.tiny import (
+    GGUF_ARCHITECTURES,
     PagedRun,
     assert_close,
     load_tiny,
@@ -70,7 +73,10 @@ def test_other_architectures_are_read(write_gguf, arch):
     config = read_config(path)
     assert config["architectures"] == [f"{arch.capitalize()}ForCausalLM"]
     assert (config["head_dim"], config["tie_word_embeddings"]) == (8, False)
-    assert (config["attention_bias"], config["dtype"]) == (True, "float16")
+    assert config["dtype"] == "float16"
+    assert config.get("attention_bias") is (
+        True if arch == "qwen3" else None
+    )  # Qwen2 has no such key: it always has them
     assert open_checkpoint(path).generation_config == {"eos_token_id": [1, 3]}
 
 
@@ -161,6 +167,21 @@ def test_adapters_and_unequal_heads_are_refused(write_gguf):
         read_config(write_gguf(metadata={"llama.attention.value_length": 8}))
     with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor 0\.5"):
         read_spec(open_checkpoint(write_gguf(metadata={"llama.rope.dimension_count": 2})))
+
+
+@pytest.mark.parametrize("scaling", [{}, {"type": "linear", "factor": 4.0}, {"type": "none"}, {"type": "yarn"}])
+def test_a_factor_on_attention_without_yarn_is_refused(write_gguf, scaling):
+    metadata = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    read_config(write_gguf(metadata=metadata | {"llama.rope.scaling.attn_factor": 1.0}))
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.attn_factor 0\.5 needs YaRN"):
+        read_config(write_gguf(metadata=metadata | {"llama.rope.scaling.attn_factor": 0.5}))
+
+
+@pytest.mark.parametrize("kind", GGUF_ARCHITECTURES.values())
+def test_keys_of_converted_files_are_known(kind, tmp_path):
+    directory = make_tiny_checkpoint(kind, tmp_path / kind)
+    config = read_config(write_tiny_gguf(directory, tmp_path / "model.gguf"))
+    assert config_keys(find_family(config["architectures"][0])).sort(config, "").unknown == ()
 
 
 def test_unknown_metadata_is_logged_once(write_gguf, caplog):

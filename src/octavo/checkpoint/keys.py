@@ -57,11 +57,14 @@ class KeyTable:
             logger.warning("%s: unknown keys are ignored: %s", file, ", ".join(map(cut, use.unknown)))
         return use
 
+    def reads(self, key: str) -> bool:
+        return _matches(key, self.read)
+
     def sort(self, values: Iterable[str], file: str) -> KeyUse:
         """Sort the keys of a file. A refused key whose value changes nothing counts as inert."""
         kinds: dict[str, list[str]] = {"read": [], "inert": [], "unknown": []}
         for key in sorted(values):
-            kind = "read" if _matches(key, self.read) else "unknown"
+            kind = "read" if self.reads(key) else "unknown"
             if kind == "unknown" and (key in self.refused or _matches(key, self.inert)):
                 kind = "inert"
             kinds[kind].append(key)

@@ -12,6 +12,7 @@ from octavo.checkpoint.gguf import GGUFFile
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.errors import CheckpointError, UnsupportedModelError, cut
 from octavo.models import registry
+from octavo.models.config_keys import config_keys
 from octavo.models.family import Family
 
 # fmt: off
@@ -113,7 +114,8 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         "eos_token_id": reader.value("tokenizer.ggml.eos_token_id"),
         "bos_token_id": reader.value("tokenizer.ggml.bos_token_id"),
     }
-    return config | family.gguf.config(config, get)
+    config |= family.gguf.config(config, get)
+    return {key: value for key, value in config.items() if config_keys(family).reads(key)}
 
 
 def _vocab_size(reader: GGUFFile, arch: str, name: str) -> int:
@@ -133,12 +135,15 @@ def _dtype(reader: GGUFFile) -> str:
 
 def _rope_scaling(reader: GGUFFile, arch: str, name: str, get: Callable[..., Any]) -> dict[str, Any] | None:
     """llama.cpp scales by a factor of any file without a type, linearly. Its YaRN multiplies `attn_factor` with the
-    paper's temperature."""
+    paper's temperature; it multiplies by `attn_factor` without YaRN, too, which is refused."""
+    kind, factor = get("rope.scaling.type", "linear"), get("rope.scaling.factor", get("rope.scale_linear", 0.0))
+    is_scaled, attention = kind != "none" and factor not in (0.0, 1.0), get("rope.scaling.attn_factor", 1.0)
+    if attention != 1.0 and not (is_scaled and kind == "yarn"):
+        raise UnsupportedModelError(f"{name}: {arch}.rope.scaling.attn_factor {attention} needs YaRN; convert it again")
     factors = next((t.data for t in reader.tensors if t.name == "rope_freqs.weight"), None)
     if factors is not None:
         return _llama3_scaling(reader, arch, name, np.asarray(factors, dtype=np.float64).reshape(-1))
-    kind, factor = get("rope.scaling.type", "linear"), get("rope.scaling.factor", get("rope.scale_linear", 0.0))
-    if kind == "none" or factor in (0.0, 1.0):
+    if not is_scaled:
         return None
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
@@ -146,7 +151,7 @@ def _rope_scaling(reader: GGUFFile, arch: str, name: str, get: Callable[..., Any
             "original_max_position_embeddings": get("rope.scaling.original_context_length", get("context_length")),
             "beta_fast": get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": get("rope.scaling.yarn_beta_slow", 1.0),
-            "attention_factor": get("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(max(factor, 1.0))),
+            "attention_factor": attention * (1.0 + 0.1 * math.log(max(factor, 1.0))),
         }
     return scaling
 
