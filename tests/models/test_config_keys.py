@@ -166,6 +166,8 @@ def problems(kind: str, group: str, directory: Path) -> list[str]:
     config = json.loads((directory / "config.json").read_text())
     if not config_class(config)().to_dict().get("rope_parameters") and group == "rotary":
         pytest.skip("no rotary embedding")
+    for actual, expected in zip(octavo_logits(directory), transformers_logits(directory, PROMPTS), strict=True):
+        assert_close(actual, expected)  # both run the model before anything changes
     found = {str(change): problem(directory, config, change) for change in GROUPS[group](config)}
     return [f"{change}: {text}" for change, text in found.items() if text]
 
