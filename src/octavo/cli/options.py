@@ -149,7 +149,7 @@ def options_of(
     help_texts, hints = _entries(settings), typing.get_type_hints(settings)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     declared = [_option_of(fields[name], hints[name], help_texts[name]) for name in names]
-    obsolete = OBSOLETE if settings.__name__ == "EngineArgs" else {}
+    obsolete = OBSOLETE if settings is EngineArgs else {}
     declared += [_obsolete_option(name, kind) for name, kind in obsolete.items()]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,8 +42,8 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
             if name in stored:
                 problems.append(duplicate(name))  # an old and a new name
             shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-            heads = {".q_proj": spec.num_heads, ".k_proj": spec.num_kv_heads}.get(name[-14:-7], 0)
-            order = half_rotation_rows(shape[0], heads) if heads and family.is_interleaved(key) else None
+            heads = spec.num_heads if name.endswith("q_proj.weight") else spec.num_kv_heads
+            order = half_rotation_rows(shape[0], heads) if len(shape) == 2 and family.is_interleaved(key) else None
             read = _row_reader(shard, key, order, spec.unit_offset_norms and name.endswith("norm.weight"))
             stored[name] = StoredTensor(shape, dtype, dtype in FLOAT_DTYPES, read, path.name)
     raise_problems(checkpoint, problems)
