@@ -80,8 +80,8 @@ def config_key_use(config: Config) -> KeyUse:
 
 
 def _has_other_head(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
-    """True if the files hold a head other than the embedding. It is used whatever config.json says: the file of a
-    fine-tune may say that both are tied."""
+    """True if the files hold a head other than the embedding. It is used even if config.json says that both are tied,
+    as in some fine-tunes."""
     stored = find_tensors(checkpoint)
     places = {registry.find_family(spec.architecture).tensor_name(name): place for name, place in stored.items()}
     head, embedding = (places.get(f"{name}.weight") for name in (spec.names.head, spec.names.embedding))

@@ -211,8 +211,8 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": top}
 
     def _top(self, token: int, position: PositionLogprobs) -> dict[str, float]:
-        """Log-probabilities by text. Tokens may have the same text, such as parts of a character: one keeps it, the
-        sampled token or else the likeliest, and the others are named by their ids."""
+        """Log-probabilities by text. Several tokens may have the same text: parts of a character, for example. The
+        sampled token keeps it, or else the first. The others are named by their ids."""
         top = {self._token(token, position[token]): clamp_logprob(position[token].logprob)}
         for other, logprob in position.items():
             if other != token:

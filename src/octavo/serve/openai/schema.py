@@ -1,7 +1,7 @@
 """The request bodies as types, which `decoding` reads from JSON and the OpenAPI document shows.
 
-A type says what a field may hold; `SamplingParams` checks ranges and combinations. null means "not set". Fields of any
-shape stay JSON text (`Unread`) until `decoding.decode_part` bounds them, or for good if nothing reads them.
+A type says what a field may hold; `SamplingParams` checks ranges and combinations. null means "not set". A field of any
+shape stays JSON text (`Unread`). If anything reads it, `decoding.decode_part` bounds it first.
 """
 
 from __future__ import annotations
