@@ -208,6 +208,13 @@ def test_normalized_special_token_is_hidden_too():
     assert tokenizer.encode("the<|im_end|>")[-1] == 2
 
 
+def test_marks_do_not_hide_the_fields_of_messages():
+    backend = train_byte_level()
+    backend.add_special_tokens(["the", "e>"])  # "content" and "role" end with their first letters
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    assert Tokenizer(backend).encode_chat([{"role": "user", "content": "hi"}], template=template)[0] == "user: hi"
+
+
 def test_mark_in_user_text_has_no_effect():
     assert BYTE_LEVEL.encode(f"the{MARK}n") == BYTE_LEVEL.encode("then")
     assert not BYTE_LEVEL.special_ids & set(BYTE_LEVEL.encode(f"<{MARK}|im_end|>", parse_special=False))

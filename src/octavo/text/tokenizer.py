@@ -29,6 +29,8 @@ from octavo.text import chat_template
 from octavo.text.tokenizer_loader import load_tokenizer_parts
 
 MARK = "\ufdd0"
+FIELDS = frozenset(("role", "content", "name", "type", "text", "tool_calls", "function", "arguments", "parameters"))
+"""Keys by which templates read messages and tools: a mark would hide the value."""
 SHORT_CHARS = 2048
 """Longer texts are encoded on the library's thread pool, which releases the GIL."""
 
@@ -246,7 +248,7 @@ class _Marker:
         if isinstance(value, str):
             return self.mark(value)
         if isinstance(value, Mapping):
-            return {self.mark_all(k): self.mark_all(v) for k, v in value.items()}
+            return {k if k in FIELDS else self.mark_all(k): self.mark_all(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark_all(v) for v in value]
         return value

@@ -20,37 +20,23 @@ from tokenizers import AddedToken
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
 from octavo.errors import CheckpointError, ModelError, cut
+from octavo.text.tokenizer_config import (
+    KEYS,
+    REMEDY,
+    SPECIAL_NAMES,
+    add_tokens,
+    check_pipeline,
+    content_of,
+    named_tokens,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from octavo.checkpoint.gguf import GGUFFile
 
 T = TypeVar("T")
-REMEDY = "set skip_tokenizer_init=True to use token ids only"
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 # fmt: off
-KEYS = KeyTable(
-    read=(*SPECIAL_NAMES, "additional_special_tokens", "added_tokens_decoder", "chat_template", "tokenizer_class",
-          "add_prefix_space", "add_bos_token", "auto_map", "custom_code", "trust_remote_code"),
-    inert=(
-        "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "backend",
-        "is_local", "is_fast", "local_files_only", "legacy", "processor_class", "use_fast",
-        # lengths and sides of batches, and inputs of other models
-        "model_max_length", "max_length", "max_len", "padding", "padding_side", "pad_to_multiple_of",
-        "pad_token_type_id",
-        "truncation", "truncation_side", "truncation_strategy", "stride", "model_input_names", "return_tensors",
-        "return_token_type_ids", "image_token", "boi_token", "eoi_token",
-        # tokenizer.json holds the result
-        "add_eos_token", "add_dummy_prefix_space", "sp_model_kwargs", "use_default_system_prompt", "unk_token_id",
-        "from_slow", "extra_special_tokens", "model_specific_special_tokens", "errors", "normalization",
-        # of tokenizers that are not byte-level
-        "clean_up_tokenization_spaces", "spaces_between_special_tokens", "do_lower_case", "strip_accents",
-    ),
-    refused={"split_special_tokens": (False,)},
-)
-"""Keys of tokenizer_config.json and special_tokens_map.json. tokenizer.json, if there is one, is the whole pipeline:
-keys from which slow tokenizers built theirs have no effect beside it."""
 GGUF_KEYS = KeyTable(
     read=(
         *(f"tokenizer.ggml.{key}" for key in (
@@ -76,16 +62,7 @@ def tokenizer_key_use(checkpoint: Checkpoint) -> KeyUse:
     if checkpoint.format == "gguf":
         names = [key for key in checkpoint.gguf.fields if key.startswith("tokenizer.")]
         return GGUF_KEYS.sort(names, f"{checkpoint.path.name}: tokenizer")
-    return KEYS.sort(_settings(checkpoint.path), "tokenizer_config.json")
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """The keys of tokenizer_config.json and special_tokens_map.json, with Transformers' precedence."""
-    settings: dict[str, Any] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file() and "added_tokens_decoder" not in settings:
-            settings |= read_json(folder / name)
-    return settings
+    return KEYS.sort(read_settings(checkpoint.path), "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +88,24 @@ def load_tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts:
 
 def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     folder = checkpoint.path
-    settings = _settings(folder)
+    settings = read_settings(folder)
     reject_custom_code(settings, folder / "tokenizer_config.json")
     KEYS.check(settings, "tokenizer_config.json", REMEDY)
+    model_type = str(checkpoint.config.get("model_type", ""))
     if (folder / "tokenizer.json").is_file():
         backend = _load_backend(folder / "tokenizer.json")
+        check_pipeline(backend, settings, model_type)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         settings = _DEFAULT_SPECIALS | settings
-        model_type = str(checkpoint.config.get("model_type", ""))
         backend = _wrap_errors(str(folder), lambda: _read_vocabulary(folder, settings, model_type))
     else:
         raise CheckpointError(
             f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
             f"AutoTokenizer.from_pretrained(d).save_pretrained(d), or {REMEDY}"
         )
-    special_tokens = {}  # config.json's ids give none: Transformers' templates do not see them
-    for name in SPECIAL_NAMES:
-        if value := _content(settings.get(name)):
-            special_tokens[name] = value
+    # config.json's ids give none: Transformers' templates do not see them
+    special_tokens = {name: content_of(token) for name, token in named_tokens(settings).items()}
+    _wrap_errors(str(folder / "tokenizer_config.json"), lambda: add_tokens(backend, folder, settings))
     eos_ids = _id_list(checkpoint.config.get("eos_token_id")) + _id_list(
         checkpoint.generation_config.get("eos_token_id")
     )
@@ -236,8 +213,8 @@ def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) ->
     entries = settings.get("added_tokens_decoder")
     entries = [{"id": i, **entry} for i, entry in entries.items()] if isinstance(entries, dict) else []
     added |= {entry["content"]: int(entry["id"]) for entry in entries}
-    special = {_content(settings.get(name)) for name in SPECIAL_NAMES}
-    special |= {_content(token) for token in settings.get("additional_special_tokens") or []}
+    special = {content_of(settings.get(name)) for name in SPECIAL_NAMES}
+    special |= {content_of(token) for token in settings.get("additional_special_tokens") or []}
     special |= {entry["content"] for entry in entries if entry.get("special")}
     ids = vocab | added
     if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in ids.values()):
@@ -250,18 +227,12 @@ def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) ->
     _check_added(backend, added, path)
     for content in sorted((special | set(added)) & set(ids), key=lambda content: int(ids[content])):
         backend.add_tokens([AddedToken(content, normalized=False, special=content in special)])
-    bos = _content(settings.get("bos_token"))
-    if settings.get("add_bos_token") and bos in ids:  # OPT
-        backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, ids[bos])]
-        )
+    bos, eos = (
+        content if settings.get(f"add_{name}") and (content := content_of(settings.get(name))) in ids else None
+        for name in ("bos_token", "eos_token")  # OPT has BOS
+    )
+    _surround(backend, bos, eos)
     return backend
-
-
-def _content(token: Any) -> str:
-    """A special token's text, which a file holds as a string or in an object; "" for none."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
 
 
 def _byte_level(
@@ -413,8 +384,12 @@ def _add_ends(backend: tokenizers.Tokenizer, file: GGUFFile, kind: str, special_
     bos_default = kind == "llama" or file.value("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
     before = special_tokens.get("bos_token") if file.value("tokenizer.ggml.add_bos_token", bos_default) else None
     after = special_tokens.get("eos_token") if file.value("tokenizer.ggml.add_eos_token", False) else None
-    ends = [token for token in (before, after) if token is not None]
-    if ends:
+    _surround(backend, before, after)
+
+
+def _surround(backend: tokenizers.Tokenizer, before: str | None, after: str | None) -> None:
+    """Put special tokens before and after each text."""
+    if ends := [token for token in (before, after) if token]:
         single = [*([before] if before else []), "$A", *([after] if after else [])]
         pairs = [(token, backend.token_to_id(token)) for token in dict.fromkeys(ends)]
         backend.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=pairs)
