@@ -265,7 +265,7 @@ END_NAMES = frozenset((
     "_<EOT>", "<\uff5cend▁of▁sentence\uff5c>", "<end_of_utterance>",
 ))
 # fmt: on
-"""Control tokens that end an output by their name, as in llama.cpp: older files lack the keys for them."""
+"""Tokens that end an output by their name, whatever their type, as in llama.cpp: older files lack the keys for them."""
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -302,6 +302,7 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
+    types = [CONTROL if piece in END_NAMES else t for piece, t in zip(pieces, types, strict=True)]
     backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):
         wanted = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
@@ -314,7 +315,7 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
         templates[other] = file.value(f"tokenizer.chat_template.{other}")
     templates = {key: value for key, value in templates.items() if isinstance(value, str)}
     eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
-    eos_ids += [i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t == CONTROL and p in END_NAMES]
+    eos_ids += [i for i, piece in enumerate(pieces) if piece in END_NAMES]
     return TokenizerParts(backend, special_tokens, eos_ids, templates, len(pieces))
 
 
