@@ -30,9 +30,8 @@ GEMMA = loop(
 )
 MISTRAL = turns(" [INST] {{ m.content }} [/INST]", " {{ m.content }}{{ eos_token }}")
 LLAMA2 = turns("{{ bos_token }}[INST] {{ m.content }} [/INST]", " {{ m.content }} {{ eos_token }}")
-DEEPSEEK = turns(
-    "<\uff5cUser\uff5c>{{ m.content }}", "<\uff5cAssistant\uff5c>{{ m.content }}<\uff5cend▁of▁sentence\uff5c>"
-)
+USER, ASSISTANT, END = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"
+DEEPSEEK = turns(USER + "{{ m.content }}", ASSISTANT + "{{ m.content }}" + END)
 ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}END{% endfor %}"
 ZEPHYR = "<|system|>\nBe kind.{{ eos_token }}\n" + ROLES.replace("END", "{{ eos_token }}\n")
 GLM = "[gMASK]<sop><|system|>\nBe kind." + ROLES.replace("END", "")
@@ -50,7 +49,7 @@ CASES = {
     "Mistral, markers of text": (MISTRAL, BASE, "</s>"),
     "Mistral, markers of one token": (MISTRAL, [*BASE, "[INST]", "[/INST]"], "</s>"),
     "Llama 2": (LLAMA2, BASE, "</s>"),
-    "DeepSeek": (DEEPSEEK, [*BASE, "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"], "<\uff5cend▁of▁sentence\uff5c>"),
+    "DeepSeek": (DEEPSEEK, [*BASE, USER, ASSISTANT, END], END),
     "Zephyr with a system prompt": (ZEPHYR, BASE, "</s>"),
     "one token is the start of another": (LLAMA3, [*BASE, "<|eot", "<|eot_id|>"], "<|eot_id|>"),
     "only one turn": (ONE_TURN, [*BASE, "<|end|>"], "<|end|>"),

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
-from octavo.errors import CheckpointError, ModelError, cut
+from octavo.errors import CheckpointError, ModelError, UnsupportedModelError, cut
 from octavo.text.tokenizer_config import (
     KEYS,
     REMEDY,
@@ -303,6 +303,8 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     if len(types) != len(pieces):
         raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
     types = [CONTROL if piece in END_NAMES else t for piece, t in zip(pieces, types, strict=True)]
+    if kind == "llama":  # added tokens are found in the text itself, which has spaces; newer converters write them, too
+        pieces = [p.replace("▁", " ") if t == USER_DEFINED else p for p, t in zip(pieces, types, strict=True)]
     backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):
         wanted = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
@@ -340,7 +342,7 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
     vocab = {piece: i for i, piece in enumerate(pieces)}
     unknown = pieces[file.value("tokenizer.ggml.unknown_token_id", 0)]
     model = tokenizers.models.BPE(
-        vocab, _merges(pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        vocab, _merges(name, pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     backend = tokenizers.Tokenizer(model)
     prefix = bool(file.value("tokenizer.ggml.add_space_prefix", True))
@@ -352,11 +354,12 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
     return backend
 
 
-def _merges(pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges(name: str, pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The pairs that merge into each token: best score first, then longer left, then longer right part.
 
     SentencePiece merges the leftmost of equal scores; a longer left part first does the same in runs of one character.
-    No merge produces a control token, so no text spells one.
+    No merge produces a control token, so no text spells one. Raises `UnsupportedModelError` for what no list of merges
+    can express: UNUSED tokens that a text reaches, and equal scores of tokens that compete for a part.
     """
     mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
     merges: list[tuple[float, int, int, str, str]] = []
@@ -365,7 +368,23 @@ def _merges(pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]
             left, right = piece[:middle], piece[middle:]
             if left in mergeable and right in mergeable:
                 merges.append((-scores[i], -len(left), -len(right), left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]
+                if types[i] == UNUSED:  # SentencePiece merges it, and cuts it again at the end
+                    raise _unsupported_piece(name, "token_type", f"UNUSED for {cut(repr(piece))}, which text reaches")
+    merges.sort()
+    for _, equal in itertools.groupby(merges, lambda merge: merge[0]):
+        earlier: dict[str, set[str]] = {}  # left part -> tokens
+        for *_, left, right in equal:
+            both = left + right
+            if others := [other for other in earlier.get(right, ()) if other != both and len(set(other + both)) > 1]:
+                pair = f"{cut(repr(min(others)))} and {cut(repr(both))}"
+                raise _unsupported_piece(name, "scores", f"the same for {pair}, which compete for {cut(repr(right))}")
+            earlier.setdefault(left, set()).add(both)
+    return [(left, right) for *_, left, right in merges]
+
+
+def _unsupported_piece(name: str, key: str, text: str) -> UnsupportedModelError:
+    key = f"tokenizer.ggml.{key}"
+    return UnsupportedModelError(f"{name}: {key} is {text}: not supported; {REMEDY}", param=key)
 
 
 def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str]:
