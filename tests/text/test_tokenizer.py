@@ -20,7 +20,7 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError, TemplateError, UnsupportedModelError
 from octavo.text.tokenizer import MARK, Tokenizer
-from octavo.text.tokenizer_loader import tokenizer_key_use
+from octavo.text.tokenizer_loader import GGUF_KEYS, tokenizer_key_use
 from tests.text.samples import CHATML, CONFIG, SPECIALS, make_sentencepiece, sentencepiece_parts, train_byte_level
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -657,9 +657,23 @@ def test_keys_that_change_tokens_are_refused(model_dir, write_gguf):
     (model_dir / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": True}))
     with pytest.raises(UnsupportedModelError, match=r"json: split_special_tokens True is not supported"):
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))
-    path = write_gguf(metadata={"tokenizer.ggml.remove_extra_whitespaces": True})
-    with pytest.raises(UnsupportedModelError, match=r"remove_extra_whitespaces True is not supported"):
-        Tokenizer.from_checkpoint(open_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "neutral", "value"),
+    [
+        ("remove_extra_whitespaces", False, True),
+        ("precompiled_charsmap", None, [1, 2]),
+        ("add_sep_token", False, True),
+        ("normalizer.lowercase", False, True),
+    ],
+)
+def test_gguf_keys_that_change_tokens_are_refused(write_gguf, key, neutral, value):
+    key = f"tokenizer.ggml.{key}"
+    Tokenizer.from_checkpoint(open_checkpoint(write_gguf("neutral.gguf", metadata={key: neutral})))
+    with pytest.raises(UnsupportedModelError, match=rf"{key} .* is not supported; set skip_tokenizer_init"):
+        Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata={key: value})))
+    assert key in GGUF_KEYS.refused
 
 
 def test_keys_of_tokenizer_files_are_sorted(model_dir, write_gguf):

@@ -52,6 +52,7 @@ GGUF_KEYS = KeyTable(
         "tokenizer.ggml.remove_extra_whitespaces": (False,),
         "tokenizer.ggml.precompiled_charsmap": ([],),
         "tokenizer.ggml.add_sep_token": (False,),
+        "tokenizer.ggml.normalizer.lowercase": (False,),
     },
 )
 # fmt: on
@@ -296,14 +297,16 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     builders = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
     if kind not in builders:
         raise _unsupported(name, "tokenizer.ggml.model", kind, builders)
-    duplicate, count = Counter(pieces).most_common(1)[0]
+    counts = Counter(pieces)
+    duplicate, count = counts.most_common(1)[0]
     if count > 1:
         raise CheckpointError(f"{name} has token {cut(repr(duplicate))} twice; convert the model again, or {REMEDY}")
     types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
-    types = [CONTROL if piece in END_NAMES else t for piece, t in zip(pieces, types, strict=True)]
-    if kind == "llama":  # added tokens are found in the text itself, which has spaces; newer converters write them, too
+    ends = [pieces.index(piece) for piece in END_NAMES if piece in counts]
+    types = [CONTROL if i in ends else t for i, t in enumerate(types)] if ends else types
+    if kind == "llama" and USER_DEFINED in types:  # they are found in the text, which has spaces
         pieces = [p.replace("▁", " ") if t == USER_DEFINED else p for p, t in zip(pieces, types, strict=True)]
     backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):
@@ -317,7 +320,7 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
         templates[other] = file.value(f"tokenizer.chat_template.{other}")
     templates = {key: value for key, value in templates.items() if isinstance(value, str)}
     eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
-    eos_ids += [i for i, piece in enumerate(pieces) if piece in END_NAMES]
+    eos_ids += ends
     return TokenizerParts(backend, special_tokens, eos_ids, templates, len(pieces))
 
 
@@ -342,7 +345,7 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
     vocab = {piece: i for i, piece in enumerate(pieces)}
     unknown = pieces[file.value("tokenizer.ggml.unknown_token_id", 0)]
     model = tokenizers.models.BPE(
-        vocab, _merges(name, pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        vocab, find_merges(name, pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     backend = tokenizers.Tokenizer(model)
     prefix = bool(file.value("tokenizer.ggml.add_space_prefix", True))
@@ -354,32 +357,64 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
     return backend
 
 
-def _merges(name: str, pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+Merge = tuple[float, int, int, str, str]
+"""Minus the score, minus the lengths of both parts, the parts."""
+
+
+def find_merges(
+    name: str, pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
     """The pairs that merge into each token: best score first, then longer left, then longer right part.
 
     SentencePiece merges the leftmost of equal scores; a longer left part first does the same in runs of one character.
     No merge produces a control token, so no text spells one. Raises `UnsupportedModelError` for what no list of merges
-    can express: UNUSED tokens that a text reaches, and equal scores of tokens that compete for a part.
+    can express: UNUSED tokens that a text reaches, and some equal scores.
     """
     mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
-    merges: list[tuple[float, int, int, str, str]] = []
+    merges: list[Merge] = []
+    costs: list[float] = []  # of each token that merges make
     for piece, i in mergeable.items():
+        count = len(merges)
         for middle in range(1, len(piece)):
             left, right = piece[:middle], piece[middle:]
             if left in mergeable and right in mergeable:
                 merges.append((-scores[i], -len(left), -len(right), left, right))
-                if types[i] == UNUSED:  # SentencePiece merges it, and cuts it again at the end
-                    raise _unsupported_piece(name, "token_type", f"UNUSED for {cut(repr(piece))}, which text reaches")
+        if len(merges) > count:
+            costs.append(-scores[i])
+            if types[i] == UNUSED:  # SentencePiece merges it, and cuts it again at the end
+                raise _unsupported_piece(name, "token_type", f"UNUSED for {cut(repr(piece))}, which text reaches")
     merges.sort()
-    for _, equal in itertools.groupby(merges, lambda merge: merge[0]):
-        earlier: dict[str, set[str]] = {}  # left part -> tokens
-        for *_, left, right in equal:
-            both = left + right
-            if others := [other for other in earlier.get(right, ()) if other != both and len(set(other + both)) > 1]:
-                pair = f"{cut(repr(min(others)))} and {cut(repr(both))}"
-                raise _unsupported_piece(name, "scores", f"the same for {pair}, which compete for {cut(repr(right))}")
-            earlier.setdefault(left, set()).add(both)
+    if len(set(costs)) < len(costs):
+        best = {
+            part: merge for merge in reversed(merges) for part in merge[-2:]
+        }  # part -> the first merge that uses it
+        for _, group in itertools.groupby(merges, lambda merge: merge[0]):
+            if tie := _find_tie(list(group), best):
+                pair = " and ".join(cut(repr(piece)) for piece in tie)
+                raise _unsupported_piece(name, "scores", f"the same for {pair}, whose order depends on the text")
     return [(left, right) for *_, left, right in merges]
+
+
+def _find_tie(equal: list[Merge], best: dict[str, Merge]) -> tuple[str, str] | None:
+    """Two tokens among merges of equal score whose order changes the tokens of some text.
+
+    It does if both compete for a part, or if one is part of a token of no lower score, which then merges before the
+    rest. Runs of one character are in the right order if all of them have this score.
+    """
+    made = {left + right for *_, left, right in equal}
+    earlier: dict[str, set[str]] = {}  # left part -> tokens
+    for cost, _, _, left, right in equal:
+        token = left + right
+        others = {*(earlier.get(right, set()) - {token}), *({left, right} & made)}
+        others = {other for other in others if len(set(other + token)) > 1}
+        if len(set(token)) == 1 and any(len(part) > 1 and part not in made for part in (left, right)):
+            others |= {other for other in made if other != token and set(other) == set(token)}
+        if token in best and best[token][0] < cost:
+            others |= made - {token}
+        if others:
+            return min(others), token
+        earlier.setdefault(left, set()).add(token)
+    return None
 
 
 def _unsupported_piece(name: str, key: str, text: str) -> UnsupportedModelError:
