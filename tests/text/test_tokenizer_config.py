@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
 
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, UnsupportedModelError
@@ -19,7 +20,6 @@ from octavo.text.tokenizer_config import KEYS, NOT_REBUILT, REBUILT
 from octavo.text.tokenizer_loader import LLAMA3_WORDS, QWEN2_WORDS
 from tests.text.samples import CONFIG, CORPUS, SPECIALS, make_sentencepiece, train_byte_level
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 TEXTS = [
     "the quick fox",
     " the  other ",
@@ -52,10 +52,7 @@ def write(folder: Path, **files: Any) -> Path:
 
 def assert_same(folder: Path, theirs: Any = None, texts: list[str] = TEXTS) -> Tokenizer:
     """Octavo's ids, texts and chats of `folder` are those of Transformers."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    theirs = theirs or transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = theirs or AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer.from_checkpoint(open_checkpoint(folder))
     for text in texts:
         for special in (True, False):
@@ -153,6 +150,24 @@ def test_keys_that_change_tokens_are_refused_by_name(words: str, tmp_path: Path)
         Tokenizer.from_checkpoint(open_checkpoint(tmp_path))
 
 
+@pytest.mark.parametrize("key", KEYS.inert)
+def test_inert_keys_change_nothing_in_transformers_either(key: str, tmp_path: Path) -> None:
+    for value in (3, "x", True, None):
+        write(tmp_path, tokenizer_config={**BACKEND, key: value})
+        try:
+            theirs = AutoTokenizer.from_pretrained(tmp_path)
+            theirs.encode("the")
+        except (TypeError, ValueError, AttributeError):
+            continue  # it takes no such value
+        assert_same(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("key", [key.replace("*", "pad") for key in (*KEYS.read, *KEYS.refused)])
+def test_null_is_as_absent(key: str, tmp_path: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(write(tmp_path, tokenizer_config=BACKEND))
+    assert_same(write(tmp_path, tokenizer_config=BACKEND | ({} if key in BACKEND else {key: None})), theirs)
+
+
 def edited(**changes: Any) -> dict[str, Any]:
     paper = json.loads(train_byte_level().to_str())
     for path, value in changes.items():
@@ -205,8 +220,6 @@ def test_clean_up_is_refused_for_other_models_than_bpe(tmp_path: Path) -> None:
 
 def test_tokenizer_json_is_the_pipeline_where_transformers_rebuilds_another(tmp_path: Path) -> None:
     """SmolLM2 and StarCoder2 name GPT2Tokenizer, whose rebuilt pipeline no longer separates digits."""
-    from transformers import AutoTokenizer
-
     digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend = train_byte_level()
     backend.pre_tokenizer = digits
@@ -273,8 +286,6 @@ def test_published_pipelines_are_those_of_transformers(kind: str, model_type: st
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_folders_that_transformers_saves_are_read_alike(kind: str, template: str | None, tmp_path: Path) -> None:
-    import transformers
-
     paper = json.loads(published(kind).to_str())["model"]
     maker: Callable[..., Any] = getattr(transformers, kind)
     if kind == "PreTrainedTokenizerFast":

@@ -385,9 +385,8 @@ def find_merges(
                 raise _unsupported_piece(name, "token_type", f"UNUSED for {cut(repr(piece))}, which text reaches")
     merges.sort()
     if len(set(costs)) < len(costs):
-        best = {
-            part: merge for merge in reversed(merges) for part in merge[-2:]
-        }  # part -> the first merge that uses it
+        # part -> the first merge that uses it
+        best = {part: merge for merge in reversed(merges) for part in merge[-2:]}
         for _, group in itertools.groupby(merges, lambda merge: merge[0]):
             if tie := _find_tie(list(group), best):
                 pair = " and ".join(cut(repr(piece)) for piece in tie)
