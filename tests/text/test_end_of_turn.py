@@ -62,6 +62,7 @@ CASES = {
     "every sample is rejected": ("{{ raise_exception('no') }}", BASE, None),
     "the answer is left out": ("{{ messages[0].content }}</s>", BASE, None),
     "a broken template": ("{% for", BASE, None),
+    "a long start": ("{% for i in range(9999) %}<s>{% endfor %}" + MISTRAL, BASE, "</s>"),
 }
 # fmt: on
 

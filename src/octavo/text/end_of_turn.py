@@ -30,7 +30,7 @@ def find_end_of_turn(template: str, special_tokens: dict[str, str], contents: Co
         end = _leading(after, contents)
         if not found or end is None:
             continue
-        if end in _all_leading(before, contents) or after.lstrip()[len(end) :].lstrip().startswith(SECOND):
+        if end in _first_tokens(before, contents) or after.lstrip()[len(end) :].lstrip().startswith(SECOND):
             return None
         return end
     return None
@@ -42,7 +42,10 @@ def _leading(text: str, contents: Collection[str]) -> str | None:
     return max(filter(text.startswith, filter(None, contents)), key=len, default=None)
 
 
-def _all_leading(text: str, contents: Collection[str]) -> list[str]:
-    """The special tokens before the first word of a text."""
-    first = _leading(text, contents)
-    return [] if first is None else [first, *_all_leading(text.lstrip()[len(first) :], contents)]
+def _first_tokens(text: str, contents: Collection[str]) -> list[str]:
+    """The special tokens before the first word of a text, at most eight: a template may write a million."""
+    found: list[str] = []
+    while len(found) < 8 and (first := _leading(text, contents)) is not None:
+        found.append(first)
+        text = text.lstrip()[len(first) :]
+    return found

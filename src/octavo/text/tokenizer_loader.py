@@ -198,7 +198,7 @@ def _vocab_size(checkpoint: Checkpoint) -> int:
 # ---- from vocab.json and merges.txt
 
 _DEFAULT_SPECIALS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-"""Defaults of GPT-2's and Qwen's tokenizers, used if the vocabulary has the token."""
+"""Defaults of GPT-2's and Qwen's tokenizers."""
 _PRE_TOKENIZER_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
 
@@ -304,10 +304,13 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
+    if kind == "llama" and USER_DEFINED in types:  # they are found in the text, which has spaces
+        pieces = [
+            text if t == USER_DEFINED and (text := piece.replace("▁", " ")) not in counts else piece
+            for piece, t in zip(pieces, types, strict=True)
+        ]
     ends = [pieces.index(piece) for piece in END_NAMES if piece in counts]
     types = [CONTROL if i in ends else t for i, t in enumerate(types)] if ends else types
-    if kind == "llama" and USER_DEFINED in types:  # they are found in the text, which has spaces
-        pieces = [p.replace("▁", " ") if t == USER_DEFINED else p for p, t in zip(pieces, types, strict=True)]
     backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):
         wanted = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
