@@ -375,19 +375,19 @@ def find_merges(
     """
     mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
     merges: list[Merge] = []
-    costs: list[float] = []  # of each token that merges make
     for piece, i in mergeable.items():
-        count = len(merges)
         for middle in range(1, len(piece)):
             left, right = piece[:middle], piece[middle:]
             if left in mergeable and right in mergeable:
                 merges.append((-scores[i], -len(left), -len(right), left, right))
-        if len(merges) > count:
-            costs.append(-scores[i])
-            if types[i] == UNUSED:  # SentencePiece merges it, and cuts it again at the end
-                raise _unsupported_piece(name, "token_type", f"UNUSED for {cut(repr(piece))}, which text reaches")
     merges.sort()
-    if len(set(costs)) < len(costs):
+    if UNUSED in types:
+        for *_, left, right in merges:
+            if types[mergeable[left + right]] == UNUSED:  # SentencePiece merges it, and cuts it again at the end
+                text = f"UNUSED for {cut(repr(left + right))}, which text reaches"
+                raise _unsupported_piece(name, "token_type", text)
+    long = [scores[i] for piece, i in mergeable.items() if len(piece) > 1]
+    if len(set(long)) < len(long):
         # part -> the first merge that uses it
         best = {part: merge for merge in reversed(merges) for part in merge[-2:]}
         for _, group in itertools.groupby(merges, lambda merge: merge[0]):
