@@ -20,7 +20,7 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError, TemplateError, UnsupportedModelError
 from octavo.text.tokenizer import MARK, Tokenizer
-from octavo.text.tokenizer_loader import tokenizer_key_use
+from octavo.text.tokenizer_loader import GGUF_KEYS, tokenizer_key_use
 from tests.text.samples import CHATML, CONFIG, SPECIALS, make_sentencepiece, sentencepiece_parts, train_byte_level
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -206,6 +206,13 @@ def test_normalized_special_token_is_hidden_too():
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(paper)))
     assert not tokenizer.special_ids & set(tokenizer.encode("the<|im_end|>", parse_special=False))
     assert tokenizer.encode("the<|im_end|>")[-1] == 2
+
+
+def test_marks_do_not_hide_the_fields_of_messages():
+    backend = train_byte_level()
+    backend.add_special_tokens(["the", "e>"])  # "content" and "role" end with their first letters
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    assert Tokenizer(backend).encode_chat([{"role": "user", "content": "hi"}], template=template)[0] == "user: hi"
 
 
 def test_mark_in_user_text_has_no_effect():
@@ -475,15 +482,15 @@ def test_runs_of_equal_score_merge_from_the_left(write_gguf, count):
     assert [tokens[i] for i in tokenizer.encode(" " * count + "x", False)] == symbols
 
 
-def test_control_tokens_end_by_their_name(write_gguf):
-    for kind, ends in ((3, (3, 2)), (4, (3,))):
+def test_tokens_end_by_their_name_whatever_their_type(write_gguf):
+    for kind in (1, 3, 4):
         metadata = {
             "tokenizer.ggml.tokens": ["a", "b", "<|eot_id|>", "</s>"],
             "tokenizer.ggml.token_type": [1, 1, kind, 3],
             "tokenizer.ggml.merges": None,
         }
         tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(f"{kind}.gguf", metadata=metadata)))
-        assert tokenizer.eos_token_ids == ends
+        assert tokenizer.eos_token_ids == (3, 2) and 2 in tokenizer.special_ids
 
 
 def test_gemma_from_gguf(write_gguf):
@@ -650,9 +657,23 @@ def test_keys_that_change_tokens_are_refused(model_dir, write_gguf):
     (model_dir / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": True}))
     with pytest.raises(UnsupportedModelError, match=r"json: split_special_tokens True is not supported"):
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))
-    path = write_gguf(metadata={"tokenizer.ggml.remove_extra_whitespaces": True})
-    with pytest.raises(UnsupportedModelError, match=r"remove_extra_whitespaces True is not supported"):
-        Tokenizer.from_checkpoint(open_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "neutral", "value"),
+    [
+        ("remove_extra_whitespaces", False, True),
+        ("precompiled_charsmap", None, [1, 2]),
+        ("add_sep_token", False, True),
+        ("normalizer.lowercase", False, True),
+    ],
+)
+def test_gguf_keys_that_change_tokens_are_refused(write_gguf, key, neutral, value):
+    key = f"tokenizer.ggml.{key}"
+    Tokenizer.from_checkpoint(open_checkpoint(write_gguf("neutral.gguf", metadata={key: neutral})))
+    with pytest.raises(UnsupportedModelError, match=rf"{key} .* is not supported; set skip_tokenizer_init"):
+        Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata={key: value})))
+    assert key in GGUF_KEYS.refused
 
 
 def test_keys_of_tokenizer_files_are_sorted(model_dir, write_gguf):

@@ -73,7 +73,7 @@ def test_added_tokens_decoder_is_read(folder: Path) -> None:
     assert ours.eos_token_ids == (2, 0)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "qwen2", "prefix"])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "qwen2", "prefix", "ends"])
 def test_transformers_agrees(folder: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
@@ -83,6 +83,7 @@ def test_transformers_agrees(folder: Path, kind: str) -> None:
         "opt": {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "bos_token": "<|im_end|>"},
         "qwen2": {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None},
         "prefix": {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True},
+        "ends": {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_eos_token": True},
     }[kind]
     settings(folder, **(special | more))
     theirs, ours = AutoTokenizer.from_pretrained(folder), read(folder)

@@ -249,7 +249,7 @@ def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor)
         executor,
         vocab_size=spec.vocab_size,
         max_model_len=config.max_model_len,
-        eos_token_ids=sorted({*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
+        eos_token_ids=sorted({*spec.eos_token_ids, *(tokenizer.end_ids if tokenizer else ())}),
         max_logprobs=args.max_logprobs,
         default_params=resolved.sampling_defaults.params,
         overlap=args.async_scheduling,

@@ -26,9 +26,12 @@ import tokenizers
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import PromptError, TemplateError
 from octavo.text import chat_template
+from octavo.text.end_of_turn import find_end_of_turn
 from octavo.text.tokenizer_loader import load_tokenizer_parts
 
 MARK = "\ufdd0"
+FIELDS = frozenset(("role", "content", "name", "type", "text", "tool_calls", "function", "arguments", "parameters"))
+"""Keys by which templates read messages and tools: a mark would hide the value."""
 SHORT_CHARS = 2048
 """Longer texts are encoded on the library's thread pool, which releases the GIL."""
 
@@ -99,6 +102,13 @@ class Tokenizer:
     def max_token_chars(self) -> int:
         """Maximum number of characters that one token stands for."""
         return max(4, max(map(len, self.backend.get_vocab()), default=0))
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an output: `eos_token_ids`, and the one that ends a turn in the chat template."""
+        contents = {token.content: i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        end = find_end_of_turn(self.chat_template, self.special_tokens, contents) if self.chat_template else None
+        return tuple(dict.fromkeys((*self.eos_token_ids, *([] if end is None else [contents[end]]))))
 
     @property
     def chat_template(self) -> str | None:
@@ -246,7 +256,7 @@ class _Marker:
         if isinstance(value, str):
             return self.mark(value)
         if isinstance(value, Mapping):
-            return {self.mark_all(k): self.mark_all(v) for k, v in value.items()}
+            return {k if k in FIELDS else self.mark_all(k): self.mark_all(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark_all(v) for v in value]
         return value

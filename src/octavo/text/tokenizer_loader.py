@@ -19,38 +19,24 @@ from tokenizers import AddedToken
 
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
-from octavo.errors import CheckpointError, ModelError, cut
+from octavo.errors import CheckpointError, ModelError, UnsupportedModelError, cut
+from octavo.text.tokenizer_config import (
+    KEYS,
+    REMEDY,
+    SPECIAL_NAMES,
+    add_tokens,
+    check_pipeline,
+    content_of,
+    named_tokens,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from octavo.checkpoint.gguf import GGUFFile
 
 T = TypeVar("T")
-REMEDY = "set skip_tokenizer_init=True to use token ids only"
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 # fmt: off
-KEYS = KeyTable(
-    read=(*SPECIAL_NAMES, "additional_special_tokens", "added_tokens_decoder", "chat_template", "tokenizer_class",
-          "add_prefix_space", "add_bos_token", "auto_map", "custom_code", "trust_remote_code"),
-    inert=(
-        "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "backend",
-        "is_local", "is_fast", "local_files_only", "legacy", "processor_class", "use_fast",
-        # lengths and sides of batches, and inputs of other models
-        "model_max_length", "max_length", "max_len", "padding", "padding_side", "pad_to_multiple_of",
-        "pad_token_type_id",
-        "truncation", "truncation_side", "truncation_strategy", "stride", "model_input_names", "return_tensors",
-        "return_token_type_ids", "image_token", "boi_token", "eoi_token",
-        # tokenizer.json holds the result
-        "add_eos_token", "add_dummy_prefix_space", "sp_model_kwargs", "use_default_system_prompt", "unk_token_id",
-        "from_slow", "extra_special_tokens", "model_specific_special_tokens", "errors", "normalization",
-        # of tokenizers that are not byte-level
-        "clean_up_tokenization_spaces", "spaces_between_special_tokens", "do_lower_case", "strip_accents",
-    ),
-    refused={"split_special_tokens": (False,)},
-)
-"""Keys of tokenizer_config.json and special_tokens_map.json. tokenizer.json, if there is one, is the whole pipeline:
-keys from which slow tokenizers built theirs have no effect beside it."""
 GGUF_KEYS = KeyTable(
     read=(
         *(f"tokenizer.ggml.{key}" for key in (
@@ -66,6 +52,7 @@ GGUF_KEYS = KeyTable(
         "tokenizer.ggml.remove_extra_whitespaces": (False,),
         "tokenizer.ggml.precompiled_charsmap": ([],),
         "tokenizer.ggml.add_sep_token": (False,),
+        "tokenizer.ggml.normalizer.lowercase": (False,),
     },
 )
 # fmt: on
@@ -76,16 +63,7 @@ def tokenizer_key_use(checkpoint: Checkpoint) -> KeyUse:
     if checkpoint.format == "gguf":
         names = [key for key in checkpoint.gguf.fields if key.startswith("tokenizer.")]
         return GGUF_KEYS.sort(names, f"{checkpoint.path.name}: tokenizer")
-    return KEYS.sort(_settings(checkpoint.path), "tokenizer_config.json")
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """The keys of tokenizer_config.json and special_tokens_map.json, with Transformers' precedence."""
-    settings: dict[str, Any] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file() and "added_tokens_decoder" not in settings:
-            settings |= read_json(folder / name)
-    return settings
+    return KEYS.sort(read_settings(checkpoint.path), "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +89,24 @@ def load_tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts:
 
 def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     folder = checkpoint.path
-    settings = _settings(folder)
+    settings = read_settings(folder)
     reject_custom_code(settings, folder / "tokenizer_config.json")
     KEYS.check(settings, "tokenizer_config.json", REMEDY)
+    model_type = str(checkpoint.config.get("model_type", ""))
     if (folder / "tokenizer.json").is_file():
         backend = _load_backend(folder / "tokenizer.json")
+        check_pipeline(backend, settings, model_type)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         settings = _DEFAULT_SPECIALS | settings
-        model_type = str(checkpoint.config.get("model_type", ""))
         backend = _wrap_errors(str(folder), lambda: _read_vocabulary(folder, settings, model_type))
     else:
         raise CheckpointError(
             f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
             f"AutoTokenizer.from_pretrained(d).save_pretrained(d), or {REMEDY}"
         )
-    special_tokens = {}  # config.json's ids give none: Transformers' templates do not see them
-    for name in SPECIAL_NAMES:
-        if value := _content(settings.get(name)):
-            special_tokens[name] = value
+    # config.json's ids give none: Transformers' templates do not see them
+    special_tokens = {name: content_of(token) for name, token in named_tokens(settings).items()}
+    _wrap_errors(str(folder / "tokenizer_config.json"), lambda: add_tokens(backend, folder, settings))
     eos_ids = _id_list(checkpoint.config.get("eos_token_id")) + _id_list(
         checkpoint.generation_config.get("eos_token_id")
     )
@@ -220,7 +198,7 @@ def _vocab_size(checkpoint: Checkpoint) -> int:
 # ---- from vocab.json and merges.txt
 
 _DEFAULT_SPECIALS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-"""Defaults of GPT-2's and Qwen's tokenizers, used if the vocabulary has the token."""
+"""Defaults of GPT-2's and Qwen's tokenizers."""
 _PRE_TOKENIZER_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
 
@@ -236,8 +214,8 @@ def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) ->
     entries = settings.get("added_tokens_decoder")
     entries = [{"id": i, **entry} for i, entry in entries.items()] if isinstance(entries, dict) else []
     added |= {entry["content"]: int(entry["id"]) for entry in entries}
-    special = {_content(settings.get(name)) for name in SPECIAL_NAMES}
-    special |= {_content(token) for token in settings.get("additional_special_tokens") or []}
+    special = {content_of(settings.get(name)) for name in SPECIAL_NAMES}
+    special |= {content_of(token) for token in settings.get("additional_special_tokens") or []}
     special |= {entry["content"] for entry in entries if entry.get("special")}
     ids = vocab | added
     if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in ids.values()):
@@ -250,18 +228,12 @@ def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) ->
     _check_added(backend, added, path)
     for content in sorted((special | set(added)) & set(ids), key=lambda content: int(ids[content])):
         backend.add_tokens([AddedToken(content, normalized=False, special=content in special)])
-    bos = _content(settings.get("bos_token"))
-    if settings.get("add_bos_token") and bos in ids:  # OPT
-        backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, ids[bos])]
-        )
+    bos, eos = (
+        content if settings.get(f"add_{name}") and (content := content_of(settings.get(name))) in ids else None
+        for name in ("bos_token", "eos_token")  # OPT has BOS
+    )
+    _surround(backend, bos, eos)
     return backend
-
-
-def _content(token: Any) -> str:
-    """A special token's text, which a file holds as a string or in an object; "" for none."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
 
 
 def _byte_level(
@@ -294,7 +266,7 @@ END_NAMES = frozenset((
     "_<EOT>", "<\uff5cend▁of▁sentence\uff5c>", "<end_of_utterance>",
 ))
 # fmt: on
-"""Control tokens that end an output by their name, as in llama.cpp: older files lack the keys for them."""
+"""Tokens that end an output by their name, whatever their type, as in llama.cpp: older files lack the keys for them."""
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -325,12 +297,20 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     builders = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
     if kind not in builders:
         raise _unsupported(name, "tokenizer.ggml.model", kind, builders)
-    duplicate, count = Counter(pieces).most_common(1)[0]
+    counts = Counter(pieces)
+    duplicate, count = counts.most_common(1)[0]
     if count > 1:
         raise CheckpointError(f"{name} has token {cut(repr(duplicate))} twice; convert the model again, or {REMEDY}")
     types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
+    if kind == "llama" and USER_DEFINED in types:  # they are found in the text, which has spaces
+        pieces = [
+            text if t == USER_DEFINED and (text := piece.replace("▁", " ")) not in counts else piece
+            for piece, t in zip(pieces, types, strict=True)
+        ]
+    ends = [pieces.index(piece) for piece in END_NAMES if piece in counts]
+    types = [CONTROL if i in ends else t for i, t in enumerate(types)] if ends else types
     backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):
         wanted = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
@@ -343,7 +323,7 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
         templates[other] = file.value(f"tokenizer.chat_template.{other}")
     templates = {key: value for key, value in templates.items() if isinstance(value, str)}
     eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
-    eos_ids += [i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t == CONTROL and p in END_NAMES]
+    eos_ids += ends
     return TokenizerParts(backend, special_tokens, eos_ids, templates, len(pieces))
 
 
@@ -368,7 +348,7 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
     vocab = {piece: i for i, piece in enumerate(pieces)}
     unknown = pieces[file.value("tokenizer.ggml.unknown_token_id", 0)]
     model = tokenizers.models.BPE(
-        vocab, _merges(pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        vocab, find_merges(name, pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     backend = tokenizers.Tokenizer(model)
     prefix = bool(file.value("tokenizer.ggml.add_space_prefix", True))
@@ -380,20 +360,68 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
     return backend
 
 
-def _merges(pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+Merge = tuple[float, int, int, str, str]
+"""Minus the score, minus the lengths of both parts, the parts."""
+
+
+def find_merges(
+    name: str, pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
     """The pairs that merge into each token: best score first, then longer left, then longer right part.
 
     SentencePiece merges the leftmost of equal scores; a longer left part first does the same in runs of one character.
-    No merge produces a control token, so no text spells one.
+    No merge produces a control token, so no text spells one. Raises `UnsupportedModelError` for what no list of merges
+    can express: UNUSED tokens that a text reaches, and some equal scores.
     """
     mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
-    merges: list[tuple[float, int, int, str, str]] = []
+    merges: list[Merge] = []
     for piece, i in mergeable.items():
         for middle in range(1, len(piece)):
             left, right = piece[:middle], piece[middle:]
             if left in mergeable and right in mergeable:
                 merges.append((-scores[i], -len(left), -len(right), left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]
+    merges.sort()
+    if UNUSED in types:
+        for *_, left, right in merges:
+            if types[mergeable[left + right]] == UNUSED:  # SentencePiece merges it, and cuts it again at the end
+                text = f"UNUSED for {cut(repr(left + right))}, which text reaches"
+                raise _unsupported_piece(name, "token_type", text)
+    long = [scores[i] for piece, i in mergeable.items() if len(piece) > 1]
+    if len(set(long)) < len(long):
+        # part -> the first merge that uses it
+        best = {part: merge for merge in reversed(merges) for part in merge[-2:]}
+        for _, group in itertools.groupby(merges, lambda merge: merge[0]):
+            if tie := _find_tie(list(group), best):
+                pair = " and ".join(cut(repr(piece)) for piece in tie)
+                raise _unsupported_piece(name, "scores", f"the same for {pair}, whose order depends on the text")
+    return [(left, right) for *_, left, right in merges]
+
+
+def _find_tie(equal: list[Merge], best: dict[str, Merge]) -> tuple[str, str] | None:
+    """Two tokens among merges of equal score whose order changes the tokens of some text.
+
+    It does if both compete for a part, or if one is part of a token of no lower score, which then merges before the
+    rest. Runs of one character are in the right order if all of them have this score.
+    """
+    made = {left + right for *_, left, right in equal}
+    earlier: dict[str, set[str]] = {}  # left part -> tokens
+    for cost, _, _, left, right in equal:
+        token = left + right
+        others = {*(earlier.get(right, set()) - {token}), *({left, right} & made)}
+        others = {other for other in others if len(set(other + token)) > 1}
+        if len(set(token)) == 1 and any(len(part) > 1 and part not in made for part in (left, right)):
+            others |= {other for other in made if other != token and set(other) == set(token)}
+        if token in best and best[token][0] < cost:
+            others |= made - {token}
+        if others:
+            return min(others), token
+        earlier.setdefault(left, set()).add(token)
+    return None
+
+
+def _unsupported_piece(name: str, key: str, text: str) -> UnsupportedModelError:
+    key = f"tokenizer.ggml.{key}"
+    return UnsupportedModelError(f"{name}: {key} is {text}: not supported; {REMEDY}", param=key)
 
 
 def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str]:
@@ -413,8 +441,12 @@ def _add_ends(backend: tokenizers.Tokenizer, file: GGUFFile, kind: str, special_
     bos_default = kind == "llama" or file.value("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
     before = special_tokens.get("bos_token") if file.value("tokenizer.ggml.add_bos_token", bos_default) else None
     after = special_tokens.get("eos_token") if file.value("tokenizer.ggml.add_eos_token", False) else None
-    ends = [token for token in (before, after) if token is not None]
-    if ends:
+    _surround(backend, before, after)
+
+
+def _surround(backend: tokenizers.Tokenizer, before: str | None, after: str | None) -> None:
+    """Put special tokens before and after each text."""
+    if ends := [token for token in (before, after) if token]:
         single = [*([before] if before else []), "$A", *([after] if after else [])]
         pairs = [(token, backend.token_to_id(token)) for token in dict.fromkeys(ends)]
         backend.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=pairs)
