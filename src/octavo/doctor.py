@@ -168,17 +168,17 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
 
 def key_uses(checkpoint: Checkpoint) -> tuple[KeyUse, ...]:
     """What becomes of the keys of a checkpoint's files."""
-    from octavo.text.tokenizer_loader import tokenizer_key_use  # imports tokenizers
+    from octavo.text.tokenizer_loader import tokenizer_key_uses  # imports tokenizers
 
     if checkpoint.format == "gguf":
         from octavo.models.gguf_config import gguf_key_use  # imports numpy
 
-        return gguf_key_use(checkpoint.gguf, checkpoint.path.name), tokenizer_key_use(checkpoint)
+        return gguf_key_use(checkpoint.gguf, checkpoint.path.name), *tokenizer_key_uses(checkpoint)
     generation = checkpoint.generation_config
     return (
         config_key_use(checkpoint.config),
         *((generation_config.KEYS.sort(generation, generation_config.FILE),) if generation else ()),
-        tokenizer_key_use(checkpoint),
+        *tokenizer_key_uses(checkpoint),
     )
 
 

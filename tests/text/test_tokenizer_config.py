@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from octavo.checkpoint.resolve import open_checkpoint
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError, PromptError, UnsupportedModelError
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizer_config import KEYS, NOT_REBUILT, REBUILT
-from octavo.text.tokenizer_loader import LLAMA3_WORDS, QWEN2_WORDS
+from octavo.text.tokenizer_loader import LLAMA3_WORDS, QWEN2_WORDS, tokenizer_key_uses
 from tests.text.samples import CONFIG, CORPUS, SPECIALS, make_sentencepiece, train_byte_level
 
 TEXTS = [
@@ -265,6 +266,75 @@ def names_of(kind: str) -> dict[str, str]:
     spm = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "mask_token": "<unk>"}
     plain = {"unk_token": SPECIALS[0], "bos_token": SPECIALS[1], "eos_token": SPECIALS[2], "pad_token": SPECIALS[0]}
     return spm if kind in ("LlamaTokenizer", "GemmaTokenizer") else plain
+
+
+# ---- every key of tokenizer.json
+
+
+def places(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each key of a tokenizer.json, with its object; the words of the vocabulary are none."""
+    if isinstance(value, list):
+        for one in value:
+            yield from places(one)
+    if isinstance(value, dict):
+        for key in list(value):
+            yield value, key
+            if key not in ("vocab", "merges", "special_tokens"):
+                yield from places(value[key])
+
+
+def other_values(value: Any) -> list[Any]:
+    """Values to try in place of one; `...` stands for an absent key."""
+    others = {bool: [not value], str: ["", "▁"], int: [1], dict: [{}], list: [[]]}
+    return [..., None, *others.get(type(value), [True, ""])]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_variants_of_each_key_of_tokenizer_json_give_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
+    """What Transformers cannot read or run, Octavo need not."""
+    paper = json.loads(published(kind).to_str())
+    equal = 0
+    for inner, key in list(places(paper)):
+        kept = inner[key]
+        for value in other_values(kept):
+            inner[key] = value
+            if value is ...:
+                del inner[key]
+            write(tmp_path, tokenizer=paper, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
+            try:
+                theirs = AutoTokenizer.from_pretrained(tmp_path)
+                theirs.decode(theirs.encode("the quick")), theirs.decode([])
+            except BaseException:  # the library panics
+                with contextlib.suppress(CheckpointError, UnsupportedModelError, PromptError):
+                    Tokenizer.from_checkpoint(open_checkpoint(tmp_path))
+                continue
+            try:
+                assert_same(tmp_path, theirs)
+                equal += 1
+            except (CheckpointError, UnsupportedModelError) as error:
+                if key not in str(error) and "adds the token" not in str(error):
+                    raise
+        inner[key] = kept
+    assert equal > 60
+
+
+def test_unknown_keys_of_tokenizer_json_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paper = json.loads(published("Qwen2Tokenizer").to_str())
+    paper["pre_tokenizer"]["pretokenizers"][0]["case_folding"] = paper["model"]["temperature"] = True
+    folder = write(tmp_path, tokenizer=paper, tokenizer_config=BACKEND)
+    assert_same(folder)
+    assert "tokenizer.json: unknown keys are ignored: model.temperature, pre_tokenizer.case_folding" in caplog.text
+    (use,) = [use for use in tokenizer_key_uses(open_checkpoint(folder)) if use.file == "tokenizer.json"]
+    assert use.unknown == ("model.temperature", "pre_tokenizer.case_folding")
+    assert {"model.merges", "normalizer"} < set(use.read) and "truncation" in use.inert
+
+
+def test_old_steps_have_no_unknown_keys(tmp_path: Path) -> None:
+    paper = json.loads(published("LlamaTokenizer").to_str())
+    paper["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "str_rep": "▁", "add_prefix_space": True}
+    folder = write(tmp_path, tokenizer=paper, tokenizer_config=BACKEND)
+    assert not any(use.unknown for use in tokenizer_key_uses(open_checkpoint(folder)))
+    assert_same(folder)
 
 
 @pytest.mark.parametrize("model_type", ["llama", *NOT_REBUILT, "qwen2", "qwen3", "gemma2", "gemma3_text", "starcoder2"])

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken
 
@@ -48,9 +49,18 @@ KEYS = KeyTable(
         "init_inputs": ([],),
     },
 )
-# fmt: on
 """Keys of tokenizer_config.json and special_tokens_map.json. `add_bos_token` and `add_eos_token` have no effect beside
 a tokenizer.json, whose post-processor adds these tokens."""
+PIPELINE_KEYS = KeyTable(
+    read=("version", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder",
+          *(f"model.{key}" for key in (
+              "type", "vocab", "merges", "dropout", "unk_token", "unk_id", "continuing_subword_prefix",
+              "end_of_word_suffix", "max_input_chars_per_word", "fuse_unk", "byte_fallback", "ignore_merges")),
+          "*.add_prefix_space"),  # in old Metaspace steps
+    inert=("truncation", "padding", "*.str_rep"),
+)
+"""Keys of tokenizer.json, which the library obeys. Texts are neither truncated nor padded, as in Transformers."""
+# fmt: on
 
 REBUILT = {
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
@@ -71,6 +81,28 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if (folder / name).is_file() and "added_tokens_decoder" not in settings:
             settings |= read_json(folder / name)
     return settings
+
+
+def pipeline_keys(backend: tokenizers.Tokenizer, file: dict[str, msgspec.Raw]) -> list[str]:
+    """The keys of a tokenizer.json, and `step.key` for those inside a step that the library skips."""
+    keys = [key for key in file if key != "model"]
+    keys += [f"model.{key}" for key in msgspec.json.decode(file["model"], type=dict[str, msgspec.Raw])]
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (step := getattr(backend, name)) is not None:
+            keys += [
+                f"{name}.{key}" for key in _skipped(msgspec.json.decode(file[name]), json.loads(step.__getstate__()))
+            ]
+    return keys
+
+
+def _skipped(written: Any, state: Any) -> list[str]:
+    """The keys in a step of a file that are absent from the library's state."""
+    if isinstance(written, list):
+        return [key for one, other in zip(written, state, strict=True) for key in _skipped(one, other)]
+    if not isinstance(written, dict):
+        return []
+    inner = [key for name in written.keys() & state.keys() for key in _skipped(written[name], state[name])]
+    return [*(written.keys() - state.keys()), *inner]
 
 
 def content_of(token: Any) -> str:

@@ -7,13 +7,13 @@ are in `octavo.text.tokenizer`.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken
 
@@ -22,12 +22,14 @@ from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, rej
 from octavo.errors import CheckpointError, ModelError, UnsupportedModelError, cut
 from octavo.text.tokenizer_config import (
     KEYS,
+    PIPELINE_KEYS,
     REMEDY,
     SPECIAL_NAMES,
     add_tokens,
     check_pipeline,
     content_of,
     named_tokens,
+    pipeline_keys,
     read_settings,
 )
 
@@ -58,12 +60,15 @@ GGUF_KEYS = KeyTable(
 # fmt: on
 
 
-def tokenizer_key_use(checkpoint: Checkpoint) -> KeyUse:
+def tokenizer_key_uses(checkpoint: Checkpoint) -> list[KeyUse]:
     """What becomes of the keys of a tokenizer's files, for `octavo doctor`."""
     if checkpoint.format == "gguf":
         names = [key for key in checkpoint.gguf.fields if key.startswith("tokenizer.")]
-        return GGUF_KEYS.sort(names, f"{checkpoint.path.name}: tokenizer")
-    return KEYS.sort(read_settings(checkpoint.path), "tokenizer_config.json")
+        return [GGUF_KEYS.sort(names, f"{checkpoint.path.name}: tokenizer")]
+    uses = [KEYS.sort(read_settings(checkpoint.path), "tokenizer_config.json")]
+    if (path := checkpoint.path / "tokenizer.json").is_file():
+        uses.append(_load_backend(path)[1])
+    return uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     KEYS.check(settings, "tokenizer_config.json", REMEDY)
     model_type = str(checkpoint.config.get("model_type", ""))
     if (folder / "tokenizer.json").is_file():
-        backend = _load_backend(folder / "tokenizer.json")
+        backend, _ = _load_backend(folder / "tokenizer.json")
         check_pipeline(backend, settings, model_type)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         settings = _DEFAULT_SPECIALS | settings
@@ -114,26 +119,19 @@ def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     return TokenizerParts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
 
 
-def _load_backend(path: Path) -> tokenizers.Tokenizer:
+def _load_backend(path: Path) -> tuple[tokenizers.Tokenizer, KeyUse]:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {REMEDY}"
         )
-    backend = _wrap_errors(str(path), lambda: tokenizers.Tokenizer.from_file(str(path)))
+    data = path.read_bytes()
+    backend = _wrap_errors(str(path), lambda: tokenizers.Tokenizer.from_buffer(data))
+    file = _wrap_errors(str(path), lambda: msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
+    use = PIPELINE_KEYS.check(dict.fromkeys(pipeline_keys(backend, file)), path.name, REMEDY)
     # The library silently changes the id of an added token whose id is taken or leaves a gap.
-    _check_added(backend, _wrap_errors(str(path), lambda: _read_added_tokens(path.read_text(encoding="utf-8"))), path)
-    return backend
-
-
-def _read_added_tokens(text: str) -> dict[str, int]:
-    """The added tokens of a tokenizer.json: content -> id. Only that list is parsed: the whole file takes up to a
-    second."""
-    key = '"added_tokens"'
-    at = text.find(key)
-    start = text.find("[", at + len(key))
-    if at < 0 or start < 0 or text[at + len(key) : start].strip() != ":":
-        return {}
-    return {token["content"]: token["id"] for token in json.JSONDecoder().raw_decode(text, start)[0]}
+    added = msgspec.json.decode(file.get("added_tokens", b"[]"))
+    _check_added(backend, {token["content"]: token["id"] for token in added}, path)
+    return backend, use
 
 
 def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Path) -> None:
