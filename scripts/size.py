@@ -20,7 +20,7 @@ BUDGETS: dict[str, int] = {
     "checkpoint": 715,  # finding a model's files, reading headers, the tables of keys
     "engine": 2790,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 1560,  # LLM, the client with its transports, text input
-    "text": 1835,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
+    "text": 1695,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2425,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors

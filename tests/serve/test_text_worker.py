@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
         with pytest.raises(ApiError) as api_error:
             await workers.chat([{"role": "user", "content": "", "n": 1 << 99}], {})
         assert api_error.value.code == "integer_out_of_range"
-        await workers.close()
+        await workers.aclose()
 
     with nothing_left():
         run(main())
@@ -68,22 +69,66 @@ def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
     async def main() -> None:
         workers = TextWorkerPool(tokenizer)
         await workers.start()
-        (worker,) = workers._idle
-        worker._process.kill()
-        worker._process.wait()
+        (worker,) = workers.idle
+        worker.process.kill()
+        worker.process.wait()
         assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]  # noticed before
-        (worker,) = workers._idle
-        os.kill(worker._process.pid, signal.SIGSTOP)
+        (worker,) = workers.idle
+        os.kill(worker.process.pid, signal.SIGSTOP)
         monkeypatch.setattr(text_worker, "BASE_S", 0.3)
         with pytest.raises(ApiError) as caught:
             await workers.encode(["a"], False)
         assert (caught.value.status, caught.value.code) == (500, "text_timeout")
         monkeypatch.setattr(text_worker, "BASE_S", 30.0)
         assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]
-        await workers.close()
+        await workers.aclose()
 
     with nothing_left():
         run(main())
+
+
+GROWING = "{{% set n = namespace(x={}) %}}{{% for a in range(60) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
+BOMBS = [
+    "{{ 'x' * 10 ** 9 }}",
+    "{{ [1] * 10 ** 9 }}",
+    "{{ 'x'.ljust(10 ** 9) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ ('%s' * 9999) % (['x' * 99999] * 9999) }}",
+    "{{ ('x' * 99999) | replace('', 'y' * 99999) }}",
+    "{{ range(99999) | join('y' * 99999) }}",
+    "{{ ([1] * 999999) | tojson(indent=9999) }}",
+    "{{ 'x'.encode().ljust(999999999) }}",
+    "{{ (5).to_bytes(999999999, 'big') }}",
+    "{{ lipsum(999999999) }}",
+    GROWING.format("'xx'", "n.x ~ n.x"),
+    GROWING.format("['x']", "[n.x, n.x]"),
+    GROWING.format("['x']", "dict(a=n.x, b=n.x)"),
+]
+
+
+def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        workers = TextWorkerPool(tokenizer, num_workers=2)
+        async with contextlib.aclosing(workers):
+            await workers.start()
+            (worker,) = workers.idle
+            for template in BOMBS:
+                with pytest.raises(TemplateError, match=r"memory|longer than|fails") as caught:
+                    await workers.chat(HELLO, {"chat_template": template})
+                assert caught.value.code in ("template_error", "template_timeout")
+                prompt = InputProcessor(tokenizer).chat(HELLO)
+                assert await workers.chat(HELLO, {}) == (prompt["prompt"], prompt["prompt_token_ids"])
+                assert workers.idle == [worker], template
+            assert peak_bytes(worker.process.pid) < 1 << 30
+
+    with nothing_left():
+        run(main())
+
+
+def peak_bytes(pid: int) -> int:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
 
 
 def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
@@ -98,8 +143,8 @@ def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
             with pytest.raises(TemplateError) as caught:
                 await task
             assert caught.value.code == "template_timeout"
-        assert len(workers._idle) == 2
-        await workers.close()
+        assert len(workers.idle) == 2
+        await workers.aclose()
 
     with nothing_left():
         run(main())
@@ -118,7 +163,7 @@ def test_long_texts_leave_a_worker_free(tokenizer: Tokenizer, monkeypatch: pytes
 
         await asyncio.gather(*(encode(text) for text in ["x" * 300_000] * 8 + ["a"]))
         assert sorted(done) == ["a", *"xxxxxxxx"] and done.index("a") < 7
-        await workers.close()
+        await workers.aclose()
 
     run(main())
 
@@ -137,7 +182,7 @@ def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.Monk
                 assert caught.value.headers()["retry-after"]
                 assert await asyncio.gather(*waiting) == [[tokenizer.encode(text, False)] for text in texts]
                 assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # a single job is always accepted
-        await workers.close()
+        await workers.aclose()
 
     with nothing_left():
         run(main())

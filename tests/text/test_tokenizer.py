@@ -20,7 +20,7 @@ from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError, TemplateError, UnsupportedModelError
 from octavo.text.tokenizer import MARK, Tokenizer
-from octavo.text.tokenizer_loader import GGUF_KEYS, tokenizer_key_use
+from octavo.text.tokenizer_loader import GGUF_KEYS, tokenizer_key_uses
 from tests.text.samples import CHATML, CONFIG, SPECIALS, make_sentencepiece, sentencepiece_parts, train_byte_level
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -679,7 +679,7 @@ def test_gguf_keys_that_change_tokens_are_refused(write_gguf, key, neutral, valu
 def test_keys_of_tokenizer_files_are_sorted(model_dir, write_gguf):
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 9, "novelty": 1}
     (model_dir / "tokenizer_config.json").write_text(json.dumps(config))
-    use = tokenizer_key_use(open_checkpoint(model_dir))
+    use = tokenizer_key_uses(open_checkpoint(model_dir))[0]
     assert (use.read, use.inert, use.unknown) == (("tokenizer_class",), ("model_max_length",), ("novelty",))
-    use = tokenizer_key_use(open_checkpoint(write_gguf(metadata={"tokenizer.ggml.novelty": 1})))
+    use = tokenizer_key_uses(open_checkpoint(write_gguf(metadata={"tokenizer.ggml.novelty": 1})))[0]
     assert "tokenizer.ggml.tokens" in use.read and use.unknown == ("tokenizer.ggml.novelty",)

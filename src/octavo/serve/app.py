@@ -142,7 +142,7 @@ class App:
         return all(request.open_ended for request in self.active_requests)
 
     async def close(self) -> None:
-        await self.service.text_workers.close()
+        await self.service.text_workers.aclose()
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

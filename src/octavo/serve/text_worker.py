@@ -31,6 +31,7 @@ import msgspec
 from octavo.errors import UsageError
 from octavo.frontend.input_processor import InputProcessor
 from octavo.serve.openai.errors import ApiError, bad_request
+from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -43,6 +44,8 @@ CHARS_PER_S = 100_000
 MAX_JOBS = 1024
 MAX_JOB_BYTES = 64 << 20
 """Limits of waiting and running jobs; further jobs get 429. A single job is always accepted."""
+MAX_TEMPLATE_BYTES = 512 << 20
+"""Memory that a chat template may use."""
 LENGTH = struct.Struct(">I")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
@@ -52,8 +55,8 @@ class TextWorkerPool:
 
     def __init__(self, tokenizer: Tokenizer, num_workers: int = NUM_WORKERS) -> None:
         self._tokenizer = tokenizer
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self.idle: list[_Worker] = []
+        self.workers: set[_Worker] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._slots = asyncio.Semaphore(num_workers)
         self._slow_slots = asyncio.Semaphore(num_workers - 1)  # one worker is reserved for short jobs
@@ -64,7 +67,7 @@ class TextWorkerPool:
     async def start(self) -> None:
         """Starts a worker, so that the first request need not wait for it."""
         async with self._slots:
-            self._idle.append(await self._start_worker())
+            self.idle.append(await self._start_worker())
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. The spelling of a special token is encoded as text."""
@@ -97,15 +100,15 @@ class TextWorkerPool:
         ids: list[list[int]] = await self._submit("word_ids", list(words), size=2 * sum(map(len, words)))
         return ids
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in self._all:
+        for worker in self.workers:
             worker.end()
-        self._all.clear()
-        self._idle.clear()
+        self.workers.clear()
+        self.idle.clear()
 
     async def _submit(self, *job: Any, size: int, slow: bool = False) -> Any:
         """Runs a job and returns its result. `slow` and large jobs leave the last worker to others.
@@ -133,7 +136,7 @@ class TextWorkerPool:
             if slow:
                 await slots.enter_async_context(self._slow_slots)
             await slots.enter_async_context(self._slots)
-            worker = self._idle.pop() if self._idle else None
+            worker = self.idle.pop() if self.idle else None
             if worker is not None and not worker.is_alive:
                 self._end(worker)
                 worker = None
@@ -150,7 +153,7 @@ class TextWorkerPool:
             except BaseException:  # half a reply may be in the socket
                 self._end(worker)
                 raise
-            self._idle.append(worker)
+            self.idle.append(worker)
         if len(reply) == 1:
             return reply[0]
         raise _error(*reply)
@@ -161,7 +164,7 @@ class TextWorkerPool:
         if not self._tokenizer_state:
             self._tokenizer_state = await asyncio.to_thread(lambda: _encode(self._tokenizer.to_wire()))
         worker = await _Worker.start()
-        self._all.add(worker)
+        self.workers.add(worker)
         try:
             async with asyncio.timeout(START_S):
                 await worker.request(self._tokenizer_state)
@@ -174,7 +177,7 @@ class TextWorkerPool:
         return worker
 
     def _end(self, worker: _Worker) -> None:
-        self._all.discard(worker)
+        self.workers.discard(worker)
         worker.end()
 
 
@@ -182,7 +185,7 @@ class _Worker:
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+        self.process, self._reader, self._writer = process, reader, writer
 
     @classmethod
     async def start(cls) -> _Worker:
@@ -202,7 +205,7 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     async def request(self, body: bytes) -> bytes:
         self._writer.write(LENGTH.pack(len(body)))
@@ -212,9 +215,9 @@ class _Worker:
         return await self._reader.readexactly(length)
 
     def end(self) -> None:
-        self._process.kill()
+        self.process.kill()
         self._writer.close()
-        self._process.wait()
+        self.process.wait()
 
 
 def _error(kind: str, message: str, param: str | None, code: str) -> Exception:
@@ -271,6 +274,7 @@ def serve(connection: socket.socket) -> None:
     if (tokenizer_state := receive()) is None:
         return
     tokenizer = Tokenizer.from_wire(tokenizer_state)
+    chat_template.MAX_RENDER_BYTES = MAX_TEMPLATE_BYTES
     send([None])
     while (job := receive()) is not None:
         try:
