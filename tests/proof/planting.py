@@ -95,22 +95,31 @@ class _Place(NamedTuple):
     """What each `...` matched: a node, or a list of nodes."""
 
     def put(self, nodes: list[Any]) -> None:
-        nodes = _Filler(self.gaps).visit(ast.List(nodes)).elts
+        filler = _Filler(self.gaps)
         if self.run is None:
-            setattr(self.parent, self.field, *nodes)
+            setattr(self.parent, self.field, filler.visit(ast.Return(*nodes)).value)
             return
         items = getattr(self.parent, self.field)
-        items[self.run] = nodes
+        items[self.run] = filler.visit(ast.List(nodes)).elts
         if self.field == "body" and not items:
             items.append(ast.Pass())
 
 
 class _Filler(ast.NodeTransformer):
+    """Puts what the gaps of the old code matched into those of the new."""
+
     def __init__(self, gaps: list[Any]) -> None:
         self._gaps = gaps
 
     def visit(self, node: ast.AST) -> Any:
         return self._gaps.pop(0) if _is_gap(node) else super().visit(node)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        singles = [field for field, value in ast.iter_fields(node) if isinstance(value, ast.AST)]
+        super().generic_visit(node)
+        if any(isinstance(getattr(node, field), list) for field in singles):
+            raise LookupError("a `...` that matched several items stands where one has room")
+        return node
 
 
 def _places(scope: ast.stmt, pattern: list[Any]) -> Iterator[_Place]:
@@ -153,4 +162,4 @@ def _match_items(patterns: list[Any], nodes: list[Any]) -> list[Any] | None:
         rest = None if found is None else _match_items(others, nodes[1:])
         return None if rest is None else [*(found or ()), *rest]
     tails = ((num, _match_items(others, nodes[num:])) for num in range(len(nodes) + 1))
-    return next(([nodes[:num], *tail] for num, tail in tails if tail is not None), None)
+    return next(([nodes[0] if num == 1 else nodes[:num], *tail] for num, tail in tails if tail is not None), None)
