@@ -5,7 +5,7 @@
 The run copies the project and plants one bug of `tests/proof/mutants.py` at a time. The directed tests of `tests/core`
 run on the copy first, then the state machine, then random workloads for `--seconds`; the first failure kills it.
 The exit code is 1 if a mutant survives that is not marked equivalent, if an equivalent one is killed, or if the code no
-longer contains a mutant's text.
+longer contains what a mutant replaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.proof.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
+from tests.proof.mutants import MUTANTS  # noqa: E402
+from tests.proof.planting import Code, Mutant  # noqa: E402
 
 # Ordered by speed and sensitivity. `hunt` covers the rest of tests/core, random workloads and small worlds.
 FILES = "rules memory_rules scheduling_rules corrupt_blocks fairness policy pins paper_figures requests"
@@ -49,19 +50,14 @@ class Verdict(NamedTuple):
         return bool(self.killer) != bool(self.mutant.equivalent)
 
 
-def path_of(mutant: Mutant, root: Path) -> Path:
-    return root / "tests/proof/oracle.py" if mutant.file == ORACLE else root / "src/octavo" / mutant.file
-
-
 def stale(mutants: list[Mutant]) -> list[str]:
-    """Return the errors of the table: missing or repeated texts, and repeated names."""
-    errors = []
+    """Return the errors of the table: code that is missing, occurs twice or does not compile, and repeated names."""
+    code, errors = Code(ROOT), []
     for mutant in mutants:
-        count = path_of(mutant, ROOT).read_text().count(mutant.old)
-        if count != 1:
-            errors.append(
-                f"{mutant.name}: its text must occur once in {mutant.file} and occurs {count} times:\n{mutant.old}"
-            )
+        try:
+            code.check(mutant)
+        except (LookupError, SyntaxError) as error:
+            errors.append(f"{mutant.name}: {error}")
     names = [m.name for m in mutants]
     return errors + [f"{name}: more than once in the table" for name in {n for n in names if names.count(n) > 1}]
 
@@ -112,9 +108,10 @@ class Copy:
         return output.strip().splitlines()[-1][:80] if code or output.strip() else ""
 
     def judge(self, mutant: Mutant, seconds: float) -> Verdict:
-        path, begin = path_of(mutant, self.root), time.monotonic()
+        begin = time.monotonic()
+        path, planted = Code(self.root).plant(mutant)
         text = path.read_text()
-        self.write(path, text.replace(mutant.old, mutant.new))
+        self.write(path, planted)
         try:
             return Verdict(mutant, self.first_failure(seconds), time.monotonic() - begin)
         finally:
