@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.frontend.async_llm import AsyncLLM
-    from octavo.frontend.async_llm import AsyncLLM as AsyncEngine
     from octavo.frontend.llm import LLM
     from octavo.params.beam_search_params import BeamSearchParams
     from octavo.params.sampling_params import RequestOutputKind, SamplingParams
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
-    "AsyncEngine",
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
@@ -41,12 +39,9 @@ _MODULES = {
     "RequestOutputKind": "octavo.params.sampling_params",
     "CompletionOutput": "octavo.engine.outputs",
 }
-_ALIASES = {"AsyncEngine": "AsyncLLM"}
-"""Former names, kept for one release."""
 
 
 def __getattr__(name: str) -> Any:
-    name = _ALIASES.get(name, name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

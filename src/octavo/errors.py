@@ -154,6 +154,3 @@ class RequestFailedError(EngineError):
 
 class EngineQueryError(EngineError):
     code = "no_answer"
-
-
-AnswerError = EngineQueryError  # alias of the old name, for one release

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-import octavo
 from octavo import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
 from octavo.config import EngineArgs
 from octavo.engine.outputs import RequestMetrics, merge_outputs, request_failed_error
@@ -110,11 +109,6 @@ def test_outputs_grow_with_the_tokens(built: BuiltEngine, wanted: dict[str, str]
                 assert (output.request_id, output.outputs[0].text) == ("again", wanted["Hello"])
 
     run(main())
-
-
-def test_async_engine_is_an_alias_of_async_llm() -> None:
-    assert octavo.AsyncEngine is octavo.AsyncLLM is AsyncLLM
-    assert {"AsyncEngine", "AsyncLLM"} <= set(octavo.__all__)
 
 
 def test_chat_completes_a_conversation(model: str, built: BuiltEngine) -> None:

@@ -26,11 +26,6 @@ STOP_MARK = b"stop"
 """Stands in place of a digest."""
 MAX_BYTES = 1 << 30
 """Limit of an unpacked file."""
-NAMES_V5 = {
-    "arrivals": "requests", "decides": "beam_search", "given": "host_tokens", "known": "scheduled", "legs": "segments",
-    "num_choices": "num_beam_choices", "said": "beam_digests", "skips": "skip_prefix_cache", "why": "reason",
-}  # fmt: skip
-"""Names of version 5 of the file -> names of today."""
 
 
 class CallKind(IntEnum):
@@ -169,15 +164,8 @@ def read_file(path: Path) -> RecordingFile:
         if len(data) > MAX_BYTES:
             raise TraceError(f"{path} has over {MAX_BYTES >> 30} GiB; a dump of the flight recorder has less")
         raw = msgspec.msgpack.decode(data, type=dict[str, Any])
-        if (version := raw.get("version")) not in (5, VERSION):
+        if (version := raw.get("version")) != VERSION:
             raise TraceError(f"{path} has version {version} of another Octavo; this one reads {VERSION}")
-        return msgspec.convert(_renamed(raw) if version == 5 else raw, RecordingFile)
+        return msgspec.convert(raw, RecordingFile)
     except (gzip.BadGzipFile, EOFError, zlib.error, msgspec.MsgspecError) as error:
         raise TraceError(f"{path} is not a dump of the flight recorder: {error}") from None
-
-
-def _renamed(value: Any) -> Any:
-    """The contents of a file of version 5, with today's names."""
-    if isinstance(value, dict):
-        return {NAMES_V5.get(name, name): _renamed(item) for name, item in value.items()}
-    return [_renamed(item) for item in value] if isinstance(value, list) else value
