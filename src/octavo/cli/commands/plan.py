@@ -21,7 +21,7 @@ def plan(
     share: Annotated[float, typer.Option(help="Share of the requests that must meet the SLO.")] = 0.95,
     gpu: Annotated[list[str] | None, typer.Option(help="Consider this GPU only; may be repeated.")] = None,
     prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price per hour, ...}.')] = None,
-    max_gpus: Annotated[int, typer.Option("--max-gpus", "--most-gpus", help="Maximum number of GPUs.")] = 64,
+    max_gpus: Annotated[int, typer.Option("--max-gpus", help="Maximum number of GPUs.")] = 64,
     rate: Rate = None,
     requests: Annotated[int, typer.Option(help="Number of requests, the first of the trace.")] = 2000,
     burstiness: Burstiness = 1.0,
