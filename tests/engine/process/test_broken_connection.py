@@ -148,6 +148,19 @@ def test_request_that_no_client_sends_fails_alone(model: str, make: Callable[[st
     run(main())
 
 
+def test_request_whose_arrival_meets_a_bug_fails_alone(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, raise_in=["engine.add_request", 3])) as client:
+            ends = await asyncio.gather(*(last_of(client, prompt(i), PARAMS) for i in range(8)), return_exceptions=True)
+            (error,) = [end for end in ends if isinstance(end, BaseException)]
+            assert isinstance(error, RequestFailedError) and "a bug in engine.add_request" in str(error)
+            for i, end in enumerate(ends):
+                assert end is error or tokens_of(end) == reference_outputs(prompt(i), PARAMS)  # type: ignore[arg-type]
+            assert client.health().num_restarts == 0
+
+    run(main())
+
+
 # -- the client's end --------------------------------------------------------------------------------------------------
 
 IMPOSSIBLE: list[Any] = [
