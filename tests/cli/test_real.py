@@ -100,7 +100,7 @@ def test_seed_makes_sampling_reproducible(call: Call, model: str) -> None:
         (("--logprobs", "21"), 2, "--logprobs: logprobs is 21, and the limit is 20; raise max_logprobs"),
         (("--chat-template", "/absent.jinja"), 1, "cannot read the chat template /absent.jinja: No such file"),
         (("--chat-template", "{% if %}"), 1, "the chat template has a syntax error in line 1"),
-        (("--chat-template", "{{ messages.__class__ }}"), 1, "it accesses '__class__', a Python internal"),
+        (("--chat-template", "{{ messages.append(1) }}"), 1, "the chat template fails"),
     ],
 )
 def test_invalid_input_is_a_one_line_error(
@@ -166,7 +166,7 @@ def test_ctrl_c_stops_a_streamed_completion(model: str) -> None:
 def test_results_are_written_at_once_and_kept_after_ctrl_c(model: str, tmp_path: Path) -> None:
     prompts, results = tmp_path / "prompts", tmp_path / "results"
     prompts.write_text('{"prompt_token_ids": [1, 2, 3]}\n' + '{"prompt_token_ids": [5, 6, 7]}\n' * 7)
-    args = ["--prompts-file", str(prompts), "--json", "--max-num-seqs", "1", "--max-tokens", "3000", "--ignore-eos"]
+    args = ["--prompts-file", str(prompts), "--json", "--max-num-seqs", "1", "--max-tokens", "1000", "--ignore-eos"]
     with results.open("wb") as out, started("generate", "--model", model, *args, stdout=out) as process:
         deadline = time.monotonic() + 100
         while not results.read_bytes().endswith(b"\n") and time.monotonic() < deadline:

@@ -11,7 +11,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.query import CountDelivered, EngineQuery, Query
+from octavo.engine.query import EngineQuery, Query
 from octavo.errors import EngineQueryError
 from octavo.params.sampling_params import SamplingParams
 from octavo.view.live.queries import ServedQuery, ViewQuery
@@ -45,7 +45,7 @@ def busy_engine() -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not CountDelivered])
+@pytest.mark.parametrize("kind", KINDS)
 def test_answer_is_the_same_after_two_messages(kind: type[Query[Any]]) -> None:
     query = kind(*ARGUMENTS.get(kind.__name__, ()))
     message = msgspec.msgpack.decode(msgspec.msgpack.encode(query))

@@ -115,7 +115,7 @@ def test_outputs_equal_those_of_llm(model: str, wanted: dict[str, RequestOutput]
             assert caught.value.code == "invalid_grammar"
             stream = client.generate("y", BeamSearchParams(beam_width=2, max_tokens=100), "more beams")
             first = asyncio.ensure_future(anext(stream))
-            await until(lambda: "more beams" in client.transport._handles)
+            await until(lambda: "more beams" in client.transport.handles)
             await asyncio.sleep(0.02)
             assert await client.abort("more beams")
             assert [c.finish_reason for c in (await first).outputs] == ["abort", "abort"]
@@ -130,7 +130,7 @@ def test_outputs_are_the_same_when_the_engine_is_killed(model: str, wanted: dict
         async with serving(real_client(model)) as client:
 
             async def kill() -> None:
-                await until(lambda: max(map(num_received, client.transport._handles.values()), default=0) >= 8)
+                await until(lambda: max(map(num_received, client.transport.handles.values()), default=0) >= 8)
                 os.kill(client.transport.pid or 0, signal.SIGKILL)
 
             killing = asyncio.ensure_future(kill())

@@ -44,7 +44,6 @@ HOOKS = (
     "scheduler.update",
     "oracle.submit",
     "oracle.finish",
-    "engine.add_request",
     "engine.step_states",
     "server._send_update",
     "server._report",

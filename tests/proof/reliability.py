@@ -65,7 +65,7 @@ async def at_rest(tally: Tally, client: ProcessClient) -> AsyncIterator[ProcessC
     async with client:
         yield client
         stats = await client.kv_stats()
-        tally.leaked += bool(stats.num_used or client.transport._handles)
+        tally.leaked += bool(stats.num_used or client.transport.handles)
     tally.leaked += bool(residue() - before)
 
 
@@ -75,8 +75,8 @@ async def strike(tally: Tally, client: ProcessClient, number: int, noticed_s: fl
         return
     begin = time.monotonic()
     os.kill(client.transport.pid, number)
-    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not client.transport._supervisor.is_up, noticed_s))
-    await tally.until(lambda: client.transport._supervisor.is_up, BACK_S)
+    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not client.transport.supervisor.is_up, noticed_s))
+    await tally.until(lambda: client.transport.supervisor.is_up, BACK_S)
     back = time.monotonic() - begin - (tally.noticed_s if number == signal.SIGSTOP else 0)
     tally.back_s = max(tally.back_s, back)
 
@@ -103,9 +103,9 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
 
 def num_streamed(client: ProcessClient) -> int:
     """Number of tokens of running and finished requests."""
-    ended = client.transport._past.num_generation_tokens + client.transport._stats.engine.num_generation_tokens
+    ended = client.transport.past_stats.num_generation_tokens + client.transport.last_stats.engine.num_generation_tokens
     return ended + sum(
-        s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client.transport._handles.values()
+        s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client.transport.handles.values()
     )
 
 
@@ -159,7 +159,7 @@ async def leaving(tally: Tally, world: World) -> None:
 
     async with at_rest(tally, oracle_client(world.model)) as client:
         await asyncio.gather(*[one(client, number) for number in range(world.times(10_000))])
-        while client.transport._handles:
+        while client.transport.handles:
             await asyncio.sleep(0.01)
 
 

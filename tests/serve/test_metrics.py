@@ -236,11 +236,11 @@ def test_requests_waiting_for_an_engine_are_deferred(model: str, tmp_path: Path)
         metrics = Metrics("m", 128)
         async with oracle_client(model, hold=str(hold)) as client:
             first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
-            while not any(stream.sent for stream in client.transport._handles.values()):
+            while not any(stream.sent for stream in client.transport.handles.values()):
                 await asyncio.sleep(0.002)
             assert client.transport.pid is not None
             os.kill(client.transport.pid, signal.SIGKILL)
-            while client.transport._supervisor.is_up:
+            while client.transport.supervisor.is_up:
                 await asyncio.sleep(0.002)
             late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
             await asyncio.sleep(0.05)

@@ -62,7 +62,7 @@ def test_pin_survives_an_engine_restart(model: str) -> None:
                 assert await cached(client, PROMPT) == len(PREFIX)
                 for restarts in (1, 2):
                     os.kill(client.transport.pid or 0, signal.SIGKILL)
-                    await until(lambda: client.health().num_restarts == restarts and client.transport._supervisor.is_up)  # noqa: B023
+                    await until(lambda: client.health().num_restarts == restarts and client.transport.supervisor.is_up)  # noqa: B023
                     # A request during the recomputation finds the pin's full blocks, but not its tail.
                     found = [await cached(client, PROMPT) for _ in range(3)]
                     assert found[-1] == len(PREFIX) and found == sorted(found)
@@ -80,17 +80,17 @@ def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCapture
     async def main() -> None:
         async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
             assert await client.pin_prefix(ids(PREFIX), "good") == "good"
-            client.transport._pins["pin:bad"] = EngineRequest.pinning(
+            client.transport.pins["pin:bad"] = EngineRequest.pinning(
                 "bad", [1, 2, 50, 3]
             )  # as after an engine that survived it
             running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
             os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: "pin:bad" not in client.transport._pins)
+            await until(lambda: "pin:bad" not in client.transport.pins)
             outputs = await running
             assert [tokens_of(o) for o in outputs] == [reference_outputs([i] * 9, PARAMS) for i in range(3)]
-            await until(lambda: not client.transport._handles)
+            await until(lambda: not client.transport.handles)
             num_restarts = client.health().num_restarts
-            assert num_restarts <= 8 and not client.transport._suspects
+            assert num_restarts <= 8 and not client.transport.suspects
             assert await cached(client, PROMPT) == len(PREFIX)
             assert (await client.kv_stats()).num_pinned == 3
             assert client.health().num_restarts == num_restarts
@@ -108,10 +108,10 @@ def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
             await client.pin_prefix(ids(PREFIX), "early")
             await client.pin_prefix(ids(PROMPT), "late")
             os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client.transport._handles)
+            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client.transport.handles)
             await client.unpin_prefix("late")
-            assert "pin:late" not in client.transport._handles
-            await until(lambda: not client.transport._handles)
+            assert "pin:late" not in client.transport.handles
+            await until(lambda: not client.transport.handles)
             assert await client.unpin_prefix("early") == 3
             assert (await client.kv_stats()).num_pinned == 0
 
@@ -121,11 +121,11 @@ def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
 def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with serving(oracle_client(model)) as client:
-            client.transport._pins["pin:large"] = EngineRequest.pinning("large", [1] * 250)
-            client.transport._pins["pin:larger"] = EngineRequest.pinning("larger", [2] * 250)
+            client.transport.pins["pin:large"] = EngineRequest.pinning("large", [1] * 250)
+            client.transport.pins["pin:larger"] = EngineRequest.pinning("larger", [2] * 250)
             os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: len(client.transport._pins) == 1)
-            await until(lambda: not client.transport._handles)
+            await until(lambda: len(client.transport.pins) == 1)
+            await until(lambda: not client.transport.handles)
             assert (await client.kv_stats()).num_pinned == 63
             assert await client.unpin_prefix("large") == 63
 
@@ -149,11 +149,11 @@ def test_refused_or_cancelled_pin_leaves_nothing(model: str) -> None:
                 await client.unpin_prefix("other")
             before = (await client.kv_stats()).num_pinned
             pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
-            while "pin:left" not in client.transport._handles:
+            while "pin:left" not in client.transport.handles:
                 await asyncio.sleep(0)
             pinning.cancel()
             await asyncio.gather(pinning, return_exceptions=True)
-            assert (await client.kv_stats()).num_pinned == before and not client.transport._handles
+            assert (await client.kv_stats()).num_pinned == before and not client.transport.handles
 
     run(main())
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+import octavo
 from octavo import SamplingParams
 from octavo.core.policy import PreemptionMode
 from octavo.view.live.hub import Hub
@@ -130,7 +131,7 @@ def test_text_is_shown_only_with_view_text(model: str) -> None:
             assert (await server.client.get("/view/config")).json() == {
                 "uses": ["live"],
                 "title": "tiny",
-                "version": server.app.fastapi.version,
+                "version": octavo.__version__,
                 "text": False,
                 "only_own": False,
             }

@@ -97,12 +97,5 @@ class DumpRecording(Query[RecordingDump]):
             return {"error": f"the flight recorder cannot be written: {error}"}
 
 
-class CountDelivered(Query[dict[str, dict[int, int] | None]]):
-    """Per request, the number of tokens sent of each live sample, and of prompt log-probabilities under -1; None for a
-    request that has not started. A client that lost messages compares them with what it has. `EngineServer` answers."""
-
-
-EngineQuery: TypeAlias = (
-    GetKVStats | GetStats | ResetPrefixCache | Unpin | DescribeRequest | DescribeKV | DumpRecording | CountDelivered
-)
+EngineQuery: TypeAlias = GetKVStats | GetStats | ResetPrefixCache | Unpin | DescribeRequest | DescribeKV | DumpRecording
 """The queries that every engine process decodes."""

@@ -12,17 +12,13 @@ from octavo.core.kv_cache_manager import KVStats
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start; subscribe it with `scheduler.events.subscribe(stats)`.
-
-    num_bad_messages   unusable messages between the engine process and its client, in both directions
-    """
+    """Counters since the start; subscribe it with `scheduler.events.subscribe(stats)`."""
 
     num_steps: int = 0
     num_tokens_computed: int = 0
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
     num_failed_steps: int = 0
-    num_bad_messages: int = 0
     num_corrupt_blocks: int = 0
     num_finished: int = 0
     num_prompt_tokens: int = 0

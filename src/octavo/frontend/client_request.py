@@ -12,12 +12,16 @@ from collections.abc import Iterable
 from octavo.core.request import Sequence
 from octavo.engine.engine_request import EngineRequest, build_state, sampling_params_of
 from octavo.engine.outputs import RequestOutput
-from octavo.engine.process.ipc import AddRequest, RequestStats, RequestUpdate, SampleUpdate, pack_tokens, params_to_wire
+from octavo.engine.process.ipc import (
+    AddRequest,
+    MessageError,
+    RequestStats,
+    RequestUpdate,
+    SampleUpdate,
+    pack_tokens,
+    params_to_wire,
+)
 from octavo.params.validation import INT32
-
-
-class TokensLostError(ValueError):
-    """An update continues after tokens that did not arrive: an earlier update was lost, or this one is wrong."""
 
 
 class ClientRequest:
@@ -60,8 +64,7 @@ class ClientRequest:
     def apply_update(self, update: RequestUpdate) -> list[int]:
         """Apply an update. Returns the samples that end in a stop string now, which the engine cannot detect.
 
-        Raises `TokensLostError` if earlier tokens did not arrive, `ValueError` for an update that no engine can send
-        for this request. Then either nothing was applied, or the request cannot continue.
+        Raises `MessageError` for an update that no engine can send for this request. The tokens known then are right.
         """
         state, request, now = self.state, self.state.request, time.monotonic()
         for sample in update.samples:
@@ -100,24 +103,23 @@ class ClientRequest:
                 state.metrics.finished_time = now
         if update.finished and not self.finished:
             live = [s.index for s in request.sequences]
-            raise ValueError(f"the request has finished, and its samples {live} have no finish reason")
+            raise MessageError(f"the request has finished, and its samples {live} have no finish reason")
         return stopped
 
     def _check(self, sample: SampleUpdate) -> None:
         request, index, tokens = self.state.request, sample.index, sample.token_ids
         if index >= request.width:
-            raise ValueError(f"it has sample {index}, and the request has {request.width} samples")
+            raise MessageError(f"it has sample {index}, and the request has {request.width} samples")
         if tokens and max(tokens) >= self._vocab_size:
-            raise ValueError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size} tokens")
+            raise MessageError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size} tokens")
         if self.state.search is not None or any(s.index == index for s in request.finished_sequences):
             return
         num_known = next((len(s.token_ids) for s in request.sequences if s.index == index), 0)
         num_output = max(0, num_known - len(request.prompt_token_ids))
         if sample.position != num_output:
-            kind = TokensLostError if sample.position > num_output else ValueError
-            raise kind(f"it continues at token {sample.position} of sample {index}, and {num_output} are known")
+            raise MessageError(f"it continues at token {sample.position} of sample {index}, and {num_output} are known")
         if sample.logprobs is not None and len(sample.logprobs) > len(tokens):
-            raise ValueError(f"it has log-probabilities of {len(sample.logprobs)} tokens, and {len(tokens)} tokens")
+            raise MessageError(f"it has log-probabilities of {len(sample.logprobs)} tokens, and {len(tokens)} tokens")
 
     def _sequence(self, sample: SampleUpdate) -> Sequence | None:
         """The live sequence of a sample, created on its first update; None if it has ended on this side."""
@@ -152,22 +154,6 @@ class ClientRequest:
             request.finished_sequences += request.sequences
         request.sequences = []
         self.state.metrics.finished_time = time.monotonic()
-
-    def agrees(self, delivered: dict[int, int]) -> bool:
-        """True if all that the engine has sent (the answer to `CountDelivered`) has arrived."""
-        state, request = self.state, self.state.request
-        if state.search is not None:
-            return True  # a search has a single update, the last
-        begin = len(request.prompt_token_ids)
-        known = {s.index: len(s.token_ids) - begin for s in request.sequences}
-        ended = {s.index for s in request.finished_sequences}
-        sent = {index: delivered.get(index, -1) for index in known}
-        unknown = delivered.keys() - known.keys() - ended - {-1}  # samples whose first update was lost
-        return known == sent and not unknown and delivered.get(-1, 0) <= len(state.prompt_logprobs)
-
-    def stopped_samples(self, delivered: dict[int, int]) -> list[int]:
-        """Samples that ended on this side, and still run in the engine."""
-        return [s.index for s in self.state.request.finished_sequences if s.index in delivered]
 
     def release(self) -> None:
         """Break reference cycles after the final output."""

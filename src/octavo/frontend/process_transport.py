@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,10 +25,10 @@ from octavo.engine.outputs import RequestOutput
 from octavo.engine.process import ipc
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts, Supervisor, rebuild_error
 from octavo.engine.process.thread import copy_error
-from octavo.engine.query import CountDelivered, Query, Unpin
+from octavo.engine.query import Query, Unpin
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
-from octavo.frontend.client_request import ClientRequest, TokensLostError
+from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.cooperative import YIELD_POINT, run_cooperatively
 from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import InputProcessor
@@ -39,21 +39,15 @@ from octavo.text.tokenizer import Tokenizer
 R = TypeVar("R")
 logger = logging.getLogger("octavo.client")
 
-DEATHS_TO_TRIAL = 2
+DEATHS_TO_TRIAL = 3
 """Engine deaths without a new token after which a request is a suspect. Later engines get halves of the suspects. A
 suspect fails when an engine dies that had no other request."""
-MAX_LOSSES = 3
-"""How often a request is restarted because messages about it were lost."""
-KILLS_PER_DEATH = 8
-"""This many killed engines count as one that died by itself: a request that exhausts the memory must fail at last."""
 
 
 class _RequestHandle:
     """A request and its reader. Outputs are built when they are read, so a slow reader costs no memory.
 
     num_deaths   deaths of engines with this request since its last new token
-    num_kills    deaths by a kill from outside: by a person, or for lack of memory, rarely the request's fault
-    num_losses   restarts because of lost messages since its last new token
     started      its first tokens have arrived
     sent         the running engine has it
     aborting     the engine is aborting it, and alone knows its last output (a beam search)
@@ -64,12 +58,8 @@ class _RequestHandle:
         self.only_final = request.new.output_kind is RequestOutputKind.FINAL_ONLY
         self.updated = asyncio.Event()
         self.error: OctavoError | None = None
-        self.num_deaths = self.num_kills = self.num_losses = 0
+        self.num_deaths = 0
         self.started = self.sent = self.aborting = False
-
-    @property
-    def blame(self) -> float:
-        return self.num_deaths - self.num_kills + self.num_kills / KILLS_PER_DEATH
 
     @property
     def failure(self) -> str:
@@ -87,7 +77,7 @@ class _RequestHandle:
     def apply_update(self, update: ipc.RequestUpdate) -> list[int]:
         """Returns the samples that end in a stop string now."""
         stopped = self.request.apply_update(update)
-        self.num_deaths = self.num_kills = self.num_losses = 0
+        self.num_deaths = 0
         return stopped
 
     def count_tokens(self, update: ipc.RequestUpdate) -> int:
@@ -143,11 +133,10 @@ class ProcessTransport:
     def __init__(
         self, args: EngineArgs, command: Sequence[str] = ENGINE_COMMAND, timeouts: EngineTimeouts | None = None
     ) -> None:
-        self._supervisor = Supervisor(
+        self.supervisor = Supervisor(
             asdict(args),
             on_ready=self._on_ready,
             on_step=self._on_step,
-            on_bad=self._on_bad,
             on_down=self._on_down,
             on_failed=self._on_failed,
             command=command,
@@ -155,26 +144,24 @@ class ProcessTransport:
         )
         self._seeds = random.Random(args.seed)
         self._rpc_numbers = itertools.count()
-        self._handles: dict[str, _RequestHandle] = {}  # unfinished requests by id, oldest first
+        self.handles: dict[str, _RequestHandle] = {}  # unfinished requests by id, oldest first
         self._num_early = 0  # requests without a handle: they wait for the first engine
         self._ended_here: set[str] = set()  # ids without a handle whose last update the engine has not sent yet
-        self._pins: dict[str, EngineRequest] = {}  # by request id; a restarted engine computes them again, as requests
-        self._rpc_futures: dict[int, asyncio.Future[ipc.RpcReply]] = {}
+        self.pins: dict[str, EngineRequest] = {}  # by request id; a restarted engine computes them again, as requests
+        self.rpc_futures: dict[int, asyncio.Future[ipc.RpcReply]] = {}
         self._outbox: list[msgspec.Raw] = []
-        self._suspects: FailureBisection[_RequestHandle] = FailureBisection()  # several engines died with them
-        self._audit: _Audit | None = None
-        self._audit_scheduled = False
+        self.suspects: FailureBisection[_RequestHandle] = FailureBisection()  # several engines died with them
         self._up = asyncio.Event()  # an engine runs, or has failed for good
         self._error: OctavoError | None = None
         self._info: ipc.Ready | None = None
-        self._stats = StatsSnapshot(EngineStats(), None)
-        self._past = EngineStats()  # of engines that have died
+        self.last_stats = StatsSnapshot(EngineStats(), None)
+        self.past_stats = EngineStats()  # of engines that have died
         self.on_step: Callable[[int], object] = lambda count: None
 
     async def start(self) -> None:
         """Start the engine and wait until it accepts requests. Raises the root cause if it does not start."""
         try:
-            await self._supervisor.start()
+            await self.supervisor.start()
         except OctavoError as error:
             self._on_failed(error)
             raise
@@ -191,15 +178,15 @@ class ProcessTransport:
         check_prompt(request.prompt_token_ids, info.vocab_size)
         check_priority(request.priority)
         name, params = request.request_id, request.params
-        if request.pin and (name in self._pins or name in self._handles):
+        if request.pin and (name in self.pins or name in self.handles):
             pin = name.removeprefix(pin_id(""))
             raise ParameterError(f"{pin!r} is pinned already; unpin it, or use another name", param="name")
-        if name in self._handles:
+        if name in self.handles:
             raise ParameterError(f"a request {name!r} is running already; ids must differ", param="request_id")
         if not request.pin and getattr(params, "seed", None) is None:
             request.seed = generate_seed(self._seeds)
-        handle = self._handles[name] = self._new_handle(request, info)
-        if not self._suspects:
+        handle = self.handles[name] = self._new_handle(request, info)
+        if not self.suspects:
             self._send_request(handle)
         return handle
 
@@ -207,7 +194,7 @@ class ProcessTransport:
         return _RequestHandle(ClientRequest(request, eos_token_ids=info.eos_token_ids, vocab_size=info.vocab_size))
 
     async def abort(self, request_id: str) -> bool:
-        handle = self._handles.get(request_id)
+        handle = self.handles.get(request_id)
         if handle is None:
             return False
         if handle.sent:
@@ -219,7 +206,7 @@ class ProcessTransport:
         return True
 
     def close_stream(self, handle: _RequestHandle) -> None:
-        if self._handles.get(handle.request.request_id) is handle:
+        if self.handles.get(handle.request.request_id) is handle:
             self._remove(handle, abort=True)
             self._on_progress(handle)
         handle.request.release()
@@ -239,7 +226,7 @@ class ProcessTransport:
 
     def _remove(self, handle: _RequestHandle, *, abort: bool = False) -> None:
         name = handle.request.request_id
-        del self._handles[name]
+        del self.handles[name]
         if handle.sent:
             if abort:
                 self._send(ipc.AbortRequest(name))
@@ -249,13 +236,13 @@ class ProcessTransport:
 
     def discard_pin(self, request_id: str) -> None:
         """Free the blocks of a failed pin, which the engine may have computed already."""
-        self._pins.pop(request_id, None)
+        self.pins.pop(request_id, None)
         self._send(ipc.RpcCall(next(self._rpc_numbers), Unpin(request_id)))
 
     async def unpin(self, request_id: str) -> int | None:
-        if self._pins.pop(request_id, None) is None:
+        if self.pins.pop(request_id, None) is None:
             return None
-        if (handle := self._handles.get(request_id)) is not None:
+        if (handle := self.handles.get(request_id)) is not None:
             self.close_stream(handle)
         return await self.query(Unpin(request_id)) or 0
 
@@ -279,15 +266,15 @@ class ProcessTransport:
     @property
     def pid(self) -> int | None:
         """The process id of the engine."""
-        return self._supervisor.pid
+        return self.supervisor.pid
 
     def health(self) -> Health:
-        return self._supervisor.health()
+        return self.supervisor.health()
 
     async def stats(self) -> StatsSnapshot:
         """Counters and gauges, a fraction of a second old; returns at once, even while the engine is busy or down."""
-        num_deferred = self._num_early + sum(not handle.sent for handle in self._handles.values())
-        engine, stats = self._past.plus(self._stats.engine), self._stats
+        num_deferred = self._num_early + sum(not handle.sent for handle in self.handles.values())
+        engine, stats = self.past_stats.plus(self.last_stats.engine), self.last_stats
         num_waiting = stats.num_waiting + num_deferred
         return StatsSnapshot(
             engine, stats.kv, stats.num_running, num_waiting, stats.num_swapped, stats.wait_counts, num_deferred
@@ -297,14 +284,14 @@ class ProcessTransport:
         while True:
             await self._when_up()
             number = next(self._rpc_numbers)
-            future = self._rpc_futures[number] = asyncio.get_running_loop().create_future()
+            future = self.rpc_futures[number] = asyncio.get_running_loop().create_future()
             try:
                 self._send(ipc.RpcCall(number, query))
                 reply = await future
             except _EngineGoneError:
                 continue  # call the next engine
             finally:
-                self._rpc_futures.pop(number, None)
+                self.rpc_futures.pop(number, None)
             if reply.error:
                 raise EngineQueryError(reply.error)
             try:
@@ -316,7 +303,7 @@ class ProcessTransport:
     def close(self) -> None:
         """As `Transport.close`, on the event loop."""
         self._on_failed(EngineError("the engine is closed; create a new one"))
-        self._supervisor.close()
+        self.supervisor.close()
 
     # -- messages from the engine --------------------------------------------------------------------------------------
 
@@ -330,19 +317,17 @@ class ProcessTransport:
     def _on_ready(self, ready: ipc.Ready) -> None:
         self._info = ready
         self._up.set()
-        pins = {name: self._new_handle(pin, ready) for name, pin in self._pins.items()}
-        self._handles = pins | self._handles  # pins first, so that no request takes their blocks
+        pins = {name: self._new_handle(pin, ready) for name, pin in self.pins.items()}
+        self.handles = pins | self.handles  # pins first, so that no request takes their blocks
         self._send_unsent()
 
     def _on_step(self, step: ipc.StepReport) -> None:
         if step.stats is not None:
-            if step.stats.engine.num_bad_messages > self._stats.engine.num_bad_messages:
-                self._schedule_audit()
-            self._stats = step.stats
+            self.last_stats = step.stats
         for error in step.errors:
             if error.request_id in self._ended_here:
                 self._on_last_update(error.request_id)
-            elif (handle := self._handles.pop(error.request_id, None)) is not None:
+            elif (handle := self.handles.pop(error.request_id, None)) is not None:
                 handle.fail(rebuild_error(error.error, error.message, error.param, error.code))
                 self._on_progress(handle)
         num_tokens = 0
@@ -351,23 +336,24 @@ class ProcessTransport:
                 if update.finished:
                     self._on_last_update(update.request_id)
                 continue
-            if (handle := self._handles.get(update.request_id)) is None:
+            if (handle := self.handles.get(update.request_id)) is None:
                 continue  # it ended on this side
             try:
                 stopped = handle.apply_update(update)
-            except TokensLostError as error:  # the audit finds out whether to restart the request
-                self._on_bad(ipc.BadMessage("an update", f"request {update.request_id!r}: {error}"))
-                continue
-            except Exception as error:  # fails this request only
-                self._on_bad(ipc.BadMessage("an update", str(error), update.request_id))
+            except ipc.MessageError:
+                raise
+            except Exception as error:  # of its text: fails this request only
+                logger.error("request %s failed", update.request_id, exc_info=error)
+                text = f"request {update.request_id} failed: {type(error).__name__}: {error}"
+                self._fail(handle, RequestFailedError(text, code="internal_error"))
                 continue
             for index in stopped:
                 self._send(ipc.StopSample(update.request_id, index))
             num_tokens += handle.count_tokens(update)
             if handle.request.finished:
-                del self._handles[update.request_id]
+                del self.handles[update.request_id]
                 if handle.request.new.pin and not handle.failure:
-                    self._pins[update.request_id] = handle.request.new
+                    self.pins[update.request_id] = handle.request.new
                 if not update.finished:
                     self._ended_here.add(update.request_id)
             handle.notify()
@@ -375,103 +361,40 @@ class ProcessTransport:
         if num_tokens:
             self.on_step(num_tokens)
         for reply in step.replies:
-            if self._audit is not None and reply.number == self._audit.number:
-                self._finish_audit(self._audit, reply)
-            future = self._rpc_futures.get(reply.number)
+            future = self.rpc_futures.get(reply.number)
             if future is not None and not future.done():
                 future.set_result(reply)
 
     def _on_last_update(self, request_id: str) -> None:
         """The engine has sent the last update of a request that ended here; a new request may use its id."""
         self._ended_here.remove(request_id)
-        handle = self._handles.get(request_id)
-        if handle is not None and not handle.sent and (not self._suspects or handle in self._suspects.active):
+        handle = self.handles.get(request_id)
+        if handle is not None and not handle.sent and (not self.suspects or handle in self.suspects.active):
             self._send_request(handle)
 
-    # -- lost messages -------------------------------------------------------------------------------------------------
-
-    def _on_bad(self, bad: ipc.BadMessage) -> None:
-        """Fail the request that an unusable message names, and check for other losses."""
-        self._past.num_bad_messages += 1
-        logger.warning("%s", bad)
-        handle = None if bad.request_id is None else self._handles.get(bad.request_id)
-        if handle is not None and handle.sent:
-            text = f"request {bad.request_id} failed: {bad}; send it again"
-            self._fail(handle, RequestFailedError(text, code=ipc.BAD_MESSAGE))
-        self._schedule_audit()
-
-    def _schedule_audit(self) -> None:
-        """Schedule one audit for all unusable messages of this turn of the loop."""
-        if not self._audit_scheduled:
-            self._audit_scheduled = True
-            asyncio.get_running_loop().call_soon(self._start_audit)
-
-    def _start_audit(self) -> None:
-        """Ask the engine how much it has sent of each request."""
-        self._audit_scheduled = False
-        if self._supervisor.is_up:
-            sent = [handle for handle in self._handles.values() if handle.sent]
-            self._audit = _Audit(next(self._rpc_numbers), sent, set(self._ended_here))
-            self._send(ipc.RpcCall(self._audit.number, CountDelivered()))
-
-    def _finish_audit(self, audit: _Audit, reply: ipc.RpcReply) -> None:
-        """Restart requests with lost messages from their tokens so far, and repeat commands that the engine lost."""
-        self._audit = None
-        delivered: dict[str, dict[int, int] | None] = reply.value if isinstance(reply.value, dict) else {}
-        for handle in audit.sent if not reply.error else ():
-            name, request = handle.request.request_id, handle.request
-            if self._handles.get(name) is not handle or not handle.sent:
-                continue
-            if name in delivered and ((counts := delivered[name]) is None or request.agrees(counts)):
-                for index in () if counts is None else request.stopped_samples(counts):
-                    self._send(ipc.StopSample(name, index))
-                continue
-            handle.num_losses += 1
-            if handle.num_losses > MAX_LOSSES:
-                lost = f"request {name} failed: messages about it were lost {handle.num_losses} times; send it again"
-                self._fail(handle, RequestFailedError(lost, code=ipc.BAD_MESSAGE))
-                continue
-            logger.warning("messages about request %s were lost; it resumes with its tokens so far", name)
-            handle.sent = False
-            if name in delivered:
-                self._send(ipc.AbortRequest(name))
-                self._ended_here.add(name)
-            else:
-                self._send_request(handle)
-        for name in audit.ended_here & self._ended_here:
-            if name in delivered:
-                self._send(ipc.AbortRequest(name))
-            else:
-                self._on_last_update(name)
-        for number, future in list(self._rpc_futures.items()):
-            if number < audit.number and not future.done():
-                future.set_exception(_EngineGoneError())
-
-    def _on_down(self, by_itself: bool) -> None:
+    def _on_down(self) -> None:
         self._up.clear()
         self._outbox.clear()
-        self._past = self._past.plus(self._stats.engine)
-        self._stats = StatsSnapshot(EngineStats(), self._stats.kv, wait_counts=self._stats.wait_counts)
-        for future in self._rpc_futures.values():
+        self.past_stats = self.past_stats.plus(self.last_stats.engine)
+        self.last_stats = StatsSnapshot(EngineStats(), self.last_stats.kv, wait_counts=self.last_stats.wait_counts)
+        for future in self.rpc_futures.values():
             if not future.done():
                 future.set_exception(_EngineGoneError())
         self._ended_here.clear()
-        self._audit = None
-        sent = [handle for handle in self._handles.values() if handle.sent]
+        sent = [handle for handle in self.handles.values() if handle.sent]
         suspects = []
         for handle in sent:
             handle.sent = False
             handle.num_deaths += 1
-            handle.num_kills += not by_itself
             if handle.aborting:
                 self._finish(handle, "abort")
-            elif handle.blame > DEATHS_TO_TRIAL and len(sent) == 1:
+            elif handle.num_deaths > DEATHS_TO_TRIAL and len(sent) == 1:
                 error = f"{handle.num_deaths} engines died while they ran it, the last with no other request"
                 self._finish(handle, "error", error)
-            elif handle.blame >= DEATHS_TO_TRIAL:
+            elif handle.num_deaths >= DEATHS_TO_TRIAL:
                 suspects.append(handle)
         if suspects:
-            self._suspects.split(suspects)
+            self.suspects.split(suspects)
 
     def _on_failed(self, error: OctavoError) -> None:
         if self._error is None:
@@ -479,10 +402,10 @@ class ProcessTransport:
             self._error = error if type(error) is EngineError else EngineError(str(error))
             self._error.__cause__ = error
             self._up.set()
-            for handle in self._handles.values():
+            for handle in self.handles.values():
                 handle.fail(EngineError(str(error)))
-            self._handles.clear()
-            for future in self._rpc_futures.values():
+            self.handles.clear()
+            for future in self.rpc_futures.values():
                 if not future.done():
                     future.set_exception(copy_error(self._error))
 
@@ -490,27 +413,27 @@ class ProcessTransport:
 
     def _send_unsent(self) -> None:
         """Send the requests that the engine does not have; while there are suspects, only the active ones."""
-        for handle in self._suspects.active or list(self._handles.values()):
+        for handle in self.suspects.active or list(self.handles.values()):
             if not handle.sent:
                 self._send_request(handle)
 
     def _on_progress(self, handle: _RequestHandle) -> None:
         """A request got a token or ended: it is no suspect any more. A failed pin is removed."""
         name = handle.request.request_id
-        if (why := handle.failure) and self._pins.pop(name, None) is not None:
+        if (why := handle.failure) and self.pins.pop(name, None) is not None:
             logger.warning("%s is not pinned any more: %s", name, why)
             self.discard_pin(name)
-        if self._suspects and self._suspects.clear([handle]):
+        if self.suspects and self.suspects.clear([handle]):
             self._send_unsent()
 
     def _send_request(self, handle: _RequestHandle) -> None:
-        if not self._supervisor.is_up or handle.request.request_id in self._ended_here:
+        if not self.supervisor.is_up or handle.request.request_id in self._ended_here:
             return
         try:
             self._send(handle.request.add_command())
             handle.sent = True
         except OctavoError as error:  # fails this request only
-            del self._handles[handle.request.request_id]
+            del self.handles[handle.request.request_id]
             handle.fail(error)
             self._on_progress(handle)
 
@@ -523,20 +446,12 @@ class ProcessTransport:
 
     def _flush(self) -> None:
         commands, self._outbox = self._outbox, []
-        if commands and self._supervisor.is_up:
-            self._supervisor.send(commands)
+        if commands and self.supervisor.is_up:
+            self.supervisor.send(commands)
 
 
 ProcessClient: TypeAlias = EngineClient[ProcessTransport]
 
 
-class _Audit(NamedTuple):
-    """An RPC for delivered counts, with `sent` and `ended_here` as they were when it was sent."""
-
-    number: int
-    sent: list[_RequestHandle]
-    ended_here: set[str]
-
-
 class _EngineGoneError(Exception):
-    """The engine died, or lost the call; it never leaves this module."""
+    """The engine died; it never leaves this module."""

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -75,8 +75,8 @@ class App:
         service.admission.multi_tenant = keys is not None and len(keys) > 1
         self._rate_limiter, self._kv_query = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
         settings = service.settings
-        app = FastAPI(title="Octavo", version=octavo.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-        app.add_exception_handler(HTTPException, on_http_exception)
+        app = Starlette(exception_handlers={HTTPException: on_http_exception})
+        app.router.redirect_slashes = False
         self._add(app, "POST", "/v1/completions", self.completions)
         self._add(app, "POST", "/v1/chat/completions", self.chat_completions)
         self._add(app, "POST", "/v1/responses", self.responses)
@@ -97,8 +97,8 @@ class App:
         self._add(app, "POST", "/view/play", self.no_playground)
         for path in UNSUPPORTED_ROUTES:
             self._add(app, "POST", path, self.unsupported_route)
-        app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
-        self.fastapi = app
+        self._add(app, "GET", "/openapi.json", self.openapi)
+        self.starlette = app
         self.asgi = AuthMiddleware(
             app,
             keys=keys or ApiKeys(()),
@@ -118,7 +118,7 @@ class App:
         hub = Hub(service.backend.query)
         return View(service.model_names[0], hub=hub, text_of=text_of, rate_limiter=self._rate_limiter, playground=False)
 
-    def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
+    def _add(self, app: Starlette, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
         def body_limit() -> int:
             return self.service.settings.body_limit(self.service.backend.max_model_len)
 
@@ -317,6 +317,9 @@ class App:
             return f"no step for {health.last_step_age_s:.0f} s"
         return "the queue is full" if admission.is_full else None
 
+    async def openapi(self, context: RequestContext) -> HttpResponse:
+        return json_response(openapi_document())
+
     async def version(self, context: RequestContext) -> HttpResponse:
         return json_response({"version": octavo.__version__})
 
@@ -362,7 +365,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return Response(api_error.body(), api_error.status, api_error.headers())
 
 
-def openapi(app: FastAPI) -> dict[str, Any]:
+def openapi_document() -> dict[str, Any]:
     """The document at /openapi.json, from the types that also parse bodies."""
 
     def json_content(name: str) -> dict[str, Any]:
@@ -382,7 +385,7 @@ def openapi(app: FastAPI) -> dict[str, Any]:
 
     return {
         "openapi": "3.1.0",
-        "info": {"title": app.title, "version": app.version},
+        "info": {"title": "Octavo", "version": octavo.__version__},
         "paths": {
             "/v1/completions": {"post": route("Create a completion", "CompletionRequest")},
             "/v1/chat/completions": {"post": route("Create a chat completion", "ChatRequest")},

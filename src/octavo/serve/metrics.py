@@ -290,7 +290,6 @@ class _EngineCollector:
         yield counter("vllm:num_preemptions", "Preemptions.", engine.num_preemptions)
         yield counter("octavo:steps", "Engine steps.", engine.num_steps)
         yield counter("octavo:failed_steps", "Failed engine steps.", engine.num_failed_steps)
-        yield counter("octavo:bad_messages", "Dropped invalid messages from or to the engine.", engine.num_bad_messages)
         yield counter("octavo:swap_preemptions", "Preemptions by swapping.", engine.num_swap_preemptions)
         text = "Swapped blocks that were recomputed after a wrong checksum."
         yield counter("octavo:corrupt_blocks", text, engine.num_corrupt_blocks)

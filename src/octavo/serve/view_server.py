@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from octavo.serve.app import on_http_exception
@@ -24,8 +24,8 @@ class ViewApp:
 
     def __init__(self, view: View) -> None:
         self._hosts = AllowedHosts()
-        self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        self._app.add_exception_handler(HTTPException, on_http_exception)
+        self._app = Starlette(exception_handlers={HTTPException: on_http_exception})
+        self._app.router.redirect_slashes = False
         for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:
             limit = (lambda: PLAY_BODY_BYTES) if method == "POST" else None
             endpoint = Endpoint(path, handler, body_limit=limit, streams=path == EVENTS)

@@ -56,7 +56,7 @@ async def serving(client: ProcessClient) -> AsyncIterator[ProcessClient]:
         async with client:
             yield client
             if client.is_running:
-                assert not client.transport._handles
+                assert not client.transport.handles
                 stats = await client.kv_stats()
                 assert stats.num_used == 0 and stats.num_host_used == 0
 

@@ -355,7 +355,7 @@ def test_models_version_and_tokenizer_routes(model: str) -> None:
             )
             routes = {
                 (route.path.replace(":path", ""), method.lower())
-                for route in server.app.fastapi.routes
+                for route in server.app.starlette.routes
                 if not route.path.startswith(others)
                 for method in route.methods - {"HEAD"}
             }

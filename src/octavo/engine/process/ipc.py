@@ -9,8 +9,8 @@
 
 The channel is a ZeroMQ pair over a Unix socket in a private directory. The lifeline is a socket pair that breaks when
 either process dies, so the other one notices at once. Messages are msgspec structs, validated by decoding; received
-data is never executed. An unreadable part of a message is dropped together with the request that it names
-(`BadMessage`); the other parts count.
+data is never executed. A message that does not decode, or that contradicts what its reader knows, ends the connection
+(`MessageError`): the process is replaced, and its requests resume with the tokens that the client has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -32,7 +32,7 @@ from msgspec import Meta
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.beam_search import Hypothesis
 from octavo.engine.stats import StatsSnapshot
-from octavo.errors import ParameterError, PromptError
+from octavo.errors import EngineError, ParameterError, PromptError
 from octavo.log_setup import LogSettings
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingParams
@@ -273,91 +273,43 @@ def encode_command(command: Command) -> msgspec.Raw:
     return msgspec.Raw(data)
 
 
-# -- unreadable messages -----------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class MessageError(EngineError):
+    """A message that its sender cannot have meant; the connection is of no use any more."""
+
+
+T = TypeVar("T")
+_COMMANDS = msgspec.msgpack.Decoder(list[Command])
+_MESSAGE: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_HEARTBEAT = msgspec.msgpack.Decoder(Heartbeat)
+
+
+def read_commands(data: bytes) -> list[Command]:
+    """Decode what an engine receives. Raises `MessageError`, as the other readers do."""
+    return _read(_COMMANDS, data)
+
+
+def read_message(data: bytes) -> EngineMessage:
+    """Decode what a client receives on the channel."""
+    return _read(_MESSAGE, data)
+
+
+def read_heartbeat(data: bytes) -> Heartbeat:
+    return _read(_HEARTBEAT, data)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except Exception as error:  # also RecursionError and UnicodeDecodeError
+        detail = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_SHOWN]
+        raise MessageError(f"a message of {len(data)} bytes is unreadable: {detail}") from error
+
 
 MAX_SHOWN = 120
-"""Characters of an id or a reason in a log line."""
-BAD_MESSAGE = "bad_message"
-"""Error code of a request that fails because of an unreadable message."""
-
-
-class BadMessage(NamedTuple):
-    """A message, or a part of one, that is dropped.
-
-    what        the kind of message or part
-    why         what is wrong with it
-    request_id  the request that it names; None if no id can be read
-    is_add      it seems to add a request: then a running request of that id is not affected
-    """
-
-    what: str
-    why: str
-    request_id: str | None = None
-    is_add: bool = False
-
-    def __str__(self) -> str:
-        name = "no known request" if self.request_id is None else f"request {self.request_id!r:.{MAX_SHOWN}}"
-        return f"{self.what} of {name} is unusable and is dropped: {' '.join(self.why.split())[:MAX_SHOWN]}"
-
-
-_COMMAND_LIST = msgspec.msgpack.Decoder(list[Command])
-_RAW_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_MESSAGE = msgspec.msgpack.Decoder(EngineMessage)
-_PARTS: tuple[tuple[str, msgspec.msgpack.Decoder[Any]], ...] = (
-    ("an update", msgspec.msgpack.Decoder(RequestUpdate)),
-    ("an error", msgspec.msgpack.Decoder(RequestError)),
-    ("a reply", msgspec.msgpack.Decoder(RpcReply)),
-)
-"""The fields of a `StepReport`, in order."""
-
-
-def read_commands(data: bytes) -> tuple[list[Command], list[BadMessage]]:
-    """Decode what an engine receives: the readable commands, and the unreadable ones."""
-    try:
-        return _COMMAND_LIST.decode(data), []
-    except Exception as error:  # also RecursionError and UnicodeDecodeError
-        return _read_each("a command", data, _COMMAND, 1, error)
-
-
-def read_message(data: bytes) -> tuple[EngineMessage | None, list[BadMessage]]:
-    """Decode what a client receives, as `read_commands` does."""
-    try:
-        return _MESSAGE.decode(data), []
-    except Exception as error:
-        try:
-            tag, *parts = _RAW_LIST.decode(data)
-            if msgspec.msgpack.decode(tag) != "step" or len(parts) < len(_PARTS):
-                raise ValueError("no step report")
-        except Exception:
-            return None, [BadMessage(f"a message of {len(data)} bytes", str(error))]
-    read = [_read_each(what, part, decoder, 0) for (what, decoder), part in zip(_PARTS, parts, strict=False)]
-    updates, errors, replies = (good for good, _ in read)
-    return StepReport(updates, errors, replies), [bad for _, bads in read for bad in bads]
-
-
-def _read_each(
-    what: str, data: bytes, decoder: msgspec.msgpack.Decoder[Any], id_index: int, error: Exception | None = None
-) -> tuple[list[Any], list[BadMessage]]:
-    """Decode the elements of a list one by one. `id_index`: the index of the request id in an element."""
-    try:
-        elements = _RAW_LIST.decode(data)
-    except Exception as list_error:
-        return [], [BadMessage(f"a message of {len(data)} bytes", str(error or list_error))]
-    good, bad = [], []
-    for element in elements:
-        try:
-            good.append(decoder.decode(element))
-        except Exception as error:
-            bad.append(_with_request_id(BadMessage(what, f"{type(error).__name__}: {error}"), element, id_index))
-    return good, bad
-
-
-def _with_request_id(bad: BadMessage, element: msgspec.Raw, id_index: int) -> BadMessage:
-    with contextlib.suppress(Exception):
-        fields = [msgspec.msgpack.decode(field) for field in _RAW_LIST.decode(element)[: id_index + 1]]
-        if isinstance(fields[id_index], str):
-            return bad._replace(request_id=fields[id_index], is_add=id_index > 0 and fields[0] == "add")
-    return bad
+"""Characters of a reason in a log line."""
 
 
 def encodable(text: str) -> str:
@@ -398,8 +350,11 @@ class Channel:
         self._on_data: Callable[[bytes], None] | None = None
 
     def send(self, message: Any) -> None:
+        self.send_bytes(self._encoder.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
         with contextlib.suppress(zmq.Again):
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._socket.send(data, zmq.NOBLOCK)
         if self._loop is not None:  # sending may consume the edge that signals an arrival
             self._loop.call_soon(self._drain)
 

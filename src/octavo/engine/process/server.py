@@ -16,9 +16,9 @@ from octavo.engine.engine_request import EngineRequest
 from octavo.engine.output_processor import RequestState, TextProcessor
 from octavo.engine.process import ipc
 from octavo.engine.process.heartbeat import HeartbeatSender
-from octavo.engine.query import CountDelivered, EngineQuery, Query
+from octavo.engine.query import EngineQuery, Query
 from octavo.engine.structured_output import Grammar
-from octavo.errors import OctavoError, UsageError
+from octavo.errors import OctavoError, RequestFailedError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 
@@ -102,33 +102,11 @@ class EngineServer:
         must not hold up the steps of all requests."""
         timeout, begin = (self.COMPILING_S if self._compiling else None) if wait else 0, None
         while (data := self._channel.receive(timeout)) is not None:
-            commands, bad = ipc.read_commands(data)
-            for command in commands:
+            for command in ipc.read_commands(data):
                 self._execute(command)
-            for message in bad:
-                self._reject_message(message)
             timeout, begin = 0, begin or time.monotonic()
             if time.monotonic() - begin > self.READING_S:
                 break
-        if self._replies:  # now, before any later update: a `CountDelivered` reply covers the updates sent so far
-            self._report()
-
-    def _reject_message(self, bad: ipc.BadMessage) -> None:
-        """Drop an unusable message; fails the request that it names, and no other."""
-        self._engine.stats.num_bad_messages += 1
-        logger.warning("%s", bad)
-        name = bad.request_id
-        if name is None or (bad.is_add and self._has_request(name)):
-            return
-        self._compiling.pop(name, None)
-        if (state := self._engine.abort_state(name)) is not None:
-            state.release()
-        self._errors.append(
-            ipc.RequestError(name, "RequestFailedError", f"{ipc.BAD_MESSAGE}: {bad}", None, ipc.BAD_MESSAGE)
-        )
-
-    def _has_request(self, name: str) -> bool:
-        return name in self._compiling or self._engine.get_state(name) is not None
 
     def _execute(self, command: ipc.Command) -> None:
         engine = self._engine
@@ -150,20 +128,13 @@ class EngineServer:
             self._closing = True
 
     def _receive(self, add: ipc.AddRequest) -> None:
-        if self._has_request(add.request_id):
-            why = "a request of that name is running already, and continues"
-            self._reject_message(ipc.BadMessage("a command", why, add.request_id, is_add=True))
-            return
+        if add.request_id in self._compiling or self._engine.get_state(add.request_id) is not None:
+            raise ipc.MessageError(f"a request {add.request_id!r} is running already")
         try:
             params = ipc.params_from_wire(add.params, add.is_beam_search)
             future = None if self._text is None else self._text.submit_grammar(params)
-        except UsageError as error:
+        except Exception as error:
             self._reject_request(add, error)
-            return
-        except Exception as error:  # parameters of types that no caller can pass
-            self._reject_message(
-                ipc.BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id, is_add=True)
-            )
             return
         if future is None:
             self._add(add, params, None)
@@ -176,27 +147,17 @@ class EngineServer:
             add, params, future = self._compiling.pop(name)
             try:
                 grammar = future.result()
-            except OctavoError as error:
-                self._reject_request(add, error)
             except Exception as error:
-                self._reject_message(ipc.BadMessage("a command", f"{type(error).__name__}: {error}", name))
+                self._reject_request(add, error)
             else:
                 self._add(add, params, grammar)
 
     def _add(self, add: ipc.AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
         try:
-            try:
-                self._add_to_engine(add, params, grammar)
-            except UsageError:
-                raise
-            except Exception:  # a first failure may be chance
-                logger.exception("request %s could not be added; trying again", add.request_id)
-                self._engine.abort_state(add.request_id)
-                self._add_to_engine(add, params, grammar)
-        except UsageError as error:
+            self._add_to_engine(add, params, grammar)
+        except Exception as error:
+            self._engine.abort(add.request_id)
             self._reject_request(add, error)
-        except Exception as error:  # an unforeseen error fails only this request
-            self._reject_message(ipc.BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id))
 
     def _add_to_engine(
         self, add: ipc.AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None
@@ -224,15 +185,12 @@ class EngineServer:
             assert state is not None
             state.delivered_of(index).num_tokens = len(output) // 4  # the client has these tokens
 
-    def _delivered(self) -> dict[str, dict[int, int] | None]:
-        """The answer to `CountDelivered`."""
-        delivered: dict[str, dict[int, int] | None] = dict.fromkeys(self._compiling)
-        for name, state in self._engine.states():
-            counts = {s.index: state.delivered_of(s.index).num_tokens for s in state.request.sequences}
-            delivered[name] = counts | {-1: state.num_prompt_logprobs_delivered}
-        return delivered
-
-    def _reject_request(self, add: ipc.AddRequest, error: OctavoError) -> None:
+    def _reject_request(self, add: ipc.AddRequest, error: Exception) -> None:
+        """Fail one request with its error; an unforeseen one is logged."""
+        if not isinstance(error, OctavoError):
+            logger.error("request %s could not be added", add.request_id, exc_info=error)
+            text = f"the engine could not add the request: {type(error).__name__}: {error}"
+            error = RequestFailedError(text, code="internal_error")
         text = ipc.encodable(str(error))
         self._errors.append(ipc.RequestError(add.request_id, type(error).__name__, text, error.param, error.code))
 
@@ -242,7 +200,7 @@ class EngineServer:
         except msgspec.ValidationError as error:
             return ipc.RpcReply(call.number, error=ipc.encodable(f"no query of this engine: {error}"))
         try:
-            answer = self._delivered() if isinstance(query, CountDelivered) else query.answer(self._engine)
+            answer = query.answer(self._engine)
             # Encoded here: a value that cannot be encoded must not take a whole step report with it.
             return ipc.RpcReply(call.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
         except Exception as error:  # a query must not crash the engine, nor the one after it

@@ -66,7 +66,7 @@ class EngineTimeouts:
 class EngineProcess:
     """One run of the engine process, watched on the running event loop: its process, channel and lifeline.
 
-    on_step   called with each `StepReport`; on_bad: with each `BadMessage`
+    on_step   called with each `StepReport`; a `MessageError` that it raises ends the connection
     """
 
     TICK_S = 0.25
@@ -79,27 +79,25 @@ class EngineProcess:
         options: dict[str, Any],
         timeouts: EngineTimeouts,
         on_step: Callable[[ipc.StepReport], None],
-        on_bad: Callable[[ipc.BadMessage], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._timeouts = timeouts
-        self._on_step, self._on_bad = on_step, on_bad
+        self._on_step = on_step
         self._ready: asyncio.Future[ipc.Ready] = self._loop.create_future()
         self._died = asyncio.Event()
         self._failure: ipc.EngineFailed | None = None
-        self.was_killed = False  # by SIGKILL from outside: a person, or a system out of memory
-        self._heartbeat, self._heartbeat_at = ipc.Heartbeat(phase="starting"), time.monotonic()
+        self._broken = ""  # why the connection ended
+        self._heartbeat, self.heartbeat_at = ipc.Heartbeat(phase="starting"), time.monotonic()
         self._cpu_s = 0.0  # CPU time of the process at that heartbeat
-        self._decoder = msgspec.msgpack.Decoder(ipc.Heartbeat)
-        self._lifeline, child_end = ipc.Lifeline.pair()
+        self.lifeline, child_end = ipc.Lifeline.pair()
         with contextlib.ExitStack() as undo, contextlib.closing(child_end):
-            undo.callback(self._lifeline.close)
+            undo.callback(self.lifeline.close)
             # Private to this user, and removed as soon as the engine has connected.
             is_long = len(tempfile.gettempdir()) > SOCKET_PATH_CHARS
             self._directory = tempfile.mkdtemp(prefix="octavo-", dir="/tmp" if is_long else None)
             undo.callback(self._remove_directory)
-            self._channel = ipc.Channel(bind=ipc.endpoint_in(self._directory))
-            undo.callback(self._channel.close)
+            self.channel = ipc.Channel(bind=ipc.endpoint_in(self._directory))
+            undo.callback(self.channel.close)
             self._process = subprocess.Popen(
                 [*command, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -107,9 +105,9 @@ class EngineProcess:
                 process_group=0,  # Ctrl-C reaches this process only, and `kill` its child processes, too
             )
             undo.pop_all()
-        self._lifeline.send(ipc.Launch(ipc.endpoint_in(self._directory), options, logs.current_settings()), wait=True)
-        self._channel.attach(self._loop, self._on_data)
-        self._loop.add_reader(self._lifeline.fileno(), self._on_lifeline)
+        self.lifeline.send(ipc.Launch(ipc.endpoint_in(self._directory), options, logs.current_settings()), wait=True)
+        self.channel.attach(self._loop, self.receive)
+        self._loop.add_reader(self.lifeline.fileno(), self._on_lifeline)
 
     @property
     def pid(self) -> int:
@@ -118,10 +116,10 @@ class EngineProcess:
     @property
     def last_step_age_s(self) -> float | None:
         waited = self._heartbeat.waited_s
-        return None if waited is None else waited + time.monotonic() - self._heartbeat_at
+        return None if waited is None else waited + time.monotonic() - self.heartbeat_at
 
     def send(self, commands: list[msgspec.Raw]) -> None:
-        self._channel.send(commands)
+        self.channel.send(commands)
 
     async def ready(self) -> ipc.Ready:
         """Wait until the engine accepts requests. Raises the error that prevented it."""
@@ -151,7 +149,7 @@ class EngineProcess:
 
     def _hang_reason(self, now: float) -> str:
         timeouts, heartbeat = self._timeouts, self._heartbeat
-        silence = now - self._heartbeat_at
+        silence = now - self.heartbeat_at
         if silence > timeouts.silence_s:
             is_working = not self._ready.done() or cpu_time_s(self.pid) - self._cpu_s > BUSY_CPU_SHARE * silence
             if not is_working or silence > timeouts.start_s:
@@ -169,45 +167,50 @@ class EngineProcess:
 
     def _reap(self) -> str:
         """Wait for a process whose lifeline broke; returns how it ended."""
+        if self._broken:
+            return self._broken
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
             if self._failure is not None:
                 return f"{self._failure.error}: {self._failure.message}"
             if code >= 0:
                 return f"it exited with code {code}"
-            self.was_killed = code == -signal.SIGKILL
-            hint = "; the system may have run out of memory" if self.was_killed else ""
+            hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
             return f"it was killed by {signal.Signals(-code).name}{hint}"
         return "it closed its lifeline"
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _on_data(self, data: bytes) -> None:
-        report, bad = ipc.read_message(data)
-        for message in bad:
-            self._on_bad(message)
-        if report is None:
+    def receive(self, data: bytes) -> None:
+        """Act on a message of the engine."""
+        if self._broken:
             return
-        if isinstance(report, ipc.StepReport):
-            self._on_step(report)
-        elif isinstance(report, ipc.Hello):
+        try:
+            report = ipc.read_message(data)
+            if isinstance(report, ipc.StepReport):
+                self._on_step(report)
+        except ipc.MessageError as error:
+            self._broken = f"the connection to it ended: {error}"
+            self._died.set()
+            return
+        if isinstance(report, ipc.Hello):
             self._remove_directory()
         elif isinstance(report, ipc.EngineFailed):
             self._failure = report
-        elif not self._ready.done():
+        elif isinstance(report, ipc.Ready) and not self._ready.done():
             self._ready.set_result(report)
 
     def _on_lifeline(self) -> None:
-        while (data := self._lifeline.receive(wait=False)) is not None:
+        while (data := self.lifeline.receive(wait=False)) is not None:
+            try:
+                if data:
+                    self._heartbeat, self.heartbeat_at = ipc.read_heartbeat(data), time.monotonic()
+            except ipc.MessageError as error:
+                self._broken, data = f"its heartbeat is broken: {error}", b""
             if not data:
-                self._loop.remove_reader(self._lifeline.fileno())
+                self._loop.remove_reader(self.lifeline.fileno())
                 self._died.set()
                 return
-            try:
-                self._heartbeat, self._heartbeat_at = self._decoder.decode(data), time.monotonic()
-            except Exception as error:
-                self._on_bad(ipc.BadMessage(f"a heartbeat of {len(data)} bytes", str(error)))
-                continue
             self._cpu_s = cpu_time_s(self.pid)
 
     def _remove_directory(self) -> None:
@@ -217,18 +220,18 @@ class EngineProcess:
 
     def request_exit(self) -> None:
         """Ask the process to exit, and wait up to `close_s`."""
-        self._channel.send([ipc.CloseEngine()])
+        self.channel.send([ipc.CloseEngine()])
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._timeouts.close_s)
 
     def kill(self) -> None:
         """Kill the process and its children, and read nothing more from it. A second call does nothing."""
-        if self._lifeline.fileno() >= 0:
-            self._loop.remove_reader(self._lifeline.fileno())
-            self._lifeline.close()
+        if self.lifeline.fileno() >= 0:
+            self._loop.remove_reader(self.lifeline.fileno())
+            self.lifeline.close()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._channel.close()
+            self.channel.close()
             self._remove_directory()
 
     def wait(self) -> None:
@@ -241,8 +244,8 @@ class Supervisor:
 
     options    fields of `octavo.config.EngineArgs`
     on_ready   called when an engine has started
-    on_down    called when an engine has gone, with False if something outside killed it
-    on_step    called with each step report; on_bad: with each unreadable message
+    on_down    called when an engine has gone
+    on_step    called with each step report; a `MessageError` that it raises ends the engine
     on_failed  called with the root cause when there will be no further engine
     """
 
@@ -252,16 +255,15 @@ class Supervisor:
         *,
         on_ready: Callable[[ipc.Ready], None],
         on_step: Callable[[ipc.StepReport], None],
-        on_bad: Callable[[ipc.BadMessage], None],
-        on_down: Callable[[bool], None],
+        on_down: Callable[[], None],
         on_failed: Callable[[OctavoError], None],
         command: Sequence[str] = ENGINE_COMMAND,
         timeouts: EngineTimeouts | None = None,
     ) -> None:
         self._options, self._command, self._timeouts = options, command, timeouts or EngineTimeouts()
-        self._on_ready, self._on_step, self._on_bad = on_ready, on_step, on_bad
+        self._on_ready, self._on_step = on_ready, on_step
         self._on_down, self._on_failed = on_down, on_failed
-        self._process: EngineProcess | None = None
+        self.process: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._state: Literal["starting", "running", "restarting", "failed"] = "starting"
         self._since = time.monotonic()
@@ -279,8 +281,8 @@ class Supervisor:
 
     def send(self, commands: list[msgspec.Raw]) -> None:
         """Send commands to the running engine."""
-        assert self._process is not None
-        self._process.send(commands)
+        assert self.process is not None
+        self.process.send(commands)
 
     @property
     def is_up(self) -> bool:
@@ -289,10 +291,10 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """The process id of the current engine."""
-        return None if self._process is None else self._process.pid
+        return None if self.process is None else self.process.pid
 
     def health(self) -> Health:
-        age = self._process.last_step_age_s if self._process is not None and self.is_up else None
+        age = self.process.last_step_age_s if self.process is not None and self.is_up else None
         return Health(self._state, time.monotonic() - self._since, age, self._num_restarts, self._reason)
 
     def close(self) -> None:
@@ -302,24 +304,24 @@ class Supervisor:
             self._task = None
         if self._state != "failed":
             self._enter("failed", "it was shut down")
-        if self._process is not None:
-            self._process.request_exit()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self.process is not None:
+            self.process.request_exit()
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
     def _enter(self, state: Literal["starting", "running", "restarting", "failed"], reason: str) -> None:
         self._state, self._reason, self._since = state, reason, time.monotonic()
 
     async def _start_process(self) -> None:
         try:
-            self._process = EngineProcess(self._command, self._options, self._timeouts, self._on_step, self._on_bad)
+            self.process = EngineProcess(self._command, self._options, self._timeouts, self._on_step)
         except OSError as error:
             raise EngineError(
                 f"the engine process cannot be started: {error}; check the limits on files and processes"
             ) from error
         try:
-            ready = await self._process.ready()
+            ready = await self.process.ready()
         except BaseException:
             await self._kill_process()
             raise
@@ -327,19 +329,19 @@ class Supervisor:
         self._on_ready(ready)
 
     async def _kill_process(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
             await asyncio.to_thread(process.wait)
 
     async def _watch(self) -> None:
-        assert self._process is not None
+        assert self.process is not None
         while True:
-            why = await self._process.down()
+            why = await self.process.down()
             begin = time.monotonic()
             self._enter("restarting", why)
             self._num_restarts += 1
-            self._on_down(not self._process.was_killed)
+            self._on_down()
             logger.error("restarting the engine process: %s", why)
             await self._kill_process()
             for failures in range(1, MAX_FAILED_STARTS + 1):
