@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 640,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
+    "(top)": 639,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
     "core": 2650,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 715,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2790,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
-    "frontend": 1560,  # LLM, the client with its transports, text input
+    "engine": 2713,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
+    "frontend": 1479,  # LLM, the client with its transports, text input
     "text": 1695,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
@@ -27,7 +27,7 @@ BUDGETS: dict[str, int] = {
     "serve": 4570,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2790,  # cost models, traces, planner, the paper's experiments
     "bench": 1065,  # `octavo bench`
-    "view": 3055,  # live view, flight recorder and player, playground and lessons
+    "view": 3048,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
     "cli": 1910,  # one file a command
 }
