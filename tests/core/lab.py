@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import Slice, StepResult
+from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
@@ -21,6 +22,9 @@ SWAP = Policy(mode=PreemptionMode.SWAP)
 RECOMPUTE = Policy(mode=PreemptionMode.RECOMPUTE)
 ANY = SamplingParams(max_tokens=None)
 
+
+Worlds = Callable[..., "Lab"]
+"""Makes a `Lab` that runs to its end after the test: `world` in conftest.py."""
 
 COLUMNS = ("rows", "starts", "counts", "num_sampled")
 
@@ -126,6 +130,13 @@ class Lab:
         self.land()
         return plan
 
+    def preempt(self, request: Request, policy: Policy | None = None) -> StepPlan:
+        """Preempt a request between two steps, by `policy` if given. Returns the plan of its swaps, submitted."""
+        plan = preempt(self.scheduler, request, policy)
+        if plan:
+            self.oracle.submit(plan)
+        return plan
+
     def abort(self, name: str) -> None:
         self.scheduler.abort(name)
         o.check(self.scheduler)
@@ -156,7 +167,7 @@ class Lab:
         assert self.pool.num_used == 0 and self.pool.num_refs == 0
         assert self.cache.swap_space.num_used == 0
         assert self.cache.rows.num_free == self.scheduler.max_num_seqs
-        assert not self.cache._holders
+        assert not o.holders(self.cache)
 
     def emitted(self, *kinds: type) -> list[ev.Event]:
         return [e for e in self.events if isinstance(e, kinds)]
@@ -170,6 +181,21 @@ class Lab:
         names = [r.request_id for r in finished]
         self.finished += names
         return names
+
+
+def preempt(scheduler: Scheduler, request: Request, policy: Policy | None = None) -> StepPlan:
+    """Preempt a request, as a step does for want of blocks. Returns the plan of its swaps."""
+    plan, usual = StepPlan(scheduler.num_steps), scheduler.policy
+    scheduler.policy = policy or usual
+    scheduler._preempt(request, request, 0, InFlightStep(plan))
+    scheduler.policy = usual
+    return plan
+
+
+def state_of(cache: KVCacheManager, *sequences: Sequence) -> Any:
+    """The whole state of a manager and of sequences, for comparison."""
+    attributes = [[list(v) if isinstance(v := getattr(s, k), list) else v for k in s.__slots__] for s in sequences]
+    return cache.snapshot(o.Themselves((), ())), attributes, [dict(s.request.shared_on_device) for s in sequences]
 
 
 def make(name: str, prompt: list[int], max_tokens: int | None, **options: Any) -> Request:
@@ -206,6 +232,14 @@ def arrange(pool: BlockPool, *block_ids: int) -> None:
     taken = [pool.allocate() for _ in range(max(block_ids))]
     for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
         pool.release(block)
+
+
+def fork(cache: KVCacheManager, parent: Sequence) -> Sequence:
+    """Add a copy of a sequence to its request."""
+    child = Sequence(parent.request, len(parent.request.sequences), parent.token_ids[:], parent.max_length)
+    cache.fork(parent, child)
+    parent.request.sequences.append(child)
+    return child
 
 
 def ints(tokens: list[int]) -> array[int]:

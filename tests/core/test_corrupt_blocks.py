@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from octavo.core import events as ev
-from octavo.core.in_flight import InFlightStep
-from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
+from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import Request, Status
 from tests.core.lab import SWAP, Lab, Planned
 
@@ -61,8 +60,7 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> Non
     lab = Lab(20, host=20, policy=SWAP)
     request = lab.add("A", [1, 2, 3], 9)
     lab.step()
-    lab.scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
-    lab.oracle.submit(plan)
+    lab.preempt(request)
     corrupt(lab, request)
     known = len(request.sequences[0].token_ids)
     returning(lab, request)
@@ -79,8 +77,7 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> Non
 
 
 def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
-    lab.scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
-    lab.oracle.submit(plan)
+    lab.preempt(request)
     corrupt(lab, request, index)
 
 
@@ -167,8 +164,7 @@ def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None
     lab.step()
     out_and_corrupt(lab, b, 0)
     corrupt(lab, b, 1)
-    lab.scheduler._preempt(a, a, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
-    lab.oracle.submit(plan)
+    lab.preempt(a)
     plan = returning(lab, a)
     assert b in plan.swapped_requests
     lab.land()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import BlockCopy
 from octavo.core.policy import Policy
 from octavo.core.request import Request, Status
@@ -208,8 +207,8 @@ def test_a_pin_preempted_before_its_result_is_recomputed(policy: Policy) -> None
     """Its token is in flight when its blocks are released: a token without blocks is no pin."""
     lab = Lab(20, 2, host=20, policy=policy)
     pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
-    plan = lab.plan()
-    lab.scheduler._preempt(pin, pin, 1, InFlightStep(plan))
+    lab.plan()
+    lab.preempt(pin)
     lab.land()
     assert pin.status is Status.WAITING and pin.sequences[0].num_pending == 0
     while lab.scheduler.has_work:
