@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -240,7 +239,3 @@ def fork(cache: KVCacheManager, parent: Sequence) -> Sequence:
     cache.fork(parent, child)
     parent.request.sequences.append(child)
     return child
-
-
-def ints(tokens: list[int]) -> array[int]:
-    return array("i", tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.core import events as ev
 from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import Request, Status
-from tests.core.lab import SWAP, Lab, Planned
+from tests.core.lab import SWAP, Lab, Planned, Worlds
 
 
 def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: object) -> Request:
@@ -39,13 +39,6 @@ def test_a_corrupt_block_is_recomputed_and_counted() -> None:
     assert lab.oracle.counts["blocks corrupt"] == 1
 
 
-def test_an_intact_swapped_block_is_not_recomputed() -> None:
-    lab = Lab(8, host=8, policy=SWAP)
-    swapped(lab, "A", [1, 2, 3, 4, 5], 6)
-    lab.run()
-    assert lab.cache.num_swapped_in > 0 and not lab.emitted(ev.Corrupt, ev.Recomputed)
-
-
 def returning(lab: Lab, request: Request) -> Planned:
     """Complete the plans in flight and return the plan that swaps the request in."""
     while True:
@@ -56,8 +49,8 @@ def returning(lab: Lab, request: Request) -> Planned:
         lab.land()
 
 
-def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> None:
-    lab = Lab(20, host=20, policy=SWAP)
+def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too(world: Worlds) -> None:
+    lab = world(20, host=20, policy=SWAP)
     request = lab.add("A", [1, 2, 3], 9)
     lab.step()
     lab.preempt(request)
@@ -73,7 +66,6 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> Non
     assert request.status is Status.RUNNING and request.num_pending == 1
     lab.land()
     assert len(request.sequences[0].token_ids) == known and request.num_pending == 1
-    lab.run(depth=2)
 
 
 def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
@@ -81,9 +73,9 @@ def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
     corrupt(lab, request, index)
 
 
-def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
+def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too(world: Worlds) -> None:
     """The plan that swaps A's block in seals it again, and B finds it before the corruption is reported."""
-    lab = Lab(20, host=20, policy=SWAP)
+    lab = world(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     c = lab.add("C", [7, 8], 9)
     lab.step()
@@ -97,7 +89,6 @@ def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
     assert a.status is b.status is Status.WAITING and c.status is Status.RUNNING
     assert [e.request_id for e in lab.emitted(ev.Corrupt)] == ["A"]  # type: ignore[attr-defined]
     assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A", "B"]  # type: ignore[attr-defined]
-    lab.run(depth=2)
 
 
 def test_a_corrupt_block_leaves_the_index() -> None:
@@ -134,9 +125,9 @@ def test_a_request_with_intact_blocks_seals_again_and_continues() -> None:
     assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
 
 
-def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
+def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks(world: Worlds) -> None:
     """C seals a block and drops it from its attention window before A's corrupt block is reported."""
-    lab = Lab(40, 1, host=40, rows=2, policy=SWAP, attention_window=2)
+    lab = world(40, 1, host=40, rows=2, policy=SWAP, attention_window=2)
     a, c = lab.add("A", [1, 2, 3], 9), lab.add("C", [7, 8, 6], 12)
     lab.step()
     lab.step()
@@ -155,11 +146,10 @@ def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
     lab.land()
     assert a.status is Status.WAITING and c.status is Status.RUNNING
     assert seq.seal_ids[: seq.num_dropped] == given_up and not lab.pool.seal_id[0]
-    lab.run(depth=2)
 
 
-def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None:
-    lab = Lab(20, host=20, policy=SWAP)
+def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed(world: Worlds) -> None:
+    lab = world(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [5, 6, 7, 8, 9], 9)
     lab.step()
     out_and_corrupt(lab, b, 0)
@@ -170,7 +160,6 @@ def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None
     lab.land()
     assert a.status is Status.RUNNING and b.status is Status.WAITING
     assert lab.emitted(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
-    lab.run()
 
 
 def test_a_corrupt_block_shared_by_samples_counts_once() -> None:
@@ -184,8 +173,8 @@ def test_a_corrupt_block_shared_by_samples_counts_once() -> None:
     assert lab.cache.num_corrupt == 1
 
 
-def test_a_failed_step_after_a_corrupt_block_discards_results_once() -> None:
-    lab = Lab(20, host=20, policy=SWAP)
+def test_a_failed_step_after_a_corrupt_block_discards_results_once(world: Worlds) -> None:
+    lab = world(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
     out_and_corrupt(lab, a)
@@ -195,7 +184,6 @@ def test_a_failed_step_after_a_corrupt_block_discards_results_once() -> None:
     assert a.num_pending == 0
     lab.fail()
     assert a.num_pending == 0
-    lab.run()
 
 
 def test_an_error_caused_by_a_corrupt_block_fails_no_request() -> None:

@@ -12,7 +12,7 @@ from octavo.core.policy import Policy
 from octavo.core.request import Request, Status
 from octavo.errors import CapacityError
 from octavo.params.sampling_params import SamplingParams
-from tests.core.lab import RECOMPUTE, SWAP, Lab
+from tests.core.lab import RECOMPUTE, SWAP, Lab, Worlds
 
 
 def pinned(lab: Lab, name: str, prompt: list[int], **options: Any) -> Request:
@@ -167,8 +167,8 @@ def test_pins_take_at_most_half_of_the_pool() -> None:
     assert lab.cache.num_pinned == 0
 
 
-def test_a_pins_blocks_are_reserved_when_it_is_added() -> None:
-    lab = Lab(10, 2)
+def test_a_pins_blocks_are_reserved_when_it_is_added(world: Worlds) -> None:
+    lab = world(10, 2)
     lab.add("P", [1] * 6, 1, pin=True)
     with pytest.raises(CapacityError, match=r"needs 8 blocks .* the pool has 7, besides 3 pinned ones; max_tokens of"):
         lab.add("A", [2] * 8, 9)
@@ -177,7 +177,6 @@ def test_a_pins_blocks_are_reserved_when_it_is_added() -> None:
     lab.abort("P")
     assert lab.cache.num_pinned == 0 and not lab.cache.pins
     lab.add("A", [2] * 8, 9)
-    lab.run()
 
 
 def test_a_pin_is_refused_if_an_earlier_request_might_no_longer_fit() -> None:
@@ -192,14 +191,13 @@ def test_a_pin_is_refused_if_an_earlier_request_might_no_longer_fit() -> None:
     unpin_all(lab)
 
 
-def test_unpinning_does_not_affect_requests_that_began_with_the_pin() -> None:
-    lab = Lab(20, 2)
+def test_unpinning_does_not_affect_requests_that_began_with_the_pin(world: Worlds) -> None:
+    lab = world(20, 2)
     pinned(lab, "P", [1, 2, 3, 4])
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
     assert lab.scheduler.unpin("P") == 2 and lab.scheduler.unpin("P") is None
     assert lab.emitted(ev.Pinned, ev.Unpinned) == [ev.Pinned("P", 4, 2), ev.Unpinned("P", 2)]
-    lab.run()
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
@@ -218,8 +216,8 @@ def test_a_pin_preempted_before_its_result_is_recomputed(policy: Policy) -> None
 
 
 @pytest.mark.parametrize("when", ["before", "in flight"])
-def test_a_request_that_ends_early_leaves_no_pin(when: str) -> None:
-    lab = Lab(20, 2)
+def test_a_request_that_ends_early_leaves_no_pin(world: Worlds, when: str) -> None:
+    lab = world(20, 2)
     pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
     if when == "in flight":
         lab.plan()
@@ -227,7 +225,6 @@ def test_a_request_that_ends_early_leaves_no_pin(when: str) -> None:
     assert not lab.cache.pins and lab.cache.num_pinned == 0
     while lab.flight:
         lab.land()
-    lab.at_rest()
 
 
 def test_a_pin_whose_step_fails_is_recomputed() -> None:
@@ -263,9 +260,9 @@ def test_samples_share_a_pin_and_its_tail_is_copied_once_for_each_but_never_for_
     unpin_all(lab)
 
 
-def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them() -> None:
+def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them(world: Worlds) -> None:
     """Without a seal a later swap-in cannot tell whether the block is still the same: the pin may be gone by then."""
-    lab = Lab(12, 2, host=12, caching=False, policy=SWAP)
+    lab = world(12, 2, host=12, caching=False, policy=SWAP)
     pinned(lab, "P", [1, 2, 3, 4])
     lab.add("old", [9, 8, 7], 15)
     young = lab.add("young", [1, 2, 3, 4, 5], 12)
@@ -273,4 +270,3 @@ def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them() 
         lab.step()
     assert young.num_cached_tokens == 4 and not young.shared_on_device
     assert lab.scheduler.unpin("P")
-    lab.run()

@@ -17,7 +17,6 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
-from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
 from octavo.params.sampling_params import SamplingParams
 from tests.core.lab import RECOMPUTE, SWAP, Lab, Planned, Worlds, answer, slice_of, state_of
@@ -27,12 +26,12 @@ from tests.proof.workloads import World
 LAZY = o.Habits(eager=False)
 
 
-def crowded(policy: Policy, *, steps: int = 3, late: int = 0, **options: object) -> Lab:
+def crowded(world: Worlds, policy: Policy, *, steps: int = 3, late: int = 0, **options: int) -> Lab:
     """A and B fill a pool of 6 blocks in three steps; in the fourth A needs one more, and B, the later, gives way.
 
     `late` of those steps are still in flight when this returns.
     """
-    lab = Lab(6, host=6, policy=policy, **options)  # type: ignore[arg-type]
+    lab = world(6, host=6, policy=policy, **options)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     for _ in range(steps):
@@ -124,23 +123,16 @@ def test_skip_reading_prefix_cache_computes_the_whole_prompt(world: Worlds, asks
 # -- Memory 4: release and eviction ------------------------------------------------------------------------------------
 
 
-def test_an_eviction_event_has_its_reason() -> None:
-    lab = Lab(4)
-    lab.add("A", [1, 2, 3, 4, 5], 2)
-    lab.run()
-    assert lab.pool.num_cached == 3
-    lab.add("B", [6, 7], 1)
-    lab.run()
-    assert lab.emitted(ev.Evicted) == []
-    lab.add("C", [8, 9, 10, 11], 1)
-    lab.run()
-    assert [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)] == [("room", 3), ("room", 2)]
-    lab.events.clear()
-    num = lab.pool.num_cached
+def test_an_eviction_event_has_its_reason(world: Worlds) -> None:
+    lab = world(4)
+    for name, prompt, num in (("A", [1, 2, 3, 4, 5], 2), ("B", [6, 7], 1), ("C", [8, 9, 10, 11], 1)):
+        assert lab.emitted(ev.Evicted) == []
+        lab.add(name, prompt, num)
+        lab.run()
     lab.pool.unseal(next(lab.pool.cached()))
     lab.cache.reset_prefix_cache()
     evicted = [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)]
-    assert evicted == [("void", num - 1), *(("reset", left) for left in reversed(range(num - 1)))] and num > 1
+    assert evicted == [("room", 3), ("room", 2), ("void", 3), ("reset", 2), ("reset", 1), ("reset", 0)]
 
 
 # -- Memory 5: admission -----------------------------------------------------------------------------------------------
@@ -155,11 +147,9 @@ def test_a_waiting_request_changes_no_state(world: Worlds) -> None:
     assert state_of(lab.cache, *a.sequences, *b.sequences) == before
 
 
-def test_a_requests_lookup_is_counted_once() -> None:
+def test_a_requests_lookup_is_counted_once(world: Worlds) -> None:
     """Only the first admission counts, not the one after a preemption."""
-    lab = Lab(6, policy=RECOMPUTE)
-    lab.add("A", [1, 2, 3, 4], 6)
-    lab.add("B", [5, 6, 7, 8], 6)
+    lab = crowded(world, RECOMPUTE)
     lab.run()
     stats = lab.cache.stats()
     assert lab.scheduler.num_preemptions == 1
@@ -226,19 +216,15 @@ def test_a_fork_happens_in_the_tier_where_the_request_is(world: Worlds, policy: 
 
 def test_selected_beams_fork_before_the_others_are_released() -> None:
     """Both survivors come from the last beam. If the others were released in between, its blocks would be lost."""
-    kept = []
 
     def last_twice(parents: list) -> list:
-        live = [seq for seq, _ in parents]
-        kept.append([s.index for s in live])
-        return [(live[-1], 1), (live[-1], 2)]
+        return [(parents[-1][0], 1), (parents[-1][0], 2)]
 
     lab = Lab(12)
     request = lab.add("beam", [1, 2, 3], 5, width=2, num_samples=2, select_beams=last_twice)
     lab.step()
     lab.step()
     first, second = request.sequences
-    assert kept == [[0], [0, 1]]
     assert first.block_ids == second.block_ids and lab.pool.refs[first.block_ids[-1]] == 2
     assert first.token_ids.tolist()[-2:] == [2, 1] and second.token_ids.tolist()[-2:] == [2, 2]
     while lab.scheduler.has_work:
@@ -266,29 +252,20 @@ def test_blocks_needed_counts_a_group_as_a_whole() -> None:
 # -- Memory 8: freeing -------------------------------------------------------------------------------------------------
 
 
-def test_block_events_agree_with_the_pool() -> None:
+def test_block_events_agree_with_the_pool(world: Worlds) -> None:
     """Replaying the events gives the reference counts and the states."""
-    lab = Lab(6, host=6, policy=None)
+    lab = world(6, host=6)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7], 3, width=2)
     lab.run()
-    refs: dict[int, int] = {}
-    for e in lab.events:
-        if isinstance(e, ev.Allocated):
-            assert refs.get(e.block_id, 0) == 0
-            refs[e.block_id] = 1
-        elif isinstance(e, ev.Shared):
-            refs[e.block_id] = refs.get(e.block_id, 0) + 1
-            assert refs[e.block_id] == e.refs
-        elif isinstance(e, ev.Released):
-            refs[e.block_id] -= 1
-            assert refs[e.block_id] == e.refs
-            assert not e.cached or e.refs == 0
-    assert not any(refs.values())
-    sealed, evicted = lab.emitted(ev.Sealed), lab.emitted(ev.Evicted)
-    assert len(sealed) == lab.pool.num_sealed and len(evicted) == lab.pool.num_evicted
-    assert {e.seal_id for e in evicted} <= {e.seal_id for e in sealed}
-    assert len(lab.emitted(ev.Copied)) == lab.cache.num_copied > 0
+    refs: Counter[int] = Counter()
+    for e in lab.emitted(ev.Allocated, ev.Shared, ev.Released):
+        refs[e.block_id] += -1 if isinstance(e, ev.Released) else 1
+        assert refs[e.block_id] == (1 if isinstance(e, ev.Allocated) else e.refs)
+        assert not isinstance(e, ev.Released) or not e.cached or not e.refs
+    assert not refs.total() and len(lab.emitted(ev.Copied)) == lab.cache.num_copied > 0
+    sealed, evicted = ([e.seal_id for e in lab.emitted(kind)] for kind in (ev.Sealed, ev.Evicted))
+    assert len(sealed) == lab.pool.num_sealed and len(evicted) == lab.pool.num_evicted and {*evicted} <= {*sealed}
 
 
 # -- Memory 9: swapping ------------------------------------------------------------------------------------------------
@@ -320,14 +297,10 @@ def test_unfilled_slots_are_fewer_than_a_block_per_sequence(world: Worlds, size:
     lab = world(80, block_size=size)
     for i in range(4):
         lab.add(f"r{i}", [i] * (3 + i), 12)
-    most = 0
     while lab.scheduler.has_work:
         lab.step()
-        stats = lab.cache.stats()
-        most = max(most, stats.num_unfilled_slots)
-        held = [s for r in lab.scheduler.running for s in r.sequences]
-        assert stats.num_unfilled_slots == sum(s.room - s.num_computed for s in held) <= len(held) * (size - 1)
-    assert (most > 0) == (size > 1)
+        held = [s.room - s.num_computed for r in lab.scheduler.running for s in r.sequences]
+        assert lab.cache.stats().num_unfilled_slots == sum(held) <= len(held) * (size - 1)
 
 
 # -- Memory 11: blocks before the sliding window -----------------------------------------------------------------------
@@ -474,16 +447,13 @@ def test_by_priority_the_least_important_request_is_preempted_though_it_arrived_
     assert lab.finished == ["urgent", "early"]
 
 
-def test_swapped_requests_resume_before_new_ones_are_admitted() -> None:
-    lab = Lab(6, host=6, policy=SWAP)
-    lab.add("A", [1, 2, 3, 4], 6)
-    lab.add("B", [5, 6, 7, 8], 6)
-    while not lab.scheduler.swapped:
-        lab.step()
+def test_swapped_requests_resume_before_new_ones_are_admitted(world: Worlds) -> None:
+    lab = crowded(world, SWAP)
     small = lab.add("C", [9], 1)
+    lab.step()
     while lab.scheduler.swapped:
+        assert small.status is Status.WAITING
         lab.step()
-        assert small.status is Status.WAITING or not lab.scheduler.swapped
     assert lab.reasons("C")[0] == "behind a swapped request"
     lab.run()
     assert lab.finished.index("C") > lab.finished.index("A")
@@ -641,9 +611,9 @@ def test_several_requests_are_preempted_until_there_is_room(world: Worlds) -> No
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
-def test_late_results_of_a_preempted_request_are_kept(policy: Policy) -> None:
+def test_late_results_of_a_preempted_request_are_kept(world: Worlds, policy: Policy) -> None:
     """Its blocks and its row are released at once, with the step in flight."""
-    lab = crowded(policy, late=1)
+    lab = crowded(world, policy, late=1)
     b = lab.requests["B"]
     lab.plan()
     assert b.status in (Status.WAITING, Status.SWAPPED)
@@ -652,13 +622,12 @@ def test_late_results_of_a_preempted_request_are_kept(policy: Policy) -> None:
     assert seq in lab.flight[0][0].sequences and (seq.num_pending, len(seq.token_ids)) == (1, 6)
     lab.land()
     assert (seq.num_pending, len(seq.token_ids)) == (0, 7)
-    lab.run(depth=2)
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
-def test_a_preempted_request_resumes_only_without_pending_tokens(policy: Policy) -> None:
+def test_a_preempted_request_resumes_only_without_pending_tokens(world: Worlds, policy: Policy) -> None:
     """Otherwise its last token is unknown: it would continue without it and sample that position twice."""
-    lab = crowded(policy, late=1)
+    lab = crowded(world, policy, late=1)
     lab.plan()
     lab.abort("A")
     plan = lab.plan()
@@ -666,7 +635,6 @@ def test_a_preempted_request_resumes_only_without_pending_tokens(policy: Policy)
     assert lab.reasons("B")[-1] == "in flight"
     lab.land()
     assert slice_of(lab.plan(), lab.requests["B"]) is not None
-    lab.run(depth=2)
 
 
 def test_a_group_is_recomputed_one_sequence_at_a_time_from_its_sibling(world: Worlds) -> None:
@@ -835,24 +803,18 @@ def test_events_of_a_requests_life() -> None:
     ]
 
 
-def test_step_events_carry_the_increase_of_every_counter() -> None:
-    lab = Lab(6, host=6, policy=SWAP)
+def test_step_events_carry_the_increase_of_every_counter(world: Worlds) -> None:
+    lab = world(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [1, 2, 7], 3, width=2)
     lab.run()
     lab.add("C", [1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
     lab.run()
-    steps = lab.emitted(ev.Step)
-    stats = lab.scheduler.stats()
-    assert sum(s.hits for s in steps) == stats.num_hits > 0
-    assert sum(s.misses for s in steps) == stats.num_misses > 0
-    assert sum(s.copied for s in steps) == stats.num_copied > 0
-    assert sum(s.swapped_out for s in steps) == stats.num_swapped_out > 0
-    assert sum(s.swapped_in for s in steps) == stats.num_swapped_in > 0
-    assert sum(s.evicted for s in steps) == stats.num_evicted > 0
+    steps, stats = lab.emitted(ev.Step), lab.scheduler.stats()
+    for counter in ("hits", "misses", "copied", "swapped_out", "swapped_in", "evicted"):
+        assert sum(getattr(s, counter) for s in steps) == getattr(stats, f"num_{counter}") > 0
     assert all(s.used + s.cached + s.free == 6 for s in steps)
-    swapped = lab.emitted(ev.SwappedIn)
-    assert [e.num_copied for e in swapped] == [stats.num_swapped_in]
+    assert [e.num_copied for e in lab.emitted(ev.SwappedIn)] == [stats.num_swapped_in]
 
 
 def test_listeners_change_no_plan() -> None:
@@ -890,18 +852,12 @@ def test_a_decode_slice_has_no_host_tokens(world: Worlds) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_a_window_ends_with_the_request(world: Worlds, depth: int, window: int) -> None:
+    """An admitted request starts with one token."""
     lab = world(30, window=window)
     lab.add("A", [1, 2, 3], 12)
-    sampled = []
-    while lab.scheduler.has_work:
-        plan = lab.plan() if len(lab.flight) < depth else None
-        if plan:
-            sampled += plan.num_sampled
-        if lab.flight and (not plan or len(lab.flight) >= depth):
-            lab.land()
-    assert sampled[0] == 1  # an admitted request starts with one token
-    assert sum(sampled) == 12 and max(sampled) <= window
-    assert len(sampled) == 1 + -(-11 // window)
+    lab.run(depth=depth)
+    first, *others = [e.num_tokens for e in lab.emitted(ev.Step)]
+    assert first == 3 and sum(others) == 11 and max(others) <= window and len(others) == -(-11 // window)
 
 
 def test_a_window_counts_in_the_budget(world: Worlds) -> None:
@@ -974,21 +930,6 @@ def test_a_prefill_chunk_samples_nothing(world: Worlds) -> None:
         assert lab.step().num_samples == {0: 2}
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_structured_outputs_are_planned_like_others(world: Worlds, width: int) -> None:
-    """The next pass needs their tokens, which rows hold; only sampling waits for the host's bitmask."""
-    lab = world(40, window=2)
-    request = lab.add("A", [1, 2, 3], 6, width=width, use_structured_output=True)
-    assert lab.step().bitmask_slices == [0]
-    first, second = lab.plan(), lab.plan()
-    every = list(range(width))
-    assert first.num_sampled == second.num_sampled == [2] * width
-    assert first.bitmask_slices == second.bitmask_slices == every
-    assert first.num_bitmask_columns == 2
-    assert list(first.host_tokens) == ([] if width == 1 else every) and not second.host_tokens
-    assert request.num_pending == 4 * width
-
-
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_result_is_cut_at_the_first_stop_token(world: Worlds, stops: bool) -> None:
     """The device's own stop test only ends writes early; the host cuts the result."""
@@ -1049,15 +990,12 @@ def test_stop_finishes_a_sequence_that_met_a_stop_string() -> None:
     assert lab.pool.num_used == 0 and lab.cache.rows.num_free == 8
 
 
-def test_results_arrive_in_the_order_of_the_plans() -> None:
-    lab = Lab(20)
+def test_results_arrive_in_the_order_of_the_plans(world: Worlds) -> None:
+    lab = world(20)
     lab.add("A", [1, 2, 3], 8)
     lab.plan()
-    second = lab.plan().in_flight
     with pytest.raises(AssertionError, match="in the order"):
-        lab.scheduler.update(second, StepResult([[1]]))
-    with pytest.raises(AssertionError):
-        Scheduler(KVCacheManager(2, 2)).update(second, StepResult([[1]]))
+        lab.scheduler.update(lab.plan().in_flight, StepResult([[1]]))
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -1102,9 +1040,9 @@ def test_the_first_slice_on_a_new_row_has_host_tokens(world: Worlds) -> None:
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
-def test_after_preemption_a_row_no_longer_holds_the_last_token(policy: Policy) -> None:
+def test_after_preemption_a_row_no_longer_holds_the_last_token(world: Worlds, policy: Policy) -> None:
     """B's row passes to C and back, so the slice that resumes B must have its token."""
-    lab = crowded(policy)
+    lab = crowded(world, policy)
     b = lab.requests["B"]
     lab.plan()
     (seq,) = b.sequences
@@ -1115,7 +1053,6 @@ def test_after_preemption_a_row_no_longer_holds_the_last_token(policy: Policy) -
     found = slice_of(plan, b)
     assert found is not None and found.token_ids is not None
     assert plan.row_setups[0].row == found.row and plan.table_writes[0].start == 0
-    lab.run()
 
 
 def test_a_row_setup_has_the_seed_and_sample_index(world: Worlds) -> None:
@@ -1251,23 +1188,6 @@ def test_steps_are_smaller_after_an_out_of_memory_step(world: Worlds) -> None:
     lab.scheduler.max_num_scheduled_tokens = 32
 
 
-def test_a_group_beyond_the_limit_runs_in_a_step_of_its_own(world: Worlds) -> None:
-    lab = world(60, budget=32)
-    lab.add("A", [4, 5], 9)
-    group = lab.add("G", [1, 2, 3], 6, width=3)
-    lab.step()
-    lab.plan()
-    lab.fail(limit=2)
-    alone = 0
-    while group.status is not Status.FINISHED:
-        plan = lab.plan()
-        if any(s.request is group for s in plan.sequences) and len(group.sequences) == 3 and len(plan.rows) == 3:
-            alone += 1
-            assert {s.request for s in plan.sequences} == {group}
-        lab.land()
-    assert alone and lab.requests["A"].status is Status.FINISHED  # it arrived first
-
-
 def test_tokens_of_a_failed_decode_window_that_arrived_are_kept(world: Worlds) -> None:
     lab = world(20, window=6, habits=o.Habits(splits=True))
     request = lab.add("A", [1, 2], 8)
@@ -1281,9 +1201,9 @@ def test_tokens_of_a_failed_decode_window_that_arrived_are_kept(world: Worlds) -
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_swap_of_a_failed_step_is_recomputed(back: bool) -> None:
+def test_a_swap_of_a_failed_step_is_recomputed(world: Worlds, back: bool) -> None:
     """Its copy arrived on neither side."""
-    lab = crowded(SWAP)
+    lab = crowded(world, SWAP)
     b = lab.requests["B"]
     if back:
         lab.step()
@@ -1294,7 +1214,6 @@ def test_a_swap_of_a_failed_step_is_recomputed(back: bool) -> None:
     assert b.status is Status.WAITING and not b.shared_on_device
     assert lab.cache.swap_space.num_used == 0
     assert "B" in [e.request_id for e in lab.emitted(ev.Recomputed)]
-    lab.run()
 
 
 def test_a_failed_step_of_a_request_that_was_preempted_since(world: Worlds) -> None:
@@ -1311,13 +1230,12 @@ def test_a_failed_step_of_a_request_that_was_preempted_since(world: Worlds) -> N
     assert [r.request_id for r in lab.scheduler.waiting] == ["A", "B", "C"]
 
 
-def test_a_request_that_finished_in_a_failed_step_stays_finished() -> None:
-    lab = crowded(SWAP)
+def test_a_request_that_finished_in_a_failed_step_stays_finished(world: Worlds) -> None:
+    lab = crowded(world, SWAP)
     lab.plan()
     lab.abort("B")
     assert lab.fail() == ["A"]
     assert lab.requests["B"].status is Status.FINISHED
-    lab.run()
 
 
 def test_a_prefix_of_a_failed_step_is_recomputed(world: Worlds) -> None:
@@ -1375,10 +1293,10 @@ def test_a_confined_request_is_admitted_past_others(world: Worlds) -> None:
 
 
 def test_swapped_requests_release_their_host_blocks_for_a_confined_one(world: Worlds) -> None:
-    lab = world(6, host=6, policy=SWAP)
-    a, b = lab.add("A", [1, 2, 3, 4], 6), lab.add("B", [5, 6, 7, 8], 6)
-    while b.status is not Status.SWAPPED:
-        lab.step()
+    lab = crowded(world, SWAP)
+    lab.step()
+    a, b = lab.requests["A"], lab.requests["B"]
+    assert b.status is Status.SWAPPED
     lab.scheduler.confine([a])
     assert b.status is Status.WAITING and not lab.cache.swap_space.num_used
     assert lab.step().sequences == [a.sequences[0]]
@@ -1480,9 +1398,9 @@ def test_table_writes_are_applied_in_stream_order(world: Worlds) -> None:
     assert c.num_cached_tokens == 4
 
 
-def test_swaps_out_come_before_slices() -> None:
+def test_swaps_out_come_before_slices(world: Worlds) -> None:
     """An older request of the same plan takes the victim's block and writes it."""
-    lab = crowded(SWAP)
+    lab = crowded(world, SWAP)
     plan = lab.plan()
     taken = {b for w in plan.table_writes for b in w.block_ids}
     assert taken & {s.src for s in plan.swap_outs}

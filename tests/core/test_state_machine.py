@@ -438,8 +438,6 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def counts_hold(self) -> None:
-        if not hasattr(self, "cache"):
-            return
         holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
         owners = Counter(b for s in holders for b in s.block_ids if b)
         o.check_pool(self.pool, owners)
@@ -456,8 +454,6 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def a_restored_manager_is_equal(self) -> None:
-        if not hasattr(self, "cache"):
-            return
         sequences = [*self.live(*Status), *self.cache.pins.values()]
         roster = Roster(dict.fromkeys(seq.request for seq in sequences), sequences)
         again = KVCacheManager.from_settings(self.cache.settings())
@@ -467,8 +463,6 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_reads_back(self) -> None:
-        if not hasattr(self, "cache"):
-            return
         for seq in self.live(Status.RUNNING):
             assert len(seq.block_ids) == self.cache.blocks_for(seq.num_computed)
             assert seq.room == len(seq.block_ids) * self.size
@@ -490,8 +484,6 @@ class Memory(RuleBasedStateMachine):
     @invariant()
     def sealed_blocks_hold_what_they_held(self) -> None:
         """Check that sealed blocks have their recorded content, and that evicted ones left the index."""
-        if not hasattr(self, "cache"):
-            return
         self.note_seals()
         for block, (_, (salt, tokens)) in self.sealed.items():
             for offset in range(self.size):
