@@ -156,13 +156,6 @@ def test_a_lesson_64_tokens_forked_three_times() -> None:
     naive = sum(len(s.block_ids) for s in [parent, *children])
     assert naive == 20 and naive / cache.pool.num_used == 2.5
 
-    child = fork(cache, parent)  # now the tail is partial, and writing to it takes a copy: allocate, copy, repoint
-    tail = parent.block_ids[-1]
-    assert cache.blocks_needed([(child, 1)]) == 1
-    compute(cache, child, 1, plan)
-    assert plan.copies == [BlockCopy(tail, child.block_ids[-1])]
-    assert parent.block_ids[-1] == tail and cache.pool.refs[tail] == 1
-
 
 def test_a_session_by_hand_allocate_generate_fork_free() -> None:
     """Prompts hit cached blocks, forks share blocks, statistics count, and finishing frees everything."""

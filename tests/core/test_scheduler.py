@@ -214,25 +214,6 @@ def test_a_fork_happens_in_the_tier_where_the_request_is(world: Worlds, policy: 
         assert [host.refs[b] for b in beam.sequences[0].block_ids] == [2, 2]
 
 
-def test_selected_beams_fork_before_the_others_are_released() -> None:
-    """Both survivors come from the last beam. If the others were released in between, its blocks would be lost."""
-
-    def last_twice(parents: list) -> list:
-        return [(parents[-1][0], 1), (parents[-1][0], 2)]
-
-    lab = Lab(12)
-    request = lab.add("beam", [1, 2, 3], 5, width=2, num_samples=2, select_beams=last_twice)
-    lab.step()
-    lab.step()
-    first, second = request.sequences
-    assert first.block_ids == second.block_ids and lab.pool.refs[first.block_ids[-1]] == 2
-    assert first.token_ids.tolist()[-2:] == [2, 1] and second.token_ids.tolist()[-2:] == [2, 2]
-    while lab.scheduler.has_work:
-        lab.step()
-    assert lab.pool.num_used == 0
-    assert {s.finish_reason for s in request.finished_sequences} == {"length"}
-
-
 def test_blocks_needed_counts_a_group_as_a_whole() -> None:
     """Two sequences at a block boundary and one free block: the second must not allocate from an empty pool."""
     lab = Lab(6, policy=RECOMPUTE)
@@ -437,16 +418,6 @@ def test_requests_run_in_order_of_arrival_or_by_priority(by_priority: bool, orde
     assert lab.finished == list(order)
 
 
-def test_by_priority_the_least_important_request_is_preempted_though_it_arrived_first() -> None:
-    lab = Lab(6, policy=Policy(by_priority=True, mode=PreemptionMode.RECOMPUTE))
-    lab.add("early", [1, 2, 3, 4], 6, priority=5)
-    lab.step()
-    lab.add("urgent", [5, 6, 7, 8], 6)
-    lab.run()
-    assert {e.request_id for e in lab.emitted(ev.Preempted)} == {"early"}
-    assert lab.finished == ["urgent", "early"]
-
-
 def test_swapped_requests_resume_before_new_ones_are_admitted(world: Worlds) -> None:
     lab = crowded(world, SWAP)
     small = lab.add("C", [9], 1)
@@ -457,20 +428,6 @@ def test_swapped_requests_resume_before_new_ones_are_admitted(world: Worlds) -> 
     assert lab.reasons("C")[0] == "behind a swapped request"
     lab.run()
     assert lab.finished.index("C") > lab.finished.index("A")
-
-
-def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None:
-    lab = Lab(40, budget=3, rows=4)
-    lab.add("A", [1, 2], 6)
-    group = lab.add("G", [3], 6, width=3)
-    lab.step()  # 2 + 1
-    plan = lab.step()
-    assert names(plan) == ["A"]  # 2 of 3 are left, and three sequences step together
-    while lab.requests["A"].status is not Status.FINISHED:
-        assert "G" not in names(lab.step())
-    assert len(lab.step().rows) == 3
-    lab.run()
-    assert len(group.finished_sequences) == 3
 
 
 def test_a_group_that_only_waits_for_results_takes_no_budget(world: Worlds) -> None:
@@ -488,31 +445,20 @@ def test_a_group_that_only_waits_for_results_takes_no_budget(world: Worlds) -> N
 
 
 def test_no_request_is_admitted_past_a_running_group_that_does_not_fit() -> None:
-    """Each queue stops at the first request that does not fit, and so do the later queues."""
+    """Sequences of a request step together. Each queue stops at the first request that does not fit, and so do the
+    later queues."""
     lab = Lab(40, budget=3, rows=5)
     lab.add("A", [1, 2], 4)
-    group = lab.add("G", [3], 3, width=3)
+    lab.add("G", [3], 3, width=3)
     lab.step()
     late = lab.add("W", [4], 1)
-    assert names(lab.step()) == ["A"]
+    assert names(lab.step()) == ["A"]  # 2 of 3 are left
     assert late.status is Status.WAITING and lab.reasons("W") == ["budget"]
+    while lab.requests["A"].status is not Status.FINISHED:
+        assert names(lab.step()) == ["A"]
+    assert names(lab.step()) == ["G"] * 3
     lab.run()
-    assert lab.finished.index("W") > lab.finished.index("A") and group.finished_sequences
-
-
-def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole(world: Worlds) -> None:
-    lab = world(20, host=20, budget=3, rows=4, policy=SWAP)
-    a = lab.add("A", [1, 2], 5)
-    group = lab.add("G", [3], 6, width=3)
-    lab.step()
-    lab.preempt(group)
-    lab.plan()
-    assert group.status is Status.SWAPPED
-    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("G", "budget", 3, 2, 0)
-    lab.land()
-    while a.status is not Status.FINISHED:
-        lab.step()
-    assert lab.plan().swap_ins
+    assert lab.finished == ["A", "G", "W"]
 
 
 def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
@@ -558,40 +504,33 @@ def test_the_victim_is_the_last_running_request(world: Worlds) -> None:
 
 
 def test_a_step_that_preempts_admits_no_request(world: Worlds) -> None:
-    """B needs a block and preempts itself. The swapped group would fit into B's blocks and waits for the next step."""
+    """A takes a block from B. The swapped group would fit into B's others and waits for the next step."""
     lab = world(6, host=6)  # a single sequence is recomputed, a group is swapped
-    a = lab.add("A", [1, 2, 3, 4], 6)
-    b = lab.add("B", [5, 6, 7, 8], 6)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
     group = lab.add("G", [9], 2, width=2)
     lab.step()
     lab.preempt(group)
+    group.num_preemptions = 0  # it needs no headroom
     lab.step()
     lab.step()
     assert group.status is Status.SWAPPED and lab.pool.num_available == 0
-    a.sequences[0].max_length = 7  # all its positions are planned, so B needs the block
-    plan = lab.plan()
-    assert b.status is Status.WAITING and lab.pool.num_available == 3
-    assert group.status is Status.SWAPPED and not plan
-    lab.abort("A")
-    assert lab.plan().swap_ins and group.status is Status.RUNNING
+    plan = lab.step()
+    assert names(plan) == ["A"] and not plan.swap_ins and lab.pool.num_available == 2
+    assert lab.plan().swap_ins
 
 
-@pytest.mark.parametrize("mode", list(PreemptionMode))
-def test_self_preemption_counts_as_preemption(mode: PreemptionMode) -> None:
+@pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
+def test_self_preemption_counts_as_preemption(world: Worlds, policy: Policy) -> None:
     """The last request preempts itself. The waiting one would fit now, and still waits."""
-    lab = Lab(6, host=6, policy=Policy(mode=mode))
-    lab.add("A", [1, 2, 3, 4], 6)
-    b = lab.add("B", [5, 6, 7, 8], 6)
-    for _ in range(3):
-        lab.step()
+    lab = crowded(world, policy)
+    a, b = lab.requests.values()
     small = lab.add("small", [9], 1)
-    lab.scheduler.running[0].sequences[0].max_length = 7  # all of A's positions are planned, so B needs the block
-    plan = lab.plan()
+    a.sequences[0].max_length = 7  # all of A's positions are planned, so B needs the block
+    assert not lab.plan().rows
     assert b.status is not Status.RUNNING and small.status is Status.WAITING
-    assert not plan.rows
     assert [e.for_request for e in lab.emitted(ev.Preempted)] == ["B"]
-    if mode is PreemptionMode.SWAP:
-        assert lab.reasons("small") == ["behind a swapped request"]
+    lab.abort("A")
 
 
 def test_several_requests_are_preempted_until_there_is_room(world: Worlds) -> None:
@@ -678,22 +617,24 @@ def test_a_sibling_is_recomputed_only_if_there_is_room() -> None:
     assert [s.request.request_id for s in plan.sequences] == ["A"] and pool.num_available == 1
 
 
-def test_a_group_swapped_during_recomputation_continues_after_swap_in(world: Worlds) -> None:
-    """Half recomputed, then swapped: it is first swapped in as a whole, then recomputed further."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_swapped_during_recomputation_continues_after_swap_in(world: Worlds, fails: bool) -> None:
+    """Half recomputed, then swapped: it is first swapped in as a whole, then recomputed further. If that step fails,
+    it is recomputed from its start, though it has no slice in it."""
     lab = world(16, host=16, budget=4, caching=False)
     group = lab.add("G", [1, 2, 3, 4, 5], 5, width=3)
     for _ in range(3):
         lab.step()
-    assert len(group.sequences[0].token_ids) == 7
     lab.preempt(group, RECOMPUTE)
     lab.step()
     lab.step()
     first, second, _ = group.sequences
-    assert first.num_computed == len(first.token_ids) - 1 and not second.num_computed
+    assert first.num_computed == len(first.token_ids) - 1 == 6 and not second.num_computed
     lab.preempt(group, SWAP)
     plan = lab.plan()
     assert plan.swap_ins and not plan.rows and group.status is Status.RUNNING
-    lab.land()
+    if fails:
+        assert lab.fail() == ["G"]
 
 
 # -- Scheduling 3: admission control -----------------------------------------------------------------------------------
@@ -750,14 +691,6 @@ def test_an_accepted_request_never_stalls(caching: bool) -> None:
 # -- Scheduling 4: wait reasons and events -----------------------------------------------------------------------------
 
 
-def test_a_wait_reason_is_emitted_when_it_changes_not_once_per_step() -> None:
-    lab = Lab(8)
-    lab.add("A", [1, 2, 3, 4, 5, 6, 7], 6)
-    lab.add("B", [9] * 9, 2)
-    lab.run()
-    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 4, 0)]
-
-
 def test_a_running_request_has_no_wait_reason(world: Worlds) -> None:
     lab = world(8, rows=1)
     lab.add("A", [1], 1)
@@ -777,16 +710,15 @@ def test_admission_needs_room_for_the_whole_prompt_not_only_its_first_chunk(worl
     assert b.status is Status.WAITING and lab.reasons("B")[-1] == "blocks"
 
 
-def test_a_wait_for_blocks_has_its_numbers(world: Worlds) -> None:
+def test_a_wait_reason_is_emitted_with_its_numbers_when_it_changes_not_once_per_step(world: Worlds) -> None:
     lab = world(8)
     lab.add("gone", [1, 2, 3, 4, 5], 1)
     lab.run()
     assert (lab.pool.num_cached, lab.pool.num_free) == (2, 6)
     lab.add("A", [6] * 9, 4)
-    lab.step()
     lab.add("B", [7] * 9, 4)
-    lab.plan()
-    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("B", "blocks", 5, 1, 2)
+    lab.run()
+    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 1, 2)]
 
 
 def test_events_of_a_requests_life() -> None:
@@ -960,21 +892,6 @@ def test_a_decode_window_streams_its_columns_as_they_arrive(world: Worlds) -> No
     assert lab.land() == ["A"]
 
 
-def test_a_stop_token_in_a_partial_result_finishes_the_request(world: Worlds) -> None:
-    prompt = next([3, i] for i in range(50) if answer([3, i], 3)[2] not in answer([3, i], 2))
-    output = answer(prompt, 3)
-    stop = output[2]
-    lab = world(20, window=6, habits=o.Habits(splits=True, stops=False))
-    request = lab.add("A", prompt, 7, stop_ids=[stop])
-    lab.step()
-    lab.plan()
-    assert lab.part() == []
-    assert lab.part() == ["A"]
-    assert lab.part() == []
-    assert lab.land() == []
-    assert request.finished_sequences[0].token_ids[2:].tolist() == output[:3]
-
-
 def test_stop_finishes_a_sequence_that_met_a_stop_string() -> None:
     lab = Lab(20)
     request = lab.add("A", [1, 2, 3], 8, width=2)
@@ -1086,42 +1003,26 @@ def test_a_row_setup_has_token_ids_if_sampling_needs_history(world: Worlds) -> N
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("status", list(Status))
 @pytest.mark.parametrize("options", [{}, {"width": 2}, {"beam": 2}])
-def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None:
+def test_abort_in_every_state(world: Worlds, status: Status, depth: int, options: dict) -> None:
     """Waiting, running, swapped or finished, with 0 to 2 steps in flight: nothing leaks, and the other request is
     unaffected."""
-    lab = Lab(16, host=16, rows=4, policy=SWAP, window=2)
+    lab = world(16, host=16, rows=4, policy=SWAP, window=2)
     lab.add("other", [1, 2, 3, 4], 12)
     victim = lab.add("victim", [5, 6, 7], 5, **options)
     lab.step()
     for _ in range(depth):
         lab.plan()
-    if status is Status.SWAPPED:
-        lab.preempt(victim)
-    elif status is Status.WAITING:
-        lab.preempt(victim, RECOMPUTE)
-    elif status is Status.FINISHED:
-        while victim.status is not Status.FINISHED:
-            lab.land() if lab.flight else lab.plan()
+    if status in (Status.SWAPPED, Status.WAITING):
+        lab.preempt(victim, SWAP if status is Status.SWAPPED else RECOMPUTE)
+    while status is Status.FINISHED is not victim.status:
+        lab.land() if lab.flight else lab.plan()
     assert victim.status is status
-    ended = len(lab.emitted(ev.Finished))
-    lab.abort("victim")
-    lab.abort("victim")
+    lives, ended = status is not Status.FINISHED, len(lab.emitted(ev.Finished))
+    assert lab.scheduler.abort("victim", "disconnected") is (victim if lives else None)
+    assert lab.scheduler.abort("victim") is None
     assert victim.status is Status.FINISHED and not victim.sequences
-    assert len(lab.emitted(ev.Finished)) == (ended if status is Status.FINISHED else ended + 1)
-    if status is not Status.FINISHED:
-        assert {s.finish_reason for s in victim.finished_sequences} <= {"abort", "stop", "length"}
-    lab.run(depth=max(1, depth))
-    assert "other" in lab.finished
-
-
-def test_abort_returns_the_request() -> None:
-    lab = Lab(8)
-    request = lab.add("A", [1, 2], 4)
-    lab.step()
-    assert lab.scheduler.abort("unknown") is None
-    assert lab.scheduler.abort("A", "disconnected") is request
-    assert lab.emitted(ev.Finished) == [ev.Finished("A", "disconnected", 1)]
-    assert request.finished_sequences[0].finish_reason == "disconnected"
+    assert len(lab.emitted(ev.Finished)) == ended + lives
+    assert lives == any(s.finish_reason == "disconnected" for s in victim.finished_sequences)
 
 
 # -- Failed steps ------------------------------------------------------------------------------------------------------
@@ -1218,15 +1119,12 @@ def test_a_swap_of_a_failed_step_is_recomputed(world: Worlds, back: bool) -> Non
 
 def test_a_failed_step_of_a_request_that_was_preempted_since(world: Worlds) -> None:
     """B released its blocks with a result in flight, and that step fails: it keeps its place in the queue."""
-    lab = world(6, policy=RECOMPUTE)
-    lab.add("A", [1, 2, 3, 4], 6)
-    b = lab.add("B", [5, 6, 7, 8], 6)
+    lab = crowded(world, RECOMPUTE, late=2)
     lab.add("C", [1, 3], 2)
-    while b.status is not Status.WAITING or not b.num_pending:
+    while lab.requests["B"].status is not Status.WAITING:
         lab.plan()
-        if len(lab.flight) > 2:
-            lab.land()
-    assert set(lab.fail()) == {"A", "B"} and not b.num_pending
+    assert lab.requests["B"].num_pending
+    assert set(lab.fail()) == {"A", "B"} and not lab.requests["B"].num_pending
     assert [r.request_id for r in lab.scheduler.waiting] == ["A", "B", "C"]
 
 
@@ -1340,23 +1238,6 @@ def test_confined_requests_of_several_tenants_share_no_step(world: Worlds) -> No
     lab.scheduler.confine([])
 
 
-def test_a_corrupt_block_of_a_request_that_waits_for_the_confined(world: Worlds) -> None:
-    """The corruption is reported after its request released everything: none of its results count, and the confined
-    ones continue."""
-    lab = world(20, host=20, policy=SWAP)
-    a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [7, 8], 9)
-    lab.step()
-    lab.preempt(a)
-    lab.oracle.corrupt_block(a.sequences[0].block_ids[0], 0)
-    known = len(a.sequences[0].token_ids)
-    assert lab.plan().swap_ins
-    lab.scheduler.confine([b])
-    lab.land()
-    assert lab.cache.num_corrupt == 1 and lab.scheduler.waiting == [a] and lab.scheduler.running == [b]
-    assert len(a.sequences[0].token_ids) == known and not a.num_pending
-    lab.scheduler.confine([])
-
-
 # -- Scheduling 6 and 8: plans and stream order ------------------------------------------------------------------------
 
 
@@ -1409,26 +1290,17 @@ def test_swaps_out_come_before_slices(world: Worlds) -> None:
     assert lab.cache.num_swapped_out == lab.cache.num_swapped_in == 3
 
 
-def swapped_after_its_fork() -> Lab:
-    """A needs a block when G, two samples that share a partial tail, has just forked: G is swapped out whole."""
-    lab = Lab(4, host=4, policy=SWAP)
+def test_swaps_in_come_before_copies(world: Worlds) -> None:
+    """A needs a block when G, two samples that share a partial tail, has just forked: G is swapped out whole. It is
+    swapped in with the shared tail and copies it in the same plan."""
+    lab = world(4, host=4, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 2)
     group = lab.add("G", [5, 6, 7], 2, width=2)
     lab.step()
-    plan = lab.plan()
-    assert group.status is Status.SWAPPED
-    assert len(plan.swap_outs) == 2  # each block once, though each has two owners
-    return lab
-
-
-def test_swaps_in_come_before_copies() -> None:
-    """A group is swapped in with a shared tail and copies it in the same plan."""
-    lab = swapped_after_its_fork()
+    assert len(lab.plan().swap_outs) == 2 and group.status is Status.SWAPPED  # each once, though each has two owners
     host = lab.cache.swap_space
     assert [host.refs[b] for b in (1, 2)] == [2, 2] and host.num_used == 2
     lab.land()
     plan = lab.plan()
-    assert len(plan.swap_ins) == 2 and len(plan.copies) == 1
+    assert len(plan.swap_ins) == 2 and len(plan.copies) == 1 and host.num_used == 0
     assert plan.copies[0].src in {s.dst for s in plan.swap_ins}
-    assert host.num_used == 0
-    lab.run()
