@@ -15,7 +15,7 @@ settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.generate])
 
 @pytest.fixture
 def world() -> Iterator[Worlds]:
-    """Makes a `Lab` like its class. All that it made run to their end after the test."""
+    """Makes a `Lab` like its class. After the test, all run to their end, and pins are removed."""
     made: list[Lab] = []
 
     def make(*args: int, **options: Any) -> Lab:
@@ -24,4 +24,4 @@ def world() -> Iterator[Worlds]:
 
     yield make
     for lab in made:
-        lab.run(depth=2)
+        lab.run(depth=2, unpins=True)

@@ -140,7 +140,7 @@ class Lab:
         self.scheduler.abort(name)
         o.check(self.scheduler)
 
-    def run(self, depth: int = 1, limit: int = 500) -> None:
+    def run(self, depth: int = 1, limit: int = 500, *, unpins: bool = False) -> None:
         """Run until all has finished. Checks that outputs equal the reference's, or a prefix if ended early."""
         for _ in range(limit):
             if not self.scheduler.has_work:
@@ -150,6 +150,8 @@ class Lab:
             if self.flight and (not plan or len(self.flight) >= depth):
                 self.land()
         assert not self.scheduler.has_work, "livelock"
+        for name in list(self.cache.pins) if unpins else ():
+            assert self.scheduler.unpin(name)
         self.at_rest()
 
     def at_rest(self) -> None:
@@ -163,7 +165,7 @@ class Lab:
             elif request.select_beams is None:
                 whole = dict(want)
                 assert all(tokens == whole[i][: len(tokens)] for i, tokens in got)
-        assert self.pool.num_used == 0 and self.pool.num_refs == 0
+        assert self.pool.num_used == self.pool.num_refs == self.cache.num_pinned == 0
         assert self.cache.swap_space.num_used == 0
         assert self.cache.rows.num_free == self.scheduler.max_num_seqs
         assert not o.holders(self.cache)

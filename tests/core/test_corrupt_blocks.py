@@ -8,16 +8,6 @@ from octavo.core.request import Request, Status
 from tests.core.lab import SWAP, Lab, Planned, Worlds
 
 
-def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: object) -> Request:
-    """A request that was swapped out while another, older one grew; nothing is in flight."""
-    lab.add("older", [9, 9, 9, 9], 9)
-    lab.step()
-    request = lab.add(name, prompt, max_tokens, **options)
-    while request.status is not Status.SWAPPED:
-        lab.step()
-    return request
-
-
 def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
     """Flip bits in the host block at this index of its table."""
     block = request.sequences[0].block_ids[index]
@@ -26,17 +16,19 @@ def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
     return block
 
 
-def test_a_corrupt_block_is_recomputed_and_counted() -> None:
-    lab = Lab(8, host=8, policy=SWAP)
-    request = swapped(lab, "A", [1, 2, 3, 4, 5], 6)
-    corrupt(lab, request)
+def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
+    lab.preempt(request)
+    corrupt(lab, request, index)
+
+
+def test_a_corrupt_block_is_recomputed_and_counted(world: Worlds) -> None:
+    lab = world(8, host=8, policy=SWAP)
+    request = lab.add("A", [1, 2, 3, 4, 5], 6)
+    lab.step()
+    out_and_corrupt(lab, request)
     lab.run()
-    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("A", 1)]
-    assert [e for e in lab.emitted(ev.Recomputed) if isinstance(e, ev.Recomputed)] == [
-        ev.Recomputed("A", lab.emitted(ev.Recomputed)[0].step, "corrupt")  # type: ignore[attr-defined]
-    ]
-    assert lab.cache.stats().num_corrupt == 1
-    assert lab.oracle.counts["blocks corrupt"] == 1
+    assert lab.emitted(ev.Corrupt, ev.Recomputed) == [ev.Corrupt("A", 1), ev.Recomputed("A", 1, "corrupt")]
+    assert lab.cache.stats().num_corrupt == lab.oracle.counts["blocks corrupt"] == 1
 
 
 def returning(lab: Lab, request: Request) -> Planned:
@@ -53,8 +45,7 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too(world: W
     lab = world(20, host=20, policy=SWAP)
     request = lab.add("A", [1, 2, 3], 9)
     lab.step()
-    lab.preempt(request)
-    corrupt(lab, request)
+    out_and_corrupt(lab, request)
     known = len(request.sequences[0].token_ids)
     returning(lab, request)
     lab.plan()
@@ -66,11 +57,6 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too(world: W
     assert request.status is Status.RUNNING and request.num_pending == 1
     lab.land()
     assert len(request.sequences[0].token_ids) == known and request.num_pending == 1
-
-
-def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
-    lab.preempt(request)
-    corrupt(lab, request, index)
 
 
 def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too(world: Worlds) -> None:

@@ -1117,17 +1117,6 @@ def test_a_swap_of_a_failed_step_is_recomputed(world: Worlds, back: bool) -> Non
     assert "B" in [e.request_id for e in lab.emitted(ev.Recomputed)]
 
 
-def test_a_failed_step_of_a_request_that_was_preempted_since(world: Worlds) -> None:
-    """B released its blocks with a result in flight, and that step fails: it keeps its place in the queue."""
-    lab = crowded(world, RECOMPUTE, late=2)
-    lab.add("C", [1, 3], 2)
-    while lab.requests["B"].status is not Status.WAITING:
-        lab.plan()
-    assert lab.requests["B"].num_pending
-    assert set(lab.fail()) == {"A", "B"} and not lab.requests["B"].num_pending
-    assert [r.request_id for r in lab.scheduler.waiting] == ["A", "B", "C"]
-
-
 def test_a_request_that_finished_in_a_failed_step_stays_finished(world: Worlds) -> None:
     lab = crowded(world, SWAP)
     lab.plan()
