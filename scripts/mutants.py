@@ -30,7 +30,7 @@ from tests.proof.mutants import MUTANTS  # noqa: E402
 from tests.proof.planting import Code, Mutant  # noqa: E402
 
 # Ordered by speed and sensitivity. `hunt` covers the rest of tests/core, random workloads and small worlds.
-FILES = "rules memory_rules scheduling_rules corrupt_blocks fairness policy pins paper_figures requests"
+FILES = "block_pool kv_cache_manager scheduler corrupt_blocks fairness policy pins paper_figures requests"
 FILES += " speculation plan events snapshot"
 DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]

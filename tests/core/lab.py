@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import Slice, StepResult
+from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
@@ -21,6 +21,9 @@ SWAP = Policy(mode=PreemptionMode.SWAP)
 RECOMPUTE = Policy(mode=PreemptionMode.RECOMPUTE)
 ANY = SamplingParams(max_tokens=None)
 
+
+Worlds = Callable[..., "Lab"]
+"""Makes a `Lab` that runs to its end after the test: `world` in conftest.py."""
 
 COLUMNS = ("rows", "starts", "counts", "num_sampled")
 
@@ -126,11 +129,18 @@ class Lab:
         self.land()
         return plan
 
+    def preempt(self, request: Request, policy: Policy | None = None) -> StepPlan:
+        """Preempt a request between two steps, by `policy` if given. Returns the plan of its swaps, submitted."""
+        plan = preempt(self.scheduler, request, policy)
+        if plan:
+            self.oracle.submit(plan)
+        return plan
+
     def abort(self, name: str) -> None:
         self.scheduler.abort(name)
         o.check(self.scheduler)
 
-    def run(self, depth: int = 1, limit: int = 500) -> None:
+    def run(self, depth: int = 1, limit: int = 500, *, unpins: bool = False) -> None:
         """Run until all has finished. Checks that outputs equal the reference's, or a prefix if ended early."""
         for _ in range(limit):
             if not self.scheduler.has_work:
@@ -140,6 +150,8 @@ class Lab:
             if self.flight and (not plan or len(self.flight) >= depth):
                 self.land()
         assert not self.scheduler.has_work, "livelock"
+        for name in list(self.cache.pins) if unpins else ():
+            assert self.scheduler.unpin(name)
         self.at_rest()
 
     def at_rest(self) -> None:
@@ -153,10 +165,10 @@ class Lab:
             elif request.select_beams is None:
                 whole = dict(want)
                 assert all(tokens == whole[i][: len(tokens)] for i, tokens in got)
-        assert self.pool.num_used == 0 and self.pool.num_refs == 0
+        assert self.pool.num_used == self.pool.num_refs == self.cache.num_pinned == 0
         assert self.cache.swap_space.num_used == 0
         assert self.cache.rows.num_free == self.scheduler.max_num_seqs
-        assert not self.cache._holders
+        assert not o.holders(self.cache)
 
     def emitted(self, *kinds: type) -> list[ev.Event]:
         return [e for e in self.events if isinstance(e, kinds)]
@@ -170,6 +182,21 @@ class Lab:
         names = [r.request_id for r in finished]
         self.finished += names
         return names
+
+
+def preempt(scheduler: Scheduler, request: Request, policy: Policy | None = None) -> StepPlan:
+    """Preempt a request, as a step does for want of blocks. Returns the plan of its swaps."""
+    plan, usual = StepPlan(scheduler.num_steps), scheduler.policy
+    scheduler.policy = policy or usual
+    scheduler._preempt(request, request, 0, InFlightStep(plan))
+    scheduler.policy = usual
+    return plan
+
+
+def state_of(cache: KVCacheManager, *sequences: Sequence) -> Any:
+    """The whole state of a manager and of sequences, for comparison."""
+    attributes = [[list(v) if isinstance(v := getattr(s, k), list) else v for k in s.__slots__] for s in sequences]
+    return cache.snapshot(o.Themselves((), ())), attributes, [dict(s.request.shared_on_device) for s in sequences]
 
 
 def make(name: str, prompt: list[int], max_tokens: int | None, **options: Any) -> Request:
@@ -208,5 +235,9 @@ def arrange(pool: BlockPool, *block_ids: int) -> None:
         pool.release(block)
 
 
-def ints(tokens: list[int]) -> array[int]:
-    return array("i", tokens)
+def fork(cache: KVCacheManager, parent: Sequence) -> Sequence:
+    """Add a copy of a sequence to its request."""
+    child = Sequence(parent.request, len(parent.request.sequences), parent.token_ids[:], parent.max_length)
+    cache.fork(parent, child)
+    parent.request.sequences.append(child)
+    return child

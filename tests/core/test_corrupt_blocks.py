@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from octavo.core import events as ev
-from octavo.core.in_flight import InFlightStep
-from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
+from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import Request, Status
-from tests.core.lab import SWAP, Lab, Planned
-
-
-def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: object) -> Request:
-    """A request that was swapped out while another, older one grew; nothing is in flight."""
-    lab.add("older", [9, 9, 9, 9], 9)
-    lab.step()
-    request = lab.add(name, prompt, max_tokens, **options)
-    while request.status is not Status.SWAPPED:
-        lab.step()
-    return request
+from tests.core.lab import SWAP, Lab, Planned, Worlds
 
 
 def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
@@ -27,24 +16,19 @@ def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
     return block
 
 
-def test_a_corrupt_block_is_recomputed_and_counted() -> None:
-    lab = Lab(8, host=8, policy=SWAP)
-    request = swapped(lab, "A", [1, 2, 3, 4, 5], 6)
-    corrupt(lab, request)
-    lab.run()
-    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("A", 1)]
-    assert [e for e in lab.emitted(ev.Recomputed) if isinstance(e, ev.Recomputed)] == [
-        ev.Recomputed("A", lab.emitted(ev.Recomputed)[0].step, "corrupt")  # type: ignore[attr-defined]
-    ]
-    assert lab.cache.stats().num_corrupt == 1
-    assert lab.oracle.counts["blocks corrupt"] == 1
+def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
+    lab.preempt(request)
+    corrupt(lab, request, index)
 
 
-def test_an_intact_swapped_block_is_not_recomputed() -> None:
-    lab = Lab(8, host=8, policy=SWAP)
-    swapped(lab, "A", [1, 2, 3, 4, 5], 6)
+def test_a_corrupt_block_is_recomputed_and_counted(world: Worlds) -> None:
+    lab = world(8, host=8, policy=SWAP)
+    request = lab.add("A", [1, 2, 3, 4, 5], 6)
+    lab.step()
+    out_and_corrupt(lab, request)
     lab.run()
-    assert lab.cache.num_swapped_in > 0 and not lab.emitted(ev.Corrupt, ev.Recomputed)
+    assert lab.emitted(ev.Corrupt, ev.Recomputed) == [ev.Corrupt("A", 1), ev.Recomputed("A", 1, "corrupt")]
+    assert lab.cache.stats().num_corrupt == lab.oracle.counts["blocks corrupt"] == 1
 
 
 def returning(lab: Lab, request: Request) -> Planned:
@@ -57,13 +41,11 @@ def returning(lab: Lab, request: Request) -> Planned:
         lab.land()
 
 
-def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> None:
-    lab = Lab(20, host=20, policy=SWAP)
+def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too(world: Worlds) -> None:
+    lab = world(20, host=20, policy=SWAP)
     request = lab.add("A", [1, 2, 3], 9)
     lab.step()
-    lab.scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
-    lab.oracle.submit(plan)
-    corrupt(lab, request)
+    out_and_corrupt(lab, request)
     known = len(request.sequences[0].token_ids)
     returning(lab, request)
     lab.plan()
@@ -75,18 +57,11 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> Non
     assert request.status is Status.RUNNING and request.num_pending == 1
     lab.land()
     assert len(request.sequences[0].token_ids) == known and request.num_pending == 1
-    lab.run(depth=2)
 
 
-def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
-    lab.scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
-    lab.oracle.submit(plan)
-    corrupt(lab, request, index)
-
-
-def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
+def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too(world: Worlds) -> None:
     """The plan that swaps A's block in seals it again, and B finds it before the corruption is reported."""
-    lab = Lab(20, host=20, policy=SWAP)
+    lab = world(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     c = lab.add("C", [7, 8], 9)
     lab.step()
@@ -100,7 +75,6 @@ def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
     assert a.status is b.status is Status.WAITING and c.status is Status.RUNNING
     assert [e.request_id for e in lab.emitted(ev.Corrupt)] == ["A"]  # type: ignore[attr-defined]
     assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A", "B"]  # type: ignore[attr-defined]
-    lab.run(depth=2)
 
 
 def test_a_corrupt_block_leaves_the_index() -> None:
@@ -137,9 +111,9 @@ def test_a_request_with_intact_blocks_seals_again_and_continues() -> None:
     assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
 
 
-def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
+def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks(world: Worlds) -> None:
     """C seals a block and drops it from its attention window before A's corrupt block is reported."""
-    lab = Lab(40, 1, host=40, rows=2, policy=SWAP, attention_window=2)
+    lab = world(40, 1, host=40, rows=2, policy=SWAP, attention_window=2)
     a, c = lab.add("A", [1, 2, 3], 9), lab.add("C", [7, 8, 6], 12)
     lab.step()
     lab.step()
@@ -158,23 +132,20 @@ def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
     lab.land()
     assert a.status is Status.WAITING and c.status is Status.RUNNING
     assert seq.seal_ids[: seq.num_dropped] == given_up and not lab.pool.seal_id[0]
-    lab.run(depth=2)
 
 
-def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None:
-    lab = Lab(20, host=20, policy=SWAP)
+def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed(world: Worlds) -> None:
+    lab = world(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [5, 6, 7, 8, 9], 9)
     lab.step()
     out_and_corrupt(lab, b, 0)
     corrupt(lab, b, 1)
-    lab.scheduler._preempt(a, a, 0, InFlightStep(plan := StepPlan(lab.scheduler.num_steps)))
-    lab.oracle.submit(plan)
+    lab.preempt(a)
     plan = returning(lab, a)
     assert b in plan.swapped_requests
     lab.land()
     assert a.status is Status.RUNNING and b.status is Status.WAITING
     assert lab.emitted(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
-    lab.run()
 
 
 def test_a_corrupt_block_shared_by_samples_counts_once() -> None:
@@ -188,8 +159,8 @@ def test_a_corrupt_block_shared_by_samples_counts_once() -> None:
     assert lab.cache.num_corrupt == 1
 
 
-def test_a_failed_step_after_a_corrupt_block_discards_results_once() -> None:
-    lab = Lab(20, host=20, policy=SWAP)
+def test_a_failed_step_after_a_corrupt_block_discards_results_once(world: Worlds) -> None:
+    lab = world(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
     out_and_corrupt(lab, a)
@@ -199,7 +170,6 @@ def test_a_failed_step_after_a_corrupt_block_discards_results_once() -> None:
     assert a.num_pending == 0
     lab.fail()
     assert a.num_pending == 0
-    lab.run()
 
 
 def test_an_error_caused_by_a_corrupt_block_fails_no_request() -> None:

@@ -11,7 +11,7 @@ from octavo.core import events as ev
 from octavo.core.policy import ARRIVALS_PER_INDEX, Policy
 from octavo.core.request import Status
 from octavo.core.tenants import Tenant, Tenants, catch_up_shares, water_fill
-from tests.core.lab import SWAP, Lab, Planned, make
+from tests.core.lab import SWAP, Lab, Planned, Worlds, make
 from tests.proof import oracle as o
 from tests.proof.workloads import Fairness, run
 
@@ -35,21 +35,19 @@ def prompt(length: int, first: int = 0) -> list[int]:
 # -- long prompts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prefill_takes_part_of_a_step() -> None:
-    lab = Lab(100, budget=16, policy=long_prompts(4))
+def test_a_long_prefill_takes_part_of_a_step(world: Worlds) -> None:
+    lab = world(100, budget=16, policy=long_prompts(4))
     lab.add("long", prompt(10), 2)
     assert [slices(lab.step()) for _ in range(3)] == [{"long": 4}, {"long": 4}, {"long": 2}]
-    lab.run()
 
 
-def test_a_short_prefill_runs_with_a_long_one() -> None:
-    lab = Lab(100, budget=16, policy=long_prompts(4))
+def test_a_short_prefill_runs_with_a_long_one(world: Worlds) -> None:
+    lab = world(100, budget=16, policy=long_prompts(4))
     lab.add("long", prompt(40), 2)
     lab.step()
     lab.add("short", prompt(4, 1), 1)
     assert slices(lab.step()) == {"long": 4, "short": 4}
     assert lab.finished == ["short"]
-    lab.run()
 
 
 def test_the_next_long_prefill_waits_and_short_ones_pass_it() -> None:
@@ -69,47 +67,43 @@ def test_the_next_long_prefill_waits_and_short_ones_pass_it() -> None:
     assert lab.finished == ["short", "long", "next", "later"]
 
 
-def test_max_long_partial_prefills_run_at_a_time() -> None:
-    lab = Lab(100, budget=16, policy=long_prompts(2, at_a_time=2))
+def test_max_long_partial_prefills_run_at_a_time(world: Worlds) -> None:
+    lab = world(100, budget=16, policy=long_prompts(2, at_a_time=2))
     for i in range(3):
         lab.add(f"r{i}", prompt(6, i), 1)
     assert slices(lab.step()) == {"r0": 2, "r1": 2}
-    lab.run()
 
 
-def test_short_prefills_count_for_their_tenant_after_a_long_one_that_waits() -> None:
-    lab = Lab(100, budget=10, policy=long_prompts(4))
+def test_short_prefills_count_for_their_tenant_after_a_long_one_that_waits(world: Worlds) -> None:
+    lab = world(100, budget=10, policy=long_prompts(4))
     for i, (name, length) in enumerate((("long", 5), ("next", 5), ("short", 3))):
         lab.add(name, prompt(length, i), 1, tenant=1)
     for i in range(3):
         lab.add(f"other {i}", prompt(4, 3 + i), 1, tenant=2)
     assert slices(lab.step()) == {"long": 4, "short": 1, "other 0": 4, "other 1": 1}
-    lab.run()
 
 
-def test_a_swapped_in_long_prefill_lets_an_earlier_one_run_first() -> None:
+def test_a_swapped_in_long_prefill_lets_an_earlier_one_run_first(world: Worlds) -> None:
     """Two requests of a tenant run: one was swapped in during its prefill."""
-    lab = Lab(12, host=12, budget=8, rows=4, policy=Policy(mode=SWAP.mode, long_prefill_token_threshold=4))
+    lab = world(12, host=12, budget=8, rows=4, policy=Policy(mode=SWAP.mode, long_prefill_token_threshold=4))
     lab.add("A", prompt(12), 4)
     lab.add("B", prompt(8, 1), 4)
     lab.step()
     b = lab.requests["B"]
     assert b.wait_reason == "long prefill"
-    lab.run()
 
 
-def test_a_cached_prefix_is_not_due() -> None:
-    lab = Lab(100, budget=32, policy=long_prompts(4))
+def test_a_cached_prefix_is_not_due(world: Worlds) -> None:
+    lab = world(100, budget=32, policy=long_prompts(4))
     lab.add("first", prompt(12), 1)
     lab.run()
     lab.add("long", prompt(12, 1), 1)
     lab.add("again", prompt(12), 1)
     assert slices(lab.step()) == {"long": 4, "again": 2}
-    lab.run()
 
 
-def test_a_lookup_is_made_once_while_a_long_prompt_waits() -> None:
-    lab = Lab(100, budget=16, policy=long_prompts(2))
+def test_a_lookup_is_made_once_while_a_long_prompt_waits(world: Worlds) -> None:
+    lab = world(100, budget=16, policy=long_prompts(2))
     lab.add("long", prompt(12), 1)
     lab.add("next", prompt(12, 1), 1)
     looked: list[str] = []
@@ -118,7 +112,6 @@ def test_a_lookup_is_made_once_while_a_long_prompt_waits() -> None:
     for _ in range(4):
         lab.step()
     assert looked == ["long", "next"]
-    lab.run()
 
 
 # -- the prompts of one call -------------------------------------------------------------------------------------------
@@ -172,19 +165,18 @@ def test_service_of_two_backlogged_tenants_differs_by_at_most_a_step(budget: int
     assert max(run_two(seed, budget) for seed in range(3)) <= budget
 
 
-def test_a_new_tenant_has_its_share_of_the_next_step() -> None:
-    lab = Lab(400, budget=16, rows=16)
+def test_a_new_tenant_has_its_share_of_the_next_step(world: Worlds) -> None:
+    lab = world(400, budget=16, rows=16)
     for i in range(20):
         lab.add(f"crowd-{i}", prompt(30, i), 1, tenant=0)
     lab.step()
     lab.add("one", prompt(6, 30), 1, tenant=1)
     assert slices(lab.step()) == {"crowd-0": 10, "one": 6}
     assert lab.finished == ["one"]
-    lab.run()
 
 
-def test_the_less_served_tenant_catches_up() -> None:
-    lab = Lab(400, budget=8, rows=16)
+def test_the_less_served_tenant_catches_up(world: Worlds) -> None:
+    lab = world(400, budget=8, rows=16)
     lab.add("A", prompt(4), 20, width=4, tenant=0)
     lab.add("B", prompt(2, 1), 2, tenant=1)
     for _ in range(4):
@@ -194,50 +186,45 @@ def test_the_less_served_tenant_catches_up() -> None:
     lab.add("a", prompt(40, 3), 1, tenant=0)
     assert slices(lab.step()) == {"A": 4, "b": 4}
     assert slices(lab.step()) == {"A": 4, "b": 4}
-    lab.run()
 
 
-def test_an_unwanted_share_goes_to_other_tenants() -> None:
-    lab = Lab(400, budget=16, rows=16)
+def test_an_unwanted_share_goes_to_other_tenants(world: Worlds) -> None:
+    lab = world(400, budget=16, rows=16)
     lab.add("A", prompt(50), 1, tenant=0)
     lab.step()
     lab.add("B", prompt(2, 1), 1, tenant=1)
     assert slices(lab.step()) == {"A": 14, "B": 2}
-    lab.run()
 
 
-def test_a_share_saved_by_cache_hits_goes_to_other_tenants() -> None:
+def test_a_share_saved_by_cache_hits_goes_to_other_tenants(world: Worlds) -> None:
     """The tenant turns out to want less, so the rest is shared again in the same step."""
-    lab = Lab(400, budget=16, rows=16)
+    lab = world(400, budget=16, rows=16)
     lab.add("before", prompt(20), 1, tenant=0)
     lab.run()
     lab.add("again", prompt(20), 1, tenant=0)
     for i in range(4):
         lab.add(f"B{i}", prompt(6, i + 1), 1, tenant=1)
     assert slices(lab.step()) == {"again": 2, "B0": 6, "B1": 2, "B2": 6}
-    lab.run()
 
 
-def test_a_decode_window_does_not_reduce_shares_of_others() -> None:
-    lab = Lab(400, budget=8, rows=8, window=8)
+def test_a_decode_window_does_not_reduce_shares_of_others(world: Worlds) -> None:
+    lab = world(400, budget=8, rows=8, window=8)
     lab.add("A", prompt(10), 20, tenant=0)
     lab.add("B", prompt(30, 1), 1, tenant=1)
     lab.step()
     lab.step()
     assert slices(lab.step()) == {"A": 2, "B": 6}  # the end of the prefill, without a decode window beyond its share
-    lab.run()
 
 
-def test_a_request_that_waits_for_blocks_stops_admission_for_all_tenants() -> None:
+def test_a_request_that_waits_for_blocks_stops_admission_for_all_tenants(world: Worlds) -> None:
     """Otherwise small requests would take every free block for ever."""
-    lab = Lab(10, budget=32, rows=8)
+    lab = world(10, budget=32, rows=8)
     lab.add("A", prompt(10), 6, tenant=0)
     lab.step()
     lab.add("large", prompt(16, 1), 2, tenant=1)
     lab.add("small", prompt(2, 2), 1, tenant=0)
     lab.step()
     assert lab.requests["large"].wait_reason == "blocks" and lab.requests["small"].status is Status.WAITING
-    lab.run()
 
 
 def test_a_running_prefill_progresses_though_another_tenant_is_owed_more() -> None:
@@ -252,14 +239,13 @@ def test_a_running_prefill_progresses_though_another_tenant_is_owed_more() -> No
     assert lab.finished == ["A", "B"]
 
 
-def test_a_prefix_in_flight_of_one_tenant_does_not_stop_others() -> None:
-    lab = Lab(100, budget=32, rows=8)
+def test_a_prefix_in_flight_of_one_tenant_does_not_stop_others(world: Worlds) -> None:
+    lab = world(100, budget=32, rows=8)
     lab.add("A0", prompt(8), 1, tenant=0)
     lab.add("A1", prompt(8), 1, tenant=0)
     lab.add("B", prompt(4, 1), 1, tenant=1)
     lab.scheduler.tenants.present[1].served = 50  # so that A1 is tried before B
     assert slices(lab.step()) == {"A0": 8, "B": 4}
-    lab.run()
 
 
 def test_with_one_tenant_nothing_is_counted_and_order_is_by_arrival() -> None:
@@ -284,14 +270,13 @@ def test_no_share_is_reserved_for_waiting_requests_while_one_is_swapped() -> Non
     assert lab.emitted(ev.SwappedIn) and not lab.scheduler.requests
 
 
-def test_a_group_that_needs_a_result_takes_no_share() -> None:
-    lab = Lab(100, budget=8, rows=8)
+def test_a_group_that_needs_a_result_takes_no_share(world: Worlds) -> None:
+    lab = world(100, budget=8, rows=8)
     lab.add("beams", prompt(4), 4, beam=2, tenant=0)
     lab.step()
     lab.add("B", prompt(20, 1), 1, tenant=1)
     lab.plan()
     assert slices(lab.plan()) == {"B": 8}  # the beams wait for their tokens
-    lab.run(depth=2)
 
 
 # -- sharing, by itself ------------------------------------------------------------------------------------------------

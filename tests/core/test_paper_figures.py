@@ -6,13 +6,11 @@ from hashlib import sha256
 
 import pytest
 
-from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence
-from octavo.core.scheduler import Scheduler
 from octavo.core.types import block_hashes
-from tests.core.lab import Lab, arrange, ints, make, sequence
+from tests.core.lab import Worlds, arrange, fork, sequence
 
 
 def filled(cache: KVCacheManager, seq: Sequence) -> list[tuple[int, int]]:
@@ -35,9 +33,9 @@ def compute(cache: KVCacheManager, seq: Sequence, count: int, plan: StepPlan | N
     return plan
 
 
-def test_figure_6_a_request_through_prompt_and_two_decode_steps() -> None:
+def test_figure_6_a_request_through_prompt_and_two_decode_steps(world: Worlds) -> None:
     """Seven prompt tokens lie in blocks 7 and 1. The first decode fills the last slot, the second allocates block 3."""
-    lab = Lab(8, block_size=4)
+    lab = world(8, block_size=4)
     arrange(lab.pool, 7, 1, 3)
     request = lab.add("fathers", [4, 2, 1, 0, 3, 3, 1], 8)
     plan = lab.plan()
@@ -55,12 +53,11 @@ def test_figure_6_a_request_through_prompt_and_two_decode_steps() -> None:
     assert filled(lab.cache, seq) == [(7, 4), (1, 4), (3, 1)]
     assert plan.table_writes == [TableWrite(seq.row, 2, (3,))]
     lab.land()
-    lab.run()
 
 
-def test_figure_7_two_requests_side_by_side() -> None:
+def test_figure_7_two_requests_side_by_side(world: Worlds) -> None:
     """Logical neighbours need not be physical neighbours, and both requests use the same pool."""
-    lab = Lab(8, block_size=4)
+    lab = world(8, block_size=4)
     arrange(lab.pool, 7, 1, 5, 2, 3, 8)
     a = lab.add("A", [4, 2, 1, 0, 3, 3, 1], 6)
     b = lab.add("B", [1, 1, 0, 2, 4, 0], 6)
@@ -74,12 +71,11 @@ def test_figure_7_two_requests_side_by_side() -> None:
     lab.step()
     assert filled(lab.cache, b.sequences[0]) == [(5, 4), (2, 4), (8, 1)]
     assert lab.cache.stats().num_unfilled_slots == 2 + 3 <= 2 * (4 - 1)
-    lab.run()
 
 
-def test_figure_8_parallel_sampling_copies_on_write() -> None:
+def test_figure_8_parallel_sampling_copies_on_write(world: Worlds) -> None:
     """Two samples share 7 and 1. A1 writes: 1 is copied to 3, its references go from 2 to 1. A2 writes in place."""
-    lab = Lab(8, block_size=4)
+    lab = world(8, block_size=4)
     arrange(lab.pool, 7, 1, 3)
     request = lab.add("A", [4, 2, 1, 0, 3, 3, 1], 3, width=2)
     lab.step()
@@ -109,12 +105,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     compute(cache, beam[0], 2)
     assert beam[0].block_ids == [zero]
 
-    def fork(parent: Sequence) -> Sequence:
-        child = Sequence(parent.request, 0, parent.token_ids[:], parent.max_length)
-        cache.fork(parent, child)
-        return child
-
-    beam.append(fork(beam[0]))  # candidate 3 differs from the second block on
+    beam.append(fork(cache, beam[0]))  # candidate 3 differs from the second block on
     shared, apart = beam
     compute(cache, shared, 2)
     compute(cache, shared, 2)
@@ -122,7 +113,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     compute(cache, apart, 2)
     compute(cache, apart, 2)
     assert apart.block_ids == [zero, four, two]
-    beam = [shared, fork(shared), fork(shared), apart]
+    beam = [shared, fork(cache, shared), fork(cache, shared), apart]
     for seq in beam[:3]:
         compute(cache, seq, 2)
     compute(cache, apart, 2)
@@ -130,7 +121,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     assert [cache.pool.refs[b] for b in (zero, one, three, four, two)] == [4, 3, 3, 1, 1]
     assert cache.pool.num_used == 9
 
-    heirs = [beam[1], fork(beam[1]), beam[2], fork(beam[2])]
+    heirs = [beam[1], fork(cache, beam[1]), beam[2], fork(cache, beam[2])]
     cache.free(beam[0])
     cache.free(beam[3])
     assert [cache.pool.refs[b] for b in (four, two, five, eight)] == [0, 0, 0, 0]
@@ -146,43 +137,6 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     assert cache.pool.num_used == 0
 
 
-def test_only_the_last_logical_block_is_ever_copied() -> None:
-    """Four sharers of a partial tail: three copies, each of the tail, and the last sharer writes in place."""
-    cache = KVCacheManager(10, 4)
-    parent = sequence(list(range(7)))
-    compute(cache, parent, 6)
-    children = [Sequence(parent.request, i, parent.token_ids[:], 99) for i in (1, 2, 3)]
-    for child in children:
-        cache.fork(parent, child)
-    head, tail = parent.block_ids
-    group = [parent, *children]
-    assert cache.blocks_needed((s, 1) for s in group) == 3
-    plan = StepPlan()
-    for seq in group:
-        cache.grow(seq, 1, plan)
-        seq.num_computed += 1
-    assert [c.src for c in plan.copies] == [tail] * 3
-    assert children[-1].block_ids == [head, tail]
-    assert cache.pool.refs[tail] == 1 and cache.pool.refs[head] == 4
-
-
-def test_shared_prefix_is_mapped_not_computed() -> None:
-    """A system prompt computed once: a later request's table begins with its blocks, only its own part is computed."""
-    lab = Lab(16, block_size=4)
-    system = [1, 0, 2, 2, 4, 4, 3, 1]
-    first = lab.add("first", [*system, 3], 2)
-    lab.step()
-    blocks = first.sequences[0].block_ids[:2]
-    lab.run()
-    second = lab.add("second", [*system, 0, 1], 2)
-    plan = lab.plan()
-    assert second.sequences[0].block_ids[:2] == blocks
-    assert (plan.starts, plan.counts) == ([8], [2])
-    assert second.num_cached_tokens == 8
-    lab.land()
-    lab.run()
-
-
 def test_a_lesson_64_tokens_forked_three_times() -> None:
     """Blocks of 16: 64 tokens fill 4 blocks, referenced once; three forks make it 4 each, and cost nothing. Ten tokens
     more for each of the four then take a block each: 8 in all, not 12. Nothing is copied, for no tail was partial."""
@@ -191,9 +145,7 @@ def test_a_lesson_64_tokens_forked_three_times() -> None:
     compute(cache, parent, 64)
     assert parent.block_ids == [1, 2, 3, 4]
     assert [cache.pool.refs[b] for b in parent.block_ids] == [1] * 4
-    children = [Sequence(parent.request, i, parent.token_ids[:], 999) for i in (1, 2, 3)]
-    for child in children:
-        cache.fork(parent, child)
+    children = [fork(cache, parent) for _ in range(3)]
     assert [cache.pool.refs[b] for b in parent.block_ids] == [4] * 4
     assert cache.pool.num_used == 4 and cache.stats().num_saved_by_sharing == 12
     plan = StepPlan()
@@ -203,14 +155,6 @@ def test_a_lesson_64_tokens_forked_three_times() -> None:
     assert plan.copies == []
     naive = sum(len(s.block_ids) for s in [parent, *children])
     assert naive == 20 and naive / cache.pool.num_used == 2.5
-
-    child = Sequence(parent.request, 9, parent.token_ids[:], 999)
-    cache.fork(parent, child)  # now the tail is partial, and writing to it takes a copy: allocate, copy, repoint
-    tail = parent.block_ids[-1]
-    assert cache.blocks_needed([(child, 1)]) == 1
-    compute(cache, child, 1, plan)
-    assert plan.copies == [BlockCopy(tail, child.block_ids[-1])]
-    assert parent.block_ids[-1] == tail and cache.pool.refs[tail] == 1
 
 
 def test_a_session_by_hand_allocate_generate_fork_free() -> None:
@@ -243,59 +187,18 @@ def test_a_session_by_hand_allocate_generate_fork_free() -> None:
     assert stats.as_dict()["num_cached"] == 2
 
 
-def test_only_the_last_block_has_unfilled_slots() -> None:
-    """Ten tokens take the blocks of ten tokens: 990 reserved slots are not wasted, and six tail slots are unfilled."""
-    cache = KVCacheManager(64, 16)
-    seq = sequence(list(range(11)))
-    compute(cache, seq, 10)
-    assert cache.pool.num_used == 1 and cache.stats().num_unfilled_slots == 6
-    compute(cache, seq, 6)
-    assert cache.pool.num_used == 1 and cache.stats().num_unfilled_slots == 0
-    compute(cache, seq, 1)
-    assert cache.pool.num_used == 2 and cache.stats().num_unfilled_slots == 15
-
-
-def test_logical_blocks_map_to_any_free_block() -> None:
-    """Logical 0, 1, 2 lie in 7, 2, 14."""
-    cache = KVCacheManager(16, 16)
-    arrange(cache.pool, 7, 2, 14)
-    seq = sequence(list(range(40)))
-    compute(cache, seq, 36)
-    assert filled(cache, seq) == [(7, 16), (2, 16), (14, 4)]
-
-
-def test_36_tokens_in_blocks_of_16() -> None:
-    """Scattered blocks 5, 12, 23 hold 16, 16 and 4; freed, the next sequence reuses them."""
-    cache = KVCacheManager(32, 16, enable_prefix_caching=False)
-    arrange(cache.pool, 5, 12, 23)
-    seq = sequence(list(range(40)))
-    compute(cache, seq, 36)
-    assert filled(cache, seq) == [(5, 16), (12, 16), (23, 4)]
-    cache.free(seq)
-    other = sequence(list(range(7)))
-    compute(cache, other, 6)
-    assert other.block_ids == [5]
-
-
-def test_the_swap_space_is_at_most_as_large_as_the_pool() -> None:
-    KVCacheManager(4, 2, 4)
-    with pytest.raises(AssertionError, match="at most as large"):
-        KVCacheManager(4, 2, 5)
-
-
-def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
+def test_recomputation_is_one_prefill_of_prompt_and_output(world: Worlds) -> None:
     """Section 4.5: the tokens generated at eviction join the prompt; one step computes them all."""
-    lab = Lab(8, block_size=4, caching=False)
+    lab = world(8, block_size=4, caching=False)
     request = lab.add("A", [1, 2, 3], 6)
     for _ in range(4):
         lab.step()
     (seq,) = request.sequences
-    lab.scheduler._preempt(request, request, 0, InFlightStep(StepPlan()))
+    lab.preempt(request)
     assert seq.block_ids == [] and len(seq.token_ids) == 7
     plan = lab.plan()
     assert (plan.starts, plan.counts, plan.num_sampled) == ([0], [7], [1])
     lab.land()
-    lab.run()
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -310,17 +213,6 @@ def test_block_hashes_chain_from_parent_to_child() -> None:
     assert a[1] == sha256(first + bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0])).digest()
 
 
-def test_equal_tokens_after_another_prefix_have_another_hash() -> None:
-    x = list(block_hashes([1, 2, 9, 9], 2))
-    y = list(block_hashes([3, 4, 9, 9], 2))
-    assert x[1] != y[1]
-
-
-def test_hashed_tokens_have_fixed_width() -> None:
-    """[1, 23] and [12, 3] write the same digits."""
-    assert list(block_hashes([1, 23], 2)) != list(block_hashes([12, 3], 2))
-
-
 def test_tenants_with_different_salts_have_no_hash_in_common() -> None:
     ours, theirs = (set(block_hashes(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
     assert not ours & theirs
@@ -330,17 +222,3 @@ def test_block_hashes_with_another_digest() -> None:
     xxhash = pytest.importorskip("xxhash")
     names = list(block_hashes(range(8), 4, digest=xxhash.xxh3_128_digest))
     assert [len(n) for n in names] == [16, 16] and names[0] != names[1]
-
-
-def test_index_keys_have_fixed_width_tokens() -> None:
-    """Equal digits in other tokens are different content for the index too."""
-    lab = Lab(8, block_size=2)
-    lab.add("a", [1, 23, 0], 1)
-    lab.run()
-    seq = make("b", [12, 3, 0], 1)
-    seq.begin(0, (0, 0), 1)
-    assert lab.cache.lookup(seq.sequences[0]).block_ids == []
-    again = make("c", [1, 23, 0], 1)
-    again.begin(0, (0, 0), 1)
-    assert len(lab.cache.lookup(again.sequences[0]).block_ids) == 1
-    assert isinstance(lab.scheduler, Scheduler) and ints([1]).itemsize == 4

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import BlockCopy
 from octavo.core.policy import Policy
 from octavo.core.request import Request, Status
 from octavo.errors import CapacityError
 from octavo.params.sampling_params import SamplingParams
-from tests.core.lab import RECOMPUTE, SWAP, Lab
+from tests.core.lab import RECOMPUTE, SWAP, Lab, Worlds
 
 
 def pinned(lab: Lab, name: str, prompt: list[int], **options: Any) -> Request:
@@ -24,16 +23,10 @@ def pinned(lab: Lab, name: str, prompt: list[int], **options: Any) -> Request:
     return request
 
 
-def unpin_all(lab: Lab) -> None:
-    for name in list(lab.cache.pins):
-        assert lab.scheduler.unpin(name)
-    lab.at_rest()
-
-
 @pytest.mark.parametrize("caching", [True, False])
-def test_pinned_prefix_is_not_recomputed(caching: bool) -> None:
+def test_pinned_prefix_is_not_recomputed(world: Worlds, caching: bool) -> None:
     """Blocks of 4 and a pin of 6 tokens: one full block and half of a second."""
-    lab = Lab(20, 4, caching=caching)
+    lab = world(20, 4, caching=caching)
     pin = pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     blocks = lab.cache.pins["P"].block_ids[:]
     request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
@@ -46,11 +39,10 @@ def test_pinned_prefix_is_not_recomputed(caching: bool) -> None:
     while lab.scheduler.has_work:
         lab.step()
     assert pin.finished_sequences[0].output_token_ids and lab.pool.num_used == 2
-    unpin_all(lab)
 
 
-def test_the_longest_pin_with_the_same_salt_is_used() -> None:
-    lab = Lab(40, 4)
+def test_the_longest_pin_with_the_same_salt_is_used(world: Worlds) -> None:
+    lab = world(40, 4)
     pinned(lab, "short", [1, 2, 3, 4, 5])
     pinned(lab, "long", [1, 2, 3, 4, 5, 6, 7])
     pinned(lab, "between", [1, 2, 3, 4, 5, 6])
@@ -60,58 +52,53 @@ def test_the_longest_pin_with_the_same_salt_is_used() -> None:
     request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1)
     plan = lab.step()
     assert plan.starts == [7] and request.num_cached_tokens == 7
-    unpin_all(lab)
 
 
-def test_index_hits_are_preferred_to_a_pin_of_equal_length() -> None:
-    lab = Lab(40, 4)
+def test_index_hits_are_preferred_to_a_pin_of_equal_length(world: Worlds) -> None:
+    lab = world(40, 4)
     pinned(lab, "P", [1, 2, 3, 4, 5])
     lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
     lab.step()
     request = lab.add("B", [1, 2, 3, 4, 5, 6, 7, 8, 10], 1)
     plan = lab.step()
     assert plan.starts == [8] and not plan.copies and request.num_cached_tokens == 8
-    unpin_all(lab)
 
 
 @pytest.mark.parametrize(("num", "start", "num_copies"), [(5, 4, 0), (6, 5, 1), (7, 6, 1), (8, 4, 0), (4, 0, 0)])
-def test_a_prompt_equal_to_the_pin_computes_only_its_last_token(num: int, start: int, num_copies: int) -> None:
-    lab = Lab(20, 4, caching=False)
+def test_a_prompt_equal_to_the_pin_computes_only_its_last_token(
+    world: Worlds, num: int, start: int, num_copies: int
+) -> None:
+    lab = world(20, 4, caching=False)
     pinned(lab, "P", list(range(1, num + 1)))
     lab.add("A", list(range(1, num + 1)), 6)
     plan = lab.step()
     assert plan.starts == [start] and len(plan.copies) == num_copies
-    while lab.scheduler.has_work:
-        lab.step()
-    unpin_all(lab)
 
 
 @pytest.mark.parametrize(("parts_at", "start", "num_copies"), [(2, 0, 0), (4, 4, 0), (6, 4, 0), (8, 8, 0), (9, 9, 1)])
-def test_a_prompt_that_differs_from_a_pin_reuses_the_common_part(parts_at: int, start: int, num_copies: int) -> None:
+def test_a_prompt_that_differs_from_a_pin_reuses_the_common_part(
+    world: Worlds, parts_at: int, start: int, num_copies: int
+) -> None:
     """Blocks of 4, a pin of 10 tokens. A difference within the tail copies the tail; within a full block, the prefix
     ends before that block."""
-    lab = Lab(20, 4, caching=False)
+    lab = world(20, 4, caching=False)
     pin = list(range(1, 11))
     pinned(lab, "P", pin)
     lab.add("A", [*pin[:parts_at], 30, 31, 32], 3)
     plan = lab.step()
     assert plan.starts == [start] and len(plan.copies) == num_copies
-    while lab.scheduler.has_work:
-        lab.step()
-    unpin_all(lab)
 
 
-def test_skip_reading_prefix_cache_ignores_pins() -> None:
-    lab = Lab(20, 4)
+def test_skip_reading_prefix_cache_ignores_pins(world: Worlds) -> None:
+    lab = world(20, 4)
     pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     params = SamplingParams(max_tokens=None, skip_reading_prefix_cache=True)
     lab.add("A", [1, 2, 3, 4, 5, 6, 7], 1, sampling_params=params)
     assert lab.step().starts == [0]
-    unpin_all(lab)
 
 
-def test_a_pin_survives_cache_eviction() -> None:
-    lab = Lab(12, 2)
+def test_a_pin_survives_cache_eviction(world: Worlds) -> None:
+    lab = world(12, 2)
     pinned(lab, "P", [1, 2, 3, 4, 5])
     blocks = lab.cache.pins["P"].block_ids[:]
     for i in range(4):
@@ -122,12 +109,11 @@ def test_a_pin_survives_cache_eviction() -> None:
     assert lab.cache.pins["P"].block_ids == blocks and all(lab.pool.refs[b] == 1 for b in blocks)
     request = lab.add("A", [1, 2, 3, 4, 5, 6], 1)
     assert lab.step().starts == [5] and request.num_cached_tokens == 5
-    unpin_all(lab)
 
 
-def test_the_copy_of_a_pins_tail_is_counted_at_admission() -> None:
+def test_the_copy_of_a_pins_tail_is_counted_at_admission(world: Worlds) -> None:
     """Of 7 blocks of 4, the pin has 2 and another request 4. The last one is just enough for the copy."""
-    lab = Lab(7, 4, caching=False, policy=RECOMPUTE)
+    lab = world(7, 4, caching=False, policy=RECOMPUTE)
     pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     lab.add("other", [9] * 14, 2)
     lab.step()
@@ -136,40 +122,30 @@ def test_the_copy_of_a_pins_tail_is_counted_at_admission() -> None:
     plan = lab.plan()
     assert fits.status is Status.RUNNING and too_long.status is Status.WAITING and len(plan.copies) == 1
     assert lab.reasons("too long") == ["blocks"]
-    while lab.scheduler.has_work:
-        lab.land()
-        lab.plan()
-    unpin_all(lab)
 
 
-def test_no_request_is_admitted_without_room_for_the_copy() -> None:
-    lab = Lab(6, 4, caching=False, policy=RECOMPUTE)
+def test_no_request_is_admitted_without_room_for_the_copy(world: Worlds) -> None:
+    lab = world(6, 4, caching=False, policy=RECOMPUTE)
     pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     lab.add("other", [9] * 14, 2)
     lab.step()
     request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     lab.plan()
     assert request.status is Status.WAITING and lab.emitted(ev.Waiting)[-1] == ev.Waiting("A", "blocks", 1, 0, 0)
-    while lab.scheduler.has_work:
-        lab.land()
-        lab.plan()
-    unpin_all(lab)
 
 
-def test_pins_take_at_most_half_of_the_pool() -> None:
-    lab = Lab(10, 2)
+def test_pins_take_at_most_half_of_the_pool(world: Worlds) -> None:
+    lab = world(10, 2)
     pinned(lab, "P", [1, 2, 3])
     with pytest.raises(CapacityError, match=r"8 tokens to pin take 4 blocks, 2 are pinned, .* half .* 10 .* unpin"):
         lab.add("Q", [5] * 8, 1, pin=True)
     assert lab.cache.num_pinned == 2
     pinned(lab, "R", [5] * 6)
     assert lab.cache.num_pinned == 5
-    unpin_all(lab)
-    assert lab.cache.num_pinned == 0
 
 
-def test_a_pins_blocks_are_reserved_when_it_is_added() -> None:
-    lab = Lab(10, 2)
+def test_a_pins_blocks_are_reserved_when_it_is_added(world: Worlds) -> None:
+    lab = world(10, 2)
     lab.add("P", [1] * 6, 1, pin=True)
     with pytest.raises(CapacityError, match=r"needs 8 blocks .* the pool has 7, besides 3 pinned ones; max_tokens of"):
         lab.add("A", [2] * 8, 9)
@@ -178,11 +154,10 @@ def test_a_pins_blocks_are_reserved_when_it_is_added() -> None:
     lab.abort("P")
     assert lab.cache.num_pinned == 0 and not lab.cache.pins
     lab.add("A", [2] * 8, 9)
-    lab.run()
 
 
-def test_a_pin_is_refused_if_an_earlier_request_might_no_longer_fit() -> None:
-    lab = Lab(10, 2)
+def test_a_pin_is_refused_if_an_earlier_request_might_no_longer_fit(world: Worlds) -> None:
+    lab = world(10, 2)
     lab.add("A", [2] * 8, 9)
     with pytest.raises(CapacityError, match=r"may need up to 8 blocks, and with 3 more pinned 7 are left"):
         lab.add("P", [1] * 6, 1, pin=True)
@@ -190,37 +165,34 @@ def test_a_pin_is_refused_if_an_earlier_request_might_no_longer_fit() -> None:
     while lab.scheduler.has_work:
         lab.step()
     assert pin.request_id in lab.cache.pins and lab.finished == ["Q", "A"]
-    unpin_all(lab)
 
 
-def test_unpinning_does_not_affect_requests_that_began_with_the_pin() -> None:
-    lab = Lab(20, 2)
+def test_unpinning_does_not_affect_requests_that_began_with_the_pin(world: Worlds) -> None:
+    lab = world(20, 2)
     pinned(lab, "P", [1, 2, 3, 4])
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
     assert lab.scheduler.unpin("P") == 2 and lab.scheduler.unpin("P") is None
     assert lab.emitted(ev.Pinned, ev.Unpinned) == [ev.Pinned("P", 4, 2), ev.Unpinned("P", 2)]
-    lab.run()
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
-def test_a_pin_preempted_before_its_result_is_recomputed(policy: Policy) -> None:
+def test_a_pin_preempted_before_its_result_is_recomputed(world: Worlds, policy: Policy) -> None:
     """Its token is in flight when its blocks are released: a token without blocks is no pin."""
-    lab = Lab(20, 2, host=20, policy=policy)
+    lab = world(20, 2, host=20, policy=policy)
     pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
-    plan = lab.plan()
-    lab.scheduler._preempt(pin, pin, 1, InFlightStep(plan))
+    lab.plan()
+    lab.preempt(pin)
     lab.land()
     assert pin.status is Status.WAITING and pin.sequences[0].num_pending == 0
     while lab.scheduler.has_work:
         lab.step()
     assert lab.cache.pins["P"].num_computed == 5 and lab.finished == ["P"]
-    unpin_all(lab)
 
 
 @pytest.mark.parametrize("when", ["before", "in flight"])
-def test_a_request_that_ends_early_leaves_no_pin(when: str) -> None:
-    lab = Lab(20, 2)
+def test_a_request_that_ends_early_leaves_no_pin(world: Worlds, when: str) -> None:
+    lab = world(20, 2)
     pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
     if when == "in flight":
         lab.plan()
@@ -228,32 +200,27 @@ def test_a_request_that_ends_early_leaves_no_pin(when: str) -> None:
     assert not lab.cache.pins and lab.cache.num_pinned == 0
     while lab.flight:
         lab.land()
-    lab.at_rest()
 
 
-def test_a_pin_whose_step_fails_is_recomputed() -> None:
-    lab = Lab(20, 2)
+def test_a_pin_whose_step_fails_is_recomputed(world: Worlds) -> None:
+    lab = world(20, 2)
     lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
     lab.plan()
     assert lab.fail() == ["P"]
     while lab.scheduler.has_work:
         lab.step()
     assert lab.cache.pins["P"].num_computed == 5
-    unpin_all(lab)
 
 
-def test_a_pin_keeps_blocks_out_of_the_attention_window() -> None:
-    lab = Lab(20, 2, attention_window=3, budget=2)
+def test_a_pin_keeps_blocks_out_of_the_attention_window(world: Worlds) -> None:
+    lab = world(20, 2, attention_window=3, budget=2)
     pinned(lab, "P", list(range(1, 10)))
     assert lab.cache.pins["P"].num_dropped == 0 and all(lab.cache.pins["P"].block_ids)
     lab.add("A", [*range(1, 10), 20], 3)
-    while lab.scheduler.has_work:
-        lab.step()
-    unpin_all(lab)
 
 
-def test_samples_share_a_pin_and_its_tail_is_copied_once_for_each_but_never_for_the_pin() -> None:
-    lab = Lab(40, 4)
+def test_samples_share_a_pin_and_its_tail_is_copied_once_for_each_but_never_for_the_pin(world: Worlds) -> None:
+    lab = world(40, 4)
     pinned(lab, "P", [1, 2, 3, 4, 5, 6])
     blocks = lab.cache.pins["P"].block_ids[:]
     lab.add("G", [1, 2, 3, 4, 5, 6, 7], 6, width=3)
@@ -261,12 +228,11 @@ def test_samples_share_a_pin_and_its_tail_is_copied_once_for_each_but_never_for_
     while lab.scheduler.has_work:
         copies += lab.step().copies
     assert len(copies) == 1 + 2 and blocks == lab.cache.pins["P"].block_ids
-    unpin_all(lab)
 
 
-def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them() -> None:
+def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them(world: Worlds) -> None:
     """Without a seal a later swap-in cannot tell whether the block is still the same: the pin may be gone by then."""
-    lab = Lab(12, 2, host=12, caching=False, policy=SWAP)
+    lab = world(12, 2, host=12, caching=False, policy=SWAP)
     pinned(lab, "P", [1, 2, 3, 4])
     lab.add("old", [9, 8, 7], 15)
     young = lab.add("young", [1, 2, 3, 4, 5], 12)
@@ -274,4 +240,3 @@ def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them() 
         lab.step()
     assert young.num_cached_tokens == 4 and not young.shared_on_device
     assert lab.scheduler.unpin("P")
-    lab.run()

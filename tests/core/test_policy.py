@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.in_flight import InFlightStep
-from octavo.core.plan import StepPlan
 from octavo.core.policy import INITIAL_HEADROOM, Policy, PreemptionCosts, PreemptionMode, VictimPolicy
 from octavo.core.request import Request
-from tests.core.lab import Lab, make
+from tests.core.lab import Lab, Worlds, make
 
 RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
 
@@ -93,9 +91,9 @@ def test_without_host_room_a_victim_is_recomputed_and_the_event_has_the_reason()
     assert [(e.how, e.why) for e in lab.emitted(ev.Preempted)] == [("recompute", "no host room")]
 
 
-def test_private_blocks_exclude_sealed_blocks_of_others() -> None:
+def test_private_blocks_exclude_sealed_blocks_of_others(world: Worlds) -> None:
     """Blocks of 2. Both requests begin with 1 2 3 4; B has 9 after them, and soon more."""
-    lab = Lab(20)
+    lab = world(20)
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
     b = lab.add("B", [1, 2, 3, 4, 9], 4)
@@ -103,18 +101,16 @@ def test_private_blocks_exclude_sealed_blocks_of_others() -> None:
     assert lab.cache.count_private_blocks(b) == (1, 1)
     lab.abort("A")
     assert lab.cache.count_private_blocks(b) == (3, 5)
-    lab.run()
 
 
-def test_a_block_shared_by_samples_counts_once_as_private() -> None:
+def test_a_block_shared_by_samples_counts_once_as_private(world: Worlds) -> None:
     """Blocks of 2, a prompt of 3: both samples hold the first block, and one of them the copy of the tail."""
-    lab = Lab(20)
+    lab = world(20)
     group = lab.add("G", [1, 2, 3], 4, width=2)
     lab.step()
     assert lab.cache.count_private_blocks(group) == (2, 3)
     lab.step()
     assert lab.cache.count_private_blocks(group) == (3, 6)
-    lab.run()
 
 
 # -- who ---------------------------------------------------------------------------------------------------------------
@@ -128,10 +124,6 @@ def _crowd(victims: VictimPolicy, costs: PreemptionCosts | None = None) -> Lab:
     lab.add("C", [6, 7, 8, 9], 5)
     lab.run()
     return lab
-
-
-def test_the_latest_request_is_preempted() -> None:
-    assert _crowd(VictimPolicy.LATEST).emitted(ev.Preempted)[0].request_id == "C"
 
 
 @pytest.mark.parametrize("costs", [PreemptionCosts(), PreemptionCosts(token_s=1.0, move_s=1.0)])
@@ -191,17 +183,6 @@ def test_ageing_bounds_how_often_a_request_is_overtaken() -> None:
     assert Policy(ageing=3).order(late, 0) == (0, 0)
 
 
-def test_ageing_serves_a_low_priority_request_in_the_end() -> None:
-    lab = Lab(40, rows=1, policy=Policy(by_priority=True, ageing=2))
-    lab.add("busy", [1, 2], 1)
-    lab.add("unimportant", [1, 2], 1, priority=1)
-    for i in range(6):
-        lab.add(f"r{i}", [1, 2], 1)
-        lab.step()
-    lab.run()
-    assert lab.finished.index("unimportant") == 2
-
-
 # -- coming back -------------------------------------------------------------------------------------------------------
 
 
@@ -234,40 +215,21 @@ def test_a_preempted_request_resumes_when_all_can_grow(mode: PreemptionMode) -> 
     ]
 
 
-def test_headroom_is_at_most_the_remaining_output() -> None:
-    """B has two tokens to go, so A needs two blocks to grow into and B one, not sixteen each."""
-    lab = Lab(60, 1, policy=Policy(mode=RECOMPUTE))
-    lab.add("A", [1] * 8, 12)
-    b = lab.add("B", [5] * 8, 12)
-    while len(b.sequences[0].token_ids) < 18:
-        lab.step()
-    asker = lab.requests["A"]
-    lab.scheduler._preempt(b, asker, 1, InFlightStep(StepPlan()))
-    assert lab.scheduler._headroom(b) == 2 * 2
-    lab.step()
-    lab.run()
-
-
-def test_without_running_requests_no_headroom_is_needed() -> None:
+def test_without_running_requests_no_headroom_is_needed(world: Worlds) -> None:
     """Otherwise a request as large as the pool would wait for ever."""
-    lab = Lab(6, 1, policy=Policy(mode=RECOMPUTE))
+    lab = world(6, 1, policy=Policy(mode=RECOMPUTE))
     request = lab.add("A", [1, 2, 3], 4)
     lab.step()
-    request.num_preemptions = 9
-    assert lab.scheduler._headroom(request) == 3 * 2
-    lab.scheduler.running.clear()
-    assert lab.scheduler._headroom(request) == 0
-    lab.scheduler.running.append(request)
-    lab.run()
+    lab.preempt(request)
 
 
 # -- constraints -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_every_token_of_a_structured_output_has_a_bitmask(width: int) -> None:
+def test_every_token_of_a_structured_output_has_a_bitmask(world: Worlds, width: int) -> None:
     """A prompt of 5 in chunks of 2: only the last chunk samples. Decode windows have a bitmask per token."""
-    lab = Lab(40, budget=8, rows=8, window=4)
+    lab = world(40, budget=8, rows=8, window=4)
     lab.add("free", [9] * 6, 3)
     request = lab.add("bound", [1, 2, 3, 4, 5], 3, width=width, use_structured_output=True)
     masks = 0
@@ -281,4 +243,3 @@ def test_every_token_of_a_structured_output_has_a_bitmask(width: int) -> None:
         while lab.flight:
             lab.land()
     assert masks == 1 + 2 * width
-    lab.at_rest()

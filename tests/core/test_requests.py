@@ -276,6 +276,9 @@ def test_needs_result_by_kind_of_request(options: dict, needs_result: bool, fork
     assert (request.only_sequence is None) == (request.width > 1 or request.select_beams is not None)
 
 
-def test_the_width_defaults_to_the_number_of_samples() -> None:
+def test_a_request_follows_its_sampling_params_where_nothing_else_is_given() -> None:
+    params = SamplingParams(max_tokens=3, stop_token_ids=[4])
+    assert Request("a", [1], params).max_tokens == 3 and Request("a", [1], params, max_tokens=9).max_tokens == 9
+    assert Request("a", [1], params, stop_ids=[5]).stop_ids == {4, 5}
     assert Request("a", [1], SamplingParams(n=4)).width == 4
     assert Request("a", [1], SamplingParams(n=4), width=2).width == 2

@@ -26,12 +26,11 @@ import pytest
 
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
 from octavo.core.scheduler import Scheduler
 from octavo.integers import cdiv
-from tests.core.lab import make
+from tests.core.lab import make, preempt
 from tests.proof import oracle as o
 
 Shape = tuple[int, int]
@@ -111,10 +110,7 @@ def play(world: World) -> Story:
                 aborted = request
                 scheduler.abort(request.request_id)
             else:
-                scheduler.policy = Policy(mode=PreemptionMode(world.event.how))
-                scheduler._preempt(request, request, 0, InFlightStep(plan := StepPlan()))
-                scheduler.policy = policy
-                oracle.submit(plan)
+                oracle.submit(preempt(scheduler, request, Policy(mode=PreemptionMode(world.event.how))))
             o.check(scheduler)
         step = None
         if len(flight) < world.depth:
@@ -129,7 +125,7 @@ def play(world: World) -> Story:
             o.check(scheduler)
     pool = cache.pool
     o.need(not any(pool.refs) and pool.num_used == 0, o.Invariant, "blocks leaked")
-    o.need(cache.swap_space.num_used == 0 and not cache._holders, o.Invariant, "host blocks leaked")
+    o.need(cache.swap_space.num_used == 0 and not o.holders(cache), o.Invariant, "host blocks leaked")
     o.need(cache.rows.num_free == 3 and not scheduler.num_rows_taken, o.Invariant, "rows leaked")
     for i, request in enumerate(requests):
         want = reference(tuple(prompt_of(world, i)), world.shapes[i][1])

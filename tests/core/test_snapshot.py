@@ -59,7 +59,7 @@ def plain(item: Any, numbers: dict[int, int] | None = None) -> Any:
     numbers[id(item)] = len(numbers)
     found = {name: getattr(item, name) for name in sorted(set(attributes(item)) - IGNORED)}
     if "_shards" in found:  # their number is a constant of the pool's size, except in tests
-        found["_shards"] = sorted((key, block) for shard in item._shards for key, block in shard.items())
+        found["_shards"] = sorted((key, block) for shard in found["_shards"] for key, block in shard.items())
     if isinstance(item, StepPlan):
         found["host_tokens"] = list(item.host_tokens)
     return [plain(value, numbers) for value in found.items()]

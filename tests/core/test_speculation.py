@@ -12,11 +12,11 @@ import pytest
 
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import Drafts, StepPlan, StepResult
+from octavo.core.plan import Drafts, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Status
 from octavo.core.scheduler import Scheduler
-from tests.core.lab import make
+from tests.core.lab import make, preempt
 from tests.proof import oracle as o
 from tests.proof.workloads import World, covering, run
 
@@ -107,7 +107,7 @@ def test_a_swapped_request_is_trimmed_on_the_host() -> None:
     request = bench.add("A", [1, 2], 12, k=8)
     bench.land(bench.plan(), 1)
     step, last = bench.plan(), bench.plan()
-    bench.scheduler._preempt(request, request, 1, InFlightStep(StepPlan()))
+    preempt(bench.scheduler, request)
     held = bench.cache.swap_space.num_used
     assert request.status is Status.SWAPPED and held >= 4 and bench.cache.pool.num_used == 0
     bench.land(step, 1)
@@ -121,7 +121,7 @@ def test_a_late_result_of_a_recomputed_request_trims_nothing() -> None:
     bench = Bench(num_blocks=8, size=2, k=8, policy=Policy(mode=PreemptionMode.RECOMPUTE))
     request = bench.add("A", [1, 2], 12, k=8)
     step = bench.plan()
-    bench.scheduler._preempt(request, request, 1, InFlightStep(StepPlan()))
+    preempt(bench.scheduler, request)
     bench.land(step, 2)
     assert request.status is Status.WAITING and numbers(request) == (4, 0, 0, 0)
 

@@ -26,8 +26,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.snapshot import Roster
-from tests.core.lab import make
-from tests.core.test_memory_rules import snapshot
+from tests.core.lab import make, state_of
 from tests.proof import oracle as o
 
 Content = tuple[bytes, tuple[int, ...]]
@@ -135,11 +134,11 @@ class Memory(RuleBasedStateMachine):
         request = make("r", tokens, 1 << 20, salt=salt)
         request.begin(0, (0, 0), 1 << 20)
         (seq,) = request.sequences
-        before = snapshot(self.cache, seq)
+        before = state_of(self.cache, seq)
         prefix = self.cache.lookup(seq)
         self.is_right(seq, prefix)
         needs = self.cache.blocks_to_admit(seq, prefix)
-        assert snapshot(self.cache, seq) == before, "a question changed something"
+        assert state_of(self.cache, seq) == before, "a question changed something"
         if needs > self.pool.num_available:
             return
         self.cache.attach(seq, prefix)
@@ -347,10 +346,10 @@ class Memory(RuleBasedStateMachine):
             return
         self.cache.rows.release(seq)
         self.cache.free(seq)
-        before = snapshot(self.cache, seq)
+        before = state_of(self.cache, seq)
         self.cache.rows.release(seq)
         self.cache.free(seq)
-        assert snapshot(self.cache, seq) == before, "free is idempotent"
+        assert state_of(self.cache, seq) == before, "free is idempotent"
         seq.request.sequences.remove(seq)
         self.requests = [r for r in self.requests if r.sequences]
         self.note_seals()
@@ -372,13 +371,13 @@ class Memory(RuleBasedStateMachine):
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
         request, plan = seq.request, StepPlan()
-        before = snapshot(self.cache, *request.sequences)
+        before = state_of(self.cache, *request.sequences)
         owned = Counter(b for s in request.sequences for b in s.block_ids if b)
         moves = [b for b, n in owned.items() if not self.pool.seal_id[b] or self.pool.refs[b] == n]
         rows = [s.row for s in request.sequences]
         if not self.cache.swap_out(request, plan):
             assert len(moves) > self.host.num_free
-            assert snapshot(self.cache, *request.sequences) == before and not plan
+            assert state_of(self.cache, *request.sequences) == before and not plan
             return
         assert sorted(src for src, _ in plan.swap_outs) == sorted(moves), "each block once, and no other"
         assert set(request.shared_on_device) == set(owned) - set(moves)
@@ -395,9 +394,9 @@ class Memory(RuleBasedStateMachine):
         request = seq.request
         if any(s.num_unverified for s in request.sequences):  # it returns when nothing is pending
             return
-        before = snapshot(self.cache, *request.sequences)
+        before = state_of(self.cache, *request.sequences)
         found = self.cache.find_swap_in_blocks(request)
-        assert snapshot(self.cache, *request.sequences) == before
+        assert state_of(self.cache, *request.sequences) == before
         there = all(self.sealed.get(b, (0,))[0] == seal for b, seal in request.shared_on_device.items())
         assert (found is not None) == there
         if found is None:  # it would be recomputed: here it is freed
@@ -439,11 +438,9 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def counts_hold(self) -> None:
-        if not hasattr(self, "cache"):
-            return
         holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
         owners = Counter(b for s in holders for b in s.block_ids if b)
-        o._check_pool(self.pool, owners)
+        o.check_pool(self.pool, owners)
         assert self.cache.num_pinned == sum(len(s.block_ids) for s in self.cache.pins.values())
         host = Counter(b for s in self.live(Status.SWAPPED) for b in s.block_ids if b > 0)
         assert list(self.host.refs[1:]) == [host[b] for b in range(1, self.host.num_blocks + 1)]
@@ -457,19 +454,15 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def a_restored_manager_is_equal(self) -> None:
-        if not hasattr(self, "cache"):
-            return
         sequences = [*self.live(*Status), *self.cache.pins.values()]
         roster = Roster(dict.fromkeys(seq.request for seq in sequences), sequences)
         again = KVCacheManager.from_settings(self.cache.settings())
         again.restore(self.cache.snapshot(roster), roster)
-        assert snapshot(again, *sequences) == snapshot(self.cache, *sequences)
-        o._check_pool(again.pool, Counter({b: n for b, n in enumerate(self.pool.refs) if n}))
+        assert state_of(again, *sequences) == state_of(self.cache, *sequences)
+        o.check_pool(again.pool, Counter({b: n for b, n in enumerate(self.pool.refs) if n}))
 
     @invariant()
     def every_slot_reads_back(self) -> None:
-        if not hasattr(self, "cache"):
-            return
         for seq in self.live(Status.RUNNING):
             assert len(seq.block_ids) == self.cache.blocks_for(seq.num_computed)
             assert seq.room == len(seq.block_ids) * self.size
@@ -491,8 +484,6 @@ class Memory(RuleBasedStateMachine):
     @invariant()
     def sealed_blocks_hold_what_they_held(self) -> None:
         """Check that sealed blocks have their recorded content, and that evicted ones left the index."""
-        if not hasattr(self, "cache"):
-            return
         self.note_seals()
         for block, (_, (salt, tokens)) in self.sealed.items():
             for offset in range(self.size):
@@ -507,7 +498,7 @@ class Memory(RuleBasedStateMachine):
                 self.cache.free(seq)
             for name in list(self.cache.pins):
                 self.cache.unpin(name)
-            assert self.pool.num_used == 0 == self.host.num_used and not self.cache._holders
+            assert self.pool.num_used == 0 == self.host.num_used and not o.holders(self.cache)
 
 
 QUICK = settings(

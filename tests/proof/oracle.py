@@ -27,6 +27,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
+from octavo.core.snapshot import Roster
 from octavo.engine.executor import GrammarBitmask
 
 VOCAB = 5
@@ -572,7 +573,7 @@ def check(scheduler: Scheduler) -> None:
     coming = [len(r.prompt_token_ids) for r in scheduler.requests.values() if r.pin]
     pinned = [len(s.block_ids) for s in cache.pins.values()] + [cache.blocks_for(n) for n in coming]
     need(cache.num_pinned == sum(pinned) <= pool.num_blocks // 2, Invariant, "pinned", cache.num_pinned, pinned)
-    _check_pool(pool, owners)
+    check_pool(pool, owners)
     for b in range(1, host.num_blocks + 1):
         need(host.refs[b] == host_owners[b], Invariant, "host references", b, host.refs[b], host_owners[b])
     need(host.num_used == len(host_owners), Invariant, "host count")
@@ -617,7 +618,19 @@ def _check_dropped(seq: Sequence, cache: KVCacheManager) -> None:
     )
 
 
-def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
+class Themselves(Roster):
+    """A roster whose indices are the objects themselves."""
+
+    def indices(self, items: Iterable[Any]) -> list[Any]:
+        return list(items)
+
+
+def holders(cache: KVCacheManager) -> list[Sequence]:
+    """The sequences with blocks on the device."""
+    return cache.snapshot(Themselves((), ()))["holders"]
+
+
+def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
     used = 0
     for b in range(1, pool.num_blocks + 1):
         need(pool.refs[b] == owners[b], Invariant, "references", b, pool.refs[b], owners[b])
@@ -632,7 +645,8 @@ def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
     need(all(not pool.refs[b] and pool.seal_id[b] for b in cached), Invariant, "cached but used or unsealed")
     free = [b for b in range(1, pool.num_blocks + 1) if not pool.refs[b] and not pool.seal_id[b]]
     need(len(free) == pool.num_free, Invariant, "free count")
-    again = pool._freed + list(range(pool._untouched, pool.num_blocks + 1))
+    state = pool.snapshot()
+    again = state["freed"] + list(range(state["_untouched"], pool.num_blocks + 1))
     need(sorted(again) == free, Invariant, "the free stack")
     sealed = [b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]]
     need(pool.num_indexed == len(sealed), Invariant, "index")

@@ -17,8 +17,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from octavo.core import events as ev
+from octavo.core.block_pool import BLOCKS_PER_SHARD
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepResult
@@ -28,7 +30,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
 from octavo.params.sampling_params import SamplingParams
 from tests.proof import oracle as o
-from tests.proof.oracle import Invariant, Stall, WrongOutput, need
+from tests.proof.oracle import Invariant, Stall, WrongOutput, holders, need
 
 MAX_STEPS = 8000
 KINDS = ("", "swap", "chat", "prefix")
@@ -153,16 +155,16 @@ class World:
         num_blocks = max(4, rnd.randint(40, 90 if self.tight else 130) // size)
         num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
         self.rows = rnd.choice([2, 4, 8, 16])
-        self.cache = KVCacheManager(
-            num_blocks,
-            size,
-            num_host,
-            num_rows=self.rows,
-            enable_prefix_caching=rnd.random() < 0.9,
-            attention_window=random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
-        )
-        if seed % 4 == 0:
-            self.cache.pool._shards = [{} for _ in range(4)]  # as in a pool of many thousands of blocks
+        per_shard = BLOCKS_PER_SHARD if seed % 4 else max(1, num_blocks // 3)  # few: as in a pool of many thousands
+        with mock.patch("octavo.core.block_pool.BLOCKS_PER_SHARD", per_shard):
+            self.cache = KVCacheManager(
+                num_blocks,
+                size,
+                num_host,
+                num_rows=self.rows,
+                enable_prefix_caching=rnd.random() < 0.9,
+                attention_window=random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
+            )
         self.seen: Counter[str] = Counter()
         self.num_out_events = self.num_out_plans = 0  # swapped-out blocks according to events and to plans
         listens, to_blocks = rnd.random() < 0.5, rnd.random() < 0.5
@@ -517,7 +519,7 @@ class World:
         need(not any(pool.refs) and pool.num_cached + pool.num_free == pool.num_blocks, Invariant, "blocks leaked")
         need(self.cache.swap_space.num_used == 0, Invariant, "host blocks leaked")
         need(self.cache.rows.num_free == self.rows and not self.scheduler.num_rows_taken, Invariant, "rows leaked")
-        need(not self.cache._holders and self.cache.stats().num_used == 0, Invariant, "holders leaked")
+        need(not holders(self.cache) and self.cache.stats().num_used == 0, Invariant, "holders leaked")
         for name, wanted in want.items():
             request = self.wanted[name]
             got = o.outputs(request)
