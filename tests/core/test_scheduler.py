@@ -117,7 +117,6 @@ def test_skip_reading_prefix_cache_computes_the_whole_prompt(world: Worlds, asks
     lab.add("c", [9, 9, 9, 9], 2, sampling_params=SamplingParams(max_tokens=None, **asks))
     plan = lab.plan()
     assert [(s.start, s.num_positions) for s in plan.slices()] == [(0, 7), (0, 4), (0, 4)]
-    lab.land()
 
 
 # -- Memory 4: release and eviction ------------------------------------------------------------------------------------
@@ -441,7 +440,6 @@ def test_a_group_that_only_waits_for_results_takes_no_budget(world: Worlds) -> N
     assert names(lab.plan()) == ["G", "G", "G"]
     lab.land()
     assert names(lab.plan()) == ["A", "B"]
-    lab.land()
 
 
 def test_no_request_is_admitted_past_a_running_group_that_does_not_fit() -> None:
