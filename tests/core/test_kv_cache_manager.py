@@ -80,6 +80,16 @@ def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
     assert cache.pool.num_cached == 0 and cache.reset_prefix_cache() == 0
 
 
+def test_a_removed_seal_is_removed_from_its_sequences() -> None:
+    """Otherwise a child would be indexed under a parent that is not in the index."""
+    cache = KVCacheManager(8, 2)
+    seq = settle(cache, [1, 2, 3, 4, 5])
+    first, second = seq.seal_ids
+    assert cache.unseal_after(second) == [] and cache.unseal_after(first) == [seq]
+    assert seq.seal_ids == [first] and seq.seal_at == 4
+    assert [cache.pool.seal_id[b] for b in seq.block_ids] == [first, 0]
+
+
 # -- Memory 3: lookup --------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +257,16 @@ def test_free_is_idempotent_and_clears_the_table() -> None:
         cache.free(seq)
         assert (seq.block_ids, seq.room, seq.num_computed, seq.seal_ids, seq.seal_at) == ([], 0, 0, [], 2)
         assert o.holders(cache) == [other] and cache.pool.num_used == 2
+
+
+def test_discard_unseals_only_blocks_without_other_users() -> None:
+    """Blocks that others computed or share stay sealed."""
+    cache = KVCacheManager(8, 2)
+    good, bad = settle(cache, [1, 2, 9]), settle(cache, [1, 2, 3, 4, 5])
+    cache.discard(bad)
+    assert cache.lookup(sequence([1, 2, 3, 4, 5])).block_ids == good.block_ids[:1]
+    cache.free(bad)
+    assert cache.pool.num_cached == 0 and cache.pool.num_used == 1
 
 
 # -- Memory 9: swapping ------------------------------------------------------------------------------------------------
