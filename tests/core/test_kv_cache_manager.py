@@ -80,6 +80,16 @@ def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
     assert cache.pool.num_cached == 0 and cache.reset_prefix_cache() == 0
 
 
+def test_a_removed_seal_is_removed_from_its_sequences() -> None:
+    """Otherwise a child would be indexed under a parent that is not in the index."""
+    cache = KVCacheManager(8, 2)
+    seq = settle(cache, [1, 2, 3, 4, 5])
+    first, second = seq.seal_ids
+    assert cache.unseal_after(second) == [] and cache.unseal_after(first) == [seq]
+    assert seq.seal_ids == [first] and seq.seal_at == 4
+    assert [cache.pool.seal_id[b] for b in seq.block_ids] == [first, 0]
+
+
 # -- Memory 3: lookup --------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +259,16 @@ def test_free_is_idempotent_and_clears_the_table() -> None:
         assert o.holders(cache) == [other] and cache.pool.num_used == 2
 
 
+def test_discard_unseals_only_blocks_without_other_users() -> None:
+    """Blocks that others computed or share stay sealed."""
+    cache = KVCacheManager(8, 2)
+    good, bad = settle(cache, [1, 2, 9]), settle(cache, [1, 2, 3, 4, 5])
+    cache.discard(bad)
+    assert cache.lookup(sequence([1, 2, 3, 4, 5])).block_ids == good.block_ids[:1]
+    cache.free(bad)
+    assert cache.pool.num_cached == 0 and cache.pool.num_used == 1
+
+
 # -- Memory 9: swapping ------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +430,18 @@ def test_a_block_is_dropped_only_after_it_is_sealed() -> None:
         assert seq.num_dropped == dropped[1] and cache.pool.num_cached == 3 * caching
 
 
+def test_a_forked_child_inherits_dropped_blocks() -> None:
+    """Otherwise the null block would count as one of its own and be swapped."""
+    cache = KVCacheManager(8, 2, 4, attention_window=2)
+    parent = settle(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.drop_out_of_window(parent, StepPlan())
+    child = fork(cache, parent)
+    assert child.num_dropped == parent.num_dropped == 3 and child.block_ids == parent.block_ids
+    assert cache.count_private_blocks(parent.request) == (1, 1)
+    assert cache.swap_out(parent.request, out := StepPlan())
+    assert [m.src for m in out.swap_outs] == [4]
+
+
 # -- Scheduling 2: preemption ------------------------------------------------------------------------------------------
 
 
@@ -437,8 +469,9 @@ def test_sibling_prefix_has_only_computed_blocks() -> None:
     first = settle(cache, [1, 2, 3, 4, 5, 6], 3)
     assert len(first.block_ids) == 2
     second = Sequence(first.request, 1, first.token_ids[:], 99)
-    first.request.sequences.append(second)
-    assert cache.sibling_prefix(second).block_ids == first.block_ids[:1]
+    for _ in range(2):  # before it is one of its request's, and after
+        assert cache.sibling_prefix(second).block_ids == first.block_ids[:1]
+        first.request.sequences.append(second)
 
 
 # -- Scheduling 3: admission control -----------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ def test_figure_6_a_request_through_prompt_and_two_decode_steps(world: Worlds) -
     plan = lab.plan()
     assert filled(lab.cache, seq) == [(7, 4), (1, 4), (3, 1)]
     assert plan.table_writes == [TableWrite(seq.row, 2, (3,))]
-    lab.land()
 
 
 def test_figure_7_two_requests_side_by_side(world: Worlds) -> None:
@@ -198,7 +197,6 @@ def test_recomputation_is_one_prefill_of_prompt_and_output(world: Worlds) -> Non
     assert seq.block_ids == [] and len(seq.token_ids) == 7
     plan = lab.plan()
     assert (plan.starts, plan.counts, plan.num_sampled) == ([0], [7], [1])
-    lab.land()
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

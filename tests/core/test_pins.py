@@ -198,8 +198,6 @@ def test_a_request_that_ends_early_leaves_no_pin(world: Worlds, when: str) -> No
         lab.plan()
     lab.scheduler.stop(pin.sequences[0], "abort")
     assert not lab.cache.pins and lab.cache.num_pinned == 0
-    while lab.flight:
-        lab.land()
 
 
 def test_a_pin_whose_step_fails_is_recomputed(world: Worlds) -> None:

@@ -117,7 +117,6 @@ def test_skip_reading_prefix_cache_computes_the_whole_prompt(world: Worlds, asks
     lab.add("c", [9, 9, 9, 9], 2, sampling_params=SamplingParams(max_tokens=None, **asks))
     plan = lab.plan()
     assert [(s.start, s.num_positions) for s in plan.slices()] == [(0, 7), (0, 4), (0, 4)]
-    lab.land()
 
 
 # -- Memory 4: release and eviction ------------------------------------------------------------------------------------
@@ -334,6 +333,15 @@ def test_an_error_fails_only_its_request() -> None:
     assert again.num_cached_tokens == 0  # its blocks are invalid
 
 
+def test_an_error_after_the_end_is_ignored(world: Worlds) -> None:
+    lab = world(20)
+    a = lab.add("A", [1, 2, 3], 9)
+    lab.plan()
+    lab.plan()
+    assert lab.err(a) == ["A"]
+    assert lab.err(a) == []
+
+
 def test_an_error_ends_all_samples_of_its_request() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     group, other = lab.add("G", [1, 2, 3], 9, width=3), lab.add("B", [1, 2, 9], 4)
@@ -441,7 +449,6 @@ def test_a_group_that_only_waits_for_results_takes_no_budget(world: Worlds) -> N
     assert names(lab.plan()) == ["G", "G", "G"]
     lab.land()
     assert names(lab.plan()) == ["A", "B"]
-    lab.land()
 
 
 def test_no_request_is_admitted_past_a_running_group_that_does_not_fit() -> None:
@@ -459,6 +466,18 @@ def test_no_request_is_admitted_past_a_running_group_that_does_not_fit() -> None
     assert names(lab.step()) == ["G"] * 3
     lab.run()
     assert lab.finished == ["A", "G", "W"]
+
+
+def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole(world: Worlds) -> None:
+    lab = world(20, host=20, budget=3, rows=4, policy=SWAP)
+    a, group = lab.add("A", [1, 2], 5), lab.add("G", [3], 6, width=3)
+    lab.step()
+    lab.preempt(group)
+    lab.step()
+    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("G", "budget", 3, 2, 0)
+    while a.status is not Status.FINISHED:
+        assert not lab.step().swap_ins
+    assert lab.plan().swap_ins
 
 
 def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
