@@ -188,7 +188,7 @@ def preempt(scheduler: Scheduler, request: Request, policy: Policy | None = None
     """Preempt a request, as a step does for want of blocks. Returns the plan of its swaps."""
     plan, usual = StepPlan(scheduler.num_steps), scheduler.policy
     scheduler.policy = policy or usual
-    scheduler._preempt(request, request, 0, InFlightStep(plan))
+    scheduler.preempt(request, request, 0, InFlightStep(plan))
     scheduler.policy = usual
     return plan
 

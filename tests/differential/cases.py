@@ -107,7 +107,7 @@ class PreemptingScheduler(Scheduler):
             else:
                 victim: Request = self.running[-1]
                 draft.preempted = True
-                self._preempt(victim, victim, 0, draft.step)
+                self.preempt(victim, victim, 0, draft.step)
                 self._preemptions_left -= 1
                 self._steps_until_next = self._random.randrange(6)
         return super()._plan_running(draft, window)

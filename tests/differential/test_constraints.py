@@ -247,7 +247,7 @@ def test_same_tokens_with_preemption_chunks_and_block_sizes(
         found: dict[str, RequestOutput] = {}
         for i, (prompt, request) in enumerate(mixed_requests()):
             llm.engine.add_request(
-                EngineRequest(str(i), prompt, request, grammar=llm._input_processor.compile_grammar(request))
+                EngineRequest(str(i), prompt, request, grammar=llm.input_processor.compile_grammar(request))
             )
         while llm.engine.has_work:
             found.update((o.request_id, o) for o in llm.engine.step())

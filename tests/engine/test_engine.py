@@ -744,10 +744,10 @@ def test_unpinned_prefixes_leave_no_live_timeline() -> None:
         engine.add_request(EngineRequest.pinning(name, [2] * 9))
         run_to_end(engine)
         engine.unpin(name)
-    assert not engine.timelines._live
+    assert not engine.timelines.live
     assert [entry["event"] for entry in engine.timelines.of("pin:b")][-2:] == ["finished", "unpinned"]
     engine.timelines(ev.Unpinned("forgotten", 3))
-    assert not engine.timelines._live and engine.timelines.of("forgotten") == []
+    assert not engine.timelines.live and engine.timelines.of("forgotten") == []
 
 
 def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
@@ -762,7 +762,7 @@ def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
     held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
     plan = StepPlan()
-    scheduler._preempt(seq.request, seq.request, 0, InFlightStep(plan))
+    scheduler.preempt(seq.request, seq.request, 0, InFlightStep(plan))
     held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
     assert held["num_host_used"] == len(plan.swap_outs) > 0
@@ -773,4 +773,4 @@ def test_eos_token_without_logits_is_ignored() -> None:
     engine, _ = make_engine(eos_token_ids=[EOS, o.VOCAB, o.VOCAB + 7])
     engine.add_request(EngineRequest("a", [1, 2], SamplingParams(max_tokens=4, min_tokens=2)))
     assert engine.limits.eos_token_ids == (EOS,)
-    assert engine._states["a"].request.stop_ids == {EOS}
+    assert engine.get_state("a").request.stop_ids == {EOS}

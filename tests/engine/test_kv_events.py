@@ -310,7 +310,7 @@ def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
                     first = client.transport.pid
                     assert first is not None
                     os.kill(first, signal.SIGKILL)
-                    await until(lambda t=client.transport, first=first: t._supervisor.is_up and t.pid != first)
+                    await until(lambda t=client.transport, first=first: t.supervisor.is_up and t.pid != first)
                 router = await asyncio.to_thread(known)
                 assert not router.blocks and router.seen == {"AllBlocksCleared": 1}
 

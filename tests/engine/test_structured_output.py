@@ -311,7 +311,7 @@ def test_batch_of_all_kinds_equals_single_requests(talking: Path) -> None:
         with open_llm(talking) as llm:
             solo.append(completions(one(llm, prompt, request)))
     with open_llm(talking, decode_window=4) as llm:
-        prompts_of = llm._input_processor
+        prompts_of = llm.input_processor
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             llm.engine.add_request(
                 EngineRequest(
@@ -422,7 +422,7 @@ def test_aborted_request_needs_no_bitmask(llm: LLM) -> None:
     for i, request in enumerate(asked):
         engine.add_request(
             EngineRequest(
-                str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._input_processor.compile_grammar(request)
+                str(i), llm.get_tokenizer().encode("x"), request, grammar=llm.input_processor.compile_grammar(request)
             )
         )
     outputs: list[RequestOutput] = []
@@ -499,7 +499,7 @@ def test_failed_request_is_output_once(llm: LLM, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(StepHandle, "done", True)  # tokens arrive only with the end of their step
     asked = params({"regex": "[ab]{9}"})
     llm.engine.add_request(
-        EngineRequest("a", [5, 6, 7], asked, grammar=llm._input_processor.compile_grammar(asked), stream=True)
+        EngineRequest("a", [5, 6, 7], asked, grammar=llm.input_processor.compile_grammar(asked), stream=True)
     )
     outputs: list[RequestOutput] = []
     while llm.engine.has_work:

@@ -57,7 +57,7 @@ async def serving(built: BuiltEngine) -> AsyncIterator[AsyncLLM]:
         yield engine
         if engine.is_running:
             assert (await engine.kv_stats()).num_used == 0
-            assert not engine.transport._queues
+            assert not engine.transport.queues
 
 
 async def last_of(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
@@ -248,7 +248,7 @@ def test_unstarted_iterator_adds_no_request(built: BuiltEngine) -> None:
         async with serving(built) as engine:
             stream = engine.generate("Hello", LONG, "name")
             del stream
-            assert not engine.transport._queues
+            assert not engine.transport.queues
             await last_of(engine, "Hello", request_id="name")
 
     run(main())
@@ -369,7 +369,7 @@ def test_idle_engine_sleeps_and_wakes_at_once(built: BuiltEngine) -> None:
             assert not any(collects[1:])  # no collection while it works
             await until(lambda: not built.engine.has_work and gc.isenabled())
             steps = built.engine.stats.num_steps
-            clock = time.pthread_getcpuclockid(engine.transport._thread.ident)  # type: ignore[arg-type]
+            clock = time.pthread_getcpuclockid(engine.transport.thread.ident)  # type: ignore[arg-type]
             before = time.clock_gettime(clock)
             await asyncio.sleep(0.2)
             assert time.clock_gettime(clock) - before < 0.005
@@ -429,14 +429,14 @@ def test_shutdown_during_requests(built: BuiltEngine) -> None:
             await last_of(engine, "Hello")
 
     run(main())
-    assert not engine.transport._thread.is_alive()
+    assert not engine.transport.thread.is_alive()
     assert runner() is None  # the weights and the pool are freed, too
 
 
 def test_dropped_engine_is_shut_down(built: BuiltEngine) -> None:
     engine = AsyncLLM(built.engine, built.tokenizer)
     run(last_of(engine, "Hello"))
-    thread = engine.transport._thread
+    thread = engine.transport.thread
     del engine
     gc.collect()
     assert not thread.is_alive()

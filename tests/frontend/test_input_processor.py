@@ -53,7 +53,7 @@ def chat(llm: LLM, messages: Any = HELLO, **options: Any) -> list[Any]:
 
 def test_spelled_special_token_is_text_unless_parse_special(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     text = "<s>Hello</s>"
-    llm._input_processor._warned = False
+    llm.input_processor._warned = False
     with caplog.at_level(logging.WARNING, logger="octavo"):
         plain = ids_of(llm, text)
         assert ids_of(llm, {"prompt": text}) == plain

@@ -63,7 +63,7 @@ def at_rest(llm: LLM) -> None:
     stats = llm.kv_stats()
     assert stats.num_used == stats.num_host_used == 0
     assert not llm.engine.num_requests and not llm.engine.has_work and not llm.engine.scheduler.has_work
-    assert not llm._unread
+    assert not llm.unread
     assert llm.engine.scheduler.cache.rows.num_free == llm.config.args.max_num_seqs
 
 
@@ -231,7 +231,7 @@ def test_closing_a_stream_keeps_outputs_of_others(llm: LLM) -> None:
             break
     assert llm.engine.num_requests == 2
     second.close()  # type: ignore[attr-defined]
-    assert llm.engine.num_requests == 0 and len(llm._unread) == 1  # else the next line would block
+    assert llm.engine.num_requests == 0 and len(llm.unread) == 1  # else the next line would block
     assert texts_of(list(first)) == [wanted]
 
 
@@ -440,7 +440,7 @@ def test_use_after_close(model: str) -> None:
 
 def test_dropped_llm_is_closed(model: str) -> None:
     llm = LLM(model, **OPTIONS)
-    thread = llm.engine.executor._thread  # type: ignore[attr-defined]
+    thread = llm.engine.executor.thread  # type: ignore[attr-defined]
     generate(llm, "a")
     del llm
     gc.collect()

@@ -582,7 +582,7 @@ def covering(totals: Counter[str]) -> Iterator[None]:
         totals["preempt a window in flight"] += any(s.num_pending > 1 for s in victim.sequences)
         totals["preempt itself"] += victim is for_request
 
-    wrap(Scheduler, "_preempt", preempt)
+    wrap(Scheduler, "preempt", preempt)
 
     def shrink(cache: KVCacheManager, seq: Sequence, count: int) -> None:
         where = seq.request.status

@@ -217,7 +217,7 @@ def test_close_ends_a_plan_that_waits_for_its_bitmask(runner: FakeRunner) -> Non
     run = executor.submit(plan)
     begin = time.monotonic()
     executor.close()
-    assert not executor._thread.is_alive() and time.monotonic() - begin < 60
+    assert not executor.thread.is_alive() and time.monotonic() - begin < 60
     assert run.done and runner.bitmasks == []
 
 
@@ -226,6 +226,6 @@ def test_close_runs_queued_plans_and_frees_the_runner(runner: FakeRunner) -> Non
     runs = [executor.submit(plan_of(i)) for i in range(3)]
     executor.close()
     executor.close()
-    assert not executor._thread.is_alive()
+    assert not executor.thread.is_alive()
     assert [r.result().tokens for r in runs] == [[[0]], [[1]], [[2]]]  # queued plans have run
     assert not hasattr(executor, "runner")

@@ -669,7 +669,7 @@ class Scheduler:
             if self.num_speculative_tokens and self._num_held_by_drafts() >= needs - self.cache.pool.num_available:
                 return False
             victim = self.policy.victim(self.running, request, self.cache)
-            self._preempt(victim, request, needs, draft.step)
+            self.preempt(victim, request, needs, draft.step)
             if victim is request:
                 return False
         return True
@@ -680,7 +680,7 @@ class Scheduler:
         unverified = (seq for request in self.running for seq in request.sequences if seq.num_unverified)
         return sum(len(seq.block_ids) - blocks_for(seq.num_computed - seq.num_unverified) for seq in unverified)
 
-    def _preempt(self, victim: Request, for_request: Request, needs: int, step: InFlightStep) -> None:
+    def preempt(self, victim: Request, for_request: Request, needs: int, step: InFlightStep) -> None:
         """Release the victim's blocks and rows at once, even with a step in flight.
 
         Stream order makes that safe, and late results are appended in any state.

@@ -69,7 +69,7 @@ class Timelines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.wait_counts: Counter[str] = Counter()
         self._clock = clock
-        self._live: dict[str, deque[tuple[float, ev.Event]]] = {}
+        self.live: dict[str, deque[tuple[float, ev.Event]]] = {}
         self._finished: OrderedDict[str, deque[tuple[float, ev.Event]]] = OrderedDict()
 
     def __call__(self, event: ev.Event) -> None:
@@ -78,22 +78,22 @@ class Timelines:
         if isinstance(event, ev.Waiting):
             self.wait_counts[event.reason] += 1
         name: str = event.request_id  # type: ignore[union-attr]  # not subscribed to block events
-        timeline = self._live.get(name)
+        timeline = self.live.get(name)
         if timeline is None:
             if isinstance(event, ev.Unpinned):  # the pinning request has finished long ago
                 timeline = self._finished.get(name)
             else:
-                timeline = self._live[name] = deque(maxlen=MAX_ENTRIES)
+                timeline = self.live[name] = deque(maxlen=MAX_ENTRIES)
         if timeline is not None:
             timeline.append((self._clock(), event))
         if isinstance(event, ev.Finished):
-            self._finished[name] = self._live.pop(name)
+            self._finished[name] = self.live.pop(name)
             if len(self._finished) > MAX_FINISHED:
                 self._finished.popitem(last=False)
 
     def of(self, request_id: str) -> list[dict[str, Any]]:
         """The entries of a request, oldest first; `at_s` is the time since the first entry kept."""
-        entries = self._live.get(request_id) or self._finished.get(request_id) or ()
+        entries = self.live.get(request_id) or self._finished.get(request_id) or ()
         begin = entries[0][0] if entries else 0.0
         return [
             {"at_s": round(at - begin, 6), "event": type(event).__name__.lower(), **_fields(event)}

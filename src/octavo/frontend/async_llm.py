@@ -49,7 +49,7 @@ class AsyncLLM(EngineClient[EngineThread]):
         A second call does nothing.
         """
         self._finalizer()
-        self._input_processor.close()
+        self.input_processor.close()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

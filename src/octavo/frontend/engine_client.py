@@ -82,7 +82,7 @@ class EngineClient(Generic[T]):
 
     def __init__(self, transport: T, input_processor: InputProcessor, default_params: SamplingParams) -> None:
         self.transport = transport
-        self._input_processor = input_processor
+        self.input_processor = input_processor
         self._default_params = default_params
         self._names = itertools.count()
 
@@ -118,10 +118,10 @@ class EngineClient(Generic[T]):
         engine is gone for good. Errors of one request affect no other. Requests wait while an engine process starts or
         restarts.
         """
-        params = self._input_processor.prepare_params(
+        params = self.input_processor.prepare_params(
             self._default_params if sampling_params is None else sampling_params
         )
-        text, token_ids = await self._input_processor.encode_async(prompt)
+        text, token_ids = await self.input_processor.encode_async(prompt)
         request = EngineRequest(
             f"octavo-{next(self._names)}" if request_id is None else request_id,
             token_ids,
@@ -132,7 +132,7 @@ class EngineClient(Generic[T]):
             tenant=tenant,
             index_in_call=rank,
             stream=True,
-            make_detokenizer=self._input_processor.make_detokenizer,
+            make_detokenizer=self.input_processor.make_detokenizer,
         )
         stream = await self.transport.submit(request)
         try:
@@ -162,7 +162,7 @@ class EngineClient(Generic[T]):
         chat_template and chat_template_kwargs.
         """
         # On a worker thread: a template may be slow.
-        prompt = await asyncio.to_thread(self._input_processor.chat, messages, **template)
+        prompt = await asyncio.to_thread(self.input_processor.chat, messages, **template)
         run = self.generate(prompt, sampling_params, request_id, priority=priority, salt=salt)
         async with contextlib.aclosing(run):
             async for output in run:
@@ -176,7 +176,7 @@ class EngineClient(Generic[T]):
 
     async def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None, *, salt: bytes = b"") -> str:
         """As `LLM.pin_prefix`, for requests with that salt. A restarted engine process pins the prefix again."""
-        token_ids = await asyncio.to_thread(self._input_processor.encode_prefix, prefix)
+        token_ids = await asyncio.to_thread(self.input_processor.encode_prefix, prefix)
         name = str(next(self._names)) if name is None else name
         stream = await self.transport.submit(EngineRequest.pinning(name, token_ids, salt))
         try:
@@ -199,7 +199,7 @@ class EngineClient(Generic[T]):
     # -- state, and shutdown -------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._input_processor.tokenizer
+        return self.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters of requests without any: from the model's generation_config.json, as in `LLM`."""
@@ -245,7 +245,7 @@ class EngineClient(Generic[T]):
     def shutdown(self) -> None:
         """Abort all requests and free all resources. Iterators get an `EngineError`. A second call does nothing."""
         self.transport.close()
-        self._input_processor.close()
+        self.input_processor.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -50,9 +50,9 @@ class LLM:
         self.spec = built.spec
         self.sampling_defaults = built.sampling_defaults
         limits = built.engine.limits
-        self._input_processor = InputProcessor(built.tokenizer, limits.vocab_size, limits.max_model_len)
+        self.input_processor = InputProcessor(built.tokenizer, limits.vocab_size, limits.max_model_len)
         self._ids = itertools.count()
-        self._unread: dict[str, RequestOutput] = {}  # unread outputs by request id
+        self.unread: dict[str, RequestOutput] = {}  # unread outputs by request id
         self._lock = threading.RLock()  # guards the engine and these fields
         self._in_step = False
         self._num_runs = 0
@@ -114,7 +114,7 @@ class LLM:
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations = cast("Sequence[Messages]", messages if several else [messages])
         prompts = [
-            self._input_processor.chat(
+            self.input_processor.chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -158,9 +158,9 @@ class LLM:
         stream: bool,
     ) -> list[str]:
         """Queue all requests, or none if one is invalid; returns their ids."""
-        encoded = [self._input_processor.encode(p) for p in prompt_list(prompts)]
+        encoded = [self.input_processor.encode(p) for p in prompt_list(prompts)]
         params = self._params_of(sampling_params, len(encoded))
-        grammars = [self._input_processor.compile_grammar(p) for p in params]
+        grammars = [self.input_processor.compile_grammar(p) for p in params]
         if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
             raise ParameterError(f"priority must be a list of integers, not {priority!r}", param="priority")
         if priority is not None and len(priority) != len(encoded):
@@ -178,7 +178,7 @@ class LLM:
                             prompt=text,
                             priority=0 if priority is None else priority[i],
                             grammar=grammars[i],
-                            make_detokenizer=self._input_processor.make_detokenizer,
+                            make_detokenizer=self.input_processor.make_detokenizer,
                             stream=stream,
                         )
                     )
@@ -194,14 +194,14 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         """One per prompt, from what the caller passed."""
         if isinstance(params, BeamSearchParams):
-            return [cast("SamplingParams", self._input_processor.prepare_params(params))] * num
+            return [cast("SamplingParams", self.input_processor.prepare_params(params))] * num
         if params is None or isinstance(params, SamplingParams):
-            return [self._input_processor.prepare_params(params or self.engine.default_params)] * num
+            return [self.input_processor.prepare_params(params or self.engine.default_params)] * num
         if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
             raise ParameterError(f"sampling_params must be SamplingParams, one or a list of them, not {params!r}")
         if len(params) != num:
             raise ParameterError(f"{len(params)} sampling_params for {num} prompts; pass one for all or one per prompt")
-        return [self._input_processor.prepare_params(p) for p in params]
+        return [self.input_processor.prepare_params(p) for p in params]
 
     def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
         """Run steps until these requests have finished. Closing the generator aborts them, also before its first
@@ -232,14 +232,14 @@ class LLM:
         if self._num_runs > 1:
             time.sleep(TURN_S)
         with DeferredSigint(), self._exclusive():
-            if self._unread.keys().isdisjoint(names):
+            if self.unread.keys().isdisjoint(names):
                 self._in_step = True
                 try:
                     self._store(self.engine.step())
                 finally:
                     self._in_step = False
                     self._abort(set())
-            return [self._unread.pop(name) for name in list(self._unread) if name in names]
+            return [self.unread.pop(name) for name in list(self.unread) if name in names]
 
     def _abort(self, names: set[str]) -> None:
         """Abort requests that have no reader any more; during a step (the garbage collector may close a generator
@@ -255,7 +255,7 @@ class LLM:
                 self.engine.abort(name)
             self._store(self.engine.drain())
             for name in names:
-                self._unread.pop(name, None)
+                self.unread.pop(name, None)
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -272,15 +272,15 @@ class LLM:
     def _store(self, outputs: list[RequestOutput]) -> None:
         """Store outputs until their iterators read them: a step returns outputs of all iterators' requests."""
         for output in outputs:
-            older = self._unread.get(output.request_id)
+            older = self.unread.get(output.request_id)
             if older is not None and output.is_delta:
                 output = merge_outputs(older, output)
-            self._unread[output.request_id] = output
+            self.unread[output.request_id] = output
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._input_processor.tokenizer
+        return self.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters of requests without any: the recommendations of the model's generation_config.json.
@@ -301,7 +301,7 @@ class LLM:
         gets a copy of a partly filled last block. Raises `CapacityError` if pins would take more than half of the pool,
         or blocks that a waiting request may need.
         """
-        token_ids = self._input_processor.encode_prefix(prefix)
+        token_ids = self.input_processor.encode_prefix(prefix)
         name = str(next(self._ids)) if name is None else name
         request = EngineRequest.pinning(name, token_ids)
         with self._exclusive():
@@ -337,7 +337,7 @@ class LLM:
         if os.getpid() == self._process_id:  # a forked process owns nothing of it
             with self._exclusive():
                 self.engine.close()
-                self._input_processor.close()
+                self.input_processor.close()
 
     def __enter__(self) -> LLM:
         return self

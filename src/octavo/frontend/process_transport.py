@@ -151,7 +151,7 @@ class ProcessTransport:
         self.rpc_futures: dict[int, asyncio.Future[ipc.RpcReply]] = {}
         self._outbox: list[msgspec.Raw] = []
         self.suspects: FailureBisection[_RequestHandle] = FailureBisection()  # several engines died with them
-        self._up = asyncio.Event()  # an engine runs, or has failed for good
+        self.up = asyncio.Event()  # an engine runs, or has failed for good
         self._error: OctavoError | None = None
         self._info: ipc.Ready | None = None
         self.last_stats = StatsSnapshot(EngineStats(), None)
@@ -308,7 +308,7 @@ class ProcessTransport:
     # -- messages from the engine --------------------------------------------------------------------------------------
 
     async def _when_up(self) -> ipc.Ready:
-        await self._up.wait()
+        await self.up.wait()
         if self._error is not None:
             raise copy_error(self._error)
         assert self._info is not None
@@ -316,7 +316,7 @@ class ProcessTransport:
 
     def _on_ready(self, ready: ipc.Ready) -> None:
         self._info = ready
-        self._up.set()
+        self.up.set()
         pins = {name: self._new_handle(pin, ready) for name, pin in self.pins.items()}
         self.handles = pins | self.handles  # pins first, so that no request takes their blocks
         self._send_unsent()
@@ -373,7 +373,7 @@ class ProcessTransport:
             self._send_request(handle)
 
     def _on_down(self) -> None:
-        self._up.clear()
+        self.up.clear()
         self._outbox.clear()
         self.past_stats = self.past_stats.plus(self.last_stats.engine)
         self.last_stats = StatsSnapshot(EngineStats(), self.last_stats.kv, wait_counts=self.last_stats.wait_counts)
@@ -401,7 +401,7 @@ class ProcessTransport:
             # An `EngineError` whatever the cause: later requests are not at fault.
             self._error = error if type(error) is EngineError else EngineError(str(error))
             self._error.__cause__ = error
-            self._up.set()
+            self.up.set()
             for handle in self.handles.values():
                 handle.fail(EngineError(str(error)))
             self.handles.clear()

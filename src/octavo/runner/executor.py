@@ -205,8 +205,8 @@ class ThreadedExecutor(Executor):
         self._changed = threading.Condition()  # a column, a bitmask, or the end of a plan
         self._queue: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
         runner.output_buffers.on_column = self._notify
-        self._thread = threading.Thread(target=self._work, name="octavo-runner", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, name="octavo-runner", daemon=True)
+        self.thread.start()
 
     def _notify(self) -> None:
         with self._changed:
@@ -263,7 +263,7 @@ class ThreadedExecutor(Executor):
 
     def _stop(self) -> None:
         self._queue.put(None)
-        self._thread.join(timeout=CLOSE_TIMEOUT_S)
+        self.thread.join(timeout=CLOSE_TIMEOUT_S)
 
 
 MAX_MESSAGE = 300

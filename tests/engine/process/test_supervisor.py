@@ -505,9 +505,9 @@ def test_aborted_search_that_has_not_started_returns_its_prompt(model: str) -> N
             task = asyncio.ensure_future(
                 last_of(client, prompt(0), BeamSearchParams(beam_width=2, max_tokens=9), request_id="a")
             )
-            client.transport._up.set()  # it does not wait for the engine
+            client.transport.up.set()  # it does not wait for the engine
             await until(lambda: client.transport.handles)
-            client.transport._up.clear()
+            client.transport.up.clear()
             assert await client.abort("a")
             output = await task
             assert [(c.finish_reason, c.token_ids) for c in output.outputs] == [("abort", [])]

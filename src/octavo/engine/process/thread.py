@@ -103,12 +103,12 @@ class EngineThread:
         self._started_at = time.monotonic()
         self.max_model_len = engine.limits.max_model_len
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._queues: dict[str, OutputQueue] = {}
+        self.queues: dict[str, OutputQueue] = {}
         self._lock = threading.Lock()  # guards `_queues`, `_error`, and the order of calls and shutdown
         self._error: EngineError | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self.thread.start()
 
     @property
     def is_running(self) -> bool:
@@ -186,17 +186,17 @@ class EngineThread:
         with self._lock:
             if self._error is not None:
                 raise copy_error(self._error)
-            if request_id in self._queues:
+            if request_id in self.queues:
                 raise ParameterError(
                     f"a request {request_id!r} is running already; ids must differ", param="request_id"
                 )
-            self._queues[request_id] = outputs
+            self.queues[request_id] = outputs
         return outputs
 
     def close_stream(self, outputs: OutputQueue) -> None:
         """Close the queue of a reader that leaves; a running request is aborted before the next step is scheduled."""
         with self._lock:
-            if self._queues.get(outputs.request_id) is not outputs:
+            if self.queues.get(outputs.request_id) is not outputs:
                 return  # the request or the engine has ended
             self._calls.put(lambda: self._abort_unread(outputs))
 
@@ -204,8 +204,8 @@ class EngineThread:
         """Shut the engine down after the current step. A second call does nothing."""
         self._closing = True
         self._calls.put(lambda: None)  # wakes the thread
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
 
     # -- on the engine thread ------------------------------------------------------------------------------------------
 
@@ -242,9 +242,9 @@ class EngineThread:
 
     def _abort_unread(self, outputs: OutputQueue) -> None:
         with self._lock:
-            is_open = self._queues.get(outputs.request_id) is outputs
+            is_open = self.queues.get(outputs.request_id) is outputs
             if is_open:
-                del self._queues[outputs.request_id]
+                del self.queues[outputs.request_id]
         if is_open:
             self._engine.abort(outputs.request_id)
 
@@ -252,12 +252,12 @@ class EngineThread:
         """Put outputs into their queues, with one wake-up per event loop."""
         waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]] = {}
         for output in outputs:
-            target = self._queues.get(output.request_id)
+            target = self.queues.get(output.request_id)
             if target is None:
                 continue
             if output.finished:
                 with self._lock:
-                    del self._queues[output.request_id]
+                    del self.queues[output.request_id]
             if target.put(output):
                 waiting.setdefault(target.loop, []).append(target)
         self._wake(waiting)
@@ -273,8 +273,8 @@ class EngineThread:
     def _shut_down(self, error: EngineError) -> None:
         with self._lock:
             self._error = error
-            queues = list(self._queues.values())
-            self._queues.clear()
+            queues = list(self.queues.values())
+            self.queues.clear()
         self._execute_calls()  # each of them raises the error
         waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]] = {}
         for failed in queues:
