@@ -107,6 +107,8 @@ class EngineServer:
             timeout, begin = 0, begin or time.monotonic()
             if time.monotonic() - begin > self.READING_S:
                 break
+        if self._replies:  # they wait for no step
+            self._report()
 
     def _execute(self, command: ipc.Command) -> None:
         engine = self._engine
@@ -129,7 +131,7 @@ class EngineServer:
 
     def _receive(self, add: ipc.AddRequest) -> None:
         if add.request_id in self._compiling or self._engine.get_state(add.request_id) is not None:
-            raise ipc.MessageError(f"a request {add.request_id!r} is running already")
+            raise ipc.MessageError("a request of the same id is running already")
         try:
             params = ipc.params_from_wire(add.params, add.is_beam_search)
             future = None if self._text is None else self._text.submit_grammar(params)

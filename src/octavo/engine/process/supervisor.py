@@ -66,7 +66,7 @@ class EngineTimeouts:
 class EngineProcess:
     """One run of the engine process, watched on the running event loop: its process, channel and lifeline.
 
-    on_step   called with each `StepReport`; a `MessageError` that it raises ends the connection
+    on_step   called with each `StepReport`; an exception ends the connection
     """
 
     TICK_S = 0.25
@@ -189,8 +189,9 @@ class EngineProcess:
             report = ipc.read_message(data)
             if isinstance(report, ipc.StepReport):
                 self._on_step(report)
-        except ipc.MessageError as error:
-            self._broken = f"the connection to it ended: {error}"
+        except Exception as error:
+            logger.debug("the connection to the engine ends", exc_info=error)
+            self._broken = f"the connection to it ended: {type(error).__name__}: {error}"
             self._died.set()
             return
         if isinstance(report, ipc.Hello):
@@ -245,7 +246,7 @@ class Supervisor:
     options    fields of `octavo.config.EngineArgs`
     on_ready   called when an engine has started
     on_down    called when an engine has gone
-    on_step    called with each step report; a `MessageError` that it raises ends the engine
+    on_step    called with each step report; an exception ends the engine
     on_failed  called with the root cause when there will be no further engine
     """
 
