@@ -247,7 +247,9 @@ def on_cpu(expect_outputs_of_hash_model: None) -> list[dict[str, Any]]:
     return [play(seed, CpuPlatform(), Counter(), kind=kind) for seed, kind in WORKLOADS]
 
 
-@pytest.mark.parametrize("way", ["eager", "late", "graphs"])
+@pytest.mark.parametrize(
+    "way", ["eager", pytest.param("late", marks=pytest.mark.proof), pytest.param("graphs", marks=pytest.mark.proof)]
+)
 def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(on_cpu: list[dict[str, Any]], way: str) -> None:
     totals, num_compared = Counter[str](), 0
     for (seed, kind), expected in zip(WORKLOADS, on_cpu, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from octavo.kernels.cpu.packed_linear import (
 from tests.kernels.cpu.backends import BACKENDS, INSTRUCTIONS, MARCHES, expected_backend, use_backend
 
 SHAPES = pytest.mark.parametrize("shape", [(32, 32), (96, 64), (100, 40), (37, 64), (96, 37), (576, 1536)], ids=str)
-NUM_ROWS = pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 7, 17])
+NUM_ROWS = (1, 2, 4, 5, 7, 17)
 
 
 @pytest.fixture(autouse=True)
@@ -44,44 +45,42 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @SHAPES
-@NUM_ROWS
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_bfloat16(backend: str, shape: tuple[int, int], num_rows: int, with_bias: bool) -> None:
-    weight, x = torch.randn(shape).bfloat16(), torch.randn(num_rows, shape[1]).bfloat16()
-    bias = torch.randn(shape[0]).bfloat16() if with_bias else None
-    packed_weight = pack(weight)
+def test_bfloat16(backend: str, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).bfloat16()
+    packed_weight, head = pack(weight), pack_head(weight)
     assert packed_weight is not None and packed_weight.backend == expected_backend(backend, None)
-    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    out = packed_weight(x, bias)
-    assert out.dtype == torch.bfloat16 and out.shape == (num_rows, shape[0])
-    assert relative_error(out, expected) < 4e-3
-    head = pack_head(weight)
     assert head is not None
-    logits = head(x, bias, float32_out=True)
-    assert logits.dtype == torch.float32 and relative_error(logits, expected) < 1e-6
+    for num_rows, bias in itertools.product(NUM_ROWS, (None, torch.randn(shape[0]).bfloat16())):
+        x = torch.randn(num_rows, shape[1]).bfloat16()
+        expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        out = packed_weight(x, bias)
+        assert out.dtype == torch.bfloat16 and out.shape == (num_rows, shape[0])
+        assert relative_error(out, expected) < 4e-3, num_rows
+        logits = head(x, bias, float32_out=True)
+        assert logits.dtype == torch.float32 and relative_error(logits, expected) < 1e-6, num_rows
 
 
 @SHAPES
-@NUM_ROWS
-def test_int8(backend: str, shape: tuple[int, int], num_rows: int) -> None:
+def test_int8(backend: str, shape: tuple[int, int]) -> None:
     """Compares with the product of the rounded numbers, and these with the originals."""
     scales = torch.logspace(-3, 3, shape[0]).unsqueeze(1)  # a scale for all outputs would lose most of them
     weight, bias = (torch.randn(shape) * scales).bfloat16(), torch.randn(shape[0]).bfloat16()
-    x = (torch.randn(num_rows, shape[1]) * torch.logspace(-2, 2, num_rows).unsqueeze(1)).bfloat16()
     packed_weight = pack(weight, "int8")
     assert packed_weight is not None and packed_weight.backend == expected_backend(backend, "int8")
     integers, scale = packed.quantize_weight(weight)
     rounded_weight = integers.double() * scale.unsqueeze(1)
     assert float((rounded_weight - weight.double()).abs().amax() / weight.double().abs().amax()) < 1 / 200
-    values, x_scale = packed.quantize_rows(x)
-    assert values.abs().amax(1).tolist() == [127] * num_rows
-    rounded_x = x.double() if packed_weight.backend == "blocks" else values.double() * x_scale.unsqueeze(1)
-    out = packed_weight(x, bias, float32_out=True)
-    expected = rounded_x @ rounded_weight.T + bias.double()
-    scale_of_error = rounded_x.abs() @ rounded_weight.abs().T + bias.double().abs()
-    assert float(((out - expected).abs() / scale_of_error).amax()) < 1e-5
-    exact = x.double() @ weight.double().T + bias.double()
-    assert relative_error(out, exact) < 4e-2
+    for num_rows in NUM_ROWS:
+        x = (torch.randn(num_rows, shape[1]) * torch.logspace(-2, 2, num_rows).unsqueeze(1)).bfloat16()
+        values, x_scale = packed.quantize_rows(x)
+        assert values.abs().amax(1).tolist() == [127] * num_rows
+        rounded_x = x.double() if packed_weight.backend == "blocks" else values.double() * x_scale.unsqueeze(1)
+        out = packed_weight(x, bias, float32_out=True)
+        expected = rounded_x @ rounded_weight.T + bias.double()
+        scale_of_error = rounded_x.abs() @ rounded_weight.abs().T + bias.double().abs()
+        assert float(((out - expected).abs() / scale_of_error).amax()) < 1e-5, num_rows
+        exact = x.double() @ weight.double().T + bias.double()
+        assert relative_error(out, exact) < 4e-2, num_rows
 
 
 def test_rows_of_zeros_stay_zeros(backend: str) -> None:
@@ -219,20 +218,20 @@ def test_onednns_reference_product_is_never_used(compiler: bool, aten: str | Non
 
 
 @pytest.mark.parametrize("tile", TiledWeight.BFLOAT16_TILES)
-@NUM_ROWS
-def test_tiles_of_either_width(backend: str, tile: int, num_rows: int) -> None:
+def test_tiles_of_either_width(backend: str, tile: int) -> None:
     """Also of a width that oneDNN does not use on this processor."""
     if (library := native.library()) is None:
         pytest.skip("no compiled code")
     num_out, num_in, padded = 100, 37, 38
     weight, bias = torch.randn(num_out, num_in).bfloat16(), torch.randn(num_out).bfloat16()
-    x = torch.randn(num_rows, num_in).bfloat16()
     tiles = torch.zeros(cdiv(num_out, tile) * tile, padded, dtype=torch.bfloat16)
     tiles[:num_out, :num_in] = weight
     tiles = tiles.view(-1, tile, padded // 2, 2).transpose(1, 2).contiguous()
-    expected = x.double() @ weight.double().T + bias.double()
-    out = library.linear(tiles, None, x, bias, num_out, float32_out=True)
-    assert relative_error(out, expected) < 1e-5
+    for num_rows in NUM_ROWS:
+        x = torch.randn(num_rows, num_in).bfloat16()
+        expected = x.double() @ weight.double().T + bias.double()
+        out = library.linear(tiles, None, x, bias, num_out, float32_out=True)
+        assert relative_error(out, expected) < 1e-5, num_rows
     token_ids = torch.tensor([99, 0, 63, 64, 32])
     assert torch.equal(library.embed(tiles, None, token_ids, num_in), weight[token_ids])
 
