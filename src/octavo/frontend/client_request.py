@@ -21,7 +21,6 @@ from octavo.engine.process.ipc import (
     pack_tokens,
     params_to_wire,
 )
-from octavo.params.validation import INT32
 
 
 class ClientRequest:
@@ -29,12 +28,10 @@ class ClientRequest:
 
     new             the request as submitted; its seed must outlive the engine
     eos_token_ids   the model's end-of-sequence tokens
-    vocab_size      upper bound on the token ids of an update
     """
 
-    def __init__(self, new: EngineRequest, *, eos_token_ids: Iterable[int] = (), vocab_size: int = INT32) -> None:
+    def __init__(self, new: EngineRequest, *, eos_token_ids: Iterable[int] = ()) -> None:
         self.new = new
-        self._vocab_size = vocab_size
         beams, params = sampling_params_of(new.params)
         seed = (new.seed or 0) if params.seed is None else params.seed
         self.state = build_state(new, time.monotonic(), params.stop_ids(eos_token_ids), seed)
@@ -107,19 +104,15 @@ class ClientRequest:
         return stopped
 
     def _check(self, sample: SampleUpdate) -> None:
-        request, index, tokens = self.state.request, sample.index, sample.token_ids
+        request, index = self.state.request, sample.index
         if index >= request.width:
             raise MessageError(f"it has sample {index}, and the request has {request.width} samples")
-        if tokens and max(tokens) >= self._vocab_size:
-            raise MessageError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size} tokens")
         if self.state.search is not None or any(s.index == index for s in request.finished_sequences):
             return
         num_known = next((len(s.token_ids) for s in request.sequences if s.index == index), 0)
         num_output = max(0, num_known - len(request.prompt_token_ids))
         if sample.position != num_output:
             raise MessageError(f"it continues at token {sample.position} of sample {index}, and {num_output} are known")
-        if sample.logprobs is not None and len(sample.logprobs) > len(tokens):
-            raise MessageError(f"it has log-probabilities of {len(sample.logprobs)} tokens, and {len(tokens)} tokens")
 
     def _sequence(self, sample: SampleUpdate) -> Sequence | None:
         """The live sequence of a sample, created on its first update; None if it has ended on this side."""

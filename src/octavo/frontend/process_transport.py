@@ -191,7 +191,7 @@ class ProcessTransport:
         return handle
 
     def _new_handle(self, request: EngineRequest, info: ipc.Ready) -> _RequestHandle:
-        return _RequestHandle(ClientRequest(request, eos_token_ids=info.eos_token_ids, vocab_size=info.vocab_size))
+        return _RequestHandle(ClientRequest(request, eos_token_ids=info.eos_token_ids))
 
     async def abort(self, request_id: str) -> bool:
         handle = self.handles.get(request_id)
