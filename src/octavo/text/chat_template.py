@@ -17,6 +17,7 @@ import re
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -125,10 +126,10 @@ def _limits() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    running = True
+    running, deadline = True, time.thread_time() + MAX_RENDER_S
 
     def stop(*_: object) -> None:
-        if running:
+        if running and time.thread_time() >= deadline:  # the timer counts the time of all threads
             raise _RenderTimeoutError(f"it runs for longer than {MAX_RENDER_S:g} s")
 
     handler = signal.signal(signal.SIGPROF, stop)
