@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant("fair: an admission is not taken from the share", "Scheduler._admit_waiting", "shares[tenant.number] -= ..."),
     Mutant("fair: an admission is not counted", "Scheduler._admit_waiting", "tenant.served += ..."),
     Mutant("fair: a running prefill may get nothing", "Scheduler._prefill_shares", "shares[number] = max(1, ...)", "pass"),
-    Mutant("fair: a window beyond the share", "Scheduler._slices_of", "chunk - due + 1", "budget - due + 1"),
+    Mutant("fair: a window beyond the share", "Scheduler._slices_of", "chunk - due + 1", "budget - due + 1", equivalent="A share is less than the budget only where one token is decoded."),
     Mutant("fair: the best served goes first", "Scheduler._admit_waiting", "shares[tenant.number] <= 0, tenant.served, ...", "shares[tenant.number] <= 0, -tenant.served, ..."),
     Mutant("fair: others take the blocks that one waits for", "Scheduler._admit_waiting", "if request.wait_reason in ('blocks', 'rows'): return\nelse: ...", "..."),
     Mutant("fair: one tenant's prefix in flight stops all", "Scheduler._admit_waiting", "del passed[tenant]; continue", "return"),
