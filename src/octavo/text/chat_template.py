@@ -133,7 +133,7 @@ def _limits() -> Iterator[None]:
             raise _RenderTimeoutError(f"it runs for longer than {MAX_RENDER_S:g} s")
 
     handler = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, MAX_RENDER_S, 0.1)  # again and again: Jinja swallows some exceptions
+    signal.setitimer(signal.ITIMER_PROF, MAX_RENDER_S, 0.1)  # again and again: Jinja and callbacks of gc drop some
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         if MAX_RENDER_BYTES is not None:
