@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import compress
 from pathlib import Path
@@ -166,10 +166,6 @@ class Engine:
     def get_state(self, request_id: str) -> RequestState | None:
         """The state of a running or waiting request."""
         return self._states.get(request_id)
-
-    def states(self) -> Iterable[tuple[str, RequestState]]:
-        """All running and waiting requests with their ids."""
-        return self._states.items()
 
     def stats_snapshot(self) -> StatsSnapshot:
         scheduler, waits = self.scheduler, dict(self.timelines.wait_counts)

@@ -274,7 +274,8 @@ def serve(connection: socket.socket) -> None:
     if (tokenizer_state := receive()) is None:
         return
     tokenizer = Tokenizer.from_wire(tokenizer_state)
-    chat_template.MAX_RENDER_BYTES = MAX_TEMPLATE_BYTES
+    if sys.platform == "linux":  # others do not limit address space
+        chat_template.MAX_RENDER_BYTES = MAX_TEMPLATE_BYTES
     send([None])
     while (job := receive()) is not None:
         try:

@@ -276,6 +276,10 @@ def encode_command(command: Command) -> msgspec.Raw:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+MAX_SHOWN = 120
+"""Characters of a reason in a log line."""
+
+
 class MessageError(EngineError):
     """A message that its sender cannot have meant; the connection is of no use any more."""
 
@@ -306,10 +310,6 @@ def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     except Exception as error:  # also RecursionError and UnicodeDecodeError
         detail = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_SHOWN]
         raise MessageError(f"a message of {len(data)} bytes is unreadable: {detail}") from error
-
-
-MAX_SHOWN = 120
-"""Characters of a reason in a log line."""
 
 
 def encodable(text: str) -> str:
