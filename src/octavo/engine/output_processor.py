@@ -49,8 +49,11 @@ class TextProcessor(Protocol):
     def make_detokenizer(self) -> MakeDetokenizer | None:
         """For beam searches with stop strings, which decide between beams."""
 
-    def submit_grammar(self, params: SamplingParams | BeamSearchParams) -> Future[Any] | None:
-        """Compile the grammar of parameters with one. The future raises `UsageError`."""
+    def submit_grammar(self, params: SamplingParams | BeamSearchParams, tenant: int = 0) -> Future[Any] | None:
+        """Compile the grammar of parameters with one. The future raises `UsageError` or `RequestFailedError`."""
+
+    def withdraw_grammar(self, compilation: Any) -> None:
+        """The caller of `submit_grammar` no longer waits."""
 
 
 @dataclass(slots=True)

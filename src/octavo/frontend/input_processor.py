@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.engine.output_processor import MakeDetokenizer
     from octavo.params.sampling_params import SamplingParams
     from octavo.params.structured_outputs import StructuredOutputsParams
-    from octavo.text.grammar import Grammar, GrammarCompiler
+    from octavo.text.grammar import Compilation, Grammar, GrammarCompiler
 
 logger = logging.getLogger("octavo")
 
@@ -189,16 +188,8 @@ class InputProcessor:
         future = self.submit_grammar(params)
         return None if future is None else future.result()
 
-    async def compile_grammar_async(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
-        """As `compile_grammar`, without blocking the event loop."""
-        future = self.submit_grammar(params)
-        if future is None:
-            return None
-        compiling = asyncio.wrap_future(future)
-        return await asyncio.shield(compiling)  # a cancelled caller must not cancel it for others
-
-    def submit_grammar(self, params: SamplingParams | BeamSearchParams) -> Future[Grammar] | None:
-        """As `compile_grammar`, but return a future."""
+    def submit_grammar(self, params: SamplingParams | BeamSearchParams, tenant: int = 0) -> Compilation | None:
+        """As `compile_grammar`, but return a future. Tenants compile in turns."""
         spec = params.structured_outputs
         if spec is None:
             return None
@@ -207,7 +198,12 @@ class InputProcessor:
         if self._compiler is None:
             self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size or self.tokenizer.num_ids)
         code = "invalid_json_schema" if spec.kind in ("json", "json_object") else "invalid_grammar"
-        return self._compiler.submit(_grammar_text(spec), code)
+        return self._compiler.submit(_grammar_text(spec), code, tenant)
+
+    def withdraw_grammar(self, compilation: Compilation) -> None:
+        """The caller of `submit_grammar` no longer waits."""
+        assert self._compiler is not None
+        self._compiler.withdraw(compilation)
 
     def close(self) -> None:
         """Close the grammar compiler. A second call does nothing."""

@@ -7,19 +7,14 @@ this process, on a thread of the compiler's.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import wait
-from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
@@ -28,17 +23,20 @@ from octavo.errors import EngineError, ParameterError, RequestFailedError
 from octavo.integers import cdiv
 from octavo.text import grammar_sandbox
 from octavo.text.grammar_sandbox import TOO_COMPLEX, GuidanceTokenizer, compile_grammar
+from octavo.text.helper_process import HelperLostError, HelperPool, JobTooLargeError
 from octavo.text.tokenizer import Tokenizer
+from octavo.turns import Turns
 
 COMPILE_S = 2.0
-"""Time limit for compiling a grammar."""
-START_S = 60.0
-"""Time limit for starting a sandbox process on a loaded machine."""
+"""Limit of CPU time for compiling a grammar."""
 NUM_SANDBOXES = max(2, min(4, (os.cpu_count() or 1) // 2))
 """Grammars that compile concurrently."""
 NUM_CACHED = 256
-CACHED_CHARS = 1 << 21
-"""Maximum characters of all cached grammars: a compiled grammar takes up to 200 bytes per character."""
+MAX_CACHED_BYTES = 64 << 20
+"""Memory of all cached grammars. A single one may take more."""
+MAX_WAITING_CHARS = 64 << 20
+MIN_WAITING_CHARS = 1 << 15
+"""Limit of all grammars that wait or compile, and what a small one counts."""
 MAX_MESSAGE_CHARS = 300
 SOURCE_LINES = re.compile(r"\n *\d+ \| ")
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
@@ -145,8 +143,27 @@ class Grammar:
         return compute_bitmasks(matchers)
 
 
+class Compilation(Future["Grammar"]):
+    """A grammar that compiles, or is compiled.
+
+    num_callers   callers that wait for it
+    num_bytes     memory that it takes when compiled
+    """
+
+    def __init__(self, grammar: str, code: str) -> None:
+        super().__init__()
+        self.grammar, self.code = grammar, code
+        self.num_callers = self.num_bytes = 0
+
+    @property
+    def has_failed(self) -> bool:
+        return self.done() and (self.cancelled() or self.exception() is not None)
+
+
 class GrammarCompiler:
     """Compiles grammars for one model's tokens, with a cache of recent ones. Thread-safe.
+
+    Tenants compile in turns (`Turns`). A grammar that nobody waits for any more is not compiled.
 
     vocab_size   tokens that the model has logits for; a bitmask has one bit per token, in int32 words
 
@@ -162,28 +179,41 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()  # most recent last
-        self._threads = ThreadPoolExecutor(NUM_SANDBOXES, thread_name_prefix="octavo-grammar")
+        self._cache: OrderedDict[str, Compilation] = OrderedDict()  # most recent last
+        self._turns: Turns[Compilation] = Turns(NUM_SANDBOXES, MAX_WAITING_CHARS, _refuse)
+        self._threads = ThreadPoolExecutor(NUM_SANDBOXES + 1, thread_name_prefix="octavo-grammar")
         self._vocabulary: GuidanceTokenizer | None = None
         self._llg_tokenizer: LLTokenizer | None = None
         self._llg_json_tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._closed = False
-        self._sandboxes = _SandboxPool()
-        self._finalizer = weakref.finalize(self, self._sandboxes.close)
+        self.sandboxes = HelperPool(grammar_sandbox.__name__, quiet=True)
+        self._finalizer = weakref.finalize(self, self.sandboxes.close)
 
-    def submit(self, grammar: str, code: str = "invalid_grammar") -> Future[Grammar]:
-        """Start compiling; returns a future, done already if cached. It raises `ParameterError` with `code`."""
+    def submit(self, grammar: str, code: str = "invalid_grammar", tenant: int = 0) -> Compilation:
+        """Start compiling; the future is done already if cached. It raises `ParameterError` with `code`, or
+        `RequestFailedError`: queue_full, grammar_unavailable."""
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is closed; make a new one")
-            future = self._futures.get(grammar)
-            if future is None or (future.done() and future.exception() is not None):
-                future = self._futures[grammar] = self._threads.submit(self._compile, grammar, code)
-            self._futures.move_to_end(grammar)
-            while len(self._futures) > NUM_CACHED or sum(map(len, self._futures)) > CACHED_CHARS:
-                self._futures.popitem(last=False)
-        return future
+            known = self._cache.get(grammar)
+            if known is None or known.has_failed:
+                known = self._cache[grammar] = Compilation(grammar, code)
+                if self._turns.add(known, tenant, len(grammar) + MIN_WAITING_CHARS):
+                    self._threads.submit(self._compile_next)
+                else:
+                    _refuse(known)
+            known.num_callers += 1
+            self._cache.move_to_end(grammar)
+            self._trim_cache()
+        return known
+
+    def withdraw(self, compilation: Compilation) -> None:
+        """A caller of `submit` no longer waits."""
+        with self._lock:
+            compilation.num_callers -= 1
+            if not compilation.num_callers and self._turns.withdraw(compilation):
+                compilation.cancel()
 
     def compile(self, grammar: str, code: str = "invalid_grammar") -> Grammar:
         """Compile and wait."""
@@ -193,23 +223,66 @@ class GrammarCompiler:
         """End the sandbox processes. Optional: they end with this object."""
         with self._lock:
             self._closed = True
+            for compilation in self._turns.waiting:
+                self._turns.withdraw(compilation)
+                compilation.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._finalizer()
 
-    def _compile(self, grammar: str, code: str) -> Grammar:
-        text = grammar + NO_FORCING
-        tokenizer, vocabulary = self._tokenizers(is_json="%json" in grammar)
-        error = self._sandboxes.run(vocabulary, text)
-        if not error:
+    @property
+    def num_cached_bytes(self) -> int:
+        return sum(known.num_bytes for known in self._cache.values())
+
+    def _trim_cache(self) -> None:
+        num_bytes = self.num_cached_bytes
+        while len(self._cache) > NUM_CACHED or (num_bytes > MAX_CACHED_BYTES and len(self._cache) > 1):
+            num_bytes -= self._cache.popitem(last=False)[1].num_bytes
+
+    def _compile_next(self) -> None:
+        """Compile the grammars whose turn it is, until none waits or all slots are taken."""
+        while True:
+            with self._lock:
+                compilation = self._turns.take()
+                if compilation is None:
+                    return
+                compilation.set_running_or_notify_cancel()  # from now on, it cannot be cancelled
+            grammar = failure = None
+            try:
+                grammar = self._compile(compilation)
+            except BaseException as error:
+                failure = error
+            with self._lock:
+                self._turns.done(compilation)
+                self._trim_cache()
+            if grammar is None:
+                compilation.set_exception(failure)
+            else:
+                compilation.set_result(grammar)
+
+    def _compile(self, compilation: Compilation) -> Grammar:
+        text = compilation.grammar + NO_FORCING
+        tokenizer, vocabulary = self._tokenizers(is_json="%json" in text)
+        try:
+            reply = self.sandboxes.call(vocabulary.to_wire, text.encode("utf-8", "surrogatepass"), COMPILE_S)
+        except JobTooLargeError as error:
+            error_text = f"{error} to compile; simplify it"
+        except HelperLostError as error:
+            text = f"cannot start a process to compile a grammar: {error}; free memory and retry, or remove the grammar"
+            raise RequestFailedError(text, code="grammar_unavailable") from error
+        else:
+            found = json.loads(reply)
+            error_text, compilation.num_bytes = found["error"], found["num_bytes"]
+        if not error_text:
             initial = compile_grammar(tokenizer, text)
-            error = initial.get_error()
-        if error:
-            if error.startswith("NoExtension"):
-                error = "no output of this model's tokens matches it"
-            elif error.startswith(TOO_COMPLEX):
-                code = "grammar_too_complex"
-            raise ParameterError(f"structured_outputs: {_one_line(error)}", param="structured_outputs", code=code)
-        return Grammar(Matcher(initial, cdiv(self._vocab_size, 32)))
+            error_text = initial.get_error()
+        if not error_text:
+            return Grammar(Matcher(initial, cdiv(self._vocab_size, 32)))
+        code = compilation.code
+        if error_text.startswith("NoExtension"):
+            error_text = "no output of this model's tokens matches it"
+        elif error_text.startswith(TOO_COMPLEX):
+            code = "grammar_too_complex"
+        raise ParameterError(f"structured_outputs: {_one_line(error_text)}", param="structured_outputs", code=code)
 
     def _tokenizers(self, *, is_json: bool) -> tuple[LLTokenizer, GuidanceTokenizer]:
         """llguidance's tokenizer and the vocabulary. Built for the first grammar: 0.1 s for 50,000 tokens, and again
@@ -229,81 +302,9 @@ class GrammarCompiler:
             return self._llg_json_tokenizer, self._vocabulary
 
 
-class _SandboxPool:
-    """Idle sandbox processes, at most one per concurrent compilation."""
-
-    def __init__(self) -> None:
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def run(self, vocabulary: GuidanceTokenizer, grammar: str) -> str:
-        """The error of a grammar; "" for none."""
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is not None and process.poll() is not None:  # for example, ended by the OOM killer
-            _kill(process)
-            process = None
-        if process is None:
-            process = self._start(vocabulary)
-        error = self._exchange(process, grammar, COMPILE_S)
-        if error is None:
-            _kill(process)
-            return f"it takes more than {COMPILE_S:g} s to compile, or exceeds the memory limit; simplify it"
-        with self._lock:
-            if not self._closed:
-                self._idle.append(process)
-                return error
-        _kill(process)
-        return error
-
-    def _start(self, vocabulary: GuidanceTokenizer) -> subprocess.Popen[bytes]:
-        # -P: do not import from its folder, which has a `tokenizer.py`.
-        command = [sys.executable, "-P", str(Path(grammar_sandbox.__file__))]
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-        except OSError as error:
-            raise _unavailable(str(error)) from error
-        tokens = [token.hex() for token in vocabulary.tokens[: vocabulary.eos_token_id]]
-        setup = {"tokens": tokens, "special_token_ids": vocabulary.special_token_ids[:-1]}
-        if self._exchange(process, setup, START_S) is None:
-            _kill(process)
-            raise _unavailable(f"it does not respond within {START_S:g} s")
-        return process
-
-    @staticmethod
-    def _exchange(process: subprocess.Popen[bytes], message: object, timeout_s: float) -> str | None:
-        """Send a message and return the reply; None on a timeout or if the process has ended."""
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            process.stdin.flush()
-            if wait([process.stdout.fileno()], timeout_s) and (line := process.stdout.readline()):
-                return str(json.loads(line))
-        return None
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for process in idle:
-            _kill(process)
-
-
-def _unavailable(reason: str) -> RequestFailedError:
-    text = f"cannot start a process to compile a grammar: {reason}; free memory and retry, or remove the grammar"
-    return RequestFailedError(text, code="grammar_unavailable")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # buffered output
-            if pipe is not None:
-                pipe.close()
-    process.wait()
+def _refuse(compilation: Compilation) -> None:
+    text = "too many grammars wait to be compiled; try again later"
+    compilation.set_exception(RequestFailedError(text, code="queue_full"))
 
 
 def _one_line(error: str) -> str:

@@ -4,21 +4,23 @@ The compiler bounds most of the work that a grammar can cause, but not all: {"mu
 far too long, and a chain of ten thousand "$ref"s overflows its stack. A thread cannot be stopped in the middle of that;
 a process can.
 
-It runs as a program and imports nothing of Octavo, so that it starts fast. The protocol is JSON lines. The first line
-holds the vocabulary, every further line a grammar; each is answered with a line that holds the error, "" for none.
+The first message holds the vocabulary, every further one a grammar. Its reply holds the error, "" for none, and the
+memory that the compiled grammar takes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from octavo.text.helper_process import serve
 
 MEMORY_BYTES = 1 << 30
 """Address space limit of the process, ten times its own needs."""
@@ -59,6 +61,11 @@ class GuidanceTokenizer(TokenizerWrapper):
         """Tokenization is needed only for forced tokens, which are turned off."""
         raise NotImplementedError
 
+    def to_wire(self) -> bytes:
+        """The vocabulary for `make`."""
+        tokens = [token.hex() for token in self.tokens[: self.eos_token_id]]
+        return json.dumps({"tokens": tokens, "special_token_ids": self.special_token_ids[:-1]}).encode()
+
     def compiler_tokenizer(self) -> LLTokenizer:
         return LLTokenizer(self, eos_token=self.eos_token_id)
 
@@ -81,24 +88,42 @@ def probe(matcher: LLMatcher) -> None:
         matcher.consume_token((allowed & -allowed).bit_length() - 1)
 
 
+class _MallInfo(ctypes.Structure):
+    _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
+
+
+def allocated_bytes() -> int:
+    """Bytes that this process has allocated; 0 where the C library does not tell."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    mallinfo2.restype = _MallInfo
+    info = mallinfo2()
+    return int(info.field7 + info.field4)  # uordblks, in arenas, and hblkhd, mapped
+
+
 def set_limit(kind: int, max_value: int) -> None:
     with contextlib.suppress(ValueError, OSError):  # the system lacks this limit
         resource.setrlimit(kind, (max_value, resource.getrlimit(kind)[1]))
 
 
-def main() -> None:
+def make(vocabulary: bytes) -> Callable[[bytes], bytes]:
+    """The function that compiles a grammar and returns its error, for the vocabulary as JSON."""
     os.nice(NICENESS)
     set_limit(resource.RLIMIT_CORE, 0)
     set_limit(resource.RLIMIT_AS, MEMORY_BYTES)
     set_limit(resource.RLIMIT_STACK, STACK_BYTES)
-    vocabulary = json.loads(sys.stdin.readline())
-    tokens = [bytes.fromhex(token) for token in vocabulary["tokens"]]
-    tokenizer = GuidanceTokenizer(tokens, vocabulary["special_token_ids"]).compiler_tokenizer()
-    print(json.dumps(""), flush=True)
-    for line in sys.stdin:
+    given = json.loads(vocabulary)
+    tokens = [bytes.fromhex(token) for token in given["tokens"]]
+    tokenizer = GuidanceTokenizer(tokens, given["special_token_ids"]).compiler_tokenizer()
+
+    def compile_alone(grammar: bytes) -> bytes:
         set_limit(resource.RLIMIT_CPU, int(time.process_time()) + MAX_CPU_S)
+        num_bytes = allocated_bytes()
         try:
-            matcher = compile_grammar(tokenizer, json.loads(line))
+            matcher = compile_grammar(tokenizer, grammar.decode())
+            num_bytes = max(0, allocated_bytes() - num_bytes)
             error = matcher.get_error()
             if not error:
                 probe(matcher)
@@ -106,8 +131,10 @@ def main() -> None:
                 error = TOO_COMPLEX + probe_error if probe_error and not probe_error.startswith("NoExtension") else ""
         except Exception as cause:  # text that is not Unicode
             error = str(cause)
-        print(json.dumps(error[:2000]), flush=True)
+        return json.dumps({"error": error[:2000], "num_bytes": num_bytes}).encode()
+
+    return compile_alone
 
 
 if __name__ == "__main__":
-    main()
+    serve(make)

@@ -115,7 +115,8 @@ class EngineServer:
         if isinstance(command, ipc.AddRequest):
             self._receive(command)
         elif isinstance(command, ipc.AbortRequest):
-            if self._compiling.pop(command.request_id, None) is not None:
+            if (compiling := self._compiling.pop(command.request_id, None)) is not None:
+                self._withdraw_grammar(compiling[-1])
                 self._updates.append(ipc.RequestUpdate(command.request_id, [], finished=True))
             if (state := engine.abort_state(command.request_id)) is not None:
                 self._send_update(state)
@@ -134,7 +135,7 @@ class EngineServer:
             raise ipc.MessageError("a request of the same id is running already")
         try:
             params = ipc.params_from_wire(add.params, add.is_beam_search)
-            future = None if self._text is None else self._text.submit_grammar(params)
+            future = None if self._text is None else self._text.submit_grammar(params, add.tenant)
         except Exception as error:
             self._reject_request(add, error)
             return
@@ -147,12 +148,17 @@ class EngineServer:
         """Add the requests whose grammars are compiled."""
         for name in [name for name, (_, _, future) in self._compiling.items() if future.done()]:
             add, params, future = self._compiling.pop(name)
+            self._withdraw_grammar(future)
             try:
                 grammar = future.result()
             except Exception as error:
                 self._reject_request(add, error)
             else:
                 self._add(add, params, grammar)
+
+    def _withdraw_grammar(self, compilation: Future[Any]) -> None:
+        assert self._text is not None
+        self._text.withdraw_grammar(compilation)
 
     def _add(self, add: ipc.AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
         try:

@@ -121,9 +121,13 @@ class EngineThread:
         return Health("running" if self.is_running else "failed", time.monotonic() - self._started_at)
 
     async def submit(self, request: EngineRequest) -> OutputQueue:
-        if self._text is not None and (compiling := self._text.submit_grammar(request.params)) is not None:
-            # A cancelled caller must not cancel it for others.
-            request.grammar = await asyncio.shield(asyncio.wrap_future(compiling))
+        if self._text is not None:
+            compiling = self._text.submit_grammar(request.params, request.tenant)
+            if compiling is not None:
+                try:  # a cancelled caller must not cancel it for others
+                    request.grammar = await asyncio.shield(asyncio.wrap_future(compiling))
+                finally:
+                    self._text.withdraw_grammar(compiling)
         outputs = self.open_queue(request.request_id, merge=request.output_kind is RequestOutputKind.DELTA)
         added: list[str] = []
 

@@ -160,6 +160,8 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
             return bad_request(error.code, text, "structured_outputs")
         if error.code == "grammar_unavailable":
             return ApiError(503, error.code, str(error), retry_after_s=5)
+        if error.code == "queue_full":
+            return ApiError(429, error.code, str(error), retry_after_s=1)
         if error.code == "out_of_memory":
             return ApiError(500, error.code, "the request needs more memory than the device has; shorten it")
         if error.code == RequestFailedError.code:
