@@ -154,8 +154,9 @@ WAYS: dict[str, tuple[dict[str, Any], SamplingParams]] = {
 }
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(
+    ("way", "where"), [*((way, "synchronize") for way in WAYS), *(("windows", where) for where in PLACES)]
+)
 def test_an_llm_raises_one_line_and_frees_its_blocks(model: str, way: str, where: str) -> None:
     options, params = WAYS[way]
     with use_stub_platform(LLM(model, **(OPTIONS | options))) as llm:
