@@ -47,34 +47,27 @@ def work(num_items: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("slice_s", "num_turns"), [(-1.0, 10), (1e6, 0)])
-def test_results_keep_their_order_and_other_tasks_run_between_slices(
+async def test_results_keep_their_order_and_other_tasks_run_between_slices(
     monkeypatch: pytest.MonkeyPatch, slice_s: float, num_turns: int
 ) -> None:
     monkeypatch.setattr(slices, "SLICE_S", slice_s)
-
-    async def main() -> None:
-        log = Log()
-        async with log.with_another_task():
-            async for item in iter_cooperatively(work(10)):
-                log.append(item)
-            assert log.results == list(range(10))
-            assert log.count("other") == num_turns  # one between any two slices, none within a slice
-        assert await run_cooperatively(work(5)) == [0, 1, 2, 3, 4]
-
-    run(main())
+    log = Log()
+    async with log.with_another_task():
+        async for item in iter_cooperatively(work(10)):
+            log.append(item)
+        assert log.results == list(range(10))
+        assert log.count("other") == num_turns  # one between any two slices, none within a slice
+    assert await run_cooperatively(work(5)) == [0, 1, 2, 3, 4]
 
 
-def test_exception_of_the_work_reaches_the_caller() -> None:
+async def test_exception_of_the_work_reaches_the_caller() -> None:
     def failing() -> Iterator[Any]:
         yield 1
         yield YIELD_POINT
         raise ValueError("no")
 
-    async def main() -> None:
-        with pytest.raises(ValueError, match="no"):
-            await run_cooperatively(failing())
-
-    run(main())
+    with pytest.raises(ValueError, match="no"):
+        await run_cooperatively(failing())
 
 
 @pytest.mark.parametrize("drain_s", [-1.0, 1e6])

@@ -54,24 +54,21 @@ async def cached(client: ProcessClient, prompt: list[int], salt: bytes = b"") ->
     return output.num_cached_tokens
 
 
-def test_pin_survives_an_engine_restart(model: str) -> None:
-    async def main() -> None:
-        with nothing_left():
-            async with oracle_client(model) as client:
-                assert await client.pin_prefix(ids(PREFIX), "system") == "system"
-                assert await cached(client, PROMPT) == len(PREFIX)
-                for restarts in (1, 2):
-                    os.kill(client.transport.pid or 0, signal.SIGKILL)
-                    await until(lambda: client.health().num_restarts == restarts and client.transport.supervisor.is_up)  # noqa: B023
-                    # A request during the recomputation finds the pin's full blocks, but not its tail.
-                    found = [await cached(client, PROMPT) for _ in range(3)]
-                    assert found[-1] == len(PREFIX) and found == sorted(found)
-                    assert (await client.kv_stats()).num_pinned == 3
-                assert await client.unpin_prefix("system") == 3
-                assert await cached(client, PROMPT) == 0
-                assert (await client.kv_stats()).num_used == 0
-
-    run(main())
+async def test_pin_survives_an_engine_restart(model: str) -> None:
+    with nothing_left():
+        async with oracle_client(model) as client:
+            assert await client.pin_prefix(ids(PREFIX), "system") == "system"
+            assert await cached(client, PROMPT) == len(PREFIX)
+            for restarts in (1, 2):
+                os.kill(client.transport.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == restarts and client.transport.supervisor.is_up)  # noqa: B023
+                # A request during the recomputation finds the pin's full blocks, but not its tail.
+                found = [await cached(client, PROMPT) for _ in range(3)]
+                assert found[-1] == len(PREFIX) and found == sorted(found)
+                assert (await client.kv_stats()).num_pinned == 3
+            assert await client.unpin_prefix("system") == 3
+            assert await cached(client, PROMPT) == 0
+            assert (await client.kv_stats()).num_used == 0
 
 
 def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,20 +99,17 @@ def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCapture
     assert "pin:bad is not pinned any more: " in caplog.text and "engines died while they ran it" in caplog.text
 
 
-def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, slow_at=[0, 0.3])) as client:
-            await client.pin_prefix(ids(PREFIX), "early")
-            await client.pin_prefix(ids(PROMPT), "late")
-            os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client.transport.handles)
-            await client.unpin_prefix("late")
-            assert "pin:late" not in client.transport.handles
-            await until(lambda: not client.transport.handles)
-            assert await client.unpin_prefix("early") == 3
-            assert (await client.kv_stats()).num_pinned == 0
-
-    run(main())
+async def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
+    async with serving(oracle_client(model, slow_at=[0, 0.3])) as client:
+        await client.pin_prefix(ids(PREFIX), "early")
+        await client.pin_prefix(ids(PROMPT), "late")
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
+        await until(lambda: client.health().num_restarts == 1 and "pin:late" in client.transport.handles)
+        await client.unpin_prefix("late")
+        assert "pin:late" not in client.transport.handles
+        await until(lambda: not client.transport.handles)
+        assert await client.unpin_prefix("early") == 3
+        assert (await client.kv_stats()).num_pinned == 0
 
 
 def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,29 +127,26 @@ def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.Lo
     assert "pin:larger is not pinned any more" in caplog.text
 
 
-def test_refused_or_cancelled_pin_leaves_nothing(model: str) -> None:
-    async def main() -> None:
-        async with oracle_client(model) as client:
-            name = await client.pin_prefix(ids(PREFIX), salt=b"tenant")
-            assert await cached(client, PROMPT) == 0
-            assert await cached(client, PROMPT, b"tenant") == len(PREFIX)
-            with pytest.raises(ParameterError, match="is pinned already"):
-                await client.pin_prefix(ids([1]), name)
-            for first in range(30, 37):
-                await client.pin_prefix(ids([first] * 50))
-            with pytest.raises(CapacityError, match="at most half of the pool's 200"):  # 94 are pinned
-                await client.pin_prefix(ids([9] * 50))
-            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'other'"):
-                await client.unpin_prefix("other")
-            before = (await client.kv_stats()).num_pinned
-            pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
-            while "pin:left" not in client.transport.handles:
-                await asyncio.sleep(0)
-            pinning.cancel()
-            await asyncio.gather(pinning, return_exceptions=True)
-            assert (await client.kv_stats()).num_pinned == before and not client.transport.handles
-
-    run(main())
+async def test_refused_or_cancelled_pin_leaves_nothing(model: str) -> None:
+    async with oracle_client(model) as client:
+        name = await client.pin_prefix(ids(PREFIX), salt=b"tenant")
+        assert await cached(client, PROMPT) == 0
+        assert await cached(client, PROMPT, b"tenant") == len(PREFIX)
+        with pytest.raises(ParameterError, match="is pinned already"):
+            await client.pin_prefix(ids([1]), name)
+        for first in range(30, 37):
+            await client.pin_prefix(ids([first] * 50))
+        with pytest.raises(CapacityError, match="at most half of the pool's 200"):  # 94 are pinned
+            await client.pin_prefix(ids([9] * 50))
+        with pytest.raises(ParameterError, match="no prefix is pinned under the name 'other'"):
+            await client.unpin_prefix("other")
+        before = (await client.kv_stats()).num_pinned
+        pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
+        while "pin:left" not in client.transport.handles:
+            await asyncio.sleep(0)
+        pinning.cancel()
+        await asyncio.gather(pinning, return_exceptions=True)
+        assert (await client.kv_stats()).num_pinned == before and not client.transport.handles
 
 
 def test_pin_prefix_files(tmp_path: Path) -> None:

@@ -36,15 +36,8 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     prefix.write_text("Once upon a time there was a prefix of some length")
     options = ["--api-key", ONE, "--api-key", TWO, "--served-model-name", "tiny", "--view-text", "--block-size", "4"]
     options += ["--num-gpu-blocks-override", "120", "--max-num-seqs", "4", "--pin-prefix", str(prefix)]
-    process = Process(model, *options, OCTAVO_ADMIN_KEY=ADMIN)
-    try:
-        url = process.wait_ready()
-        log = threading.Thread(target=process.wait)  # else the pipe would fill up
-        log.start()
+    with Process.serving(model, *options, OCTAVO_ADMIN_KEY=ADMIN) as (_, url):
         yield url
-    finally:
-        process.process.kill()
-    log.join()
 
 
 class Watching(threading.Thread):

@@ -23,6 +23,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 DROP = object()
 ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 VOCAB = 97
+WRONG_KEYS = ("", "Bearer", "Basic a2V5", "Bearer nope", "key", "Bearer key x", "Bearer keykey")
 
 
 class Response:
@@ -180,7 +181,10 @@ COMPLETIONS: list[tuple[int, dict[str, Any], str, str | None]] = [
     (34, {"prompt": [5] * 512}, "context_length_exceeded", "prompt"),
     (34, {"prompt": "a" * 70_000}, "context_length_exceeded", "prompt"),
     (36, {"prompt": [5] * 500, "max_tokens": 13}, "context_length_exceeded", "max_tokens"),
-    *((36, {"truncate_prompt_tokens": v}, "integer_out_of_range", "truncate_prompt_tokens") for v in (0, -1)),
+    *(
+        (36, {"truncate_prompt_tokens": v}, "integer_out_of_range", "truncate_prompt_tokens")
+        for v in (0, -1, 1 << 31, 10**400)
+    ),
     (37, {"max_tokens": 0}, "integer_below_min_value", "max_tokens"),
     (39, {"min_tokens": 9}, "invalid_value", "min_tokens"),
     (39, {"min_tokens": 600, "max_tokens": None}, "invalid_value", "min_tokens"),
@@ -491,21 +495,15 @@ def test_unusual_but_valid_requests_succeed(peer: Peer) -> None:
 
 def test_bodies_of_other_sizes_types_and_encodings(peer: Peer) -> None:
     ok = b'{"prompt": "Hi", "max_tokens": 1}'
-    assert peer.send("POST", C, ok, JSON).status == 200
-    for kind in ("text/plain", "multipart/form-data; boundary=x", ""):
+    for kind in ("application/json", "application/json; charset=utf-8"):
+        assert peer.send("POST", C, ok, ("Content-Type", kind)).status == 200
+    for kind in ("text/plain", "multipart/form-data; boundary=x", "", "application/jsonx"):
         assert peer.send("POST", C, ok, ("Content-Type", kind)).error == (415, "unsupported_media_type", None)
     assert peer.send("POST", C, ok).error == (415, "unsupported_media_type", None)
     gzip = ("Content-Encoding", "gzip")
     assert peer.send("POST", C, ok, JSON, gzip).error == (415, "unsupported_encoding", None)
     response = peer.send("POST", C, b" " * 310_000, JSON)
     assert response.error == (413, "body_too_large", None) and response.headers["connection"] == "close"
-    chunk = b"%x\r\n%s\r\n" % (310_000, b" " * 310_000) + b"0\r\n\r\n"
-    response = peer.send("POST", C, chunk, JSON, ("Transfer-Encoding", "chunked"))
-    assert response.error == (413, "body_too_large", None) and response.headers["connection"] == "close"
-    assert peer.raw(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\n"
-        b"Content-Type: application/json\r\nContent-Length: 100000000\r\n\r\n"
-    ).error == (413, "body_too_large", None)
 
 
 @pytest.mark.parametrize(
@@ -534,25 +532,18 @@ def test_paths_methods_and_keys(peer: Peer) -> None:
     body = b'{"prompt": "Hi", "max_tokens": 1}'
     for headers in (
         [],
-        *([("Authorization", value)] for value in ("", "Bearer", "Basic a2V5", "Bearer nope", "key", "Bearer key x")),
+        *([("Authorization", value)] for value in WRONG_KEYS),
         [AUTH, AUTH],
         [AUTH, ("Authorization", "Bearer nope")],
     ):
         response = peer.send("POST", C, body, JSON, *headers, auth=False)
         assert response.error == (401, "invalid_api_key", None), headers
         assert response.headers["www-authenticate"].startswith("Bearer")
-    assert peer.send("POST", C, body, JSON, ("Authorization", "bearer key"), auth=False).status == 200
+    for value in ("bearer key", "BEARER key"):
+        assert peer.send("POST", C, body, JSON, ("Authorization", value), auth=False).status == 200
     assert peer.send("OPTIONS", C, auth=False).error == (401, "invalid_api_key", None)
     for path in ("/health", "/ready"):
         assert peer.send("GET", path, auth=False).status == 200
-
-
-@pytest.mark.parametrize("name", ["a" * 3000, "\u00e9\u00ff", "a b\tc", "../../etc", "cmpl-1"])
-def test_client_request_ids_are_sanitized(peer: Peer, name: str) -> None:
-    response = peer.send("POST", C, b'{"prompt": "Hi", "max_tokens": 1}', JSON, ("X-Request-Id", name))
-    assert response.status == 200
-    assert len(response.headers["x-request-id"]) <= 128 and response.headers["x-request-id"].isprintable()
-    assert json.loads(response.body)["id"] != name
 
 
 def test_unknown_models_and_ids(peer: Peer) -> None:
