@@ -29,7 +29,7 @@ from octavo.serve.metrics import (
     token_buckets,
 )
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.in_process_server import run, serving
+from tests.serve.in_process_server import serving
 
 
 def values_of(text: str) -> dict[str, float]:
@@ -162,20 +162,16 @@ async def test_restarts_are_counted(model: str, monkeypatch: pytest.MonkeyPatch)
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
 
 
-def test_dashboard_queries_existing_metrics(model: str) -> None:
+async def test_dashboard_queries_existing_metrics(model: str) -> None:
     queries = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
     queried = {name for query in queries for name in re.findall(r"(?:vllm|octavo):\w+|http_\w+", query)}
     labels = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)} - {"le"}
-
-    async def main() -> None:
-        async with serving(model) as server:
-            await server.complete()
-            text = (await server.client.get("/metrics")).text
-            text += (await server.client.get("/metrics")).text  # now including the first request
-            assert queried <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
-            assert all(f'{label}="' in text for label in labels)
-
-    run(main())
+    async with serving(model) as server:
+        await server.complete()
+        text = (await server.client.get("/metrics")).text
+        text += (await server.client.get("/metrics")).text  # now including the first request
+        assert queried <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
+        assert all(f'{label}="' in text for label in labels)
     assert len(queries) > 30 and {"octavo:blocks", "octavo:waits_total", "http_requests_total"} <= queried
 
 
@@ -263,30 +259,22 @@ def test_stats_line_reads_like_vllms() -> None:
     assert line.line(StatsSnapshot(EngineStats(**engine), kv)) is None  # an idle server logs nothing
 
 
-def test_unlogged_paths_apply_behind_a_proxy(model: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unlogged_paths_apply_behind_a_proxy(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.access")
-
-    async def main() -> None:
-        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
-            transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as uvicorn passes --root-path
-            async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
-                for path in ("/health", "/version"):
-                    assert (await client.get(path)).status_code == 200
-
-    run(main())
+    async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+        transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as uvicorn passes --root-path
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
+            for path in ("/health", "/version"):
+                assert (await client.get(path)).status_code == 200
     lines = [json.loads(record.message) for record in caplog.records if record.name == "octavo.access"]
     assert [line["path"] for line in lines] == ["/api/version"]
 
 
-def test_log_lines_can_be_json(model: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_can_be_json(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo")
-
-    async def main() -> None:
-        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
-            await server.client.get("/health")
-            await server.complete("secret")
-
-    run(main())
+    async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+        await server.client.get("/health")
+        await server.complete("secret")
     lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "octavo.access"]
     assert [(line["path"], line["status"], line["method"]) for line in lines] == [("/v1/completions", 200, "POST")]
     assert lines[0]["level"] == "info" and "secret" not in caplog.text

@@ -71,31 +71,27 @@ async def test_pin_survives_an_engine_restart(model: str) -> None:
             assert (await client.kv_stats()).num_used == 0
 
 
-def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
     """Like a request that kills engines. Other pins stay, requests continue, and the engine is not restarted again."""
-
-    async def main() -> None:
-        async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
-            assert await client.pin_prefix(ids(PREFIX), "good") == "good"
-            client.transport.pins["pin:bad"] = EngineRequest.pinning(
-                "bad", [1, 2, 50, 3]
-            )  # as after an engine that survived it
-            running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
-            os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: "pin:bad" not in client.transport.pins)
-            outputs = await running
-            assert [tokens_of(o) for o in outputs] == [reference_outputs([i] * 9, PARAMS) for i in range(3)]
-            await until(lambda: not client.transport.handles)
-            num_restarts = client.health().num_restarts
-            assert num_restarts <= 8 and not client.transport.suspects
-            assert await cached(client, PROMPT) == len(PREFIX)
-            assert (await client.kv_stats()).num_pinned == 3
-            assert client.health().num_restarts == num_restarts
-            assert await client.unpin_prefix("good") == 3
-            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'bad'"):
-                await client.unpin_prefix("bad")
-
-    run(main())
+    async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
+        assert await client.pin_prefix(ids(PREFIX), "good") == "good"
+        client.transport.pins["pin:bad"] = EngineRequest.pinning(
+            "bad", [1, 2, 50, 3]
+        )  # as after an engine that survived it
+        running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
+        await until(lambda: "pin:bad" not in client.transport.pins)
+        outputs = await running
+        assert [tokens_of(o) for o in outputs] == [reference_outputs([i] * 9, PARAMS) for i in range(3)]
+        await until(lambda: not client.transport.handles)
+        num_restarts = client.health().num_restarts
+        assert num_restarts <= 8 and not client.transport.suspects
+        assert await cached(client, PROMPT) == len(PREFIX)
+        assert (await client.kv_stats()).num_pinned == 3
+        assert client.health().num_restarts == num_restarts
+        assert await client.unpin_prefix("good") == 3
+        with pytest.raises(ParameterError, match="no prefix is pinned under the name 'bad'"):
+            await client.unpin_prefix("bad")
     assert "pin:bad is not pinned any more: " in caplog.text and "engines died while they ran it" in caplog.text
 
 
@@ -112,18 +108,15 @@ async def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
         assert (await client.kv_stats()).num_pinned == 0
 
 
-def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model)) as client:
-            client.transport.pins["pin:large"] = EngineRequest.pinning("large", [1] * 250)
-            client.transport.pins["pin:larger"] = EngineRequest.pinning("larger", [2] * 250)
-            os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: len(client.transport.pins) == 1)
-            await until(lambda: not client.transport.handles)
-            assert (await client.kv_stats()).num_pinned == 63
-            assert await client.unpin_prefix("large") == 63
-
-    run(main())
+async def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(oracle_client(model)) as client:
+        client.transport.pins["pin:large"] = EngineRequest.pinning("large", [1] * 250)
+        client.transport.pins["pin:larger"] = EngineRequest.pinning("larger", [2] * 250)
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
+        await until(lambda: len(client.transport.pins) == 1)
+        await until(lambda: not client.transport.handles)
+        assert (await client.kv_stats()).num_pinned == 63
+        assert await client.unpin_prefix("large") == 63
     assert "pin:larger is not pinned any more" in caplog.text
 
 

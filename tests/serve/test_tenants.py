@@ -130,7 +130,8 @@ def test_key_sees_its_own_requests_and_admin_key_sees_all(server: str) -> None:
                 seen[key] |= set(kv["requests"])
                 assert ("other_tenants" in kv) is (key != ADMIN)
             time.sleep(0.01)
-        time.sleep(1.0)
+        while any(r.status != "pinned" for v in viewers if v.state for r in list(v.state.requests.values())):
+            time.sleep(0.01)
         ids = {key: {name for name in names if not name.startswith("pin:")} for key, names in seen.items()}
         assert ids[ONE] and ids[TWO] and not ids[ONE] & ids[TWO]
         assert ids[ADMIN] & ids[ONE] and ids[ADMIN] & ids[TWO]

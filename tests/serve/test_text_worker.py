@@ -21,7 +21,6 @@ from octavo.serve.openai.errors import ApiError
 from octavo.serve.text_worker import TextWorkerPool
 from octavo.text.tokenizer import Tokenizer
 from tests.engine.process.engines import nothing_left, own_directory  # noqa: F401
-from tests.serve.event_loop import run
 from tests.serve.http.test_server import Process, call
 from tests.serve.in_process_server import TEMPLATE, serving
 
@@ -34,8 +33,8 @@ def tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_checkpoint(open_checkpoint(model), chat_template=TEMPLATE)
 
 
-def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
+async def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer)
         await workers.start()
         text = "Hello</s>" * 9
@@ -54,14 +53,11 @@ def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
         assert api_error.value.code == "integer_out_of_range"
         await workers.aclose()
 
-    with nothing_left():
-        run(main())
 
-
-def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
+async def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer)
         await workers.start()
         (worker,) = workers.idle
@@ -77,9 +73,6 @@ def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
         monkeypatch.setattr(text_worker, "BASE_S", 30.0)
         assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]
         await workers.aclose()
-
-    with nothing_left():
-        run(main())
 
 
 GROWING = "{{% set n = namespace(x={}) %}}{{% for a in range(60) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
@@ -102,8 +95,8 @@ BOMBS = [
 ]
 
 
-def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
+async def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenizer) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer, num_workers=2)
         async with contextlib.aclosing(workers):
             await workers.start()
@@ -117,17 +110,14 @@ def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenizer) -> 
                 assert workers.idle == [worker], template
             assert peak_bytes(worker.process.pid) < 1 << 30
 
-    with nothing_left():
-        run(main())
-
 
 def peak_bytes(pid: int) -> int:
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
     return 1024 * int(line.split()[1])
 
 
-def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
+async def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer, num_workers=2)
         slow = [asyncio.ensure_future(workers.chat(HELLO, {"chat_template": ENDLESS})) for _ in range(3)]
         await asyncio.sleep(0)
@@ -140,9 +130,6 @@ def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
             assert caught.value.code == "template_timeout"
         assert len(workers.idle) == 2
         await workers.aclose()
-
-    with nothing_left():
-        run(main())
 
 
 async def test_long_texts_leave_a_worker_free(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +146,8 @@ async def test_long_texts_leave_a_worker_free(tokenizer: Tokenizer, monkeypatch:
     await workers.aclose()
 
 
-def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
+async def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer, num_workers=2)
         for name, most, texts in (("MAX_JOBS", 3, ["a"] * 3), ("MAX_JOB_BYTES", 2500, ["a" * 1000] * 2)):
             with monkeypatch.context() as patch:
@@ -174,9 +161,6 @@ def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.Monk
                 assert await asyncio.gather(*waiting) == [[tokenizer.encode(text, False)] for text in texts]
                 assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # a single job is always accepted
         await workers.aclose()
-
-    with nothing_left():
-        run(main())
 
 
 async def test_failing_template_is_400_and_server_template_timeout_is_500(model: str) -> None:
@@ -192,7 +176,7 @@ async def test_failing_template_is_400_and_server_template_timeout_is_500(model:
             body = {"messages": [{"role": "user", "content": content}]}
             if template is not None:
                 body["chat_template"] = template  # type: ignore[assignment]
-            for path in ("/v1/chat/completions", "/tokenize")[: 1 + (template is None)]:
+            for path in ("/v1/chat/completions", "/tokenize")[: 1 + (content == "x")]:
                 answer = await server.client.post(path, json=body)
                 error = answer.json()["error"]
                 assert (answer.status_code, error["code"], error["param"]) == want, answer.text

@@ -285,19 +285,6 @@ def test_negative_ids_mean_no_token(model_dir, nothing):
     assert nothing not in tokenizer.eos_token_ids
 
 
-@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}, {"bos_token": None}])
-def test_special_tokens_map_and_tokenizer_config_rank_as_in_transformers(model_dir, more):
-    """special_tokens_map.json wins unless tokenizer_config.json has added_tokens_decoder; config.json never counts."""
-    from transformers import AutoTokenizer
-
-    (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": 1}))
-    (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | more))
-    ours, theirs = Tokenizer.from_checkpoint(open_checkpoint(model_dir)), AutoTokenizer.from_pretrained(model_dir)
-    assert ours.special_tokens == theirs.special_tokens_map
-    assert ours.eos_token_id == theirs.eos_token_id
-
-
 def test_chat_templates_of_a_directory(model_dir):
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}, "nonsense", {}]
     (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -430,9 +417,10 @@ def test_bos_and_eos_follow_the_gguf_flags(write_gguf, pre, flags, ids):
     assert tokenizer.encode("the")[:1] == (ids[:1] if 1 in ids else tokenizer.encode("the", False)[:1])
 
 
-def test_sentencepiece_from_gguf(write_gguf):
-    tokens, types, scores = sentencepiece_parts()
-    metadata = {
+def sentencepiece_metadata(
+    tokens: list[str], types: list[int], scores: list[float], **more: object
+) -> dict[str, object]:
+    return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": None,
         "tokenizer.ggml.tokens": tokens,
@@ -441,8 +429,12 @@ def test_sentencepiece_from_gguf(write_gguf):
         "tokenizer.ggml.merges": None,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
     }
+
+
+def test_sentencepiece_from_gguf(write_gguf):
+    metadata = sentencepiece_metadata(*sentencepiece_parts(), unknown_token_id=0)
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=metadata)))
     piece = tokenizer.backend.id_to_token
     assert [piece(i) for i in tokenizer.encode("the and thin")] == ["<s>", "▁the", "▁and", "▁th", "in"]
@@ -463,15 +455,8 @@ def test_runs_of_equal_score_merge_from_the_left(write_gguf, count):
     """Mistral's runs of spaces have one score, and ids in no order of length."""
     runs = ["▁" * n for n in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11, 1)]
     tokens = ["<unk>", "<s>", "</s>", *runs, "x"]
-    metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": None,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 16],
-        "tokenizer.ggml.scores": [0.0] * 3 + [-1e9] * 16,
-        "tokenizer.ggml.merges": None,
-        "tokenizer.ggml.add_space_prefix": False,
-    }
+    scores = [0.0] * 3 + [-1e9] * 16
+    metadata = sentencepiece_metadata(tokens, [2, 3, 3, *[1] * 16], scores, add_space_prefix=False)
     symbols = [*"▁" * count, "x"]
     while True:  # SentencePiece's algorithm: the leftmost of equal scores
         pairs = [i for i in range(len(symbols) - 1) if symbols[i] + symbols[i + 1] in runs]
@@ -496,18 +481,8 @@ def test_tokens_end_by_their_name_whatever_their_type(write_gguf):
 def test_gemma_from_gguf(write_gguf):
     """SentencePiece without a space before the text, and with tokens for runs of spaces and newlines."""
     tokens, types, scores = sentencepiece_parts()
-    tokens, types = [*tokens, "   ", "\n\n", "<start_of_turn>"], [*types, 4, 4, 3]
-    metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.scores": [*scores, -1e3, -1e3, -1e3],
-        "tokenizer.ggml.merges": None,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.add_space_prefix": False,
-    }
+    tokens, types, scores = [*tokens, "   ", "\n\n", "<start_of_turn>"], [*types, 4, 4, 3], [*scores, *[-1e3] * 3]
+    metadata = sentencepiece_metadata(tokens, types, scores, pre="default", add_space_prefix=False)
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=metadata)))
     piece = tokenizer.backend.id_to_token
     text = "the   the\n\nthe <start_of_turn>"
@@ -625,16 +600,8 @@ def test_stories260k_through_gguf_equals_the_original(write_gguf):
     paper = json.loads((STORIES / "tokenizer.json").read_text())
     vocab = sorted(paper["model"]["vocab"], key=paper["model"]["vocab"].get)
     rank = {left + right: -float(n) for n, (left, right) in reversed(list(enumerate(paper["model"]["merges"])))}
-    metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": None,
-        "tokenizer.ggml.merges": None,
-        "tokenizer.ggml.tokens": vocab,
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(vocab) - 259)],
-        "tokenizer.ggml.scores": [rank.get(piece, -1e6) for piece in vocab],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
+    types, scores = [2, 3, 3, *[6] * 256, *[1] * (len(vocab) - 259)], [rank.get(piece, -1e6) for piece in vocab]
+    metadata = sentencepiece_metadata(vocab, types, scores)
     ours = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=metadata)))
     given = Tokenizer.from_checkpoint(open_checkpoint(STORIES))
     for text in prompts():
@@ -647,16 +614,6 @@ def test_imports_no_torch():
     code = f"import sys, octavo.text.tokenizer, octavo.text.detokenizer; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_keys_that_change_tokens_are_refused(model_dir, write_gguf):
-    config = json.loads((model_dir / "tokenizer_config.json").read_text())
-    for value in (False, None):
-        (model_dir / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": value}))
-        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
-    (model_dir / "tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": True}))
-    with pytest.raises(UnsupportedModelError, match=r"json: split_special_tokens True is not supported"):
-        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
 
 
 @pytest.mark.parametrize(

@@ -572,29 +572,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_second_server_on_a_port_fails(model: str) -> None:
-    port = free_port()
-    servers = [Process(model, port=port) for _ in range(2)]
-    try:
-        begin = time.monotonic()
-        while not (ended := [s for s in servers if s.process.poll() is not None]):
-            assert time.monotonic() - begin < 60
-            time.sleep(0.02)
-        (second,) = ended
-        assert second.wait() == 1
-        error = f"error: address in use: 127.0.0.1:{port}; choose another port, or 0 for a free one"
-        assert second.log.strip().splitlines() == [error]
-        (first,) = (s for s in servers if s is not second)
-        assert first.wait_ready() == f"http://127.0.0.1:{port}"
-        assert call(f"http://127.0.0.1:{port}/health")[0] == 200
-    finally:
-        for server in servers:
-            if server.process.poll() is None:
-                server.process.send_signal(signal.SIGTERM)
-                server.wait()
-
-
-def test_requests_during_the_start_get_503(model: str) -> None:
+def test_requests_during_the_start_get_503_and_a_second_server_ends(model: str) -> None:
     port = free_port()
     server = Process(model, port=port)
     url = f"http://127.0.0.1:{port}"
@@ -608,6 +586,8 @@ def test_requests_during_the_start_get_503(model: str) -> None:
             time.sleep(0.02)
         assert (status, json.loads(body)["error"]["code"]) == (503, "starting")
         assert call(f"{url}/v1/completions", {"prompt": "Hello"})[0] == call(f"{url}/health")[0] == 503
+        second = Process(model, port=port)
+        assert second.wait() == 1 and f"error: address in use: 127.0.0.1:{port}; " in second.log
         server.wait_ready()
         assert call(f"{url}/health")[0] == call(f"{url}/ready")[0] == 200
     finally:
