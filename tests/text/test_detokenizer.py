@@ -13,11 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import ParameterError
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
-from tests.text.samples import make_sentencepiece, train_byte_level
+from tests.text.samples import make_sentencepiece, read, train_byte_level
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260k"
 
@@ -316,7 +315,7 @@ def test_stories260k_streams_as_it_decodes(text):
 
 def _stories(cache: list[Tokenizer] = []) -> Tokenizer:  # noqa: B006 - one for all examples
     if not cache:
-        cache.append(Tokenizer.from_checkpoint(open_checkpoint(STORIES)))
+        cache.append(read(STORIES))
     return cache[0]
 
 
