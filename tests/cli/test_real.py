@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -11,15 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 
 from octavo.cli.commands.demo import LIBRARIAN, QUESTIONS
-from tests.cli.conftest import Call
+from tests.cli.conftest import Call, started
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -120,18 +117,6 @@ def test_demo_shares_the_system_prompt_of_simultaneous_requests(call: Call, mode
 
 
 # -- signals --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def started(*args: str, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command line in its own process, which is killed at the end."""
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command, env = [sys.executable, "-m", "octavo.cli.main", *args], os.environ | {"PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(command, env=env, **(pipes | settings)) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def read_some(fd: int, num_bytes: int = 40) -> bytes:

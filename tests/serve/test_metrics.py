@@ -88,6 +88,20 @@ async def test_metrics_after_known_requests(model: str) -> None:
         assert not any("_created" in name for name in got)
 
 
+def latencies_of(
+    monkeypatch: pytest.MonkeyPatch, records: list[tuple[float, RequestMetrics, list[CompletionOutput]]]
+) -> tuple[float, float]:
+    """Number and sum of the inter-token latencies; a record is an output with its time."""
+    clock = [10.0]
+    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
+    metrics = Metrics("tiny", 64)
+    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
+    for clock[0], stats, outputs in records:
+        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
+    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
+    return got["vllm:inter_token_latency_seconds_count"], got["vllm:inter_token_latency_seconds_sum"]
+
+
 @pytest.mark.parametrize(
     ("tokens", "gaps", "total"),
     [
@@ -102,39 +116,27 @@ def test_inter_token_latency_has_one_entry_per_token_after_the_first(
     monkeypatch: pytest.MonkeyPatch, tokens: list[tuple[int, int, float | None]], gaps: int, total: float
 ) -> None:
     """Independent of how outputs are merged. An output is (tokens per sample so far, samples, time)."""
-    clock = [10.0]
-    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
-    metrics = Metrics("tiny", 64)
-    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
+    records = []
     for so_far, samples, at in tokens:
         stats = RequestMetrics(9.0, 9.0, None if at is None else 10.0, None if at is None else 10.0 + at)
         stats.num_generation_tokens = so_far * samples
-        clock[0] = 10.0 + (at or 0.0)
-        outputs = [CompletionOutput(i, "", []) for i in range(samples)]
-        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
-    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
-    assert got["vllm:inter_token_latency_seconds_count"] == gaps
-    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
+        records.append((10.0 + (at or 0.0), stats, [CompletionOutput(i, "", []) for i in range(samples)]))
+    assert latencies_of(monkeypatch, records) == (gaps, pytest.approx(total))
 
 
 @pytest.mark.parametrize("shown", [[0, 1], [1]], ids=["all shown again", "only what is new"])
 def test_inter_token_latency_after_other_samples_have_finished(
     monkeypatch: pytest.MonkeyPatch, shown: list[int]
 ) -> None:
-    clock = [10.0]
-    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
-    metrics = Metrics("tiny", 64)
-    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
-    finished = CompletionOutput(0, "", [], finish_reason="stop")
-    for at, num_tokens, outputs in [
-        (10.0, 2, [finished, CompletionOutput(1, "", [])]),
-        (16.0, 5, [c for c in (finished, CompletionOutput(1, "", [])) if c.index in shown]),
-    ]:
-        clock[0], stats = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
-        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
-    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
-    assert got["vllm:inter_token_latency_seconds_count"] == 3
-    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
+    finished, other = CompletionOutput(0, "", [], finish_reason="stop"), CompletionOutput(1, "", [])
+    records = [
+        (at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens), outputs)
+        for at, num_tokens, outputs in (
+            (10.0, 2, [finished, other]),
+            (16.0, 5, [c for c in (finished, other) if c.index in shown]),
+        )
+    ]
+    assert latencies_of(monkeypatch, records) == (3, pytest.approx(6.0))
 
 
 async def test_rejected_requests_are_counted(model: str) -> None:

@@ -19,7 +19,6 @@ from octavo.serve.args import ServeArgs
 from octavo.serve.http.middleware import ApiKeys
 from octavo.serve.launcher import load_pin_prefixes
 from octavo.serve.service import combine_salts
-from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (  # noqa: F401
     last_of,
     nothing_left,
@@ -35,11 +34,6 @@ from tests.engine.process.engines import (  # noqa: F401
 PREFIX = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]  # two blocks and a half
 PROMPT = [*PREFIX, 20, 21]
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 def ids(tokens: list[int]) -> dict[str, Any]:

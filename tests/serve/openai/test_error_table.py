@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +21,7 @@ AUTH = ("Authorization", "Bearer key")
 JSON = ("Content-Type", "application/json")
 MESSAGES = [{"role": "user", "content": "Hi"}]
 DROP = object()
-ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
 VOCAB = 97
 WRONG_KEYS = ("", "Bearer", "Basic a2V5", "Bearer nope", "key", "Bearer key x", "Bearer keykey")
 
@@ -36,14 +36,17 @@ class Response:
     @property
     def error(self) -> tuple[int, str, str | None]:
         """Checks the common properties of errors."""
-        assert self.headers["x-request-id"] and len(self.body) <= MAX_ERROR_BYTES
-        error = json.loads(self.body)["error"]
-        assert json.loads(self.body).keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
-        assert error["type"] == ERROR_TYPES.get(self.status, "invalid_request_error")
-        assert error["message"] and "\n" not in error["message"]
-        if self.status == 429:
-            assert "retry-after" in self.headers
-        return self.status, error["code"], error["param"]
+        return checked_error(self.status, self.headers, self.body)
+
+
+def checked_error(status: int, headers: Mapping[str, str], body: bytes) -> tuple[int, str, str | None]:
+    assert headers["x-request-id"] and len(body) <= MAX_ERROR_BYTES
+    error = json.loads(body)["error"]
+    assert json.loads(body).keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == ERROR_TYPES.get(status, "invalid_request_error")
+    assert error["message"] and "\n" not in error["message"]
+    assert status != 429 or "retry-after" in headers
+    return status, error["code"], error["param"]
 
 
 class Peer:

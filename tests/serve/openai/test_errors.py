@@ -13,22 +13,13 @@ from octavo.serve.args import ServeArgs
 from octavo.serve.http import endpoint
 from octavo.serve.openai.errors import MAX_ERROR_BYTES, ApiError
 from tests.serve.in_process_server import LONGEST, Server, good, serving
+from tests.serve.openai.test_error_table import MESSAGES, checked_error
 
 C, H = "/v1/completions", "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "Hi"}]
-ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
-    """Checks the common properties of errors."""
-    assert len(response.content) <= MAX_ERROR_BYTES
-    assert response.headers["x-request-id"]
-    body = response.json()
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    error = body["error"]
-    assert error["message"] and "\n" not in error["message"]
-    assert error["type"] == ERROR_TYPES.get(response.status_code, "invalid_request_error")
-    return response.status_code, error["code"], error["param"]
+    return checked_error(response.status_code, response.headers, response.content)
 
 
 async def is_unmoved(server: Server) -> None:
