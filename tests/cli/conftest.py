@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -26,6 +31,20 @@ class Done:
 
 
 Call = Callable[..., Done]
+OCTAVO = [sys.executable, "-m", "octavo.cli.main"]
+BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
+"""The environment with buffered output, as users have it."""
+
+
+@contextlib.contextmanager
+def started(*args: str, **settings: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Runs a command line in its own process, which is killed at the end."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([*OCTAVO, *args], env=BUFFERED, **(pipes | settings)) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture

@@ -45,12 +45,12 @@ def manual_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.frontend.build.Scheduler", ManualScheduler)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def wanted(tiny_model: Callable[[str], TinyModel]) -> list[list[list[int]]]:
     """Tokens of each request run alone."""
     with make(tiny_model("qwen2"), enable_prefix_caching=False, async_scheduling=False) as llm:
         prompts = tiny_model("qwen2").prompts
-        return [samples(llm, [p], seeded(i, n=1 + 2 * (i % 3 == 0)))[0] for i, p in enumerate(prompts)]
+        return [samples(llm, [p], params)[0] for p, params in zip(prompts, all_params(len(prompts)), strict=True)]
 
 
 def all_params(num: int) -> list[SamplingParams]:

@@ -93,14 +93,6 @@ def test_same_sequences_and_scores_as_transformers(
             assert hypothesis.finish_reason == ("stop" if output[length - 1] in STOPS else "length")
 
 
-def test_beam_width_one_is_greedy(model: Any) -> None:
-    (prompt,) = random_prompts(6, seed=3)
-    search = BeamSearch(BeamSearchParams(beam_width=1, max_tokens=12), len(prompt), frozenset())
-    run_search(model, prompt, search, top_candidates)
-    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None)
-    assert [h.token_ids for h in search.hypotheses] == [expected[0, len(prompt) :].tolist()]
-
-
 def test_search_continues_when_all_top_tokens_stop(model: Any) -> None:
     """The top three tokens of every sequence are stop tokens; the fourth continues."""
 

@@ -306,7 +306,7 @@ class World:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_outputs_equal_the_reference(overlap: bool) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(150):
         world = World(seed, overlap=overlap)
         world.run(num_requests=world.random.randint(2, 14))
         assert set(world.wanted) == set(world.aborted) | set(world.finished)
@@ -325,7 +325,7 @@ def test_outputs_equal_the_reference(overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_failed_steps_lose_no_tokens(overlap: bool) -> None:
     num_errors = num_failed = num_finished = 0
-    for seed in range(200):
+    for seed in range(120):
         world = World(seed + 1000, overlap=overlap, failing=0.08)
         world.run(num_requests=world.random.randint(2, 10))
         num_failed += world.engine.stats.num_failed_steps

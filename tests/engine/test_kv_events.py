@@ -290,7 +290,7 @@ def test_queue_overflow_drops_blocks_but_publishes_nothing_false() -> None:
     assert router.seen["AllBlocksCleared"] >= 2
 
 
-def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
+async def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": f"ipc://{tmp_path}/replay"}
 
@@ -299,22 +299,19 @@ def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
             subscriber.catch_up()
             return subscriber.router
 
-    async def main() -> None:
-        with nothing_left():
-            async with oracle_client(model, options={"kv_events_config": config}) as client:
-                for prompt in (list(range(1, 10)), list(range(20, 30))):
-                    await last_of(client, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=2))
-                    while not set(hashes_of(prompt, 4)) <= set((router := await asyncio.to_thread(known)).blocks):
-                        pass
-                    assert router.seen["AllBlocksCleared"] == 1
-                    first = client.transport.pid
-                    assert first is not None
-                    os.kill(first, signal.SIGKILL)
-                    await until(lambda t=client.transport, first=first: t.supervisor.is_up and t.pid != first)
-                router = await asyncio.to_thread(known)
-                assert not router.blocks and router.seen == {"AllBlocksCleared": 1}
-
-    run(main())
+    with nothing_left():
+        async with oracle_client(model, options={"kv_events_config": config}) as client:
+            for prompt in (list(range(1, 10)), list(range(20, 30))):
+                await last_of(client, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=2))
+                while not set(hashes_of(prompt, 4)) <= set((router := await asyncio.to_thread(known)).blocks):
+                    pass
+                assert router.seen["AllBlocksCleared"] == 1
+                first = client.transport.pid
+                assert first is not None
+                os.kill(first, signal.SIGKILL)
+                await until(lambda t=client.transport, first=first: t.supervisor.is_up and t.pid != first)
+            router = await asyncio.to_thread(known)
+            assert not router.blocks and router.seen == {"AllBlocksCleared": 1}
 
 
 def test_unusable_address_is_rejected(model: str) -> None:

@@ -15,7 +15,7 @@ from octavo.engine.query import EngineQuery, Query
 from octavo.errors import EngineQueryError
 from octavo.params.sampling_params import SamplingParams
 from octavo.view.live.queries import ServedQuery, ViewQuery
-from tests.engine.process.engines import oracle_client, own_directory, run, serving
+from tests.engine.process.engines import oracle_client, own_directory, serving
 from tests.proof.oracle import Oracle
 
 assert own_directory  # a fixture
@@ -60,11 +60,8 @@ class Unheard(Query[int]):
     """A query that no engine process knows."""
 
 
-def test_unknown_query_is_refused_and_the_engine_continues(model: str) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model)) as client:
-            with pytest.raises(EngineQueryError, match="no query of this engine: Invalid value 'Unheard'"):
-                await client.query(Unheard())
-            assert (await client.kv_stats()).num_used == 0 and client.health().num_restarts == 0
-
-    run(main())
+async def test_unknown_query_is_refused_and_the_engine_continues(model: str) -> None:
+    async with serving(oracle_client(model)) as client:
+        with pytest.raises(EngineQueryError, match="no query of this engine: Invalid value 'Unheard'"):
+            await client.query(Unheard())
+        assert (await client.kv_stats()).num_used == 0 and client.health().num_restarts == 0

@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import StepPlan
-from octavo.core.request import Request
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.executor import GrammarBitmask
-from octavo.engine.structured_output import BitmaskRow, RequestGrammar, compute_bitmask
+from octavo.engine.structured_output import RequestGrammar
 from octavo.errors import ParameterError, RequestFailedError
 from octavo.runner import prefill_batch
 from octavo.runner.executor import StepHandle, ThreadedExecutor
@@ -191,19 +188,6 @@ def test_grammar_of_all_texts_changes_nothing(llm: LLM) -> None:
     assert len({c.finish_reason for o in free for c in o.outputs}) == 2
 
 
-def test_beam_search_with_a_grammar_of_all_texts(llm: LLM) -> None:
-    def search(form: Any) -> RequestOutput:
-        found = BeamSearchParams(beam_width=4, max_tokens=9, structured_outputs=form, stop="#", logprobs=2)
-        return one(llm, "go", found)
-
-    every = "(.|\n)*"
-    free, kept = search(None), search({"regex": every})
-    if not any({PAD, BOS} & set(c.token_ids) for c in free.outputs):
-        assert completions(free) == completions(kept)
-        assert [c.score for c in free.outputs] == [c.score for c in kept.outputs]
-    assert all(not {PAD, BOS} & set(c.token_ids) for c in kept.outputs)
-
-
 def test_other_parameters_choose_among_allowed_tokens(llm: LLM) -> None:
     tokens = llm.get_tokenizer()
     a, b, q = (tokens.encode(text)[0] for text in "abq")
@@ -215,54 +199,6 @@ def test_other_parameters_choose_among_allowed_tokens(llm: LLM) -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", "b")
     short = one(llm, "x", params(form, max_tokens=4)).outputs[0]
     assert (len(short.text), short.finish_reason) == (4, "length")
-
-
-class Word:
-    """A grammar of one word of token ids, and its matcher."""
-
-    def __init__(self, word: list[int], at: int = 0) -> None:
-        self.word, self.at = word, at
-        self.error = ""
-
-    def start(self) -> Word:
-        return Word(self.word)
-
-    def fork(self) -> Word:
-        return Word(self.word, self.at)
-
-    def accept_tokens(self, token_ids: Any) -> None:
-        for token in token_ids:
-            assert token == self.word[self.at]
-            self.at += 1
-
-    @property
-    def is_accepting(self) -> bool:
-        return self.at == len(self.word)
-
-    error = ""
-
-    def bitmasks(self, matchers: list[Word]) -> np.ndarray:
-        left = [0 if m.is_accepting else 1 << m.word[m.at] for m in matchers]
-        return np.array(left, dtype=np.uint32).view(np.int32).reshape(-1, 1)
-
-
-def test_stop_tokens_in_bitmasks() -> None:
-    """Stop tokens without logits are ignored; a stop token in the middle of the word is not allowed."""
-
-    request = Request("x", [1, 1, 1], SamplingParams())
-    request.begin(0, (0, 0), 9)
-    (sequence,) = request.sequences
-    stopped = RequestGrammar(Word([5, 30, 2, 6]), 3, {2, 31, 1000})
-    ignored = RequestGrammar(Word([5, 30, 6]), 3, {31}, {2, 31})
-    filled = RequestGrammar(Word([5, 30, 6]), 3, (), {2, 8})
-    expected = [({5}, {5}, {5}), ({30}, {30}, {30}), (set(), {6}, {6}), (None, {31}, {2, 8}), (None, None, {2, 8})]
-    for known, wanted in zip(([], [5], [30], [6], [2]), expected, strict=True):
-        sequence.token_ids.extend(known)
-        for constrained, allowed in zip((stopped, ignored, filled), wanted, strict=True):
-            if allowed is not None:
-                masks, errors = compute_bitmask([BitmaskRow(7, sequence, constrained)])
-                assert masks is not None and masks.slices == [7] and not errors
-                assert {i for i in range(32) if masks.bitmask[0, 0] >> i & 1} == allowed
 
 
 def test_stop_token_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
@@ -337,27 +273,6 @@ def test_batch_of_all_kinds_equals_single_requests(talking: Path) -> None:
         assert llm.kv_stats().num_used == 0
 
 
-def test_only_constrained_slices_wait_for_bitmasks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without constrained slices gets no bitmask; otherwise it has one row per constrained slice."""
-    seen: list[tuple[int, int]] = []
-    put = StepHandle.put_bitmask
-
-    def spied(self: StepHandle, masks: GrammarBitmask | None) -> None:
-        slices = () if masks is None else masks.slices
-        (step,) = (step for step in llm.engine.scheduler.in_flight if step.plan is self.plan)
-        seen.append((len(self.plan.rows), len(slices)))
-        for i in slices:
-            sequence, position = step.sequences[i], self.plan.starts[i] + self.plan.counts[i]
-            assert len(sequence.token_ids) == position, "a mask is computed from exactly the earlier tokens"
-        put(self, masks)
-
-    monkeypatch.setattr(StepHandle, "put_bitmask", spied)
-    llm.generate(["abc", "defg"], [params(None, max_tokens=30), params({"regex": "[ab]{5}"})], use_tqdm=False)
-    # Five letters and the end; and one more step, planned before the end was known.
-    assert [num for _, num in seen] == [1] * 6 + [0]
-    assert max(rows for rows, _ in seen) == 2
-
-
 def test_steps_are_planned_before_their_bitmasks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device computes the next position while the host computes the mask of the previous token."""
     pending: list[int] = []
@@ -413,26 +328,6 @@ def test_first_column_that_arrives_in_parts(talking: Path, monkeypatch: pytest.M
         found.append([completions(o) for o in outputs])
         assert [len(o.outputs[0].token_ids) for o in outputs] == [25, 13]
     assert found[0] == found[1]
-
-
-def test_aborted_request_needs_no_bitmask(llm: LLM) -> None:
-    """A request is aborted while a step waits for masks of it and of another request."""
-    engine, asked = llm.engine, [params({"regex": "[ab]{9}"}, ignore_eos=True), params({"regex": "[cd]{9}"})]
-    expected = one(llm, "x", asked[1]).outputs[0].token_ids
-    for i, request in enumerate(asked):
-        engine.add_request(
-            EngineRequest(
-                str(i), llm.get_tokenizer().encode("x"), request, grammar=llm.input_processor.compile_grammar(request)
-            )
-        )
-    outputs: list[RequestOutput] = []
-    for step in range(60):
-        if step == 4:
-            assert engine.num_in_flight and (aborted := engine.abort("0")) is not None and aborted.outputs[0].token_ids
-        outputs += engine.step()
-        if not engine.has_work:
-            break
-    assert [o.request_id for o in outputs] == ["1"] and outputs[0].outputs[0].token_ids == expected
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -553,75 +448,50 @@ def test_structured_outputs_need_a_tokenizer(talking: Path) -> None:
         llm.engine.add_request(EngineRequest("x", [3, 4], params({"regex": "a"})))
 
 
-def test_matchers_are_freed_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[RequestGrammar] = []
-    init = RequestGrammar.__init__
-
-    def spied(self: RequestGrammar, *args: Any) -> None:
-        kept.append(self)
-        init(self, *args)
-
-    monkeypatch.setattr(RequestGrammar, "__init__", spied)
-    run = llm.stream(["abc"], params({"regex": "[ab]{30}"}, n=3))
-    for _ in range(4):
-        next(run)
-    assert len(kept[0]._matchers) == 3
-    states = llm.engine._states
-    run.close()  # type: ignore[attr-defined]
-    assert not states
-
-
 # -- on an event loop --------------------------------------------------------------------------------------------------
 
 
-def test_slow_grammar_compilation_delays_no_stream(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_grammar_compilation_delays_no_stream(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "COMPILE_S", 4.0)
+    engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
+    async with engine:
 
-    async def main() -> None:
-        engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
-        async with engine:
+        async def last(prompt: str, asked: SamplingParams) -> RequestOutput:
+            return [output async for output in engine.generate(prompt, asked)][-1]
 
-            async def last(prompt: str, asked: SamplingParams) -> RequestOutput:
-                return [output async for output in engine.generate(prompt, asked)][-1]
-
-            await asyncio.gather(*(last("warm", params({"regex": letter})) for letter in "abcd"))  # one process each
-            begin = time.perf_counter()
-            explosions = [asyncio.create_task(last("x", params(EXPLOSION))) for _ in range(3)]
-            await asyncio.sleep(0.1)
-            one_of_them = await last("form", params({"choice": ["abc", "abd"]}))
-            free = await last("free", params(None, max_tokens=20))
-            assert not any(task.done() for task in explosions)
-            assert one_of_them.outputs[0].text in ("abc", "abd") and len(free.outputs[0].token_ids) > 0
-            for task in explosions:
-                with pytest.raises(ParameterError, match="to compile") as caught:
-                    await task
-                assert caught.value.code == "invalid_json_schema"
-            assert time.perf_counter() - begin < 60
-            with pytest.raises(RequestFailedError) as failed:
-                await last("x", params({"regex": "b"}, min_tokens=4))
-            assert failed.value.code == "no_allowed_token"
-
-    asyncio.run(main())
+        await asyncio.gather(*(last("warm", params({"regex": letter})) for letter in "abcd"))  # one process each
+        begin = time.perf_counter()
+        explosions = [asyncio.create_task(last("x", params(EXPLOSION))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        one_of_them = await last("form", params({"choice": ["abc", "abd"]}))
+        free = await last("free", params(None, max_tokens=20))
+        assert not any(task.done() for task in explosions)
+        assert one_of_them.outputs[0].text in ("abc", "abd") and len(free.outputs[0].token_ids) > 0
+        for task in explosions:
+            with pytest.raises(ParameterError, match="to compile") as caught:
+                await task
+            assert caught.value.code == "invalid_json_schema"
+        assert time.perf_counter() - begin < 60
+        with pytest.raises(RequestFailedError) as failed:
+            await last("x", params({"regex": "b"}, min_tokens=4))
+        assert failed.value.code == "no_allowed_token"
 
 
-def test_abort_while_the_grammar_compiles(talking: Path) -> None:
-    async def main() -> None:
-        engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
-        async with engine:
+async def test_abort_while_the_grammar_compiles(talking: Path) -> None:
+    engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
+    async with engine:
 
-            async def last(asked: SamplingParams) -> str:
-                text = ""
-                async for output in engine.generate("x", asked):
-                    text = output.outputs[0].text
-                return text
+        async def last(asked: SamplingParams) -> str:
+            text = ""
+            async for output in engine.generate("x", asked):
+                text = output.outputs[0].text
+            return text
 
-            leaver = asyncio.create_task(last(params({"regex": "abc"})))
-            stayer = asyncio.create_task(last(params({"regex": "abc"})))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            leaver.cancel()
-            assert await stayer == "abc"
-            with pytest.raises(asyncio.CancelledError):
-                await leaver
-
-    asyncio.run(main())
+        leaver = asyncio.create_task(last(params({"regex": "abc"})))
+        stayer = asyncio.create_task(last(params({"regex": "abc"})))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        leaver.cancel()
+        assert await stayer == "abc"
+        with pytest.raises(asyncio.CancelledError):
+            await leaver

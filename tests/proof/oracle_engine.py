@@ -10,6 +10,7 @@ hold        a file: the second step ends only when the file is gone; first steps
 poison      a token that kills the process when a prompt with it is computed
 no_answer   queries that fail
 fail_in     a phase of the start that raises; die_in: in which the process is killed
+needs       a path: no engine starts without it
 once        a file: the faults happen only if it exists; the process removes it
 """
 
@@ -103,6 +104,7 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
             faults = {"step_s": faults.get("step_s", 0)}
         else:
             os.remove(once)
+    Path(faults.get("needs", "/")).stat()
     for phase in PHASES:
         enter(phase)
         if phase == faults.get("fail_in"):

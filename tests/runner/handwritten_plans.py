@@ -1,4 +1,4 @@
-"""Plans written by hand, and a model that predicts t + 1 after token t."""
+"""Plans written by hand, a model that predicts t + 1 after token t, and a runner of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan, TableWrite
 from octavo.kernels.metadata import RaggedBatch
 from octavo.params.sampling_params import SamplingParams
+from octavo.runner.model_runner import ModelRunner
+from octavo.runner.platform import Platform
 
 VOCAB = 11
 SIZE = 2
@@ -80,3 +82,10 @@ class Plan(StepPlan):
         if num_samples:
             self.num_samples[index] = num_samples
         return self
+
+
+def make_runner(model: Any, platform: Platform) -> ModelRunner:
+    """A runner with 8 usable blocks."""
+    kv = torch.zeros(9, 1, 2, 1, SIZE, 1)
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": VOCAB}
+    return ModelRunner(model, kv, torch.zeros_like(kv), platform, graphs=False, **sizes)

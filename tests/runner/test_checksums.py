@@ -13,10 +13,8 @@ from octavo import LLM, BeamSearchParams
 from octavo.core.plan import StepPlan, StepResult, SwapIn, SwapOut
 from octavo.runner.checksums import Checksums, SwapInCheck
 from octavo.runner.executor import Executor
-from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import CpuPlatform
 from octavo.runner.streams import CompletedEvent
-from tests.engine.models import make_talking_checkpoint
 from tests.runner.flipped_bits import (
     PARAMS,
     PROMPTS,
@@ -26,7 +24,7 @@ from tests.runner.flipped_bits import (
     completions,
     generate,
 )
-from tests.runner.handwritten_plans import NextTokenModel
+from tests.runner.handwritten_plans import NextTokenModel, make_runner
 from tests.runner.stub_platform import use_stub_platform
 
 TIGHT: dict[str, Any] = {
@@ -36,11 +34,6 @@ TIGHT: dict[str, Any] = {
     "max_num_seqs": 8,
     "preemption_mode": "swap",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +143,11 @@ def test_corrupt_blocks_are_reported_once() -> None:
     assert SwapInCheck().take() == [] and SwapInCheck().done
 
 
-@pytest.fixture
-def runner() -> ModelRunner:
-    kv = torch.zeros(9, 1, 2, 1, 2, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
-    return ModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), CpuPlatform(), graphs=False, **sizes)
-
-
-def test_a_plan_of_swaps_only_reports_corrupt_blocks(runner: ModelRunner) -> None:
+def test_a_plan_of_swaps_only_reports_corrupt_blocks() -> None:
     out, back = StepPlan(), StepPlan()
     out.swap_outs = [SwapOut(1, 3), SwapOut(2, 4)]
     back.swap_ins = [SwapIn(3, 5), SwapIn(4, 6)]
+    runner = make_runner(NextTokenModel(), CpuPlatform())
     executor = Executor(runner)
     assert executor.submit(out).result() == StepResult([])
     runner.swapper.host_kv[4] += 1

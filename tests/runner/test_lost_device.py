@@ -23,8 +23,7 @@ from octavo.runner.executor import Advance, Executor
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.output_buffers import StepOutput
 from octavo.runner.platform import CudaPlatform
-from tests.engine.models import make_talking_checkpoint
-from tests.runner.handwritten_plans import SIZE, NextTokenModel, Plan
+from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 from tests.runner.lose_device import MESSAGES, PARAMS, PROMPTS, check_engine_process, check_process
 from tests.runner.stub_platform import StubPlatform, use_stub_platform
 
@@ -37,11 +36,6 @@ OPTIONS: dict[str, Any] = {
     "max_logprobs": 21,
 }
 PLACES = ["launch", "finish", "query", "synchronize", "afterwards"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 def raise_cuda_error(*_: Any) -> Any:
@@ -92,9 +86,7 @@ def lose(runner: ModelRunner, where: str, after: int = 0) -> None:
 
 
 def make_executor() -> Executor:
-    kv = torch.zeros(9, 1, 2, 1, SIZE, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
-    return Executor(ModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), StubPlatform(), graphs=False, **sizes))
+    return Executor(make_runner(NextTokenModel(), StubPlatform()))
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -162,8 +154,9 @@ WAYS: dict[str, tuple[dict[str, Any], SamplingParams]] = {
 }
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(
+    ("way", "where"), [*((way, "synchronize") for way in WAYS), *(("windows", where) for where in PLACES)]
+)
 def test_an_llm_raises_one_line_and_frees_its_blocks(model: str, way: str, where: str) -> None:
     options, params = WAYS[way]
     with use_stub_platform(LLM(model, **(OPTIONS | options))) as llm:

@@ -7,6 +7,7 @@ slot, a lost copy or a wrong table shows as a wrong token, and `expected_outputs
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -242,24 +243,30 @@ def expect_outputs_of_hash_model() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def on_cpu(expect_outputs_of_hash_model: None) -> list[dict[str, Any]]:
-    return [play(seed, CpuPlatform(), Counter(), kind=kind) for seed, kind in WORKLOADS]
+@functools.cache
+def on_cpu(seed: int, kind: str | None) -> dict[str, Any]:
+    return play(seed, CpuPlatform(), Counter(), kind=kind)
 
 
 @pytest.mark.parametrize(
-    "way", ["eager", pytest.param("late", marks=pytest.mark.proof), pytest.param("graphs", marks=pytest.mark.proof)]
+    ("way", "every"),
+    [
+        ("eager", 2),
+        pytest.param("late", 1, marks=pytest.mark.proof),
+        pytest.param("graphs", 1, marks=pytest.mark.proof),
+    ],
 )
-def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(on_cpu: list[dict[str, Any]], way: str) -> None:
+def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(way: str, every: int) -> None:
     totals, num_compared = Counter[str](), 0
-    for (seed, kind), expected in zip(WORKLOADS, on_cpu, strict=True):
+    for seed, kind in WORKLOADS[every - 1 :: every]:
+        expected = on_cpu(seed, kind)
         platform = LatePlatform() if way == "late" else StubPlatform(graphs=way == "graphs")
         outputs = play(seed, platform, totals, kind=kind, graphs=way == "graphs")
         # A request that one platform returns late may be aborted there before its end.
         both = outputs.keys() & expected.keys()
         assert {name: outputs[name] for name in both} == {name: expected[name] for name in both}
         num_compared += len(both)
-    assert num_compared > 200 and totals["steps"] > 2_000
+    assert num_compared > 200 / every and totals["steps"] > 2_000 / every
     reached = [
         *("Preempted recompute", "Preempted swap", "SwappedIn", "Recomputed", "Copied", "Shared", "Evicted", "Corrupt"),
         *("failed steps", "out of memory", "abort running", "stop a sequence", "Pinned", "bitmasks", "flipped bits"),
@@ -326,5 +333,5 @@ def test_a_missed_bit_flip_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play_all(platform: Callable[[], Platform]) -> None:
-    for seed, kind in WORKLOADS:
+    for seed, kind in reversed(WORKLOADS):  # those with swaps notice most bugs
         play(seed, platform(), Counter(), kind=kind)

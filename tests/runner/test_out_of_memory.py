@@ -18,10 +18,8 @@ from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import request_failed_error
 from octavo.errors import StepError, StepMemoryError
 from octavo.runner.executor import Executor, ThreadedExecutor, step_error
-from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import CpuPlatform
-from tests.models.tiny import make_tiny_checkpoint
-from tests.runner.handwritten_plans import SIZE, NextTokenModel, Plan
+from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 from tests.runner.stub_platform import StubPlatform, use_stub_platform
 from tests.runner.test_stub_platform import completions, mixed_params
 
@@ -34,11 +32,6 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_logprobs": 21,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("memory") / "llama"))
 
 
 class LimitedModel:
@@ -116,9 +109,8 @@ def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, stub_
 
 
 def test_tensors_of_a_failed_step_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, kv = LimitedModel(NextTokenModel(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
-    runner = ModelRunner(found, kv, torch.zeros_like(kv), StubPlatform(), graphs=False, **sizes)
+    found = LimitedModel(NextTokenModel(), room=2)
+    runner = make_runner(found, StubPlatform())
     is_freed: list[bool] = []
     monkeypatch.setattr(
         runner.platform, "release_memory", lambda: is_freed.append(all(made() is None for made in found.made))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import inspect
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import pytest
 import uvloop
 
 T = TypeVar("T")
@@ -13,8 +15,12 @@ SETTLE_S = 0.01
 """Time for connections and child processes to close: uvloop cannot close while one is open."""
 
 
-def run(main: Coroutine[Any, Any, T], limit_s: float | None = 200) -> T:
-    """Runs a coroutine and returns its result. Fails after `limit_s`."""
+def run(
+    main: Coroutine[Any, Any, T],
+    limit_s: float | None = 200,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop,
+) -> T:
+    """Runs a coroutine and returns its result. Fails after `limit_s`. `loop_factory` None: asyncio's own loop."""
 
     async def in_time() -> T:
         try:
@@ -22,5 +28,13 @@ def run(main: Coroutine[Any, Any, T], limit_s: float | None = 200) -> T:
         finally:
             await asyncio.sleep(SETTLE_S)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(in_time())
+
+
+def run_async_test(item: pytest.Function, run: Callable[[Coroutine[Any, Any, None]], None] = run) -> bool | None:
+    """Runs `async def test_...`: the body of a conftest.py's `pytest_pyfunc_call`."""
+    if not inspect.iscoroutinefunction(item.obj):
+        return None
+    run(item.obj(**{name: item.funcargs[name] for name in inspect.signature(item.obj).parameters}))
+    return True

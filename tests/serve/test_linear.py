@@ -52,10 +52,14 @@ def _quietly(read: Callable[[Any], object]) -> Callable[[Any], object]:
     """Ignores refusals: the input was read."""
 
     def quiet(given: Any) -> None:
-        with contextlib.suppress(ApiError, OctavoError, SecurityError):
+        with contextlib.suppress(ApiError, OctavoError, SecurityError, ValueError):
             read(given)
 
     return quiet
+
+
+def _repeated(kind: str) -> Callable[[int], str]:
+    return lambda n: kind * (n // len(kind))
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -130,88 +134,59 @@ def read_response(body: bytes) -> object:
 
 def _parameters() -> list[Case]:
     messages = [{"role": "user", "content": "a"}]
-    bodies: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[bytes], object]]] = {
-        "an unknown name": (lambda n: {"prompt": "a", "k" * n: 1}, read_completion),
-        "unknown names": (lambda n: {f"k{i}": 1 for i in range(n // 8)}, read_completion),
-        "a model's name": (lambda n: {"prompt": "a", "model": "m" * n}, read_completion),
-        "token ids, the last wrong": (lambda n: {"prompt": [1] * (n // 2) + [-1]}, read_completion),
-        "texts": (lambda n: {"prompt": ["a"] * (n // 4)}, read_completion),
-        "stop strings": (lambda n: {"prompt": "a", "stop": ["s"] * (n // 4)}, read_completion),
-        "a stop string": (lambda n: {"prompt": "a", "stop": "s" * n}, read_completion),
-        "bad words": (lambda n: {"prompt": "a", "bad_words": ["s" * 4096] * (n // 4096)}, read_completion),
-        "allowed tokens": (lambda n: {"prompt": "a", "allowed_token_ids": [1] * (n // 2)}, read_completion),
-        "biases": (
-            lambda n: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(n // 8)}},
-            read_completion,
-        ),
-        "a bias of a long name": (lambda n: {"prompt": "a", "logit_bias": {"1" * n: 1}}, read_completion),
-        "choices": (
-            lambda n: {"prompt": "a", "structured_outputs": {"choice": ["c" * 60] * (n // 64)}},
-            read_completion,
-        ),
-        "a schema": (
-            lambda n: {"prompt": "a", "structured_outputs": {"json": {"enum": ["c"] * (n // 4)}}},
-            read_completion,
-        ),
-        "a schema as text": (
-            lambda n: {"prompt": "a", "structured_outputs": {"json": "[" * 70 + '"' + '\\"' * (n // 2)}},
-            read_completion,
-        ),
-        "a pattern": (lambda n: {"prompt": "a", "structured_outputs": {"regex": "(" * n}}, read_completion),
-        "messages": (lambda n: {"messages": messages * (n // 40)}, read_chat),
-        "parts of a message": (
-            lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (n // 30)}]},
-            read_chat,
-        ),
-        "a role": (lambda n: {"messages": [{"role": "r" * n}]}, read_chat),
-        "a tool's name": (
-            lambda n: {"messages": messages, "tools": [{"type": "function", "function": {"name": "f" * n}}]},
-            read_chat,
-        ),
-        "a choice of a tool": (lambda n: {"messages": messages, "tool_choice": "t" * n}, read_chat),
-        "calls": (
-            lambda n: {
-                "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * (n // 30)}],
-            },
-            read_chat,
-        ),
-        "items of a response": (
-            lambda n: {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}] * (n // 60)},
-            read_response,
-        ),
-        "lists of one id": (lambda n: {"prompt": [[1]] * (n // 6)}, read_completion),
-        "shortest messages": (lambda n: {"messages": [{"role": "user", "content": ""}] * (n // 32)}, read_chat),
-        "arguments of strings": (
-            lambda n: {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":["a"%s]}' % (',""' * (n // 5))}}],
-                    }
-                ]
-            },
-            read_chat,
-        ),
-        "arguments as an object": (
-            lambda n: {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": {"a": [""] * (n // 4)}}}],
-                    }
-                ]
-            },
-            read_chat,
-        ),
-        "tools": (lambda n: {"messages": messages, "tools": [{"type": "function", "x": [1] * (n // 3)}]}, read_chat),
-        "unknown names that are let through": (
-            lambda n: {"prompt": "a"} | {f"k{i}": 1 for i in range(n // 8)},
-            lambda body: read_completion(body, warn=True),
-        ),
+    completions: dict[str, Callable[[int], dict[str, Any]]] = {  # next to a prompt
+        "an unknown name": lambda n: {"k" * n: 1},
+        "unknown names": lambda n: {f"k{i}": 1 for i in range(n // 8)},
+        "a model's name": lambda n: {"model": "m" * n},
+        "token ids, the last wrong": lambda n: {"prompt": [1] * (n // 2) + [-1]},
+        "texts": lambda n: {"prompt": ["a"] * (n // 4)},
+        "lists of one id": lambda n: {"prompt": [[1]] * (n // 6)},
+        "stop strings": lambda n: {"stop": ["s"] * (n // 4)},
+        "a stop string": lambda n: {"stop": "s" * n},
+        "bad words": lambda n: {"bad_words": ["s" * 4096] * (n // 4096)},
+        "allowed tokens": lambda n: {"allowed_token_ids": [1] * (n // 2)},
+        "biases": lambda n: {"logit_bias": {str(i): 1 for i in range(n // 8)}},
+        "a bias of a long name": lambda n: {"logit_bias": {"1" * n: 1}},
+        "choices": lambda n: {"structured_outputs": {"choice": ["c" * 60] * (n // 64)}},
+        "a schema": lambda n: {"structured_outputs": {"json": {"enum": ["c"] * (n // 4)}}},
+        "a schema as text": lambda n: {"structured_outputs": {"json": "[" * 70 + '"' + '\\"' * (n // 2)}},
+        "a pattern": lambda n: {"structured_outputs": {"regex": "(" * n}},
     }
+
+    def said(content: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": content}]}
+
+    def called(*functions: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": "assistant", "tool_calls": [{"function": f} for f in functions]}]}
+
+    chats: dict[str, Callable[[int], dict[str, Any]]] = {  # next to a message
+        "messages": lambda n: {"messages": messages * (n // 40)},
+        "shortest messages": lambda n: {"messages": [{"role": "user", "content": ""}] * (n // 32)},
+        "parts of a message": lambda n: said([{"type": "text", "text": "a"}] * (n // 30)),
+        "a role": lambda n: {"messages": [{"role": "r" * n}]},
+        "a tool's name": lambda n: {"tools": [{"type": "function", "function": {"name": "f" * n}}]},
+        "tools": lambda n: {"tools": [{"type": "function", "x": [1] * (n // 3)}]},
+        "a choice of a tool": lambda n: {"tool_choice": "t" * n},
+        "calls": lambda n: called(*[{"name": "f"}] * (n // 30)),
+        "arguments of strings": lambda n: called({"name": "f", "arguments": '{"a":["a"%s]}' % (',""' * (n // 5))}),
+        "arguments as an object": lambda n: called({"name": "f", "arguments": {"a": [""] * (n // 4)}}),
+    }
+    items = {
+        "items of a response": lambda n: {
+            "input": [{"type": "function_call", "name": "f", "arguments": "{}"}] * (n // 60)
+        }
+    }
+    let_through = {"unknown names that are let through": completions["unknown names"]}
+    prompt, message = {"prompt": "a"}, {"messages": messages}
     return [
-        Case(f"parameters: {name}", lambda n, make=make: json.dumps(make(n)).encode(), _quietly(read))  # type: ignore[misc]
-        for name, (make, read) in bodies.items()
+        Case(f"parameters: {name}", lambda n, make=make, given=given: json.dumps(given | make(n)).encode(), read)  # type: ignore[misc]
+        for given, read, bodies in (
+            (prompt, _quietly(read_completion), completions),
+            (prompt, _quietly(lambda body: read_completion(body, warn=True)), let_through),
+            (message, _quietly(read_chat), chats),
+            ({}, _quietly(read_response), items),
+        )
+        for name, make in bodies.items()
     ]
 
 
@@ -312,8 +287,7 @@ def _headers() -> list[Case]:
         "quotes": '"',
         "letters": "a",
     }.items():
-        make_text = lambda n, text=text: text * (n // len(text))  # noqa: E731
-        cases.append(Case(f"an error's text: {name}", make_text, lambda t: ApiError(400, "a", t, t).body()))
+        cases.append(Case(f"an error's text: {name}", _repeated(text), lambda t: ApiError(400, "a", t, t).body()))
     return cases
 
 
@@ -368,33 +342,21 @@ def _answers() -> list[Case]:
 
 def _texts() -> list[Case]:
     marker = tokenizer._Marker(["<|im_start|>", "<|im_end|>", "</s>", "<s>"])
+    end = chat_template.END_SENTINEL
+    cut, pattern = _quietly(chat_template._cut_after_final_message), _quietly(grammar.regex_grammar)
     cases = []
-    for kind in ("<|im_", "<", "<|im_end|>", " ", "<s", "a"):
-        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
-        cases.append(Case(f"special tokens in a text: {kind!r}", make, marker.mark))
-        cases.append(Case(f"special tokens named: {kind!r}", make, marker.find))
-    for kind in ("a", "\n", " ", chat_template.END_SENTINEL, chat_template.END_SENTINEL.strip()):
-        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
-        cases.append(Case(f"a rendered text: {kind!r}", make, _quietly(chat_template._cut_after_final_message)))
-    for kind in ("\n", "\n 1", "\n1 | ", " ", "1"):
-        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
-        cases.append(Case(f"a grammar's error: {kind!r}", make, grammar._one_line))
-    for kind in ("(", "a", "[a-z]", "\\d", "(a|b)", "{", "/", "a{1,2}"):
-        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
-        pattern = _anyway(grammar.regex_grammar)
-        cases.append(Case(f"a pattern: {kind!r}", make, pattern, 1 << 18))
+    for name, read, max_bytes, kinds in (
+        ("special tokens in a text", marker.mark, MAX_BYTES, ("<|im_", "<", "<|im_end|>", " ", "<s", "a")),
+        ("special tokens named", marker.find, MAX_BYTES, ("<|im_", "<", "<|im_end|>", " ", "<s", "a")),
+        ("a rendered text", cut, MAX_BYTES, ("a", "\n", " ", end, end.strip())),
+        ("a grammar's error", grammar._one_line, MAX_BYTES, ("\n", "\n 1", "\n1 | ", " ", "1")),
+        ("a pattern", pattern, 1 << 18, ("(", "a", "[a-z]", "\\d", "(a|b)", "{", "/", "a{1,2}")),
+    ):
+        cases += [Case(f"{name}: {kind!r}", _repeated(kind), read, max_bytes) for kind in kinds]
     cases.append(Case("choices", lambda n: ["a"] * (n // 4), grammar.choice_grammar))
     schema = lambda n: '{"enum": [' + ",".join(['"\\\\"'] * (n // 6)) + "]}"  # noqa: E731
     cases.append(Case("a schema", schema, grammar.json_grammar))
     return cases
-
-
-def _anyway(read: Callable[[Any], object]) -> Callable[[Any], object]:
-    def quiet(given: Any) -> None:
-        with contextlib.suppress(ValueError):
-            read(given)
-
-    return quiet
 
 
 CASES = [*_jsons(), *_parameters(), *_connections(), *_headers(), *_answers(), *_texts()]

@@ -29,7 +29,7 @@ from octavo.serve.metrics import (
     token_buckets,
 )
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.in_process_server import run, serving
+from tests.serve.in_process_server import serving
 
 
 def values_of(text: str) -> dict[str, float]:
@@ -43,52 +43,63 @@ def values_of(text: str) -> dict[str, float]:
     return found
 
 
-def test_metrics_after_known_requests(model: str) -> None:
-    async def main() -> None:
-        async with serving(model) as server:
-            for _ in range(2):
-                await server.complete("Hello,world", n=2)
-            await server.post("/v1/completions", prompt="")
-            await server.post("/v1/completions", prompt="Hi", temperature=9)
-            response = await server.client.get("/metrics")
-            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-            got = values_of(response.text)
-            expected = {
-                "vllm:prompt_tokens_total": 22,
-                "vllm:prompt_tokens_cached_total": 8,
-                'vllm:prompt_tokens_by_source_total{source="local_compute"}': 14,
-                'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': 8,
-                'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': 0,
-                "vllm:generation_tokens_total": 32,
-                'vllm:request_success_total{finished_reason="length"}': 2,
-                "vllm:num_requests_running": 0,
-                "vllm:num_requests_waiting": 0,
-                'vllm:num_requests_waiting_by_reason{reason="capacity"}': 0,
-                'vllm:num_requests_waiting_by_reason{reason="deferred"}': 0,
-                "vllm:kv_cache_usage_perc": 0,
-                "vllm:prefix_cache_queries_total": 22,
-                "vllm:prefix_cache_hits_total": 8,
-                "vllm:num_preemptions_total": 0,
-                "vllm:time_to_first_token_seconds_count": 2,
-                "vllm:e2e_request_latency_seconds_count": 2,
-                "vllm:inter_token_latency_seconds_count": 28,
-                "vllm:request_queue_time_seconds_count": 2,
-                "vllm:request_prompt_tokens_sum": 22,
-                "vllm:request_generation_tokens_sum": 32,
-                "vllm:request_params_n_sum": 4,
-                "vllm:request_params_max_tokens_sum": 16,
-                "vllm:request_prefill_kv_computed_tokens_sum": 14,
-                'http_requests_total{handler="/v1/completions",method="POST",status="200"}': 2,
-                'http_requests_total{handler="/v1/completions",method="POST",status="400"}': 2,
-                'octavo:blocks{state="used"}': 0,
-                "octavo:up": 1,
-            }
-            assert {name: got.get(name) for name in expected} == expected
-            assert sum(got[f'octavo:blocks{{state="{s}"}}'] for s in ("used", "cached", "free")) == 300
-            assert got["vllm:time_to_first_token_seconds_sum"] <= got["vllm:e2e_request_latency_seconds_sum"]
-            assert not any("_created" in name for name in got)
+async def test_metrics_after_known_requests(model: str) -> None:
+    async with serving(model) as server:
+        for _ in range(2):
+            await server.complete("Hello,world", n=2)
+        await server.post("/v1/completions", prompt="")
+        await server.post("/v1/completions", prompt="Hi", temperature=9)
+        response = await server.client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        got = values_of(response.text)
+        expected = {
+            "vllm:prompt_tokens_total": 22,
+            "vllm:prompt_tokens_cached_total": 8,
+            'vllm:prompt_tokens_by_source_total{source="local_compute"}': 14,
+            'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': 8,
+            'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': 0,
+            "vllm:generation_tokens_total": 32,
+            'vllm:request_success_total{finished_reason="length"}': 2,
+            "vllm:num_requests_running": 0,
+            "vllm:num_requests_waiting": 0,
+            'vllm:num_requests_waiting_by_reason{reason="capacity"}': 0,
+            'vllm:num_requests_waiting_by_reason{reason="deferred"}': 0,
+            "vllm:kv_cache_usage_perc": 0,
+            "vllm:prefix_cache_queries_total": 22,
+            "vllm:prefix_cache_hits_total": 8,
+            "vllm:num_preemptions_total": 0,
+            "vllm:time_to_first_token_seconds_count": 2,
+            "vllm:e2e_request_latency_seconds_count": 2,
+            "vllm:inter_token_latency_seconds_count": 28,
+            "vllm:request_queue_time_seconds_count": 2,
+            "vllm:request_prompt_tokens_sum": 22,
+            "vllm:request_generation_tokens_sum": 32,
+            "vllm:request_params_n_sum": 4,
+            "vllm:request_params_max_tokens_sum": 16,
+            "vllm:request_prefill_kv_computed_tokens_sum": 14,
+            'http_requests_total{handler="/v1/completions",method="POST",status="200"}': 2,
+            'http_requests_total{handler="/v1/completions",method="POST",status="400"}': 2,
+            'octavo:blocks{state="used"}': 0,
+            "octavo:up": 1,
+        }
+        assert {name: got.get(name) for name in expected} == expected
+        assert sum(got[f'octavo:blocks{{state="{s}"}}'] for s in ("used", "cached", "free")) == 300
+        assert got["vllm:time_to_first_token_seconds_sum"] <= got["vllm:e2e_request_latency_seconds_sum"]
+        assert not any("_created" in name for name in got)
 
-    run(main())
+
+def latencies_of(
+    monkeypatch: pytest.MonkeyPatch, records: list[tuple[float, RequestMetrics, list[CompletionOutput]]]
+) -> tuple[float, float]:
+    """Number and sum of the inter-token latencies; a record is an output with its time."""
+    clock = [10.0]
+    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
+    metrics = Metrics("tiny", 64)
+    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
+    for clock[0], stats, outputs in records:
+        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
+    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
+    return got["vllm:inter_token_latency_seconds_count"], got["vllm:inter_token_latency_seconds_sum"]
 
 
 @pytest.mark.parametrize(
@@ -105,155 +116,117 @@ def test_inter_token_latency_has_one_entry_per_token_after_the_first(
     monkeypatch: pytest.MonkeyPatch, tokens: list[tuple[int, int, float | None]], gaps: int, total: float
 ) -> None:
     """Independent of how outputs are merged. An output is (tokens per sample so far, samples, time)."""
-    clock = [10.0]
-    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
-    metrics = Metrics("tiny", 64)
-    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
+    records = []
     for so_far, samples, at in tokens:
         stats = RequestMetrics(9.0, 9.0, None if at is None else 10.0, None if at is None else 10.0 + at)
         stats.num_generation_tokens = so_far * samples
-        clock[0] = 10.0 + (at or 0.0)
-        outputs = [CompletionOutput(i, "", []) for i in range(samples)]
-        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
-    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
-    assert got["vllm:inter_token_latency_seconds_count"] == gaps
-    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
+        records.append((10.0 + (at or 0.0), stats, [CompletionOutput(i, "", []) for i in range(samples)]))
+    assert latencies_of(monkeypatch, records) == (gaps, pytest.approx(total))
 
 
 @pytest.mark.parametrize("shown", [[0, 1], [1]], ids=["all shown again", "only what is new"])
 def test_inter_token_latency_after_other_samples_have_finished(
     monkeypatch: pytest.MonkeyPatch, shown: list[int]
 ) -> None:
-    clock = [10.0]
-    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
-    metrics = Metrics("tiny", 64)
-    tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
-    finished = CompletionOutput(0, "", [], finish_reason="stop")
-    for at, num_tokens, outputs in [
-        (10.0, 2, [finished, CompletionOutput(1, "", [])]),
-        (16.0, 5, [c for c in (finished, CompletionOutput(1, "", [])) if c.index in shown]),
-    ]:
-        clock[0], stats = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
-        tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
-    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
-    assert got["vllm:inter_token_latency_seconds_count"] == 3
-    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
+    finished, other = CompletionOutput(0, "", [], finish_reason="stop"), CompletionOutput(1, "", [])
+    records = [
+        (at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens), outputs)
+        for at, num_tokens, outputs in (
+            (10.0, 2, [finished, other]),
+            (16.0, 5, [c for c in (finished, other) if c.index in shown]),
+        )
+    ]
+    assert latencies_of(monkeypatch, records) == (3, pytest.approx(6.0))
 
 
-def test_rejected_requests_are_counted(model: str) -> None:
-    async def main() -> None:
-        async with serving(model, engine_options={"max_num_seqs": 1}, max_num_queued_reqs=0) as server:
-            got = values_of((await server.client.get("/metrics")).text)
-            assert (
-                got['vllm:admission_rejections_total{reason="queue_full"}'] == 0
-            )  # exported before the first rejection
-            with server.app.service.admission.admit(1, 1):
-                assert (await server.post("/v1/completions", prompt="a")).status_code == 429
-            await server.complete()
-            server.app.service.admission.draining = True
-            assert (await server.post("/v1/completions", prompt="a")).status_code == 503
-            got = values_of((await server.client.get("/metrics")).text)
-            assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 1
-            assert got['vllm:admission_rejections_total{reason="shutting_down"}'] == 1
-            assert got['vllm:request_success_total{finished_reason="length"}'] == 1
-
-    run(main())
+async def test_rejected_requests_are_counted(model: str) -> None:
+    async with serving(model, engine_options={"max_num_seqs": 1}, max_num_queued_reqs=0) as server:
+        got = values_of((await server.client.get("/metrics")).text)
+        assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 0  # exported before the first rejection
+        with server.app.service.admission.admit(1, 1):
+            assert (await server.post("/v1/completions", prompt="a")).status_code == 429
+        await server.complete()
+        server.app.service.admission.draining = True
+        assert (await server.post("/v1/completions", prompt="a")).status_code == 503
+        got = values_of((await server.client.get("/metrics")).text)
+        assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 1
+        assert got['vllm:admission_rejections_total{reason="shutting_down"}'] == 1
+        assert got['vllm:request_success_total{finished_reason="length"}'] == 1
 
 
-def test_restarts_are_counted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving(model) as server:
-            monkeypatch.setattr(server.engine, "health", lambda: Health("restarting", 1.0, None, 3))
-            got = values_of((await server.client.get("/metrics")).text)
-            assert (got["octavo:up"], got["octavo:engine_restarts_total"]) == (0, 3)
-
-    run(main())
+async def test_restarts_are_counted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(model) as server:
+        monkeypatch.setattr(server.engine, "health", lambda: Health("restarting", 1.0, None, 3))
+        got = values_of((await server.client.get("/metrics")).text)
+        assert (got["octavo:up"], got["octavo:engine_restarts_total"]) == (0, 3)
 
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
 
 
-def test_dashboard_queries_existing_metrics(model: str) -> None:
+async def test_dashboard_queries_existing_metrics(model: str) -> None:
     queries = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
     queried = {name for query in queries for name in re.findall(r"(?:vllm|octavo):\w+|http_\w+", query)}
     labels = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)} - {"le"}
-
-    async def main() -> None:
-        async with serving(model) as server:
-            await server.complete()
-            text = (await server.client.get("/metrics")).text
-            text += (await server.client.get("/metrics")).text  # now including the first request
-            assert queried <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
-            assert all(f'{label}="' in text for label in labels)
-
-    run(main())
+    async with serving(model) as server:
+        await server.complete()
+        text = (await server.client.get("/metrics")).text
+        text += (await server.client.get("/metrics")).text  # now including the first request
+        assert queried <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
+        assert all(f'{label}="' in text for label in labels)
     assert len(queries) > 30 and {"octavo:blocks", "octavo:waits_total", "http_requests_total"} <= queried
 
 
-def test_running_and_waiting_requests_are_exported(model: str) -> None:
-    async def main() -> None:
-        async with serving(model, engine_options={"max_num_seqs": 2}) as server:
-            tasks = [asyncio.ensure_future(server.complete(max_tokens=100)) for _ in range(5)]
-            peaks: dict[str, float] = {}
-            while not all(task.done() for task in tasks):
-                for name, value in values_of((await server.client.get("/metrics")).text).items():
-                    peaks[name] = max(peaks.get(name, 0), value)
-            # Before the first step all five wait.
-            assert peaks["vllm:num_requests_running"] == 2 and 3 <= peaks["vllm:num_requests_waiting"] <= 5
-            assert peaks['vllm:num_requests_waiting_by_reason{reason="capacity"}'] == peaks["vllm:num_requests_waiting"]
-            assert peaks["vllm:kv_cache_usage_perc"] > 0 and peaks['octavo:waits_total{reason="rows"}'] >= 1
-
-    run(main())
+async def test_running_and_waiting_requests_are_exported(model: str) -> None:
+    async with serving(model, engine_options={"max_num_seqs": 2}) as server:
+        tasks = [asyncio.ensure_future(server.complete(max_tokens=100)) for _ in range(5)]
+        peaks: dict[str, float] = {}
+        while not all(task.done() for task in tasks):
+            for name, value in values_of((await server.client.get("/metrics")).text).items():
+                peaks[name] = max(peaks.get(name, 0), value)
+        # Before the first step all five wait.
+        assert peaks["vllm:num_requests_running"] == 2 and 3 <= peaks["vllm:num_requests_waiting"] <= 5
+        assert peaks['vllm:num_requests_waiting_by_reason{reason="capacity"}'] == peaks["vllm:num_requests_waiting"]
+        assert peaks["vllm:kv_cache_usage_perc"] > 0 and peaks['octavo:waits_total{reason="rows"}'] >= 1
 
 
-def test_tokens_per_step_are_recorded(model: str) -> None:
-    async def main() -> None:
-        metrics, prompt = Metrics("m", 128), [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
-        params = SamplingParams(max_tokens=5)
-        async with oracle_client(model) as client:
-            client.transport.on_step = metrics.iteration_tokens.observe
-            await last_of(client, prompt, params)
-            got = values_of(metrics.render(await client.stats(), client.health()).decode())
-            name = "vllm:iteration_tokens_total"
-            assert (got[f"{name}_count"], got[f"{name}_sum"]) == (5, 11 + 5)
-            assert [got[f'{name}_bucket{{le="{le}.0"}}'] for le in (1, 8, 16)] == [
-                4,
-                4,
-                5,
-            ]  # the first step has the prompt
-            again = await last_of(client, prompt, params)
-            assert again.num_cached_tokens == 8
-            got = values_of(metrics.render(await client.stats(), client.health()).decode())
-            assert (got[f"{name}_count"], got[f"{name}_sum"]) == (10, 16 + 3 + 5)
-
-    run(main())
+async def test_tokens_per_step_are_recorded(model: str) -> None:
+    metrics, prompt = Metrics("m", 128), [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    params = SamplingParams(max_tokens=5)
+    async with oracle_client(model) as client:
+        client.transport.on_step = metrics.iteration_tokens.observe
+        await last_of(client, prompt, params)
+        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        name = "vllm:iteration_tokens_total"
+        assert (got[f"{name}_count"], got[f"{name}_sum"]) == (5, 11 + 5)
+        assert [got[f'{name}_bucket{{le="{le}.0"}}'] for le in (1, 8, 16)] == [4, 4, 5]  # the first step has the prompt
+        again = await last_of(client, prompt, params)
+        assert again.num_cached_tokens == 8
+        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        assert (got[f"{name}_count"], got[f"{name}_sum"]) == (10, 16 + 3 + 5)
 
 
-def test_requests_waiting_for_an_engine_are_deferred(model: str, tmp_path: Path) -> None:
+async def test_requests_waiting_for_an_engine_are_deferred(model: str, tmp_path: Path) -> None:
     (hold := tmp_path / "hold").touch()
-
-    async def main() -> None:
-        metrics = Metrics("m", 128)
-        async with oracle_client(model, hold=str(hold)) as client:
-            first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
-            while not any(stream.sent for stream in client.transport.handles.values()):
-                await asyncio.sleep(0.002)
-            assert client.transport.pid is not None
-            os.kill(client.transport.pid, signal.SIGKILL)
-            while client.transport.supervisor.is_up:
-                await asyncio.sleep(0.002)
-            late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
-            await asyncio.sleep(0.05)
-            got = values_of(metrics.render(await client.stats(), client.health()).decode())
-            assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (2, 0)
-            by_reason = [got[f'vllm:num_requests_waiting_by_reason{{reason="{r}"}}'] for r in ("capacity", "deferred")]
-            assert by_reason == [0, 2]
-            hold.unlink()
-            await asyncio.gather(first, late)
-            got = values_of(metrics.render(await client.stats(), client.health()).decode())
-            assert got["vllm:num_requests_waiting"] == 0
-
-    run(main())
+    metrics = Metrics("m", 128)
+    async with oracle_client(model, hold=str(hold)) as client:
+        first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
+        while not any(stream.sent for stream in client.transport.handles.values()):
+            await asyncio.sleep(0.002)
+        assert client.transport.pid is not None
+        os.kill(client.transport.pid, signal.SIGKILL)
+        while client.transport.supervisor.is_up:
+            await asyncio.sleep(0.002)
+        late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.05)
+        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (2, 0)
+        by_reason = [got[f'vllm:num_requests_waiting_by_reason{{reason="{r}"}}'] for r in ("capacity", "deferred")]
+        assert by_reason == [0, 2]
+        hold.unlink()
+        await asyncio.gather(first, late)
+        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        assert got["vllm:num_requests_waiting"] == 0
 
 
 def test_buckets_equal_vllms() -> None:
@@ -288,30 +261,22 @@ def test_stats_line_reads_like_vllms() -> None:
     assert line.line(StatsSnapshot(EngineStats(**engine), kv)) is None  # an idle server logs nothing
 
 
-def test_unlogged_paths_apply_behind_a_proxy(model: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unlogged_paths_apply_behind_a_proxy(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.access")
-
-    async def main() -> None:
-        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
-            transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as uvicorn passes --root-path
-            async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
-                for path in ("/health", "/version"):
-                    assert (await client.get(path)).status_code == 200
-
-    run(main())
+    async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+        transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as uvicorn passes --root-path
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
+            for path in ("/health", "/version"):
+                assert (await client.get(path)).status_code == 200
     lines = [json.loads(record.message) for record in caplog.records if record.name == "octavo.access"]
     assert [line["path"] for line in lines] == ["/api/version"]
 
 
-def test_log_lines_can_be_json(model: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_can_be_json(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo")
-
-    async def main() -> None:
-        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
-            await server.client.get("/health")
-            await server.complete("secret")
-
-    run(main())
+    async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+        await server.client.get("/health")
+        await server.complete("secret")
     lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "octavo.access"]
     assert [(line["path"], line["status"], line["method"]) for line in lines] == [("/v1/completions", 200, "POST")]
     assert lines[0]["level"] == "info" and "secret" not in caplog.text

@@ -19,7 +19,6 @@ from octavo.serve.args import ServeArgs
 from octavo.serve.http.middleware import ApiKeys
 from octavo.serve.launcher import load_pin_prefixes
 from octavo.serve.service import combine_salts
-from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (  # noqa: F401
     last_of,
     nothing_left,
@@ -37,11 +36,6 @@ PROMPT = [*PREFIX, 20, 21]
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
-
-
 def ids(tokens: list[int]) -> dict[str, Any]:
     return {"prompt_token_ids": tokens}
 
@@ -54,108 +48,92 @@ async def cached(client: ProcessClient, prompt: list[int], salt: bytes = b"") ->
     return output.num_cached_tokens
 
 
-def test_pin_survives_an_engine_restart(model: str) -> None:
-    async def main() -> None:
-        with nothing_left():
-            async with oracle_client(model) as client:
-                assert await client.pin_prefix(ids(PREFIX), "system") == "system"
-                assert await cached(client, PROMPT) == len(PREFIX)
-                for restarts in (1, 2):
-                    os.kill(client.transport.pid or 0, signal.SIGKILL)
-                    await until(lambda: client.health().num_restarts == restarts and client.transport.supervisor.is_up)  # noqa: B023
-                    # A request during the recomputation finds the pin's full blocks, but not its tail.
-                    found = [await cached(client, PROMPT) for _ in range(3)]
-                    assert found[-1] == len(PREFIX) and found == sorted(found)
-                    assert (await client.kv_stats()).num_pinned == 3
-                assert await client.unpin_prefix("system") == 3
-                assert await cached(client, PROMPT) == 0
-                assert (await client.kv_stats()).num_used == 0
-
-    run(main())
-
-
-def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Like a request that kills engines. Other pins stay, requests continue, and the engine is not restarted again."""
-
-    async def main() -> None:
-        async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
-            assert await client.pin_prefix(ids(PREFIX), "good") == "good"
-            client.transport.pins["pin:bad"] = EngineRequest.pinning(
-                "bad", [1, 2, 50, 3]
-            )  # as after an engine that survived it
-            running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
-            os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: "pin:bad" not in client.transport.pins)
-            outputs = await running
-            assert [tokens_of(o) for o in outputs] == [reference_outputs([i] * 9, PARAMS) for i in range(3)]
-            await until(lambda: not client.transport.handles)
-            num_restarts = client.health().num_restarts
-            assert num_restarts <= 8 and not client.transport.suspects
+async def test_pin_survives_an_engine_restart(model: str) -> None:
+    with nothing_left():
+        async with oracle_client(model) as client:
+            assert await client.pin_prefix(ids(PREFIX), "system") == "system"
             assert await cached(client, PROMPT) == len(PREFIX)
-            assert (await client.kv_stats()).num_pinned == 3
-            assert client.health().num_restarts == num_restarts
-            assert await client.unpin_prefix("good") == 3
-            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'bad'"):
-                await client.unpin_prefix("bad")
+            for restarts in (1, 2):
+                os.kill(client.transport.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == restarts and client.transport.supervisor.is_up)  # noqa: B023
+                # A request during the recomputation finds the pin's full blocks, but not its tail.
+                found = [await cached(client, PROMPT) for _ in range(3)]
+                assert found[-1] == len(PREFIX) and found == sorted(found)
+                assert (await client.kv_stats()).num_pinned == 3
+            assert await client.unpin_prefix("system") == 3
+            assert await cached(client, PROMPT) == 0
+            assert (await client.kv_stats()).num_used == 0
 
-    run(main())
+
+async def test_pin_that_kills_engines_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Like a request that kills engines. Other pins stay, requests continue, and the engine is not restarted again."""
+    async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
+        assert await client.pin_prefix(ids(PREFIX), "good") == "good"
+        client.transport.pins["pin:bad"] = EngineRequest.pinning(
+            "bad", [1, 2, 50, 3]
+        )  # as after an engine that survived it
+        running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
+        await until(lambda: "pin:bad" not in client.transport.pins)
+        outputs = await running
+        assert [tokens_of(o) for o in outputs] == [reference_outputs([i] * 9, PARAMS) for i in range(3)]
+        await until(lambda: not client.transport.handles)
+        num_restarts = client.health().num_restarts
+        assert num_restarts <= 8 and not client.transport.suspects
+        assert await cached(client, PROMPT) == len(PREFIX)
+        assert (await client.kv_stats()).num_pinned == 3
+        assert client.health().num_restarts == num_restarts
+        assert await client.unpin_prefix("good") == 3
+        with pytest.raises(ParameterError, match="no prefix is pinned under the name 'bad'"):
+            await client.unpin_prefix("bad")
     assert "pin:bad is not pinned any more: " in caplog.text and "engines died while they ran it" in caplog.text
 
 
-def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, slow_at=[0, 0.3])) as client:
-            await client.pin_prefix(ids(PREFIX), "early")
-            await client.pin_prefix(ids(PROMPT), "late")
-            os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client.transport.handles)
-            await client.unpin_prefix("late")
-            assert "pin:late" not in client.transport.handles
-            await until(lambda: not client.transport.handles)
-            assert await client.unpin_prefix("early") == 3
-            assert (await client.kv_stats()).num_pinned == 0
-
-    run(main())
+async def test_pin_can_be_unpinned_while_it_is_recomputed(model: str) -> None:
+    async with serving(oracle_client(model, slow_at=[0, 0.3])) as client:
+        await client.pin_prefix(ids(PREFIX), "early")
+        await client.pin_prefix(ids(PROMPT), "late")
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
+        await until(lambda: client.health().num_restarts == 1 and "pin:late" in client.transport.handles)
+        await client.unpin_prefix("late")
+        assert "pin:late" not in client.transport.handles
+        await until(lambda: not client.transport.handles)
+        assert await client.unpin_prefix("early") == 3
+        assert (await client.kv_stats()).num_pinned == 0
 
 
-def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model)) as client:
-            client.transport.pins["pin:large"] = EngineRequest.pinning("large", [1] * 250)
-            client.transport.pins["pin:larger"] = EngineRequest.pinning("larger", [2] * 250)
-            os.kill(client.transport.pid or 0, signal.SIGKILL)
-            await until(lambda: len(client.transport.pins) == 1)
-            await until(lambda: not client.transport.handles)
-            assert (await client.kv_stats()).num_pinned == 63
-            assert await client.unpin_prefix("large") == 63
-
-    run(main())
+async def test_pin_refused_by_the_next_engine_is_dropped(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(oracle_client(model)) as client:
+        client.transport.pins["pin:large"] = EngineRequest.pinning("large", [1] * 250)
+        client.transport.pins["pin:larger"] = EngineRequest.pinning("larger", [2] * 250)
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
+        await until(lambda: len(client.transport.pins) == 1)
+        await until(lambda: not client.transport.handles)
+        assert (await client.kv_stats()).num_pinned == 63
+        assert await client.unpin_prefix("large") == 63
     assert "pin:larger is not pinned any more" in caplog.text
 
 
-def test_refused_or_cancelled_pin_leaves_nothing(model: str) -> None:
-    async def main() -> None:
-        async with oracle_client(model) as client:
-            name = await client.pin_prefix(ids(PREFIX), salt=b"tenant")
-            assert await cached(client, PROMPT) == 0
-            assert await cached(client, PROMPT, b"tenant") == len(PREFIX)
-            with pytest.raises(ParameterError, match="is pinned already"):
-                await client.pin_prefix(ids([1]), name)
-            for first in range(30, 37):
-                await client.pin_prefix(ids([first] * 50))
-            with pytest.raises(CapacityError, match="at most half of the pool's 200"):  # 94 are pinned
-                await client.pin_prefix(ids([9] * 50))
-            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'other'"):
-                await client.unpin_prefix("other")
-            before = (await client.kv_stats()).num_pinned
-            pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
-            while "pin:left" not in client.transport.handles:
-                await asyncio.sleep(0)
-            pinning.cancel()
-            await asyncio.gather(pinning, return_exceptions=True)
-            assert (await client.kv_stats()).num_pinned == before and not client.transport.handles
-
-    run(main())
+async def test_refused_or_cancelled_pin_leaves_nothing(model: str) -> None:
+    async with oracle_client(model) as client:
+        name = await client.pin_prefix(ids(PREFIX), salt=b"tenant")
+        assert await cached(client, PROMPT) == 0
+        assert await cached(client, PROMPT, b"tenant") == len(PREFIX)
+        with pytest.raises(ParameterError, match="is pinned already"):
+            await client.pin_prefix(ids([1]), name)
+        for first in range(30, 37):
+            await client.pin_prefix(ids([first] * 50))
+        with pytest.raises(CapacityError, match="at most half of the pool's 200"):  # 94 are pinned
+            await client.pin_prefix(ids([9] * 50))
+        with pytest.raises(ParameterError, match="no prefix is pinned under the name 'other'"):
+            await client.unpin_prefix("other")
+        before = (await client.kv_stats()).num_pinned
+        pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
+        while "pin:left" not in client.transport.handles:
+            await asyncio.sleep(0)
+        pinning.cancel()
+        await asyncio.gather(pinning, return_exceptions=True)
+        assert (await client.kv_stats()).num_pinned == before and not client.transport.handles
 
 
 def test_pin_prefix_files(tmp_path: Path) -> None:

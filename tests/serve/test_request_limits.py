@@ -20,7 +20,7 @@ from octavo.serve.args import ServeArgs
 from octavo.serve.openai.errors import ApiError
 from octavo.serve.request_limits import RequestLimits
 from tests.serve.http.test_server import Process, call
-from tests.serve.in_process_server import run, serving
+from tests.serve.in_process_server import serving
 
 STAYING = contextlib.ExitStack()
 C, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -170,51 +170,40 @@ BEYOND: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_request_beyond_a_limit_is_refused_by_an_idle_server(model: str, name: str) -> None:
+async def test_request_beyond_a_limit_is_refused_by_an_idle_server(model: str, name: str) -> None:
     path, body, param = BEYOND[name]
-
-    async def main() -> None:
-        limits = {"max_request_sequences": 8, "max_request_tokens": 400, "max_request_logprobs": 1000}
-        async with serving(model, **limits) as server:
-            response = await server.client.post(path, json=body)
-            error = response.json()["error"]
-            assert response.status_code == 400, error
-            assert (error["code"], error["param"]) == ("request_too_large", param)
-            assert "the limit is" in error["message"] and "(--max-request-" in error["message"]
-            await server.at_rest()
-            await server.complete()
-
-    run(main())
+    limits = {"max_request_sequences": 8, "max_request_tokens": 400, "max_request_logprobs": 1000}
+    async with serving(model, **limits) as server:
+        response = await server.client.post(path, json=body)
+        error = response.json()["error"]
+        assert response.status_code == 400, error
+        assert (error["code"], error["param"]) == ("request_too_large", param)
+        assert "the limit is" in error["message"] and "(--max-request-" in error["message"]
+        await server.at_rest()
+        await server.complete()
 
 
-def test_default_chat_length_is_lowered_to_the_limit(model: str) -> None:
-    async def main() -> None:
-        async with serving(model, max_request_tokens=60) as server:
-            ask = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
-            usage = (await server.client.post(CHAT, json=ask)).json()["usage"]
-            assert usage["total_tokens"] == 60
-            reply = await server.client.post(RESPONSES, json={"input": "a"})
-            assert reply.json()["usage"]["total_tokens"] <= 60
-
-    run(main())
+async def test_default_chat_length_is_lowered_to_the_limit(model: str) -> None:
+    async with serving(model, max_request_tokens=60) as server:
+        ask = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+        usage = (await server.client.post(CHAT, json=ask)).json()["usage"]
+        assert usage["total_tokens"] == 60
+        reply = await server.client.post(RESPONSES, json={"input": "a"})
+        assert reply.json()["usage"]["total_tokens"] <= 60
 
 
-def test_many_prompts_leave_rows_for_other_requests(model: str) -> None:
+async def test_many_prompts_leave_rows_for_other_requests(model: str) -> None:
     """Of eight rows, the prompts of one request use at most seven."""
-
-    async def main() -> None:
-        async with serving(model, engine_options={"max_num_seqs": 8}, max_request_tokens=1 << 20) as server:
-            most = 0
-            many = {"prompt": ["abc"] * 30, "max_tokens": 40, "ignore_eos": True}
-            many_prompts = asyncio.ensure_future(server.client.post(C, json=many))
-            while not many_prompts.done():
-                most = max(most, (await server.engine.stats()).num_running)
-                await asyncio.sleep(0)
-            assert len((await many_prompts).json()["choices"]) == 30
-            assert 1 < most <= 7
-            assert [c["index"] for c in many_prompts.result().json()["choices"]] == list(range(30))
-
-    run(main())
+    async with serving(model, engine_options={"max_num_seqs": 8}, max_request_tokens=1 << 20) as server:
+        most = 0
+        many = {"prompt": ["abc"] * 30, "max_tokens": 40, "ignore_eos": True}
+        many_prompts = asyncio.ensure_future(server.client.post(C, json=many))
+        while not many_prompts.done():
+            most = max(most, (await server.engine.stats()).num_running)
+            await asyncio.sleep(0)
+        assert len((await many_prompts).json()["choices"]) == 30
+        assert 1 < most <= 7
+        assert [c["index"] for c in many_prompts.result().json()["choices"]] == list(range(30))
 
 
 # -- the whole server, in processes of its own -------------------------------------------------------------------------
@@ -223,14 +212,9 @@ def test_many_prompts_leave_rows_for_other_requests(model: str) -> None:
 @pytest.fixture(scope="module")
 def two_keys(model: str) -> Iterator[str]:
     options = ("--api-key", "one", "--api-key", "two", "--max-num-seqs", "4", "--max-num-queued-reqs", "12")
-    process = Process(model, *options, "--served-model-name", "tiny", "--max-num-batched-tokens", "64")
-    try:
-        yield process.wait_ready()
-    finally:
-        process.process.kill()
-        process.process.wait()
-        assert process.process.stderr is not None
-        process.process.stderr.close()
+    options += ("--served-model-name", "tiny", "--max-num-batched-tokens", "64")
+    with Process.serving(model, *options) as (_, url):
+        yield url
 
 
 def test_default_limits_refuse_excessive_requests(two_keys: str) -> None:

@@ -36,15 +36,8 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     prefix.write_text("Once upon a time there was a prefix of some length")
     options = ["--api-key", ONE, "--api-key", TWO, "--served-model-name", "tiny", "--view-text", "--block-size", "4"]
     options += ["--num-gpu-blocks-override", "120", "--max-num-seqs", "4", "--pin-prefix", str(prefix)]
-    process = Process(model, *options, OCTAVO_ADMIN_KEY=ADMIN)
-    try:
-        url = process.wait_ready()
-        log = threading.Thread(target=process.wait)  # else the pipe would fill up
-        log.start()
+    with Process.serving(model, *options, OCTAVO_ADMIN_KEY=ADMIN) as (_, url):
         yield url
-    finally:
-        process.process.kill()
-    log.join()
 
 
 class Watching(threading.Thread):
@@ -137,7 +130,8 @@ def test_key_sees_its_own_requests_and_admin_key_sees_all(server: str) -> None:
                 seen[key] |= set(kv["requests"])
                 assert ("other_tenants" in kv) is (key != ADMIN)
             time.sleep(0.01)
-        time.sleep(1.0)
+        while any(r.status != "pinned" for v in viewers if v.state for r in list(v.state.requests.values())):
+            time.sleep(0.01)
         ids = {key: {name for name in names if not name.startswith("pin:")} for key, names in seen.items()}
         assert ids[ONE] and ids[TWO] and not ids[ONE] & ids[TWO]
         assert ids[ADMIN] & ids[ONE] and ids[ADMIN] & ids[TWO]

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +21,7 @@ from octavo.serve.openai.errors import ApiError
 from octavo.serve.text_worker import TextWorkerPool
 from octavo.text.tokenizer import Tokenizer
 from tests.engine.process.engines import nothing_left, own_directory  # noqa: F401
-from tests.serve.event_loop import run
+from tests.serve.http.test_server import Process, call
 from tests.serve.in_process_server import TEMPLATE, serving
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -39,8 +33,8 @@ def tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_checkpoint(open_checkpoint(model), chat_template=TEMPLATE)
 
 
-def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
+async def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer)
         await workers.start()
         text = "Hello</s>" * 9
@@ -59,14 +53,11 @@ def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None:
         assert api_error.value.code == "integer_out_of_range"
         await workers.aclose()
 
-    with nothing_left():
-        run(main())
 
-
-def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
+async def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer)
         await workers.start()
         (worker,) = workers.idle
@@ -82,9 +73,6 @@ def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
         monkeypatch.setattr(text_worker, "BASE_S", 30.0)
         assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]
         await workers.aclose()
-
-    with nothing_left():
-        run(main())
 
 
 GROWING = "{{% set n = namespace(x={}) %}}{{% for a in range(60) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
@@ -107,8 +95,8 @@ BOMBS = [
 ]
 
 
-def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
+async def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenizer) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer, num_workers=2)
         async with contextlib.aclosing(workers):
             await workers.start()
@@ -122,17 +110,14 @@ def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenizer) -> 
                 assert workers.idle == [worker], template
             assert peak_bytes(worker.process.pid) < 1 << 30
 
-    with nothing_left():
-        run(main())
-
 
 def peak_bytes(pid: int) -> int:
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
     return 1024 * int(line.split()[1])
 
 
-def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
+async def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer, num_workers=2)
         slow = [asyncio.ensure_future(workers.chat(HELLO, {"chat_template": ENDLESS})) for _ in range(3)]
         await asyncio.sleep(0)
@@ -146,30 +131,23 @@ def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
         assert len(workers.idle) == 2
         await workers.aclose()
 
-    with nothing_left():
-        run(main())
 
-
-def test_long_texts_leave_a_worker_free(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_leave_a_worker_free(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_worker, "CHARS_PER_S", 10)
+    workers = TextWorkerPool(tokenizer, num_workers=2)
+    done: list[str] = []
 
-    async def main() -> None:
-        workers = TextWorkerPool(tokenizer, num_workers=2)
-        done: list[str] = []
+    async def encode(text: str) -> None:
+        await workers.encode([text], False)
+        done.append(text[:1])
 
-        async def encode(text: str) -> None:
-            await workers.encode([text], False)
-            done.append(text[:1])
-
-        await asyncio.gather(*(encode(text) for text in ["x" * 300_000] * 8 + ["a"]))
-        assert sorted(done) == ["a", *"xxxxxxxx"] and done.index("a") < 7
-        await workers.aclose()
-
-    run(main())
+    await asyncio.gather(*(encode(text) for text in ["x" * 300_000] * 8 + ["a"]))
+    assert sorted(done) == ["a", *"xxxxxxxx"] and done.index("a") < 7
+    await workers.aclose()
 
 
-def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
+async def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_left():
         workers = TextWorkerPool(tokenizer, num_workers=2)
         for name, most, texts in (("MAX_JOBS", 3, ["a"] * 3), ("MAX_JOB_BYTES", 2500, ["a" * 1000] * 2)):
             with monkeypatch.context() as patch:
@@ -184,45 +162,27 @@ def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.Monk
                 assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # a single job is always accepted
         await workers.aclose()
 
-    with nothing_left():
-        run(main())
 
-
-def test_failing_template_is_400_and_server_template_timeout_is_500(model: str) -> None:
-    async def main() -> None:
-        refuses = "{% if messages[0].content == 'x' %}{{ raise_exception('no') }}{% endif %}"
-        options = {"chat_template": f"{refuses}{{% if messages[0].content == 'y' %}}{ENDLESS}{{% endif %}}"}
-        async with serving(model, engine_options=options, trust_request_chat_template=True) as server:
-            for content, template, want in (
-                ("x", None, (400, "template_error", "messages")),
-                ("y", None, (500, "template_timeout", None)),
-                ("y", ENDLESS, (400, "template_error", "chat_template")),
-                ("y", "{% if %}", (400, "template_error", "chat_template")),
-            ):
-                body = {"messages": [{"role": "user", "content": content}]}
-                if template is not None:
-                    body["chat_template"] = template  # type: ignore[assignment]
-                for path in ("/v1/chat/completions", "/tokenize")[: 1 + (template is None)]:
-                    answer = await server.client.post(path, json=body)
-                    error = answer.json()["error"]
-                    assert (answer.status_code, error["code"], error["param"]) == want, answer.text
-
-    run(main())
+async def test_failing_template_is_400_and_server_template_timeout_is_500(model: str) -> None:
+    refuses = "{% if messages[0].content == 'x' %}{{ raise_exception('no') }}{% endif %}"
+    options = {"chat_template": f"{refuses}{{% if messages[0].content == 'y' %}}{ENDLESS}{{% endif %}}"}
+    async with serving(model, engine_options=options, trust_request_chat_template=True) as server:
+        for content, template, want in (
+            ("x", None, (400, "template_error", "messages")),
+            ("y", None, (500, "template_timeout", None)),
+            ("y", ENDLESS, (400, "template_error", "chat_template")),
+            ("y", "{% if %}", (400, "template_error", "chat_template")),
+        ):
+            body = {"messages": [{"role": "user", "content": content}]}
+            if template is not None:
+                body["chat_template"] = template  # type: ignore[assignment]
+            for path in ("/v1/chat/completions", "/tokenize")[: 1 + (content == "x")]:
+                answer = await server.client.post(path, json=body)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["param"]) == want, answer.text
 
 
 # -- the whole server --------------------------------------------------------------------------------------------------
-
-
-def post(url: str, path: str, **body: Any) -> int:
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=200) as answer:
-            answer.read()
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
 
 
 def cpu_s(pid: int) -> float:
@@ -232,32 +192,23 @@ def cpu_s(pid: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+def server(model: str) -> Iterator[tuple[str, int]]:
     """The address and the process of `octavo serve`, as users start it."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--port", "0", "--chat-template", TEMPLATE, "--trust-request-chat-template", "--max-num-seqs", "128"]
-    command = [sys.executable, "-m", "octavo.cli.main", "serve", model, *options, "--num-gpu-blocks-override", "4000"]
-    command += ["--max-body-bytes", "1000000"]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        while "serving on http" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        yield log.read_text().partition("serving on ")[2].split()[0], process.pid
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0, log.read_text()
+    options = ["--chat-template", TEMPLATE, "--trust-request-chat-template", "--max-num-seqs", "128"]
+    options += ["--num-gpu-blocks-override", "4000", "--max-body-bytes", "1000000"]
+    with Process.serving(model, *options) as (process, url):
+        yield url, process.process.pid
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_templates_take_little_time_of_the_server_process(server: tuple[str, int]) -> None:
-    """Eight templates of one second each; they once blocked the event loop for eight seconds."""
+    """Four templates of one second each; they once blocked the event loop for four seconds."""
     url, pid = server
     before, body = cpu_s(pid), {"messages": HELLO, "chat_template": ENDLESS}
-    with ThreadPoolExecutor(8) as threads:
-        assert set(threads.map(lambda _: post(url, "/v1/chat/completions", **body), range(8))) == {400}
-    assert cpu_s(pid) - before < 2
+    with ThreadPoolExecutor(4) as threads:
+        answers = threads.map(lambda _: call(f"{url}/v1/chat/completions", body)[0], range(4))
+        assert set(answers) == {400}
+    assert cpu_s(pid) - before < 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -266,5 +217,6 @@ def test_stop_strings_of_many_samples_cost_little(server: tuple[str, int]) -> No
     url, pid = server
     stop = ["".join(chr(33 + (i * i + j * (i + 7)) % 90) for j in range(3900)) for i in range(64)]
     before = cpu_s(pid)
-    assert post(url, "/v1/completions", prompt="a", n=128, stop=stop, max_tokens=20, ignore_eos=True) == 200
+    body = {"prompt": "a", "n": 128, "stop": stop, "max_tokens": 20, "ignore_eos": True}
+    assert call(f"{url}/v1/completions", body)[0] == 200
     assert cpu_s(pid) - before < 3

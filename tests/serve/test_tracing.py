@@ -14,7 +14,7 @@ from octavo.errors import ParameterError
 from octavo.serve.args import ServeArgs
 from octavo.serve.metrics import FinishedPrompt
 from octavo.serve.tracing import Tracing
-from tests.serve.in_process_server import NAME, run, serving
+from tests.serve.in_process_server import NAME, serving
 
 otel = pytest.importorskip("opentelemetry.sdk.trace.export", reason="opentelemetry-sdk is not installed (octavo[otel])")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -38,46 +38,42 @@ def spans() -> Any:
     return InMemorySpanExporter()
 
 
-def test_spans_describe_requests(model: str, spans: Any) -> None:
+async def test_spans_describe_requests(model: str, spans: Any) -> None:
     tracing = Tracing(otel.SimpleSpanProcessor(spans), NAME)
+    async with serving(model, tracing=tracing) as server:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        body = {"prompt": "Hello,world", "max_tokens": 6, "n": 2, "temperature": 0.5, "ignore_eos": True}
+        done = await server.client.post("/v1/completions", json=body, headers=headers)
+        (span,) = spans.get_finished_spans()
+        assert f"{span.context.trace_id:032x}" == TRACE and f"{span.parent.span_id:016x}" == PARENT
+        got = dict(span.attributes)
+        latency = {name: got.pop(name) for name in LATENCIES}
+        assert got == {
+            "gen_ai.response.model": NAME,
+            "gen_ai.response.finish_reason": "length",
+            "gen_ai.request.id": done.json()["id"],
+            "gen_ai.request.n": 2,
+            "gen_ai.request.max_tokens": 6,
+            "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.top_p": 1.0,
+            "gen_ai.usage.prompt_tokens": 11,
+            "gen_ai.usage.completion_tokens": 12,
+            "octavo.num_cached_tokens": 0,
+            "octavo.num_preemptions": 0,
+        }
+        assert 0 <= latency["gen_ai.latency.time_in_queue"] <= latency["gen_ai.latency.time_to_first_token"]
+        assert latency["gen_ai.latency.time_to_first_token"] <= latency["gen_ai.latency.e2e"]
+        assert (span.end_time - span.start_time) / 1e9 == pytest.approx(latency["gen_ai.latency.e2e"], abs=1e-6)
+        assert (span.name, span.kind.name, span.status.status_code.name) == ("llm_request", "SERVER", "UNSET")
+        assert span.resource.attributes["service.name"] == "octavo"
 
-    async def main() -> None:
-        async with serving(model, tracing=tracing) as server:
-            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-            body = {"prompt": "Hello,world", "max_tokens": 6, "n": 2, "temperature": 0.5, "ignore_eos": True}
-            done = await server.client.post("/v1/completions", json=body, headers=headers)
-            (span,) = spans.get_finished_spans()
-            assert f"{span.context.trace_id:032x}" == TRACE and f"{span.parent.span_id:016x}" == PARENT
-            got = dict(span.attributes)
-            latency = {name: got.pop(name) for name in LATENCIES}
-            assert got == {
-                "gen_ai.response.model": NAME,
-                "gen_ai.response.finish_reason": "length",
-                "gen_ai.request.id": done.json()["id"],
-                "gen_ai.request.n": 2,
-                "gen_ai.request.max_tokens": 6,
-                "gen_ai.request.temperature": 0.5,
-                "gen_ai.request.top_p": 1.0,
-                "gen_ai.usage.prompt_tokens": 11,
-                "gen_ai.usage.completion_tokens": 12,
-                "octavo.num_cached_tokens": 0,
-                "octavo.num_preemptions": 0,
-            }
-            assert 0 <= latency["gen_ai.latency.time_in_queue"] <= latency["gen_ai.latency.time_to_first_token"]
-            assert latency["gen_ai.latency.time_to_first_token"] <= latency["gen_ai.latency.e2e"]
-            assert (span.end_time - span.start_time) / 1e9 == pytest.approx(latency["gen_ai.latency.e2e"], abs=1e-6)
-            assert (span.name, span.kind.name, span.status.status_code.name) == ("llm_request", "SERVER", "UNSET")
-            assert span.resource.attributes["service.name"] == "octavo"
-
-            spans.clear()
-            await server.complete(["a", "b"])
-            await server.chat()
-            await server.post("/v1/completions", prompt="a", temperature=9)  # refused requests have no span
-            roots = spans.get_finished_spans()
-            assert len(roots) == 3 and all(span.parent is None for span in roots)
-            assert len({span.attributes["gen_ai.request.id"] for span in roots}) == 3
-
-    run(main())
+        spans.clear()
+        await server.complete(["a", "b"])
+        await server.chat()
+        await server.post("/v1/completions", prompt="a", temperature=9)  # refused requests have no span
+        roots = spans.get_finished_spans()
+        assert len(roots) == 3 and all(span.parent is None for span in roots)
+        assert len({span.attributes["gen_ai.request.id"] for span in roots}) == 3
 
 
 def test_failed_request_span_and_service_name_from_environment(spans: Any, monkeypatch: pytest.MonkeyPatch) -> None:

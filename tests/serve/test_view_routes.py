@@ -18,7 +18,7 @@ from octavo.view.live.hub import Hub
 from octavo.view.live.messages import Frame
 from octavo.view.live.state import PoolState
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.in_process_server import Server, run, serving
+from tests.serve.in_process_server import Server, serving
 from tests.view.live.test_hub import frame_of
 
 KEY = "sk-secret"
@@ -93,130 +93,114 @@ async def agrees(listener: Listener, server: Server) -> None:
     assert np.array_equal(state.words >> 15 == 1, np.array(pool.seal_id) != 0)
 
 
-def test_view_shows_a_running_server(model: str) -> None:
-    async def main() -> None:
-        options = {"num_gpu_blocks_override": 40, "preemption_mode": PreemptionMode.RECOMPUTE.value}
-        async with serving(model, engine_options=options, view_text=True) as server:
-            listeners = server.built.engine.scheduler.events._listeners
-            num_listeners = len(listeners)
-            early, late = Listener(server.app.asgi), None
+async def test_view_shows_a_running_server(model: str) -> None:
+    options = {"num_gpu_blocks_override": 40, "preemption_mode": PreemptionMode.RECOMPUTE.value}
+    async with serving(model, engine_options=options, view_text=True) as server:
+        listeners = server.built.engine.scheduler.events._listeners
+        num_listeners = len(listeners)
+        early, late = Listener(server.app.asgi), None
+        await early.read()
+        assert (early.status, early.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        work = [asyncio.create_task(server.complete(f"Hello {i}", max_tokens=40)) for i in range(8)]
+        while early.state is None or not early.state.events:  # the requests may have finished by then
             await early.read()
-            assert (early.status, early.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-            work = [asyncio.create_task(server.complete(f"Hello {i}", max_tokens=40)) for i in range(8)]
-            while early.state is None or not early.state.events:  # the requests may have finished by then
-                await early.read()
-            late = Listener(server.app.asgi)
-            await asyncio.gather(*work)
-            await server.at_rest()
-            for listener in (early, late):
-                await agrees(listener, server)
-            assert {e["event"] for e in early.state.events} >= {"arrived", "admitted", "finished"}
-            sealed = int(np.nonzero(early.state.words)[0][0])
-            found = (await server.client.get(f"/view/blocks/{sealed}")).json()
-            assert (found["id"], found["sealed"], len(found["token_ids"])) == (sealed, True, 4) and found["text"]
-            assert (await server.client.get("/view/blocks/x")).status_code == 404
-            await early.leave()
-            assert len(listeners) == num_listeners + 1
-            await late.leave()
-            while server.built.engine.scheduler.events.blocks:
-                await asyncio.sleep(0.01)
-            assert not server.app.active_requests
-
-    run(main())
-
-
-def test_text_is_shown_only_with_view_text(model: str) -> None:
-    async def main() -> None:
-        async with serving(model) as server:
-            assert (await server.client.get("/view/config")).json() == {
-                "uses": ["live"],
-                "title": "tiny",
-                "version": octavo.__version__,
-                "text": False,
-                "only_own": False,
-            }
-            listener = Listener(server.app.asgi)
-            await listener.read()
-            await server.complete("Hello, hello, hello, hello")
+        late = Listener(server.app.asgi)
+        await asyncio.gather(*work)
+        await server.at_rest()
+        for listener in (early, late):
             await agrees(listener, server)
-            assert listener.state is not None
-            sealed = int(np.nonzero(listener.state.words)[0][0])
-            found = (await server.client.get(f"/view/blocks/{sealed}")).json()
-            assert found["token_ids"] is None and found["text"] is None and len(found["name"]) == 32
-            await listener.leave()
-
-    run(main())
-
-
-def test_view_needs_the_key(model: str) -> None:
-    async def main() -> None:
-        async with serving(model, keys=(KEY,)) as server:
-            paths = ["", "/", "/config", "/play", "/events", "/blocks/1", "/static/index.html"]
-            for path in paths:
-                answer = await server.client.get(f"/view{path}", headers={"authorization": ""})
-                assert answer.status_code == 401, path
-                assert answer.headers["www-authenticate"] == 'Basic realm="octavo", charset="UTF-8"'
-            basic = lambda text: {"authorization": f"Basic {base64.b64encode(text.encode()).decode()}"}  # noqa: E731
-            for given, status in [
-                (basic(f"me:{KEY}"), 200),
-                (basic(f":{KEY}"), 200),
-                ({"authorization": f"Bearer {KEY}"}, 200),
-                (basic("me:sk-other"), 401),
-                (basic(KEY), 401),
-                ({"authorization": "Basic %%%"}, 401),
-                ({"authorization": f"Basic {KEY}"}, 401),
-            ]:
-                assert (await server.client.get("/view/config", headers=given)).status_code == status, given
-            for path in (
-                "/v1/models",
-                "/viewer",
-                "/metrics",
-                "/debug/kv",
-            ):  # browsers remember such keys, so only the view accepts them
-                answer = await server.client.get(path, headers=basic(f"me:{KEY}"))
-                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
-
-    run(main())
+        assert {e["event"] for e in early.state.events} >= {"arrived", "admitted", "finished"}
+        sealed = int(np.nonzero(early.state.words)[0][0])
+        found = (await server.client.get(f"/view/blocks/{sealed}")).json()
+        assert (found["id"], found["sealed"], len(found["token_ids"])) == (sealed, True, 4) and found["text"]
+        assert (await server.client.get("/view/blocks/x")).status_code == 404
+        await early.leave()
+        assert len(listeners) == num_listeners + 1
+        await late.leave()
+        while server.built.engine.scheduler.events.blocks:
+            await asyncio.sleep(0.01)
+        assert not server.app.active_requests
 
 
-def test_invalid_file_name_is_not_found(model: str) -> None:
-    async def main() -> None:
-        async with serving(model) as server:
-            assert (await server.client.get("/view/static/index.html")).status_code == 200
-            for name in ("%00.js", "a%00.js", "x" * 5000 + ".js", "%C3%A9" * 200 + ".js", "a/" * 3000 + "b.js"):
-                answer = await server.client.get(f"/view/static/{name}")
-                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), name[:20]
+async def test_text_is_shown_only_with_view_text(model: str) -> None:
+    async with serving(model) as server:
+        assert (await server.client.get("/view/config")).json() == {
+            "uses": ["live"],
+            "title": "tiny",
+            "version": octavo.__version__,
+            "text": False,
+            "only_own": False,
+        }
+        listener = Listener(server.app.asgi)
+        await listener.read()
+        await server.complete("Hello, hello, hello, hello")
+        await agrees(listener, server)
+        assert listener.state is not None
+        sealed = int(np.nonzero(listener.state.words)[0][0])
+        found = (await server.client.get(f"/view/blocks/{sealed}")).json()
+        assert found["token_ids"] is None and found["text"] is None and len(found["name"]) == 32
+        await listener.leave()
 
-    run(main())
+
+async def test_view_needs_the_key(model: str) -> None:
+    async with serving(model, keys=(KEY,)) as server:
+        paths = ["", "/", "/config", "/play", "/events", "/blocks/1", "/static/index.html"]
+        for path in paths:
+            answer = await server.client.get(f"/view{path}", headers={"authorization": ""})
+            assert answer.status_code == 401, path
+            assert answer.headers["www-authenticate"] == 'Basic realm="octavo", charset="UTF-8"'
+        basic = lambda text: {"authorization": f"Basic {base64.b64encode(text.encode()).decode()}"}  # noqa: E731
+        for given, status in [
+            (basic(f"me:{KEY}"), 200),
+            (basic(f":{KEY}"), 200),
+            ({"authorization": f"Bearer {KEY}"}, 200),
+            (basic("me:sk-other"), 401),
+            (basic(KEY), 401),
+            ({"authorization": "Basic %%%"}, 401),
+            ({"authorization": f"Basic {KEY}"}, 401),
+        ]:
+            assert (await server.client.get("/view/config", headers=given)).status_code == status, given
+        for path in (
+            "/v1/models",
+            "/viewer",
+            "/metrics",
+            "/debug/kv",
+        ):  # browsers remember such keys, so only the view accepts them
+            answer = await server.client.get(path, headers=basic(f"me:{KEY}"))
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
 
 
-def test_view_follows_an_engine_process_across_a_restart(model: str) -> None:
+async def test_invalid_file_name_is_not_found(model: str) -> None:
+    async with serving(model) as server:
+        assert (await server.client.get("/view/static/index.html")).status_code == 200
+        for name in ("%00.js", "a%00.js", "x" * 5000 + ".js", "%C3%A9" * 200 + ".js", "a/" * 3000 + "b.js"):
+            answer = await server.client.get(f"/view/static/{name}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), name[:20]
+
+
+async def test_view_follows_an_engine_process_across_a_restart(model: str) -> None:
     """Frames of an engine process; after it is killed, the snapshot of its successor comes in the same stream."""
+    client = oracle_client(model)
+    async with client:
+        hub = Hub(client.query)
+        stream = hub.watch()
+        state = PoolState(frame_of(await anext(stream)))
+        assert state.num_blocks == 200
 
-    async def main() -> None:
-        client = oracle_client(model)
-        async with client:
-            hub = Hub(client.query)
-            stream = hub.watch()
-            state = PoolState(frame_of(await anext(stream)))
-            assert state.num_blocks == 200
-
-            async def until(name: str) -> None:
-                while name not in {e.get("request_id") for e in state.events if e["event"] == "finished"}:
-                    state.apply(frame_of(await anext(stream)))
-
-            params = SamplingParams(max_tokens=30, ignore_eos=True)
-            await last_of(client, [1, 2, 3], params, request_id="first")
-            await until("first")
-            assert state.num_used == 0 and state.num_cached == 8  # the last of 33 tokens is never computed
-            epoch = state.epoch
-            os.kill(client.transport.pid or 0, signal.SIGKILL)
-            while state.epoch == epoch:
+        async def until(name: str) -> None:
+            while name not in {e.get("request_id") for e in state.events if e["event"] == "finished"}:
                 state.apply(frame_of(await anext(stream)))
-            assert state.num_free == 200
-            await last_of(client, [1, 2, 3], params, request_id="second")
-            await until("second")
-            assert state.stats == (await client.kv_stats()).as_dict()
-            await stream.aclose()
 
-    run(main())
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        await last_of(client, [1, 2, 3], params, request_id="first")
+        await until("first")
+        assert state.num_used == 0 and state.num_cached == 8  # the last of 33 tokens is never computed
+        epoch = state.epoch
+        os.kill(client.transport.pid or 0, signal.SIGKILL)
+        while state.epoch == epoch:
+            state.apply(frame_of(await anext(stream)))
+        assert state.num_free == 200
+        await last_of(client, [1, 2, 3], params, request_id="second")
+        await until("second")
+        assert state.stats == (await client.kv_stats()).as_dict()
+        await stream.aclose()

@@ -10,6 +10,9 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from octavo.checkpoint.resolve import open_checkpoint
+from octavo.text.tokenizer import Tokenizer
+
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the other dogs " * 4,
     "naïve café, 漢字 かな 한국어, 🙂🙃 👩‍👩‍👧 e\u0301 o\u0308 " * 4,
@@ -20,6 +23,11 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+def read(path: Path) -> Tokenizer:
+    """The tokenizer of a model directory or a GGUF file."""
+    return Tokenizer.from_checkpoint(open_checkpoint(path))
 
 
 def train_byte_level() -> tokenizers.Tokenizer:

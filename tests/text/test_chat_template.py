@@ -164,11 +164,8 @@ def test_template_errors_are_one_line(template, words):
 ENDLESS = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
 WRONG_TEMPLATES = [
     ("{% if %}", "line 1"),
-    ("{{ ''.__class__() }}", "'__class__'"),
     ("{{ messages.append(1) }}", "unsafe"),
-    ("{{ 'x' * 9 ** 7 }}", "1,048,576"),
     (ENDLESS, "longer than 0.2 s"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import time
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import ParameterError
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
-from tests.text.samples import make_sentencepiece, train_byte_level
+from tests.text.samples import make_sentencepiece, read, train_byte_level
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260k"
 
@@ -233,21 +231,6 @@ def test_tokens_after_the_stop_in_the_same_call_do_not_count():
     assert detokenizer.num_tokens_kept == 2
 
 
-def test_include_stop_keeps_the_stop_string():
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=["the"], include_stop=True)
-    ids = [*bytewise("a t"), *BYTE_LEVEL.encode("here")]
-    assert "".join(stream(detokenizer, ids)) == "a the"
-    assert detokenizer.stop_reason == "the"
-
-
-def test_finish_returns_held_text():
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=["END"])
-    assert detokenizer.push(bytewise("aEN")) == "a"
-    assert detokenizer.finish() == "EN"
-    assert detokenizer.text == "aEN"
-    assert detokenizer.stop_reason is None
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "shown", "reason"),
     [
@@ -314,15 +297,6 @@ def test_stop_within_min_tokens_does_not_count(text, stop, min_tokens):
     assert shown == (text[: ends[0] - len(stop)] if ends else text)
 
 
-def test_long_stop_string_is_cheap():
-    stop = "a" * 20_000 + "b"
-    start = time.perf_counter()
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=[stop])
-    detokenizer.push(bytewise("a" * 30_000))
-    assert time.perf_counter() - start < 40
-    assert len(detokenizer.text) == 10_000
-
-
 @pytest.mark.parametrize("stop", [[""], ["a", ""], [None], [7]])
 def test_invalid_stop_strings_are_rejected(stop):
     with pytest.raises(ParameterError, match="at least one character"):
@@ -341,12 +315,8 @@ def test_stories260k_streams_as_it_decodes(text):
 
 def _stories(cache: list[Tokenizer] = []) -> Tokenizer:  # noqa: B006 - one for all examples
     if not cache:
-        cache.append(Tokenizer.from_checkpoint(open_checkpoint(STORIES)))
+        cache.append(read(STORIES))
     return cache[0]
-
-
-def test_wordpiece_decoder_json_is_as_assumed_here():
-    assert json.loads(WORDPIECE.backend.decoder.__getstate__())["type"] == "WordPiece"
 
 
 def test_time_per_token_does_not_grow_with_the_text() -> None:

@@ -158,21 +158,6 @@ def walk(tokenizer: Tokenizer, made: Grammar, rng: random.Random) -> str:
         matcher.accept_tokens(ids[-1:])
 
 
-def test_json_white_space_is_limited(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    schema = json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
-
-    def takes(text: str, **options: Any) -> bool:
-        matcher = compiler.compile(json_grammar(schema, **options)).start()
-        matcher.accept_tokens(tokenizer.encode(text))
-        return matcher.is_accepting and not matcher.error
-
-    assert takes('{"a":1}') and takes('{ "a":\n1}')
-    assert takes('{"a":' + 12 * "\n" + "1}") and not takes('{"a":' + 13 * "\n" + "1}")
-    assert takes('{"a":' + 99 * " " + "1}", whitespace_pattern=" +")
-    assert takes('{"a":1}', any_whitespace=False) and not takes('{"a": 1}', any_whitespace=False)
-    assert takes('{"a":  1}', whitespace_pattern=" {2}") and not takes('{"a": 1}', whitespace_pattern=" {2}")
-
-
 def test_disallowed_token_is_a_permanent_error(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(regex_grammar("abc")).start()
     matcher.accept_tokens(tokenizer.encode("x"))

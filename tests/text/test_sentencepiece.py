@@ -16,11 +16,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import UnsupportedModelError
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizer_loader import PRE_TOKENIZERS, find_merges
-from tests.text.samples import write_gguf_file
+from tests.text.samples import read, write_gguf_file
 
 sentencepiece = pytest.importorskip("sentencepiece")
 sentencepiece_model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
@@ -87,7 +86,7 @@ def train(lines: list[str], *, prefix: bool, size: int = 4000, **more: Any) -> s
 
 def convert(path: Path, original: sentencepiece.SentencePieceProcessor, *, prefix: bool) -> Tokenizer:
     write_gguf(path, original, prefix=prefix)
-    return Tokenizer.from_checkpoint(open_checkpoint(path))
+    return read(path)
 
 
 @SOME_AND_ALL
@@ -192,7 +191,7 @@ def test_byte_level_lines_have_the_ids_and_the_text_of_the_original(pre: str, co
         "tokenizer.ggml.eos_token_id": None,
     }
     path = write_gguf_file(tmp_path / "model.gguf", metadata=metadata)
-    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path))
+    tokenizer = read(path)
     lines = rng.sample(rng.sample(code, 6000) + words, count)
     lines = [*lines, *("\n".join(lines[i : i + 5]) for i in range(0, count, 50)), "e\u0301 ½ ² ٣ Ⅳ\u3000\r\n\t x'LL"]
     expected = [encoding.ids for encoding in original.encode_batch(lines, add_special_tokens=False)]

@@ -11,10 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError
 from octavo.text.tokenizer import Tokenizer
-from tests.text.samples import CONFIG, SPECIALS, train_byte_level
+from tests.text.samples import CONFIG, SPECIALS, read, train_byte_level
 
 TEXTS = [
     "",
@@ -46,10 +45,6 @@ def folder(model_dir: Path) -> Path:
 
 def settings(folder: Path, **values: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
-
-
-def read(folder: Path) -> Tokenizer:
-    return Tokenizer.from_checkpoint(open_checkpoint(folder))
 
 
 def test_vocab_json_gives_the_tokenizer_of_tokenizer_json(folder: Path) -> None:

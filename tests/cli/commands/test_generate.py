@@ -37,10 +37,6 @@ def test_several_completions_are_printed_below_their_prompts(call: Call, fake: t
     assert call("generate", "-p", "a b", "-p", "c d").out == ">>> a b\nb a\n\n>>> c d\nd c\n\n"
 
 
-def test_json_of_one_prompt(call: Call, fake: type[FakeLLM]) -> None:
-    assert list(json.loads(call("generate", "--json", "-p", "a b c").out)) == KEYS
-
-
 def test_json_is_one_object_per_line_with_the_prompt_index(call: Call, fake: type[FakeLLM]) -> None:
     done = call("generate", "--json", "-p", "a b c", "-p", "d", "--max-tokens", "2")
     second, first = map(json.loads, done.lines)  # the shorter prompt finishes first
@@ -207,13 +203,8 @@ def test_logprobs_in_json(call: Call, fake: type[FakeLLM]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--max-tokens", "-1"), "max_tokens is -1"),
         (("--max-tokens", "0"), "max_tokens is 0"),
         (("--temperature", "nan"), "temperature must be a finite number"),
-        (("--temperature", "inf"), "temperature must be a finite number"),
-        (("--temperature", "-0.1"), "temperature is -0.1"),
-        (("--top-p", "2"), "top_p is 2"),
-        (("--n", "0"), "n is 0"),
         (("--stop", ""), "stop must be non-empty"),
         (("--max-model-len", "lots"), "'lots' is not a number of tokens"),
         (("--top-p", "2"), "error: --top-p: top_p is 2"),
@@ -229,12 +220,7 @@ def test_logprobs_in_json(call: Call, fake: type[FakeLLM]) -> None:
         (("--bad-words", ""), "--bad-words: bad_words"),
         (("--logprobs", "-2"), "--logprobs: logprobs is -2"),
         (("--block-size", "3"), "--block-size: block_size is 3, it must be a power of two from 1 to 256"),
-        (("--block-size", "0"), "--block-size: block_size is 0, it must be from 1 to 256"),
-        (("--block-size", "1000"), "--block-size: block_size is 1000"),
         (("--max-model-len", "0"), "--max-model-len: max_model_len is 0"),
-        (("--max-model-len", "-2"), "--max-model-len: max_model_len is -2"),
-        (("--max-model-len", str(10**12)), "--max-model-len: max_model_len is 1000000000000"),
-        (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization: gpu_memory_utilization is 0"),
         (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization: gpu_memory_utilization is 1.5"),
         (("--device-memory-utilization", "nan"), "gpu_memory_utilization must be a finite number"),
         (("--max-num-seqs", "0"), "--max-num-seqs: max_num_seqs is 0"),

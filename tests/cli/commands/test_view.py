@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 from octavo.serve import view_server
 from octavo.view.recording.frames import Replay, read_frames
-from tests.cli.conftest import Call
+from tests.cli.conftest import Call, started
 
 TRACE = [
     {"timestamp": 0, "input_length": 40, "output_length": 30, "hash_ids": [1]},
@@ -117,16 +115,12 @@ def test_invalid_arguments_are_refused(
 
 
 def test_serves_until_sigint(trace: Path) -> None:
-    command = [sys.executable, "-m", "octavo.cli.main", "view", str(trace), "--num-gpu-blocks-override", "20"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/view/", url)
-            with urllib.request.urlopen(url + "replay", timeout=60) as answer:
-                summary = json.load(answer)
-            assert summary["title"] == "trace.jsonl" and summary["num_blocks"] == 20
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with started("view", str(trace), "--num-gpu-blocks-override", "20", text=True, stderr=None) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/view/", url)
+        with urllib.request.urlopen(url + "replay", timeout=60) as answer:
+            summary = json.load(answer)
+        assert summary["title"] == "trace.jsonl" and summary["num_blocks"] == 20
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -89,6 +90,11 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def kill_engine(client: ProcessClient) -> None:
+    assert client.transport.pid is not None
+    os.kill(client.transport.pid, signal.SIGKILL)
 
 
 async def until(ready: Callable[[], Any], limit_s: float = 90) -> float:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -42,16 +40,17 @@ from octavo.engine.query import GetKVStats
 from octavo.errors import RequestFailedError
 from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.process_transport import ProcessClient
+from octavo.params.beam_search_params import BeamSearchParams
 from tests.engine.process.engines import (
     PARAMS,
     expected,
+    kill_engine,
     last_of,
     many,
     oracle_client,
     prompt,
     real_client,
     reference_outputs,
-    run,
     serving,
     tokens_of,
     until,
@@ -93,28 +92,20 @@ async def break_amid_requests(client: ProcessClient, break_it: Callable[[], None
     assert (client.health().num_restarts, why in client.health().reason) == (1, True), client.health()
 
 
-@pytest.mark.parametrize("data", [GARBAGE[1], GARBAGE[-2], encode([["stop", "mine", -1]]), encode([["launch"]])])
-def test_unreadable_command_replaces_the_engine(model: str, data: bytes) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, step_s=0.002)) as client:
-            await break_amid_requests(client, lambda: process_of(client).channel.send_bytes(data), "is unreadable")
-
-    run(main())
+@pytest.mark.parametrize("data", [GARBAGE[1], encode([["stop", "mine", -1]])])
+async def test_unreadable_command_replaces_the_engine(model: str, data: bytes) -> None:
+    async with serving(oracle_client(model, step_s=0.002)) as client:
+        await break_amid_requests(client, lambda: process_of(client).channel.send_bytes(data), "is unreadable")
 
 
-def test_second_request_of_one_id_replaces_the_engine(model: str) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, step_s=0.002)) as client:
-            again = encode([AddRequest("mine", P, {})])
-            await break_amid_requests(
-                client, lambda: process_of(client).channel.send_bytes(again), "is running already"
-            )
-
-    run(main())
+async def test_second_request_of_one_id_replaces_the_engine(model: str) -> None:
+    async with serving(oracle_client(model, step_s=0.002)) as client:
+        again = encode([AddRequest("mine", P, {})])
+        await break_amid_requests(client, lambda: process_of(client).channel.send_bytes(again), "is running already")
 
 
 @pytest.mark.parametrize("make", [oracle_client, real_client])
-def test_request_that_no_client_sends_fails_alone(model: str, make: Callable[[str], ProcessClient]) -> None:
+async def test_request_that_no_client_sends_fails_alone(model: str, make: Callable[[str], ProcessClient]) -> None:
     wrong: list[Any] = [
         ["w1", P, {"max_tokens": 4}, False, -(1 << 63), 1 << 60],
         ["w2", b"abc", {}],
@@ -133,32 +124,25 @@ def test_request_that_no_client_sends_fails_alone(model: str, make: Callable[[st
         ["w16", P, {"max_tokens": 4}, False, 0, 0, b"", None, True],
         ["pin:w18", P, {"max_tokens": 1, "n": 2}, False, 0, 0, b"", {0: pack_tokens([1])}, True],
     ]
-
-    async def main() -> None:
-        async with serving(make(model)) as client:
-            wanted, pid = await many(client, 4, LONGER), client.transport.pid
-            good = asyncio.ensure_future(many(client, 4, LONGER))
-            others = [AbortRequest("unknown"), StopSample("unknown", 3), RpcCall(10**6, "no such question")]
-            process_of(client).channel.send_bytes(encode([*(["add", *one] for one in wrong), *others]))
-            assert await good == wanted == await many(client, 4, LONGER)
-            assert (client.transport.pid, client.health().num_restarts) == (pid, 0)
-            while (await client.kv_stats()).num_used:
-                await asyncio.sleep(0.01)
-
-    run(main())
+    async with serving(make(model)) as client:
+        wanted, pid = await many(client, 4, LONGER), client.transport.pid
+        good = asyncio.ensure_future(many(client, 4, LONGER))
+        others = [AbortRequest("unknown"), StopSample("unknown", 3), RpcCall(10**6, "no such question")]
+        process_of(client).channel.send_bytes(encode([*(["add", *one] for one in wrong), *others]))
+        assert await good == wanted == await many(client, 4, LONGER)
+        assert (client.transport.pid, client.health().num_restarts) == (pid, 0)
+        while (await client.kv_stats()).num_used:
+            await asyncio.sleep(0.01)
 
 
-def test_request_whose_arrival_meets_a_bug_fails_alone(model: str) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, raise_in=["engine.add_request", 3])) as client:
-            ends = await asyncio.gather(*(last_of(client, prompt(i), PARAMS) for i in range(8)), return_exceptions=True)
-            (error,) = [end for end in ends if isinstance(end, BaseException)]
-            assert isinstance(error, RequestFailedError) and "a bug in engine.add_request" in str(error)
-            for i, end in enumerate(ends):
-                assert end is error or tokens_of(end) == reference_outputs(prompt(i), PARAMS)  # type: ignore[arg-type]
-            assert client.health().num_restarts == 0
-
-    run(main())
+async def test_request_whose_arrival_meets_a_bug_fails_alone(model: str) -> None:
+    async with serving(oracle_client(model, raise_in=["engine.add_request", 3])) as client:
+        ends = await asyncio.gather(*(last_of(client, prompt(i), PARAMS) for i in range(8)), return_exceptions=True)
+        (error,) = [end for end in ends if isinstance(end, BaseException)]
+        assert isinstance(error, RequestFailedError) and "a bug in engine.add_request" in str(error)
+        for i, end in enumerate(ends):
+            assert end is error or tokens_of(end) == reference_outputs(prompt(i), PARAMS)  # type: ignore[arg-type]
+        assert client.health().num_restarts == 0
 
 
 # -- the client's end --------------------------------------------------------------------------------------------------
@@ -173,31 +157,31 @@ IMPOSSIBLE: list[Any] = [
 ]
 
 
+async def test_impossible_update_replaces_the_engine(model: str) -> None:
+    async with serving(oracle_client(model, step_s=0.002)) as client:
+        data = encode(["step", IMPOSSIBLE[:1], [], []])
+        await break_amid_requests(client, lambda: process_of(client).receive(data), "the connection to it ended")
+
+
+@pytest.mark.parametrize("data", [b"\xc1", encode([-1])])
+async def test_unreadable_heartbeat_replaces_the_engine(model: str, data: bytes) -> None:
+    async with serving(oracle_client(model, step_s=0.002)) as client:
+        lifeline = process_of(client).lifeline
+        receive, broken = lifeline.receive, [data]
+
+        def receive_broken(*, wait: bool = True) -> bytes | None:
+            return broken.pop() if broken else receive(wait=wait)
+
+        await break_amid_requests(
+            client, lambda: setattr(lifeline, "receive", receive_broken), "its heartbeat is broken"
+        )
+
+
 @pytest.mark.parametrize("update", IMPOSSIBLE)
-def test_impossible_update_replaces_the_engine(model: str, update: list[Any]) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, step_s=0.002)) as client:
-            data = encode(["step", [update], [], []])
-            await break_amid_requests(client, lambda: process_of(client).receive(data), "the connection to it ended")
-
-    run(main())
-
-
-@pytest.mark.parametrize("data", [b"\xc1", encode([-1]), encode(["x"])])
-def test_unreadable_heartbeat_replaces_the_engine(model: str, data: bytes) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, step_s=0.002)) as client:
-            lifeline = process_of(client).lifeline
-            receive, broken = lifeline.receive, [data]
-
-            def receive_broken(*, wait: bool = True) -> bytes | None:
-                return broken.pop() if broken else receive(wait=wait)
-
-            await break_amid_requests(
-                client, lambda: setattr(lifeline, "receive", receive_broken), "its heartbeat is broken"
-            )
-
-    run(main())
+def test_impossible_update_is_rejected(update: list[Any]) -> None:
+    request = ClientRequest(EngineRequest("mine", prompt(9), LONGER))
+    with pytest.raises(MessageError):
+        request.apply_update(read_message(encode(["step", [update], [], []])).updates[0])  # type: ignore[union-attr]
 
 
 def test_update_is_applied_whole_or_not_at_all() -> None:
@@ -237,6 +221,9 @@ def test_readers_raise_message_errors_only() -> None:
                 read(data)
                 num_read += 1
         assert 100 < num_read < 2500
+    for read, wrong in ((read_commands, [["launch"]]), (read_heartbeat, ["x"])):
+        with pytest.raises(MessageError):
+            read(encode(wrong))
     with pytest.raises(MessageError) as caught:
         read_commands(encode([["stop", "x\n" * 9000, "y" * 9000]]))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
@@ -245,32 +232,30 @@ def test_readers_raise_message_errors_only() -> None:
 # -- requests that kill engines ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guilty", [0, 5, 7])
-def test_request_that_kills_engines_is_found_by_bisection(model: str, guilty: int) -> None:
+@pytest.mark.parametrize(
+    ("guilty", "params"), [(0, PARAMS), (5, BeamSearchParams(beam_width=2, max_tokens=9)), (7, PARAMS)]
+)
+async def test_request_that_kills_engines_is_found_by_bisection(model: str, guilty: int, params: Any) -> None:
     """At most eight engines die, and only the guilty request fails."""
+    async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
+        prompts = [[1, 2, 50, 3] if i == guilty else prompt(i) for i in range(8)]
+        ends = await asyncio.gather(
+            *(last_of(client, p, params if i == guilty else PARAMS) for i, p in enumerate(prompts)),
+            return_exceptions=True,
+        )
+        error = ends.pop(guilty)
+        assert isinstance(error, RequestFailedError) and "engines died while they ran it" in str(error)
+        for i, end in zip([i for i in range(8) if i != guilty], ends, strict=True):
+            assert not isinstance(end, BaseException) and tokens_of(end) == reference_outputs(prompts[i], PARAMS)
+        assert client.health().num_restarts <= 8 and not client.transport.suspects
 
-    async def main() -> None:
-        async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
-            prompts = [[1, 2, 50, 3] if i == guilty else prompt(i) for i in range(8)]
-            ends = await asyncio.gather(*(last_of(client, p, PARAMS) for p in prompts), return_exceptions=True)
-            error = ends.pop(guilty)
-            assert isinstance(error, RequestFailedError) and "engines died while they ran it" in str(error)
-            for i, end in zip([i for i in range(8) if i != guilty], ends, strict=True):
-                assert not isinstance(end, BaseException) and tokens_of(end) == reference_outputs(prompts[i], PARAMS)
-            assert client.health().num_restarts <= 8 and not client.transport.suspects
 
-    run(main())
+async def test_engine_killed_amid_broken_messages_is_replaced_once(model: str) -> None:
+    async with serving(oracle_client(model, step_s=0.002)) as client:
 
+        def kill() -> None:
+            process_of(client).channel.send_bytes(b"\xc1")
+            process_of(client).receive(b"\xc1")
+            kill_engine(client)
 
-def test_engine_killed_amid_broken_messages_is_replaced_once(model: str) -> None:
-    async def main() -> None:
-        async with serving(oracle_client(model, step_s=0.002)) as client:
-
-            def kill() -> None:
-                process_of(client).channel.send_bytes(b"\xc1")
-                process_of(client).receive(b"\xc1")
-                os.kill(client.transport.pid or 0, signal.SIGKILL)
-
-            await break_amid_requests(client, kill, "")
-
-    run(main())
+        await break_amid_requests(client, kill, "")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,16 +34,14 @@ BACKENDS = ["native", *MARCHES, "oneDNN", "blocks"]
 
 @functools.cache
 def _compiled(march: str) -> native.Library | None:
-    """native.cpp for a processor, compiled with -O1 once a process; None where this processor cannot run it."""
+    """native.cpp for a processor, compiled with -O1 and kept on disk; None where this processor cannot run it."""
     compiler = shutil.which("c++") or shutil.which("g++")
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split() if Path("/proc/cpuinfo").exists() else []
     if compiler is None or MARCHES[march] not in flags:
         return None
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in native.FLAGS))
-        path = Path(folder) / f"{march}.so"
-        native._compile(compiler, march, path)
-        return native.Library(path)
+        return native.Library(native.build(compiler, march))
 
 
 def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from octavo.kernels import reference
-from octavo.kernels.cpu import ops as cpu
-from tests.kernels.pool import relative_error
+from tests.kernels.pool import BOTH, relative_error
 
 
-@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@BOTH
 @pytest.mark.parametrize("num_tokens", [0, 1, 20])
 def test_the_first_half_is_the_gate(ops: ModuleType, num_tokens: int) -> None:
     gate_up = torch.randn(num_tokens, 2 * 24) * 4

@@ -14,9 +14,8 @@ from octavo.kernels import reference
 from octavo.kernels.cpu import attention
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.metadata import RaggedBatch
-from tests.kernels.pool import Case, make_case, naive_attention, relative_error
+from tests.kernels.pool import BOTH, Case, make_case, naive_attention, relative_error
 
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 MIXED = ([5, 1, 1, 7, 3], [5, 1, 9, 30, 11])  # prompt, first token's decode, decode, chunk, chunk
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import pytest
 import torch
 
-from octavo.kernels import reference
-from octavo.kernels.cpu import ops as cpu
-
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+from tests.kernels.pool import BOTH
 
 
 @BOTH

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from octavo.kernels import reference
-from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.metadata import RaggedBatch
-from tests.kernels.pool import relative_error
-
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+from tests.kernels.pool import BOTH, relative_error
 
 
 @BOTH

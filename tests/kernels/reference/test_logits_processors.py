@@ -16,7 +16,6 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.sampling import NUM_CANDIDATES
-from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import (
     FIRST_STOP_ID,
     LOGIT_BIAS,
@@ -26,8 +25,8 @@ from octavo.kernels.row_state import (
     RowState,
 )
 from octavo.runner.sampling.logits_state import pack_bitmask
+from tests.kernels.pool import BOTH, settings_of
 
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 VOCAB = 300
 
 
@@ -190,10 +189,7 @@ def test_filters_equal_transformers_warpers(temperature: float, top_k: int, top_
     wanted = TemperatureLogitsWarper(temperature)(None, logits)
     for number, warper in ((top_k, TopKLogitsWarper), (top_p % 1, TopPLogitsWarper), (min_p, MinPLogitsWarper)):
         wanted = warper(number)(None, wanted) if number else wanted
-    num, none = len(logits), [0] * len(logits)
-    params = SamplingTensors.from_lists(
-        [temperature] * num, [top_k] * num, [top_p] * num, [min_p] * num, none, none, none
-    )
+    params = settings_of(len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     filtered = reference.filtered_logits(logits, params)
     # The device's temperature is a float32; the kept tokens are the same.
     assert torch.equal(filtered.isfinite(), wanted.isfinite())
@@ -233,17 +229,3 @@ def test_cpu_logprobs_of_a_large_vocabulary() -> None:
         assert torch.equal(fast[1], slow[1]) and torch.equal(fast[2], slow[2])
         torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(fast[3], slow[3], rtol=0, atol=1e-5)
-
-
-@BOTH
-def test_filters_with_fewer_unmasked_tokens_than_candidates(ops: ModuleType) -> None:
-    """Fewer than top_k and than NUM_CANDIDATES; masked tokens are never sampled."""
-    logits = torch.full((400, 5 * NUM_CANDIDATES), -torch.inf)
-    logits[:, [3, 700]] = torch.tensor([0.0, 1.0])
-    num = len(logits)
-    params = SamplingTensors.from_lists(
-        [1.0] * num, [50] * num, [0.99] * num, [0.0] * num, [9] * num, [0] * num, list(range(num))
-    )
-    tokens = ops.sample(logits, params)
-    assert set(tokens.tolist()) == {3, 700}
-    assert torch.equal(tokens, reference.sample(logits, params))

@@ -10,10 +10,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo.kernels import reference
-from octavo.kernels.cpu import ops as cpu
-from tests.kernels.pool import relative_error
+from tests.kernels.pool import BOTH, relative_error
 
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 576), (3, 4, 64), (0, 16)])
 
 

@@ -12,10 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from octavo.errors import UnsupportedModelError
 from octavo.kernels import reference
-from octavo.kernels.cpu import ops as cpu
-from tests.kernels.pool import relative_error
+from tests.kernels.pool import BOTH, relative_error
 
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},

@@ -17,31 +17,7 @@ from octavo.kernels.cpu import sampling as cpu_sampling
 from octavo.kernels.cpu.sampling import NUM_CANDIDATES
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.reference import sampling
-
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
-
-
-def settings_of(
-    num_rows: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: Sequence[int] | None = None,
-    sample_index: Sequence[int] | None = None,
-    position: Sequence[int] | None = None,
-) -> SamplingTensors:
-    """Parameters with the same filters for all rows; by default, row i has position i."""
-    return SamplingTensors.from_lists(
-        [temperature] * num_rows,
-        [top_k] * num_rows,
-        [top_p] * num_rows,
-        [min_p] * num_rows,
-        seed or [11] * num_rows,
-        sample_index or [0] * num_rows,
-        position or list(range(num_rows)),
-    )
+from tests.kernels.pool import BOTH, settings_of
 
 
 def kept_tokens(
@@ -75,7 +51,7 @@ def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2.0, dtype=torch.float64), statistic / 2))
 
 
-@BOTH
+@pytest.mark.parametrize(("ops", "vocab_size"), [(reference, 50), (cpu, 1000)], ids=["reference", "cpu"])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -88,7 +64,6 @@ def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
         (1.3, 20, 0.9, 0.05),
     ],
 )
-@pytest.mark.parametrize("vocab_size", [50, 1000])
 def test_samples_follow_the_filtered_softmax(
     ops: ModuleType, temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
 ) -> None:
@@ -286,17 +261,15 @@ def test_greedy_takes_the_first_of_equals(ops: ModuleType) -> None:
 
 
 @BOTH
-def test_top_k_of_one_is_greedy_at_any_temperature(ops: ModuleType) -> None:
-    logits = torch.randn(20, 600)
-    assert torch.equal(ops.sample(logits, settings_of(20, temperature=2.0, top_k=1)), logits.argmax(-1))
-
-
-@BOTH
 def test_masked_tokens_are_never_sampled(ops: ModuleType) -> None:
-    logits = torch.full((200, 600), -torch.inf)
-    logits[:, [3, 500]] = 0.0
-    for params in (settings_of(200), settings_of(200, top_p=0.99), settings_of(200, min_p=0.5)):
-        assert set(ops.sample(logits, params).tolist()) == {3, 500}
+    """Also where fewer are left than top_k and than NUM_CANDIDATES."""
+    logits = torch.full((400, 5 * NUM_CANDIDATES), -torch.inf)
+    logits[:, [3, 700]] = torch.tensor([0.0, 0.5])
+    for filters in ({}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 50, "top_p": 0.99}):
+        params = settings_of(400, **filters)  # type: ignore[arg-type]
+        tokens = ops.sample(logits, params)
+        assert set(tokens.tolist()) == {3, 700}
+        assert torch.equal(tokens, reference.sample(logits, params))
 
 
 @BOTH
@@ -308,11 +281,3 @@ def test_finite_rows(ops: ModuleType) -> None:
     logits[5] = 3e38  # finite, but their sum is not
     assert ops.finite_rows(logits).tolist() == [True, False, True, False, False, True]
     assert ops.finite_rows(torch.randn(3, 5)).tolist() == [True] * 3
-
-
-def test_all_greedy_and_any_filter() -> None:
-    assert settings_of(2, temperature=0.0).all_greedy
-    assert not settings_of(2).all_greedy
-    assert not settings_of(2).any_filter
-    for params in (settings_of(1, top_k=1), settings_of(1, top_p=0.9), settings_of(1, min_p=0.1)):
-        assert params.any_filter

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from octavo.kernels import reference
-from octavo.kernels.cpu import ops as cpu
 from octavo.runner import kv_swap as swap
 from octavo.runner.platform import CpuPlatform
-
-BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+from tests.kernels.pool import BOTH
 
 
 @BOTH

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -64,6 +65,21 @@ def list_launches(major: int, minor: int, *passes: Callable[[], object]) -> list
     """What the passes launch on a GPU of this capability: a line for `precompile.compile_kernel` each."""
     with fake_gpu(major, minor):
         return precompile.list_kernels(*passes)
+
+
+def record_launches(patch: pytest.MonkeyPatch, module: ModuleType, kernel: str) -> dict[str, Any]:
+    """The arguments by name, and the grid, of the latest launch of a kernel that is launched no more."""
+    args: dict[str, Any] = {}
+    names = getattr(module, kernel).arg_names
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *positional, **options: args.update(
+                {"grid": grid} | dict(zip(names, positional, strict=False)) | options
+            )
+
+    patch.setattr(module, kernel, Kernel())
+    return args
 
 
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: int) -> Any:

@@ -24,18 +24,12 @@ from octavo.runner.memory import diagnostics, profile
 from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors
 from octavo.runner.memory.profile import GPUMemoryProfile
 from octavo.runner.platform import CpuPlatform, CudaPlatform, find_platform
-from tests.models.tiny import make_tiny_checkpoint
 
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver by downloading\n"
 )
 CUDA = torch.device("cuda")
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 8, "block_size": 4}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("startup") / "llama"))
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ import pytest
 
 from octavo.serve.http import gc_tuning
 from octavo.serve.http.gc_tuning import defer_full_gc
-from tests.serve.event_loop import run
 
 
 class Cycle:
@@ -35,34 +34,28 @@ def _restores_the_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert before == (gc.get_threshold(), gc.get_freeze_count())
 
 
-def test_full_collection_waits_for_an_idle_server() -> None:
-    async def main() -> None:
-        idle = False
-        async with defer_full_gc(lambda: idle):
-            Cycle()
-            gc.collect(1)  # frees young objects and promotes the others
-            assert not Cycle.num_alive
-            cycle = Cycle()
-            gc.collect(1)
-            del cycle  # in generation 2 by now
-            for _ in range(20):
-                await asyncio.sleep(0.002)
-            assert Cycle.num_alive == 1
-            idle = True
-            while Cycle.num_alive:
-                await asyncio.sleep(0.002)
-
-    run(main())
+async def test_full_collection_waits_for_an_idle_server() -> None:
+    idle = False
+    async with defer_full_gc(lambda: idle):
+        Cycle()
+        gc.collect(1)  # frees young objects and promotes the others
+        assert not Cycle.num_alive
+        cycle = Cycle()
+        gc.collect(1)
+        del cycle  # in generation 2 by now
+        for _ in range(20):
+            await asyncio.sleep(0.002)
+        assert Cycle.num_alive == 1
+        idle = True
+        while Cycle.num_alive:
+            await asyncio.sleep(0.002)
 
 
-def test_full_collection_runs_on_a_busy_server_after_many_young_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with defer_full_gc(lambda: False):
-            cycle = Cycle()
-            gc.collect(1)
-            del cycle
-            monkeypatch.setattr(gc_tuning, "MIN_BUSY", 0)
-            while Cycle.num_alive:
-                await asyncio.sleep(0.002)
-
-    run(main())
+async def test_full_collection_runs_on_a_busy_server_after_many_young_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with defer_full_gc(lambda: False):
+        cycle = Cycle()
+        gc.collect(1)
+        del cycle
+        monkeypatch.setattr(gc_tuning, "MIN_BUSY", 0)
+        while Cycle.num_alive:
+            await asyncio.sleep(0.002)

@@ -11,24 +11,15 @@ import pytest
 
 from octavo.serve.args import ServeArgs
 from octavo.serve.http import endpoint
-from octavo.serve.openai.errors import MAX_ERROR_BYTES, ApiError, to_api_error
-from tests.serve.in_process_server import LONGEST, Server, good, run, serving
+from octavo.serve.openai.errors import MAX_ERROR_BYTES, ApiError
+from tests.serve.in_process_server import LONGEST, Server, good, serving
+from tests.serve.openai.test_error_table import MESSAGES, checked_error
 
 C, H = "/v1/completions", "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "Hi"}]
-ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
-    """Checks the common properties of errors."""
-    assert len(response.content) <= MAX_ERROR_BYTES
-    assert response.headers["x-request-id"]
-    body = response.json()
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    error = body["error"]
-    assert error["message"] and "\n" not in error["message"]
-    assert error["type"] == ERROR_TYPES.get(response.status_code, "invalid_request_error")
-    return response.status_code, error["code"], error["param"]
+    return checked_error(response.status_code, response.headers, response.content)
 
 
 async def is_unmoved(server: Server) -> None:
@@ -56,134 +47,99 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
     )
 
 
-def test_openapi_document_matches_the_parser(model: str) -> None:
+async def test_openapi_document_matches_the_parser(model: str) -> None:
     contents: list[dict[str, Any]] = [{}, *({"content": c} for c in (None, "a", [{"type": "text", "text": "a"}], 7))]
-
-    async def main() -> None:
-        async with serving(model) as server:
-            schemas = good(await server.client.get("/openapi.json"))["components"]["schemas"]
-            properties = schemas["ChatRequest"]["properties"]
-            assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
-            assert properties["logprobs"]["anyOf"][0] == {"type": "boolean"}
-            num_taken = 0
-            for role in ("system", "user", "assistant", "tool", "king"):
-                for content in contents:
-                    message = {"role": role, **content}
-                    response = await server.post("/tokenize", messages=[message])
-                    num_taken += response.status_code == 200
-                    assert fits(schemas["Message"], message) == (response.status_code == 200), message
-            assert num_taken == 4 * 2 + 2  # an assistant's content may be null
-            for number in (-1, 0, 1):
-                response = await server.post(C, prompt="ab", max_tokens=1, truncate_prompt_tokens=number)
-                schema = schemas["CompletionRequest"]["properties"]["truncate_prompt_tokens"]
-                assert fits(schema, number) == (response.status_code == 200), number
-
-    run(main())
+    async with serving(model) as server:
+        schemas = good(await server.client.get("/openapi.json"))["components"]["schemas"]
+        properties = schemas["ChatRequest"]["properties"]
+        assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+        assert properties["logprobs"]["anyOf"][0] == {"type": "boolean"}
+        num_taken = 0
+        for role in ("system", "user", "assistant", "tool", "king"):
+            for content in contents:
+                message = {"role": role, **content}
+                response = await server.post("/tokenize", messages=[message])
+                num_taken += response.status_code == 200
+                assert fits(schemas["Message"], message) == (response.status_code == 200), message
+        assert num_taken == 4 * 2 + 2  # an assistant's content may be null
+        for number in (-1, 0, 1):
+            response = await server.post(C, prompt="ab", max_tokens=1, truncate_prompt_tokens=number)
+            schema = schemas["CompletionRequest"]["properties"]["truncate_prompt_tokens"]
+            assert fits(schema, number) == (response.status_code == 200), number
 
 
-def test_bodies_of_other_types_and_sizes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_up_to_the_limit_are_read(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "LINGER_S", 0.01)
+    headers = {"content-type": "application/json"}
+    async with serving(model, max_body_bytes=1000) as server:
+        for length in (1000, 1001, 100_000):
 
-    async def main() -> None:
-        async with serving(model, max_body_bytes=1000) as server:
-            post = server.client.post
-            for kind in ("text/plain", "multipart/form-data; boundary=x", "", "application/jsonx"):
-                response = await post(C, content=b"{}", headers={"content-type": kind})
-                assert error_of(response) == (415, "unsupported_media_type", None)
-            headers = {"content-type": "application/json; charset=utf-8"}
-            ok = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
-            assert (await post(C, content=ok, headers=headers)).status_code == 200
-            response = await post(C, content=ok, headers=headers | {"content-encoding": "gzip"})
-            assert error_of(response) == (415, "unsupported_encoding", None)
-            for length in (1000, 1001, 100_000):
+            async def chunks(length: int = length) -> Any:
+                for begin in range(0, length, 300):
+                    yield b" " * min(300, length - begin)
 
-                async def chunks(length: int = length) -> Any:
-                    for begin in range(0, length, 300):
-                        yield b" " * min(300, length - begin)
-
-                for content in (b" " * length, chunks()):
-                    response = await post(C, content=content, headers=headers)
-                    expected = (400, "invalid_json", None) if length == 1000 else (413, "body_too_large", None)
-                    assert error_of(response) == expected
-                    if length > 1000:
-                        assert response.headers["connection"] == "close"
-        assert ServeArgs().body_limit(1024) == 64 * 1024 + 32 * 1024
-        assert ServeArgs().body_limit(1 << 20) == 8 << 20
-
-    run(main())
+            for content in (b" " * length, chunks()):
+                response = await server.client.post(C, content=content, headers=headers)
+                expected = (400, "invalid_json", None) if length == 1000 else (413, "body_too_large", None)
+                assert error_of(response) == expected
+                assert length == 1000 or response.headers["connection"] == "close"
+    assert ServeArgs().body_limit(1024) == 64 * 1024 + 32 * 1024
+    assert ServeArgs().body_limit(1 << 20) == 8 << 20
 
 
-def test_kv_capacity_and_context_length_errors_differ(model: str) -> None:
-    async def main() -> None:
-        async with serving(model, engine_options={"num_gpu_blocks_override": 10}) as server:
-            limit = server.engine.max_model_len
-            response = await server.post(C, prompt="a" * 41, max_tokens=5)
-            assert error_of(response)[:2] in ((400, "exceeds_kv_capacity"), (400, "context_length_exceeded"))
-            assert limit <= LONGEST
-            response = await server.post(C, prompt="a" * 30, max_tokens=4, n=16)
-            assert error_of(response) == (400, "exceeds_kv_capacity", "prompt")
-            response = await server.post(H, messages=[{"role": "user", "content": "a" * 24}], max_tokens=4, n=16)
-            assert error_of(response) == (400, "exceeds_kv_capacity", "messages")
-            await is_unmoved(server)
-
-    run(main())
+async def test_kv_capacity_and_context_length_errors_differ(model: str) -> None:
+    async with serving(model, engine_options={"num_gpu_blocks_override": 10}) as server:
+        limit = server.engine.max_model_len
+        response = await server.post(C, prompt="a" * 41, max_tokens=5)
+        assert error_of(response)[:2] in ((400, "exceeds_kv_capacity"), (400, "context_length_exceeded"))
+        assert limit <= LONGEST
+        response = await server.post(C, prompt="a" * 30, max_tokens=4, n=16)
+        assert error_of(response) == (400, "exceeds_kv_capacity", "prompt")
+        response = await server.post(H, messages=[{"role": "user", "content": "a" * 24}], max_tokens=4, n=16)
+        assert error_of(response) == (400, "exceeds_kv_capacity", "messages")
+        await is_unmoved(server)
 
 
-def test_stricter_and_more_lenient_options(model: str) -> None:
-    async def main() -> None:
-        async with serving(model, strict_openai=True) as server:
-            assert error_of(await server.post(C, prompt="a")) == (400, "missing_required_parameter", "model")
-            for change, code, param in (
-                ({"stop": list("abcde")}, "array_above_max_length", "stop"),
-                ({"logprobs": 6}, "invalid_value", "logprobs"),
-                ({"model": None}, "missing_required_parameter", "model"),
-            ):
-                assert error_of(await server.post(C, **{"model": "tiny", "prompt": "a", **change})) == (
-                    400,
-                    code,
-                    param,
-                )
-        async with serving(model, unknown_params="warn", trust_request_chat_template=True) as server:
-            await server.complete(temprature=1)
-            for change, param in (({"suffix": "a", "temprature": 1}, "suffix"), ({"tools": "a"}, "tools")):
-                assert error_of(await server.post(C, prompt="a", **change)) == (400, "unsupported_parameter", param)
-            message = {"role": "user", "content": "a", "colour": 1}
-            assert error_of(await server.post(H, messages=[message]))[1:] == ("unknown_parameter", "messages[0].colour")
-            answer = await server.chat("abc", chat_template="{{ messages[0].content }}", logprobs=True)
-            assert answer["usage"]["prompt_tokens"] == 3
-        async with serving(model, engine_options={"scheduling_policy": "priority"}) as server:
-            await server.complete(priority=-5)
-            answer = await server.post(H, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
-            assert error_of(answer) == (400, "unsupported_parameter", "tools")
-        async with serving(model, engine_options={"chat_template": None}) as server:
-            assert error_of(await server.post(H, messages=MESSAGES)) == (400, "no_chat_template", "messages")
-
-    run(main())
-
-
-def test_internal_error_hides_the_exception() -> None:
-    api_error = to_api_error(RuntimeError("the secret is 42"), "abc")
-    assert (api_error.status, api_error.code) == (500, "internal_error") and b"secret" not in api_error.body()
-    assert api_error.headers()["x-should-retry"] == "false"
+async def test_stricter_and_more_lenient_options(model: str) -> None:
+    async with serving(model, strict_openai=True) as server:
+        assert error_of(await server.post(C, prompt="a")) == (400, "missing_required_parameter", "model")
+        for change, code, param in (
+            ({"stop": list("abcde")}, "array_above_max_length", "stop"),
+            ({"logprobs": 6}, "invalid_value", "logprobs"),
+            ({"model": None}, "missing_required_parameter", "model"),
+        ):
+            assert error_of(await server.post(C, **{"model": "tiny", "prompt": "a", **change})) == (400, code, param)
+    async with serving(model, unknown_params="warn", trust_request_chat_template=True) as server:
+        await server.complete(temprature=1)
+        for change, param in (({"suffix": "a", "temprature": 1}, "suffix"), ({"tools": "a"}, "tools")):
+            assert error_of(await server.post(C, prompt="a", **change)) == (400, "unsupported_parameter", param)
+        message = {"role": "user", "content": "a", "colour": 1}
+        assert error_of(await server.post(H, messages=[message]))[1:] == ("unknown_parameter", "messages[0].colour")
+        answer = await server.chat("abc", chat_template="{{ messages[0].content }}", logprobs=True)
+        assert answer["usage"]["prompt_tokens"] == 3
+    async with serving(model, engine_options={"scheduling_policy": "priority"}) as server:
+        await server.complete(priority=-5)
+        answer = await server.post(H, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
+        assert error_of(answer) == (400, "unsupported_parameter", "tools")
+    async with serving(model, engine_options={"chat_template": None}) as server:
+        assert error_of(await server.post(H, messages=MESSAGES)) == (400, "no_chat_template", "messages")
 
 
 @pytest.mark.parametrize("part", ["service.request_parser", "service.encode", "service.generate"])
-def test_bugs_become_internal_errors(model: str, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+async def test_bugs_become_internal_errors(model: str, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """A bug while the body is parsed, before the engine is called, or in it."""
 
     def bug(*args: Any) -> Any:
         raise RuntimeError("the secret is 42")
 
-    async def main() -> None:
-        async with serving(model) as server:
-            holder, _, name = f"app.{part}".rpartition(".")
-            with monkeypatch.context() as patch:
-                patch.setattr(operator.attrgetter(holder)(server), name, bug)
-                response = await server.post(C, prompt="a")
-            assert error_of(response) == (500, "internal_error", None) and "secret" not in response.text
-            await server.complete()
-
-    run(main())
+    async with serving(model) as server:
+        holder, _, name = f"app.{part}".rpartition(".")
+        with monkeypatch.context() as patch:
+            patch.setattr(operator.attrgetter(holder)(server), name, bug)
+            response = await server.post(C, prompt="a")
+        assert error_of(response) == (500, "internal_error", None) and "secret" not in response.text
+        assert response.headers["x-should-retry"] == "false"
+        await server.complete()
 
 
 def test_error_body_is_at_most_4_kib() -> None:

@@ -93,6 +93,40 @@ class Watcher:
         return sorted(found)
 
 
+@contextlib.contextmanager
+def arriving(external: ExternalPool, arrivals: list[list[bytes]]) -> Iterator[None]:
+    """The pool's socket has these messages."""
+
+    class Socket:
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            if not arrivals:
+                raise zmq.Again
+            return arrivals.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(external, "_socket", Socket())
+        yield
+
+
+@contextlib.contextmanager
+def answering(answers: dict[str, bytes]) -> Iterator[str]:
+    """The address of a server with these raw answers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(answers[self.path])
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.parametrize("encode", [dict, as_array], ids=["maps", "arrays"])
 @pytest.mark.parametrize("name", [int, lambda n: bytes([n])], ids=["numbers", "bytes"])
 def test_stored_blocks_are_cached_until_they_are_removed(external: ExternalPool, encode: Any, name: Any) -> None:
@@ -185,16 +219,7 @@ def test_restart_clears_the_rank_and_lost_messages_are_counted(external: Externa
     ids=range(12),
 )
 def test_malformed_messages_are_counted_and_dropped(external: ExternalPool, parts: list[bytes]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        arrivals = [parts, message(1, [stored([1])])]
-
-        class Socket:
-            def recv_multipart(self, flags: int) -> list[bytes]:
-                if not arrivals:
-                    raise zmq.Again
-                return arrivals.pop(0)
-
-        patch.setattr(external, "_socket", Socket())
+    with arriving(external, [parts, message(1, [stored([1])])]):
         state = Watcher(external).poll()
     assert external.num_malformed == 1 and state.num_cached == 1
 
@@ -202,27 +227,16 @@ def test_malformed_messages_are_counted_and_dropped(external: ExternalPool, part
 def test_real_socket_and_metrics() -> None:
     text = b'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
     text += b'vllm:cache_config_info{block_size="2",num_gpu_blocks="50"} 1.0\n'
-
-    class Metrics(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Metrics)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     context = zmq.Context()
     publisher = context.socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    external = ExternalPool(f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{server.server_port}/metrics")
-    watcher, sequence = Watcher(external), 0
-    while watcher.poll().num_cached < 2 or watcher.poll().counts.running != 3:
-        publisher.send_multipart(message(sequence, [stored([1, 2])]))  # until the subscription has arrived
-        sequence += 1
-    state = watcher.poll()
+    with answering({"/metrics": b"HTTP/1.0 200 OK\r\n\r\n" + text}) as here:
+        external = ExternalPool(f"tcp://127.0.0.1:{port}", f"{here}/metrics")
+        watcher, sequence = Watcher(external), 0
+        while watcher.poll().num_cached < 2 or watcher.poll().counts.running != 3:
+            publisher.send_multipart(message(sequence, [stored([1, 2])]))  # until the subscription has arrived
+            sequence += 1
+        state = watcher.poll()
     assert (state.num_blocks, state.num_cached) == (50, 2)
     assert (state.counts.running, state.counts.waiting) == (3, 2)
     found = asyncio.run(external.query(GetBlock(int(np.nonzero(state.words)[0][0]))))
@@ -231,31 +245,16 @@ def test_real_socket_and_metrics() -> None:
     external.close()
     publisher.close(linger=0)
     context.term()
-    server.shutdown()
-    server.server_close()
 
 
 def test_invalid_metrics_are_ignored() -> None:
-    class Odd(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.wfile.write(answers[self.path])
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
     answers = {"/ssh": b"SSH-2.0-OpenSSH_9.6\r\n"}
     answers["/inf"] = b"HTTP/1.0 200 OK\r\n\r\nvllm:num_requests_running 1e999\n"
-    server = HTTPServer(("127.0.0.1", 0), Odd)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    here = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with answering(answers) as here:
         for url in (f"{here}/ssh", f"{here}/inf", "http://127.0.0.1:abc/metrics", "http://127.0.0.1:9/a b"):
             with contextlib.closing(ExternalPool("tcp://127.0.0.1:9", url)) as external:
                 state = Watcher(external).poll()
                 assert state.counts.running == 0 and external._metrics_at > 0
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 class Lossy:
@@ -344,19 +343,10 @@ def test_missed_messages_are_replayed(publishing: tuple[Lab, KVEventPublisher, s
 
 def test_replay_without_reply_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_module, "REPLAY_S", 0.0)
-    external = ExternalPool("tcp://127.0.0.1:9", replay="tcp://127.0.0.1:9")
-    arrivals = [message(3, [stored([1])]), message(6, [stored([2])]), message(7, [stored([3])])]
-
-    class Socket:
-        def recv_multipart(self, flags: int) -> list[bytes]:
-            if not arrivals:
-                raise zmq.Again
-            return arrivals.pop(0)
-
-    monkeypatch.setattr(external, "_socket", Socket())
-    state = Watcher(external).poll()
-    assert state.num_cached == 3 and external.num_lost == 2 and external._replay_socket is None
-    external.close()
+    with contextlib.closing(ExternalPool("tcp://127.0.0.1:9", replay="tcp://127.0.0.1:9")) as external:
+        with arriving(external, [message(number, [stored([number])]) for number in (3, 6, 7)]):
+            state = Watcher(external).poll()
+        assert state.num_cached == 3 and external.num_lost == 2 and external._replay_socket is None
 
 
 @pytest.mark.parametrize("topic", [[], [b"kv-events"], [b""]], ids=["no topic", "topic", "empty topic"])

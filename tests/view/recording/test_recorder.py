@@ -164,16 +164,19 @@ def test_replay_of_a_thousand_workloads(tmp_path: Path, make: type[World]) -> No
 # -- an engine ---------------------------------------------------------------------------------------------------------
 
 
-def args(**options: Any) -> EngineArgs:
-    return EngineArgs(**({"model": "x", "preemption_mode": "recompute"} | COMMON | options))
+def replica_of(token_source: Any = None, **options: Any) -> Replica:
+    options = {"model": "x", "preemption_mode": "recompute"} | COMMON | options
+    config = SimConfig(MODELS["opt-13b"], DEVICES["h100"], EngineArgs(**options), cost=COST)
+    return Replica(config, Records(), token_source=token_source, interval_s=1e9)
 
 
-def replica_of(**options: Any) -> Replica:
-    return Replica(
-        SimConfig(MODELS["opt-13b"], DEVICES["h100"], args(**options), cost=COST),
-        Records(),
-        interval_s=1e9,
-    )
+def submitted(replica: Replica, arrivals: list[Arrival]) -> Iterator[int]:
+    """Submit each request at its time, then run to the end; yields after each."""
+    for i, arrival in enumerate(arrivals):
+        replica.run_until(arrival.time_s)
+        replica.submit(i, arrival)
+        yield i
+    replica.run_until(float("inf"))
 
 
 def record(
@@ -181,11 +184,13 @@ def record(
 ) -> tuple[Replica, RecordedEngine]:
     replica = replica_of(**options)
     recorded = RecordedEngine(replica.engine, keep_s=keep_s, segment_s=segment_s, clock=replica.clock)
-    for i, arrival in enumerate(arrivals):
-        replica.run_until(arrival.time_s)
-        replica.submit(i, arrival)
-    replica.run_until(float("inf"))
+    assert len(list(submitted(replica, arrivals))) == len(arrivals)
     return replica, recorded
+
+
+def drain(engine: Any) -> None:
+    while engine.has_work:
+        engine.step()
 
 
 def rounds(num: int) -> list[Arrival]:
@@ -239,17 +244,7 @@ def test_what_if_with_another_block_size_keeps_prefix_hits(busy: Path, block_siz
 
 def test_what_if_with_samples_and_beams(tmp_path: Path) -> None:
     arrivals = [Arrival(i / 5, ((5 + i % 3, 9), (50 + i, 3)), 6, n=1 + i % 3, beams=i % 6 == 5) for i in range(24)]
-    replica = Replica(
-        SimConfig(MODELS["opt-13b"], DEVICES["h100"], args(), cost=COST),
-        Records(),
-        token_source=Wide(),
-        interval_s=1e9,
-    )
-    recorded = RecordedEngine(replica.engine, clock=replica.clock, segment_s=1.0)
-    for i, arrival in enumerate(arrivals):
-        replica.run_until(arrival.time_s)
-        replica.submit(i, arrival)
-    replica.run_until(float("inf"))
+    replica, recorded = record(arrivals, segment_s=1.0, token_source=Wide())
     assert recorded.replayed(tmp_path / "f") > 2
     again = replay.what_if(Recording.load(tmp_path / "f"), {"max_num_seqs": 8}, COST)
     assert sorted(again.index) == list(range(24))
@@ -282,9 +277,7 @@ def test_memory_is_bounded() -> None:
     replica = replica_of()
     recorder = FlightRecorder(replica.engine, clock=replica.clock, max_bytes=limit)
     peak = 0
-    for i, arrival in enumerate(rounds(600)):
-        replica.run_until(arrival.time_s)
-        replica.submit(i, arrival)
+    for _ in submitted(replica, rounds(600)):
         peak = max(peak, recorder.num_bytes)
     assert limit / 4 < peak < 1.3 * limit
     assert len(recorder._requests) < 100 and len(recorder._requests._unfinished) < 100
@@ -295,8 +288,7 @@ def test_repeated_pin_takes_no_more_memory() -> None:
     recorder = FlightRecorder(engine)
     for _ in range(5):
         engine.add_request(EngineRequest.pinning("manual", [1, 2, 3, 4, 5, 6]))
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         engine.unpin("manual")
     log = recorder._requests
     assert [len(tails) for tails in log._tails.values()] == [1]
@@ -308,13 +300,9 @@ def test_dump_has_no_tokens_and_a_key_of_its_own(tmp_path: Path) -> None:
     for number in range(2):
         replica = replica_of()
         recorder = FlightRecorder(replica.engine, clock=replica.clock, segment_s=0.1)
-        replica.engine.add_request(
-            EngineRequest(
-                "a secret name", secret, SamplingParams(max_tokens=30, ignore_eos=True), salt=b"a secret salt"
-            )
-        )
-        while replica.engine.has_work:
-            replica.engine.step()
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        replica.engine.add_request(EngineRequest("a secret name", secret, params, salt=b"a secret salt"))
+        drain(replica.engine)
         data = gzip.decompress(recorder.dump(path=tmp_path / str(number)).read_bytes())
         assert b"secret" not in data
         assert not any(token.to_bytes(4, "little") in data or token.to_bytes(4, "big") in data for token in secret)
@@ -330,16 +318,13 @@ def test_recorder_attaches_and_detaches_at_any_time(tmp_path: Path) -> None:
     """It attaches while requests run and a plan is in flight."""
     replica = replica_of(num_gpu_blocks_override=48)
     recorded, num_present = None, 0
-    for i, arrival in enumerate(rounds(80)):
-        replica.run_until(arrival.time_s)
-        replica.submit(i, arrival)
+    for i in submitted(replica, rounds(80)):
         num_present = len(replica.scheduler.requests)
         if recorded is None and num_present > 3 and replica.scheduler.in_flight and i > 10:
             recorded = RecordedEngine(replica.engine, clock=replica.clock, keep_s=1e9, segment_s=5.0)
             recorded.names |= {r.request_id: str(a.number) for r, a in recorded.recorder._requests._live.items()}
             num_before, num_there = i + 1, num_present
     assert recorded is not None
-    replica.run_until(float("inf"))
     assert recorded.replayed(tmp_path / "f") > 2
     exact = replay.ExactReplay(Recording.load(tmp_path / "f"))
     assert exact.num_present == num_there and len(exact.records) == 80 - num_before
@@ -347,8 +332,7 @@ def test_recorder_attaches_and_detaches_at_any_time(tmp_path: Path) -> None:
     recorded.recorder.detach()
     num_bytes = recorded.recorder.num_bytes
     replica.engine.add_request(EngineRequest("late", [1, 2], SamplingParams(max_tokens=2)))
-    while replica.engine.has_work:
-        replica.engine.step()
+    drain(replica.engine)
     assert recorded.recorder.num_bytes == num_bytes and not replica.scheduler.tee.active
 
 
@@ -450,27 +434,22 @@ def test_crash_is_reproduced_by_the_replay(
 
 
 def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
+    def packed(**changes: Any) -> bytes:
+        return gzip.compress(msgspec.msgpack.encode(raw | changes))
+
     data = path.read_bytes()
     raw = msgspec.msgpack.decode(gzip.decompress(data))
     yield "no gzip", b"{}", "is not a dump"
     yield "cut", data[: len(data) // 2], "is not a dump"
     yield "packed", data[:10] + b"\x07" + data[11:], "is not a dump"
     yield "other", gzip.compress(b"\x81\x01\x02"), "is not a dump"
-    yield "version", gzip.compress(msgspec.msgpack.encode(raw | {"version": 99})), "has version 99 of another Octavo"
+    yield "version", packed(version=99), "has version 99 of another Octavo"
     older = [[*arrival[:7], False, *arrival[7:]] for arrival in raw["requests"]]
-    yield (
-        "fields",
-        gzip.compress(msgspec.msgpack.encode(raw | {"version": 3, "requests": older})),
-        "has version 3 of another Octavo",
-    )
+    yield "fields", packed(version=3, requests=older), "has version 3 of another Octavo"
     flipped = [[*segment[:6], bytes(len(segment[6]))] for segment in raw["segments"]]
-    yield "plans", gzip.compress(msgspec.msgpack.encode(raw | {"segments": flipped})), "was planned differently"
+    yield "plans", packed(segments=flipped), "was planned differently"
     fewer = [[*segment[:4], b"", *segment[5:]] for segment in raw["segments"]]
-    yield (
-        "numbers",
-        gzip.compress(msgspec.msgpack.encode(raw | {"segments": fewer, "requests": []})),
-        "cannot be replayed",
-    )
+    yield "numbers", packed(segments=fewer, requests=[]), "cannot be replayed"
 
 
 def test_invalid_dump_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

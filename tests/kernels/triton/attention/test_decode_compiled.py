@@ -49,17 +49,22 @@ def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded:
     return compile_for_hopper(decode._decode, constants, types_of(decode._decode), **options)
 
 
+def check_resident(kernel: Any, tuning: Any) -> int:
+    """All programs fit on the multiprocessors; returns the bytes that a thread spills."""
+    programs = tuning.programs_per_multiprocessor
+    assert programs * (kernel.metadata.shared + 1024) <= MULTIPROCESSOR_SHARED_BYTES
+    registers, spilled = register_usage(kernel)
+    assert programs * tuning.num_warps * 32 * registers <= MULTIPROCESSOR_REGISTERS
+    return spilled
+
+
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (4, 128), (7, 64)])
 @pytest.mark.parametrize(("num_seqs", "cascaded"), [(1, False), (256, False), (32, True), (256, True)])
 def test_all_programs_of_decode_are_resident(group: int, head_dim: int, num_seqs: int, cascaded: bool) -> None:
     """Each has an equal share of the keys: a program that starts when others end would double the time."""
     tuning = decode_tuning(torch.empty(num_seqs, 8 * group, head_dim, dtype=torch.bfloat16), num_seqs)
     kernel = compile_decode(tuning, group, head_dim, cascaded=cascaded)
-    programs = tuning.programs_per_multiprocessor
-    assert programs * (kernel.metadata.shared + 1024) <= MULTIPROCESSOR_SHARED_BYTES
-    registers, spilled = register_usage(kernel)
-    assert programs * tuning.num_warps * 32 * registers <= MULTIPROCESSOR_REGISTERS
-    assert spilled <= 8  # a value that the loop over keys does not use
+    assert check_resident(kernel, tuning) <= 8  # a value that the loop over keys does not use
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (7, 64)])
@@ -77,11 +82,7 @@ def test_all_programs_of_cascade_are_resident(group: int, head_dim: int) -> None
     }
     attend_common = cascade._attend_common
     kernel = compile_for_hopper(attend_common, constants, types_of(attend_common), num_warps=tuning.num_warps)
-    programs = tuning.programs_per_multiprocessor
-    assert programs * (kernel.metadata.shared + 1024) <= MULTIPROCESSOR_SHARED_BYTES
-    registers, spilled = register_usage(kernel)
-    assert programs * tuning.num_warps * 32 * registers <= MULTIPROCESSOR_REGISTERS
-    assert spilled == 0
+    assert check_resident(kernel, tuning) == 0
 
 
 def test_the_successor_starts_after_the_keys_are_read() -> None:

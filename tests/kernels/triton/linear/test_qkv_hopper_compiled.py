@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from octavo.kernels.triton.linear.tuning import (
     padded_tokens,
     qkv_tuning,
 )
-from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu, register_usage
+from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu, record_launches, register_usage
 
 POINTERS = {
     **dict.fromkeys(("bias", "q_norm", "k_norm", "q", "kv"), "*bf16"),
@@ -85,16 +83,7 @@ def test_all_programs_of_qkv_are_resident() -> None:
 
 
 def test_launch_arguments_and_fallback_of_the_qkv_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    args: dict[str, Any] = {}
-    names = qkv_hopper._qkv_hopper.arg_names
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return lambda *positional, **options: args.update(
-                {"grid": grid} | dict(zip(names, positional, strict=False)) | options
-            )
-
-    monkeypatch.setattr(qkv_hopper, "_qkv_hopper", Kernel())
+    args = record_launches(monkeypatch, qkv_hopper, "_qkv_hopper")
     x, bias = torch.zeros(70, 256, dtype=torch.bfloat16), torch.zeros(8 * 64, dtype=torch.bfloat16)
     weight, norm = torch.zeros(8 * 64, 256, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     residual = NormedResidual(x, x + 1, torch.zeros(3, 128))

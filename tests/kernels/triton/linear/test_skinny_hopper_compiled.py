@@ -18,7 +18,7 @@ from octavo.kernels.triton.linear.tuning import (
     padded_tokens,
     skinny_hopper_tuning,
 )
-from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu
+from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper, fake_gpu, record_launches
 
 POINTERS = {
     **dict.fromkeys(("bias", "residual", "norm", "y", "weighted"), "*bf16"),
@@ -97,16 +97,7 @@ def test_all_programs_of_skinny_are_resident() -> None:
 
 def test_launch_arguments_of_the_skinny_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor is passed under its name; absent tensors get a placeholder."""
-    args: dict[str, Any] = {}
-    names = skinny_hopper._skinny_hopper.arg_names
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return lambda *positional, **options: args.update(
-                {"grid": grid} | dict(zip(names, positional, strict=False)) | options
-            )
-
-    monkeypatch.setattr(skinny_hopper, "_skinny_hopper", Kernel())
+    args = record_launches(monkeypatch, skinny_hopper, "_skinny_hopper")
     x, weight, bias, norm = (torch.zeros(n, dtype=torch.bfloat16) for n in ((70, 96), (304, 96), 304, 304))
     residual = NormedResidual(*(torch.zeros(70, 304, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(5, 128))
     after = skinny.add_linear(residual, x, weight, bias, norm, tuning=HopperTuning(128, 64, 4, 3))

@@ -24,5 +24,5 @@ def make_state() -> RowState:
     return state
 
 
-def to_device(state: RowState) -> RowState:
-    return RowState(*(getattr(state, f.name).to(DEVICE, copy=True) for f in fields(RowState)))
+def to_device(state: RowState, device: str = DEVICE) -> RowState:
+    return RowState(*(getattr(state, f.name).to(device, copy=True) for f in fields(RowState)))

@@ -15,6 +15,7 @@ from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.triton import ops as cuda
+from tests.kernels.pool import settings_of
 from tests.kernels.triton.device import DEVICE, INTERPRETED
 
 
@@ -118,9 +119,7 @@ def test_greedy_takes_the_lowest_id_of_equals_in_any_split() -> None:
     logits = torch.zeros(3, 20_000)
     for row, first in enumerate((19_999, 4096, 4095)):
         logits[row, first:] = 1.0
-    params = SamplingTensors.from_lists(
-        [0.0] * 3, [0] * 3, [1.0] * 3, [0.0] * 3, [1] * 3, [0] * 3, [0] * 3, device=DEVICE
-    )
+    params = settings_of(3, temperature=0.0, device=DEVICE)
     assert cuda.sample(logits.to(DEVICE), params).tolist() == [19_999, 4096, 4095]
 
 
@@ -128,16 +127,7 @@ def test_samples_follow_the_filtered_distribution() -> None:
     """A chi-squared test over the 6 tokens that the filters keep of a vocabulary of 40."""
     count = 25 if INTERPRETED else 4000
     logits = torch.linspace(0, 4, 40)[torch.randperm(40)].repeat(count, 1)
-    params = SamplingTensors.from_lists(
-        [0.8] * count,
-        [8] * count,
-        [0.9] * count,
-        [0.3] * count,
-        [3] * count,
-        [0] * count,
-        list(range(count)),
-        device=DEVICE,
-    )
+    params = settings_of(count, temperature=0.8, top_k=8, top_p=0.9, min_p=0.3, device=DEVICE)
     tokens = cuda.sample(logits.to(DEVICE), params).cpu()
     probs = reference.filtered_logits(logits[:1], on_cpu(params).select(torch.tensor([0]))).softmax(-1)[0]
     counts = torch.bincount(tokens, minlength=40)

@@ -21,6 +21,14 @@ def assert_equal(actual: RowState, expected: RowState) -> None:
         assert torch.equal(getattr(actual, field.name).cpu(), getattr(expected, field.name)), field.name
 
 
+def assert_equal_batches(actual: RaggedBatch, expected: RaggedBatch) -> None:
+    for name in ("positions", "slot_mapping", "seq_lens"):
+        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
+    for i, length in enumerate(expected.seq_lens.tolist()):
+        used = cdiv(length, BLOCK_SIZE)
+        assert torch.equal(actual.block_tables[i, :used].cpu(), expected.block_tables[i, :used])
+
+
 def test_prepare_decode_inputs_matches_the_reference() -> None:
     rows, starts = torch.tensor([4, 2, 0, NUM_ROWS, 1]), torch.tensor([1100, 5, 7, 0, 0])
     ends, step_counter = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
@@ -28,7 +36,7 @@ def test_prepare_decode_inputs_matches_the_reference() -> None:
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeInputs.allocate(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
-        ops.prepare_decode_inputs(state if ops is reference else to_device(state), step, BLOCK_SIZE)
+        ops.prepare_decode_inputs(to_device(state, device), step, BLOCK_SIZE)
         steps.append(step)
     expected, actual = steps
     assert expected.live_rows.tolist() == [4, NUM_ROWS, NUM_ROWS, NUM_ROWS, 1]
@@ -36,15 +44,9 @@ def test_prepare_decode_inputs_matches_the_reference() -> None:
     assert expected.batch.slot_mapping.tolist()[0] == (4 * MAX_BLOCKS + 1 + 275) * BLOCK_SIZE + 1
     for name in ("live_rows", "token_ids"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
-    for name in ("positions", "slot_mapping", "seq_lens"):
-        assert torch.equal(getattr(actual.batch, name).cpu(), getattr(expected.batch, name)), name
+    assert_equal_batches(actual.batch, expected.batch)
     for name in PER_ROW_FIELDS:
         assert torch.equal(getattr(actual.sampling, name).cpu(), getattr(expected.sampling, name)), name
-    for table, expected_table, length in zip(
-        actual.batch.block_tables, expected.batch.block_tables, [1102, 0, 0, 0, 2], strict=True
-    ):
-        used = cdiv(length, BLOCK_SIZE)
-        assert torch.equal(table[:used].cpu(), expected_table[:used])
 
 
 def test_prepare_prefill_inputs_matches_the_reference() -> None:
@@ -56,9 +58,7 @@ def test_prepare_prefill_inputs_matches_the_reference() -> None:
     known = torch.cat((torch.tensor([7, 8, 9, -1, -1]), torch.randint(0, 50, (700,))))
     results: list[tuple[RowState, RaggedBatch, Tensor]] = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        device_state = (
-            to_device(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
-        )
+        device_state = to_device(state, device)
         batch = RaggedBatch.from_lists(counts, counts, [[0] * 275] * 4, BLOCK_SIZE, device=device)
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
         ops.prepare_prefill_inputs(
@@ -71,14 +71,8 @@ def test_prepare_prefill_inputs_matches_the_reference() -> None:
     assert expected.seq_lens.tolist() == [12, 41, 1, 1100]
     assert torch.equal(tokens.cpu(), expected_tokens)
     assert int(tokens[3]) == int(state.last_token[1])
-    for name in ("positions", "slot_mapping", "seq_lens"):
-        assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
+    assert_equal_batches(actual, expected)
     assert expected.slot_mapping[4] == 0  # the row that is done
-    for table, expected_table, length in zip(
-        actual.block_tables, expected.block_tables, [12, 41, 1, 1100], strict=True
-    ):
-        used = cdiv(length, BLOCK_SIZE)
-        assert torch.equal(table[:used].cpu(), expected_table[:used])
 
 
 def test_commit_sampled_tokens_matches_the_reference() -> None:
@@ -92,9 +86,7 @@ def test_commit_sampled_tokens_matches_the_reference() -> None:
     )
     results = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        device_state = (
-            to_device(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
-        )
+        device_state = to_device(state, device)
         ring = torch.full((3, 9), -7, dtype=torch.int32, device=device)
         step_counter = torch.tensor([1, 5], device=device)
         ops.commit_sampled_tokens(device_state, rows.to(device), tokens.to(device), ring, step_counter)
@@ -122,12 +114,7 @@ def test_common_prefixes_of_neighbours_are_found() -> None:
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeInputs.allocate(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
-        device_state = RowState(
-            *(
-                x.to(device, copy=True)
-                for x in (state.block_tables, state.last_token, state.done, state.sampling_params)
-            )
-        )
+        device_state = to_device(state, device)
         ops.prepare_decode_inputs(device_state, step, block_size)
         assert step.batch.common_prefix_lens is not None
         found.append(step.batch.common_prefix_lens.tolist())
