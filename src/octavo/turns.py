@@ -16,8 +16,8 @@ T = TypeVar("T", bound=Hashable)
 class Room(Generic[T]):
     """A bounded amount that tenants share: bytes, queued requests, waiting jobs.
 
-    A tenant may use all of it while no other needs any. When it is full, the newest items of the tenant that uses most
-    are dropped, in favour of one that uses less even with its new item.
+    A tenant may use all of it while no other needs any. When it is full, the newest items of the tenant that uses most,
+    among those with items that may be dropped, leave in favour of one that uses less even with its new item.
 
     limit  of the sum; a single item may be larger
     drop   called with each item that is dropped, after it has left
@@ -93,8 +93,9 @@ class Turns(Generic[T]):
         self._drop = drop
         self.num_taken: Counter[int] = Counter()
         """Slots by tenant."""
-        self._num_slots, self._num_spare = num_slots, int(spare)
-        self._num_slow = 0
+        self._num_slots, self._spare = num_slots, spare
+        self._in_spare: T | None = None
+        self._num_slow = 0  # outside the spare slot
         self._queues: dict[tuple[int, bool], dict[T, None]] = {}  # tenant, slow -> waiting items in order
         self._keys: dict[T, tuple[int, bool]] = {}  # of waiting and taken items
         self._last_turns: dict[tuple[int, bool], int] = {}  # of queues
@@ -110,7 +111,7 @@ class Turns(Generic[T]):
 
     def take(self) -> T | None:
         """The next item, which has a slot now, until `done`; None if none waits or no slot is free for it."""
-        ready = [key for key in self._queues if self._has_slot(*key)]
+        ready = [key for key in self._queues if self._has_slot(key[1]) or self._may_use_spare(key[0])]
         if not ready:
             return None
         key = min(ready, key=lambda key: (self.num_taken[key[0]], self._last_turns.get(key, 0)))
@@ -119,8 +120,11 @@ class Turns(Generic[T]):
         self.room.keep(item)
         self._num_turns += 1
         self._last_turns[key] = self._num_turns
+        if self._has_slot(key[1]):
+            self._num_slow += key[1]
+        else:
+            self._in_spare = item
         self.num_taken[key[0]] += 1
-        self._num_slow += key[1]
         return item
 
     def done(self, item: T) -> None:
@@ -128,7 +132,10 @@ class Turns(Generic[T]):
         tenant, slow = self._keys.pop(item)
         self.room.release(item)
         self.num_taken[tenant] -= 1
-        self._num_slow -= slow
+        if item == self._in_spare:
+            self._in_spare = None
+        else:
+            self._num_slow -= slow
         if not self.num_taken[tenant]:
             del self.num_taken[tenant]
         self._forget(tenant)
@@ -149,11 +156,12 @@ class Turns(Generic[T]):
         self._leave(item)
         self._drop(item)
 
-    def _has_slot(self, tenant: int, slow: bool) -> bool:
-        num_taken, num_slots = self.num_taken.total(), self._num_slots
-        if num_taken < num_slots and not (slow and self._num_slow >= max(1, num_slots - 1)):
-            return True
-        return num_taken < num_slots + self._num_spare and not self.num_taken[tenant]
+    def _has_slot(self, slow: bool) -> bool:
+        num_free = self._num_slots - self.num_taken.total() + (self._in_spare is not None)
+        return num_free > 0 and not (slow and self._num_slow >= max(1, self._num_slots - 1))
+
+    def _may_use_spare(self, tenant: int) -> bool:
+        return self._spare and self._in_spare is None and not self.num_taken[tenant]
 
     def _leave(self, item: T) -> None:
         key = self._keys.pop(item)

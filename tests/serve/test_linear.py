@@ -26,7 +26,7 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.serve import view_routes as view
 from octavo.serve.http import middleware
 from octavo.serve.http.allowed_hosts import AllowedHosts
-from octavo.serve.http.endpoint import RequestContext
+from octavo.serve.http.context import RequestContext
 from octavo.serve.http.server import LimitedHttpProtocol
 from octavo.serve.openai import decoding, request, responses_api
 from octavo.serve.openai.errors import ApiError

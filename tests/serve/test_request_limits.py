@@ -15,7 +15,7 @@ import pytest
 from octavo.errors import ParameterError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.serve.admission import Admission
+from octavo.serve.admission import Admission, Ticket
 from octavo.serve.args import ServeArgs
 from octavo.serve.openai.errors import ApiError
 from octavo.serve.request_limits import RequestLimits
@@ -112,42 +112,46 @@ def test_default_limits_follow_the_engine_size() -> None:
 # -- the queue ---------------------------------------------------------------------------------------------------------
 
 
-def door(several: bool, **limits: int | None) -> Admission:
-    admission = Admission(**{"max_num_seqs": 4, "max_num_queued_reqs": 8, "max_num_queued_tokens": None} | limits)  # type: ignore[arg-type]
-    admission.multi_tenant = several
-    return admission
+def door(**limits: int | None) -> Admission:
+    return Admission(**{"max_num_seqs": 4, "max_num_queued_reqs": 8, "max_num_queued_tokens": None} | limits)  # type: ignore[arg-type]
 
 
-def enter(admission: Admission, width: int, tokens: int, tenant: int) -> bool:
-    """Whether the request is admitted; it then stays."""
-    try:
-        STAYING.enter_context(admission.admit(width, tokens, tenant))
-    except ApiError as api_error:
-        return (api_error.status, api_error.code) != (429, "queue_full")
-    return True
+def enter(admission: Admission, width: int, tokens: int, tenant: int) -> Ticket | None:
+    """The ticket of an admitted request, which then stays; None if it is refused."""
+    with contextlib.suppress(ApiError):
+        return STAYING.enter_context(admission.admit(width, tokens, tenant))
+    return None
 
 
-def test_idle_server_refuses_requests_beyond_the_queue() -> None:
-    assert not enter(door(False), 13, 1, 0)
-    assert enter(door(False), 12, 1, 0)
-    assert not enter(door(False, max_num_queued_tokens=9), 1, 10, 0)
+def test_one_tenant_may_fill_the_queue_until_another_needs_it() -> None:
+    admission = door()
+    tickets = [enter(admission, 1, 1, 0) for _ in range(13)]
+    assert tickets[12] is None and None not in tickets[:12] and admission.is_full
+    assert tickets[11] is not None and tickets[10] is not None
+    admission.start(tickets[11])
+    dropped: list[str] = []
+    tickets[10].on_drop = lambda: dropped.append("newest waiting")
+    assert enter(admission, 1, 1, 1) is not None
+    assert dropped == ["newest waiting"] and tickets[10].dropped and not tickets[11].dropped
+    with pytest.raises(ApiError, match="other tenants hold less"):
+        admission.check(tickets[10])
+    others = [enter(admission, 1, 1, 1) for _ in range(6)]
+    assert [ticket is not None for ticket in others] == [True] * 5 + [False], "each has half"
+    assert admission.num_sequences == 12
 
 
-def test_one_key_leaves_queue_room_for_others() -> None:
-    admission = door(True)
-    assert [enter(admission, 1, 1, 0) for _ in range(7)] == [True] * 6 + [False]
-    assert [enter(admission, 1, 1, 1) for _ in range(4)] == [True] * 3 + [False]
-    assert enter(admission, 1, 1, 2), "a third one still finds a place"
-    assert not admission.is_full
-    alone = door(False)
-    assert [enter(alone, 1, 1, 0) for _ in range(13)] == [True] * 12 + [False]
-    by_tokens = door(True, max_num_queued_tokens=100)
-    assert [enter(by_tokens, 1, 25, 0) for _ in range(3)] == [True, True, False]
-    assert enter(by_tokens, 1, 50, 1), "the first of a key may take all that is free"
+def test_queued_tokens_are_shared_likewise() -> None:
+    admission = door(max_num_queued_tokens=100)
+    first, second = enter(admission, 1, 50, 0), enter(admission, 1, 50, 0)
+    assert first and second and enter(admission, 1, 1, 0) is None
+    assert enter(admission, 1, 30, 1) is not None
+    assert second.dropped and not first.dropped and admission.num_queued_tokens == 80
+    admission.start(first)
+    assert admission.num_queued_tokens == 30
 
 
 def test_tenant_counts_are_released() -> None:
-    admission = door(True)
+    admission = door()
     for _ in range(3):
         with admission.admit(6, 5, 1) as ticket:
             assert (admission.num_sequences, admission.num_queued_tokens) == (6, 5)

@@ -54,24 +54,28 @@ async def test_worker_results_equal_the_tokenizers(tokenizer: Tokenizer) -> None
         await workers.aclose()
 
 
-async def test_dead_or_hung_worker_fails_one_request_and_is_replaced(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_job_of_a_dead_or_stopped_worker_is_done_by_another(tokenizer: Tokenizer, number: int) -> None:
     with nothing_left():
         workers = TextWorkerPool(tokenizer)
         await workers.start()
-        (worker,) = workers.idle
-        worker.process.kill()
-        worker.process.wait()
-        assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]  # noticed before
-        (worker,) = workers.idle
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(text_worker, "BASE_S", 0.3)
-        with pytest.raises(ApiError) as caught:
+        (worker,) = workers.workers.idle
+        job = asyncio.ensure_future(workers.encode(["a" * 1_000_000], False))
+        await asyncio.sleep(0.02)
+        os.kill(worker.process.pid, number)
+        assert await job == [tokenizer.encode("a" * 1_000_000, False)]
+        assert worker.process.poll() is not None and worker not in workers.workers.idle
+        await workers.aclose()
+
+
+async def test_a_job_whose_workers_all_die_gets_503(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_left():
+        workers = TextWorkerPool(tokenizer)
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(ApiError, match="exit code 1") as caught:
             await workers.encode(["a"], False)
-        assert (caught.value.status, caught.value.code) == (500, "text_timeout")
-        monkeypatch.setattr(text_worker, "BASE_S", 30.0)
-        assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]
+        assert (caught.value.status, caught.value.code) == (503, "text_unavailable")
+        assert caught.value.headers()["retry-after"]
         await workers.aclose()
 
 
@@ -100,14 +104,14 @@ async def test_a_template_of_any_size_fails_its_request_only(tokenizer: Tokenize
         workers = TextWorkerPool(tokenizer, num_workers=2)
         async with contextlib.aclosing(workers):
             await workers.start()
-            (worker,) = workers.idle
+            (worker,) = workers.workers.idle
             for template in BOMBS:
                 with pytest.raises(TemplateError, match=r"memory|longer than|fails") as caught:
                     await workers.chat(HELLO, {"chat_template": template})
                 assert caught.value.code in ("template_error", "template_timeout")
                 prompt = InputProcessor(tokenizer).chat(HELLO)
                 assert await workers.chat(HELLO, {}) == (prompt["prompt"], prompt["prompt_token_ids"])
-                assert workers.idle == [worker], template
+                assert workers.workers.idle == [worker], template
             assert peak_bytes(worker.process.pid) < 1 << 30
 
 
@@ -128,7 +132,7 @@ async def test_slow_templates_leave_a_worker_free(tokenizer: Tokenizer) -> None:
             with pytest.raises(TemplateError) as caught:
                 await task
             assert caught.value.code == "template_timeout"
-        assert len(workers.idle) == 2
+        assert len(workers.workers.idle) == 2
         await workers.aclose()
 
 
@@ -147,19 +151,33 @@ async def test_long_texts_leave_a_worker_free(tokenizer: Tokenizer, monkeypatch:
 
 
 async def test_waiting_jobs_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_worker, "MAX_JOB_BYTES", 2500)
+    monkeypatch.setattr(text_worker, "MIN_JOB_BYTES", 100)
     with nothing_left():
         workers = TextWorkerPool(tokenizer, num_workers=2)
-        for name, most, texts in (("MAX_JOBS", 3, ["a"] * 3), ("MAX_JOB_BYTES", 2500, ["a" * 1000] * 2)):
-            with monkeypatch.context() as patch:
-                patch.setattr(text_worker, name, most)
-                waiting = [asyncio.ensure_future(workers.encode([text], False)) for text in texts]
-                await asyncio.sleep(0)
-                with pytest.raises(ApiError) as caught:
-                    await workers.encode(["a" * 1000], False)
-                assert (caught.value.status, caught.value.code) == (429, "queue_full")
-                assert caught.value.headers()["retry-after"]
-                assert await asyncio.gather(*waiting) == [[tokenizer.encode(text, False)] for text in texts]
-                assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # a single job is always accepted
+        waiting = [asyncio.ensure_future(workers.encode([text], False)) for text in ["a" * 1000] * 2]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await workers.encode(["a" * 1000], False)
+        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+        assert caught.value.headers()["retry-after"]
+        assert await asyncio.gather(*waiting) == [[tokenizer.encode("a" * 1000, False)]] * 2
+        assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # a single job is always accepted
+        await workers.aclose()
+
+
+async def test_another_tenant_does_not_wait_for_long_jobs(tokenizer: Tokenizer) -> None:
+    with nothing_left():
+        workers = TextWorkerPool(tokenizer, num_workers=2)
+        slow = [asyncio.ensure_future(workers.chat(HELLO, {"chat_template": ENDLESS}, 1)) for _ in range(40)]
+        await asyncio.sleep(0.1)
+        begin = asyncio.get_running_loop().time()
+        template = {"chat_template": "{{ messages[0].content }}"}  # slow too, as far as anybody knows
+        assert (await workers.chat(HELLO, template, 2))[0] == "Hello</s>"
+        assert asyncio.get_running_loop().time() - begin < 20 and sum(task.done() for task in slow) < 20
+        for task in slow:
+            task.cancel()  # they leave the queue
+        await workers.chat(HELLO, {}, 1)
         await workers.aclose()
 
 

@@ -314,7 +314,7 @@ def test_without_a_sandbox_process_the_request_fails(tokenizer: Tokenizer, monke
             made.compile(regex_grammar("a"))
         assert caught.value.code == "grammar_unavailable"
         patch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(RequestFailedError, match="cannot start a process .* exit code 1"):
+        with pytest.raises(RequestFailedError, match=r"cannot start a process .* exit code 1"):
             made.compile(regex_grammar("a"))
     made.compile(regex_grammar("a"))
     made.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from octavo.serve.openai.errors import ApiError, shutting_down
+from octavo.turns import Room
 
 MAX_RETRY_AFTER_S = 120
 RATE_WINDOW = 64
@@ -17,26 +18,28 @@ RATE_WINDOW = 64
 
 
 class Ticket:
-    """An admitted request. `started`: the engine has produced its first output."""
+    """An admitted request.
 
-    __slots__ = ("num_tokens", "started", "tenant", "width")
+    dropped  it has left the queue in favour of a tenant that holds less
+    on_drop  called at that moment
+    """
 
-    def __init__(self, width: int, num_tokens: int, tenant: int) -> None:
-        self.width = width
-        self.num_tokens = num_tokens
-        self.tenant = tenant
-        self.started = False
+    __slots__ = ("dropped", "on_drop")
+
+    def __init__(self) -> None:
+        self.dropped = False
+        self.on_drop: Callable[[], object] = bool
 
 
 class Admission:
     """Counts requests and refuses those beyond the limits at once.
 
+    A tenant may fill the queue while no other needs it. Then its newest requests without an output are dropped.
+
     max_num_seqs           sequences that run together
     max_num_queued_reqs    sequences admitted beyond those
     max_num_queued_tokens  prompt tokens of requests without an output yet. None: no limit
     on_refusal             called with the error code of each refusal
-    multi_tenant           attribute: there are several keys. A tenant with requests here gets more only while as much
-                           stays free for others as it uses itself.
     """
 
     def __init__(
@@ -48,14 +51,16 @@ class Admission:
         on_refusal: Callable[[str], None] = lambda code: None,
     ) -> None:
         self._on_refusal = on_refusal
-        self._max_num_seqs = max_num_seqs
-        self._max_num_queued_reqs = max_num_queued_reqs
-        self._max_num_queued_tokens = max_num_queued_tokens
-        self.multi_tenant = False
+        is_limited = max_num_seqs is not None and max_num_queued_reqs is not None
+        max_sequences = (max_num_seqs or 0) + (max_num_queued_reqs or 0) if is_limited else math.inf
+        self._sequences: Room[Ticket] = Room(max_sequences, self._drop)
+        self._queued_tokens: Room[Ticket] = Room(max_num_queued_tokens or math.inf, self._drop)
+        self._limits = (
+            (self._sequences, f"{max_num_seqs} sequences run and {max_num_queued_reqs} may wait"),
+            (self._queued_tokens, f"{max_num_queued_tokens} prompt tokens may wait"),
+        )
         self.num_requests = 0
         self.num_rejected = 0
-        self._sequences: Counter[int] = Counter()  # by tenant
-        self._queued_tokens: Counter[int] = Counter()
         self.draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -63,16 +68,16 @@ class Admission:
 
     @property
     def num_sequences(self) -> int:
-        return self._sequences.total()
+        return self._sequences.total
 
     @property
     def num_queued_tokens(self) -> int:
-        return self._queued_tokens.total()
+        return self._queued_tokens.total
 
     @property
     def is_full(self) -> bool:
-        """Whether a request of one sequence would be refused now, from any tenant."""
-        return self._exceeded_limit(1, 1, None) is not None
+        """Whether a request of one sequence would be refused now, unless another one is dropped for it."""
+        return any(room.total >= room.limit for room, _ in self._limits)
 
     @contextmanager
     def admit(self, width: int, num_tokens: int, tenant: int = 0) -> Iterator[Ticket]:
@@ -80,49 +85,44 @@ class Admission:
         if self.draining:
             self._on_refusal("shutting_down")
             raise shutting_down()
-        if (limit := self._exceeded_limit(width, num_tokens, tenant)) is not None:
-            self.num_rejected += 1
-            self._on_refusal("queue_full")
-            raise ApiError(429, "queue_full", f"{limit}; try again later", retry_after_s=self.retry_after_s())
-        ticket = Ticket(width, num_tokens, tenant)
+        for (room, limit), amount in zip(self._limits, (width, num_tokens), strict=True):
+            if not room.would_fit(tenant, amount):
+                raise self._refusal(f"the queue is full: {limit}")
+        ticket = Ticket()
+        self._sequences.take(ticket, tenant, width)
+        self._queued_tokens.take(ticket, tenant, num_tokens)
         self.num_requests += 1
-        self._sequences[tenant] += width
-        self._queued_tokens[tenant] += num_tokens
         self._empty.clear()
         try:
             yield ticket
         finally:
-            self.start(ticket)
+            self._sequences.release(ticket)
+            self._queued_tokens.release(ticket)
             self.num_requests -= 1
-            self._sequences[tenant] -= width
             self._end_times.append(time.monotonic())
             if not self.num_requests:
                 self._empty.set()
 
     def start(self, ticket: Ticket) -> None:
-        """Marks the request as running: its prompt no longer counts as queued."""
-        if not ticket.started:
-            ticket.started = True
-            self._queued_tokens[ticket.tenant] -= ticket.num_tokens
+        """Marks the request as running: its prompt no longer counts as queued, and it is not dropped."""
+        self._sequences.keep(ticket)
+        self._queued_tokens.release(ticket)
 
-    def _exceeded_limit(self, width: int, num_tokens: int, tenant: int | None) -> str | None:
-        """The limit that one more request would exceed, if any."""
-        max_queued, max_running = self._max_num_queued_reqs, self._max_num_seqs
-        if max_queued is not None and max_running is not None:
-            name = f"{max_running} sequences run and {max_queued} may wait"
-            if (text := self._exceeded(self._sequences, width, tenant, max_running + max_queued, name)) is not None:
-                return text
-        if (limit := self._max_num_queued_tokens) is not None:
-            return self._exceeded(self._queued_tokens, num_tokens, tenant, limit, f"{limit} prompt tokens may wait")
-        return None
+    def check(self, ticket: Ticket) -> None:
+        """Raises `ApiError` 429 if the request was dropped."""
+        if ticket.dropped:
+            raise self._refusal("the queue is full, and other tenants hold less of it")
 
-    def _exceeded(self, counts: Counter[int], more: int, tenant: int | None, limit: int, name: str) -> str | None:
-        free = limit - counts.total() - more
-        if free < 0:
-            return f"the queue is full: {name}"
-        if self.multi_tenant and tenant is not None and counts[tenant] > 0 and counts[tenant] + more > free:
-            return f"the queue is full for this key: {name}, and other keys keep as much room as this key uses"
-        return None
+    def _drop(self, ticket: Ticket) -> None:
+        ticket.dropped = True
+        self._sequences.release(ticket)
+        self._queued_tokens.release(ticket)
+        ticket.on_drop()
+
+    def _refusal(self, reason: str) -> ApiError:
+        self.num_rejected += 1
+        self._on_refusal("queue_full")
+        return ApiError(429, "queue_full", f"{reason}; try again later", retry_after_s=self.retry_after_s())
 
     def retry_after_s(self) -> int:
         """Seconds until about a tenth of the admitted requests will have finished, at the recent rate."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,15 +18,9 @@ from octavo.errors import UsageError
 from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
 from octavo.serve.debug_rate_limit import CoalescedQuery, TenantRateLimiter
 from octavo.serve.http.allowed_hosts import AllowedHosts
-from octavo.serve.http.endpoint import (
-    ActiveRequest,
-    Endpoint,
-    EventStream,
-    Handler,
-    HttpResponse,
-    RequestContext,
-    json_response,
-)
+from octavo.serve.http.body import Bodies
+from octavo.serve.http.context import EventStream, HttpResponse, RequestContext, json_response
+from octavo.serve.http.endpoint import ActiveRequest, Endpoint, Handler
 from octavo.serve.http.middleware import OPEN_PATHS, ApiKeys, AuthMiddleware
 from octavo.serve.openai import schema
 from octavo.serve.openai.errors import ApiError, bad_request, not_found, redact_paths, to_api_error
@@ -45,6 +39,7 @@ from octavo.serve.view_routes import EVENTS, View
 from octavo.view.live.hub import Hub
 
 logger = logging.getLogger("octavo.serve")
+B = TypeVar("B", bound=schema.Body)
 
 RESTART_GRACE_S = 60.0
 """/health fails when a restart of the engine takes longer."""
@@ -72,7 +67,7 @@ class App:
     def __init__(self, service: Service, keys: ApiKeys | None = None) -> None:
         self.service = service
         self.active_requests: set[ActiveRequest] = set()
-        service.admission.multi_tenant = keys is not None and len(keys) > 1
+        self.bodies = Bodies()
         self._rate_limiter, self._kv_query = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
         settings = service.settings
         app = Starlette(exception_handlers={HTTPException: on_http_exception})
@@ -127,6 +122,7 @@ class App:
             path,
             handler,
             body_limit=body_limit if has_body else None,
+            bodies=self.bodies,
             active=self.active_requests,
             streams=streams,
         )
@@ -144,20 +140,26 @@ class App:
     async def close(self) -> None:
         await self.service.text_workers.aclose()
 
+    async def _body(self, context: RequestContext, kind: type[B]) -> B:
+        """The route's body. Raises `ApiError` 400."""
+        return await self.bodies.parse(context, lambda body: self.service.request_parser.decode(body, kind))
+
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def completions(self, context: RequestContext) -> HttpResponse | EventStream:
         parser = self.service.request_parser
-        request = parser.parse_completion(parser.decode(context.body, CompletionRequest))
+        request = parser.parse_completion(await self._body(context, CompletionRequest))
         name = f"cmpl-{context.request_id}"
-        prompts = await self.service.encode(request)
+        prompts = await self.service.encode(request, context.tenant.number)
         return await self._generate(context, request, name, prompts, self.service.completion_response(request, name))
 
     async def chat_completions(self, context: RequestContext) -> HttpResponse | EventStream:
         parser = self.service.request_parser
-        request = parser.parse_chat(parser.decode(context.body, ChatRequest))
+        request = parser.parse_chat(await self._body(context, ChatRequest))
         name = f"chatcmpl-{context.request_id}"
-        prompt = await self.service.encode_chat(request.messages, request.template, request.truncate)
+        prompt = await self.service.encode_chat(
+            request.messages, request.template, request.truncate, context.tenant.number
+        )
         builder = self.service.chat_response(request, name, prompt)
         return await self._generate(context, request, name, [prompt], builder)
 
@@ -190,11 +192,11 @@ class App:
 
     async def responses(self, context: RequestContext) -> HttpResponse | EventStream:
         service, name = self.service, f"resp_{context.request_id}"
-        body = service.request_parser.decode(context.body, ResponseRequest)
+        body = await self._body(context, ResponseRequest)
         chat, messages, tools = to_chat(body)
         try:
             request = service.request_parser.parse_chat(chat, messages, tools)
-            prompt = await service.encode_chat(request.messages, request.template)
+            prompt = await service.encode_chat(request.messages, request.template, tenant=context.tenant.number)
         except (ApiError, UsageError) as error:
             raise to_responses_error(to_api_error(error, context.request_id)) from None
         response = ResponseEventBuilder(name, request.model, body, tools)
@@ -232,8 +234,8 @@ class App:
     # -- tokenizer -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, context: RequestContext) -> HttpResponse:
-        service, parser = self.service, self.service.request_parser
-        body = parser.decode(context.body, TokenizeRequest)
+        service, parser, tenant = self.service, self.service.request_parser, context.tenant.number
+        body = await self._body(context, TokenizeRequest)
         parser.resolve_model(body)
         if body.messages is not None:
             messages = parse_messages(body.messages)
@@ -241,15 +243,15 @@ class App:
             if tools := parse_tools(body.tools):
                 check_tools(tools)
                 template["tools"] = tools
-            token_ids = (await service.encode_chat(messages, template)).token_ids
+            token_ids = (await service.encode_chat(messages, template, tenant=tenant)).token_ids
         elif body.prompt is not None:
             service.prompts.check_length(body.prompt)
-            (token_ids,) = await service.encode_texts([body.prompt], body.add_special_tokens is not False)
+            (token_ids,) = await service.encode_texts([body.prompt], body.add_special_tokens is not False, tenant)
         else:
             raise bad_request("missing_required_parameter", "prompt is missing; send prompt or messages", "prompt")
         token_strings = None
         if body.return_token_strs:
-            token_strings = await service.text_workers.token_strings(token_ids)
+            token_strings = await service.text_workers.token_strings(token_ids, tenant)
         return json_response(
             {
                 "count": len(token_ids),
@@ -261,10 +263,10 @@ class App:
 
     async def detokenize(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        body = service.request_parser.decode(context.body, DetokenizeRequest)
+        body = await self._body(context, DetokenizeRequest)
         service.request_parser.resolve_model(body)
         service.check_ids(body.tokens, "tokens")
-        return json_response({"prompt": await service.decode(body.tokens, False)})
+        return json_response({"prompt": await service.decode(body.tokens, False, context.tenant.number)})
 
     # -- models and state ----------------------------------------------------------------------------------------------
 

@@ -35,7 +35,8 @@ class JobQueue(Generic[T]):
             self._refuse(waiting)
         self._start_jobs()
         try:
-            return await waiting.result
+            result: T = await waiting.result
+            return result
         finally:
             self.turns.withdraw(waiting)
 

@@ -18,7 +18,7 @@ from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import InputProcessor
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.serve.admission import Admission
+from octavo.serve.admission import Admission, Ticket
 from octavo.serve.args import ServeArgs
 from octavo.serve.metrics import Metrics
 from octavo.serve.openai.errors import ApiError, bad_request, to_api_error
@@ -115,12 +115,12 @@ class Service:
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    async def encode(self, request: ParsedRequest) -> list[TokenizedPrompt]:
+    async def encode(self, request: ParsedRequest, tenant: int = 0) -> list[TokenizedPrompt]:
         """Tokenises the prompts of a completion. Raises `ApiError`, or a `UsageError` with the request's param."""
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         for text in texts:
             self.prompts.check_length(text)
-        ids_of_texts = iter(await self.encode_texts(texts, request.add_special_tokens))
+        ids_of_texts = iter(await self.encode_texts(texts, request.add_special_tokens, tenant))
         encoded = []
         for i, prompt in enumerate(request.prompts):
             path = "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
@@ -135,7 +135,9 @@ class Service:
                 truncated = self._truncated(TokenizedPrompt(None, prompt), request.truncate)
                 if request.echo and len(truncated.token_ids) > MANY_TOKENS:  # else decoded on the event loop
                     skip = getattr(request.params, "skip_special_tokens", True)
-                    truncated = TokenizedPrompt(await self.decode(truncated.token_ids, skip), truncated.token_ids)
+                    truncated = TokenizedPrompt(
+                        await self.decode(truncated.token_ids, skip, tenant), truncated.token_ids
+                    )
                 encoded.append(truncated)
         return encoded
 
@@ -146,23 +148,25 @@ class Service:
             text = f"{path}[{j}] is {largest}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
             raise bad_request("invalid_token_id", text, f"{path}[{j}]")
 
-    async def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    async def encode_texts(
+        self, texts: Sequence[str], add_special_tokens: bool = True, tenant: int = 0
+    ) -> list[list[int]]:
         """Token ids of texts. The spelling of a special token is encoded as text."""
         if sum(map(len, texts)) > LONG_TEXT_CHARS:
-            return await self.text_workers.encode(texts, add_special_tokens)
+            return await self.text_workers.encode(texts, add_special_tokens, tenant)
         return [self.tokenizer.encode(text, add_special_tokens, parse_special=False) for text in texts]
 
-    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, tenant: int = 0) -> str:
         if len(token_ids) > MANY_TOKENS:
-            return await self.text_workers.decode(token_ids, skip_special_tokens)
+            return await self.text_workers.decode(token_ids, skip_special_tokens, tenant)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], template: dict[str, Any], truncate: int | None = None
+        self, messages: list[dict[str, Any]], template: dict[str, Any], truncate: int | None = None, tenant: int = 0
     ) -> TokenizedPrompt:
         self.prompts.check_length("".join(m["content"] for m in messages), "messages")
         try:
-            text, token_ids = await self.text_workers.chat(messages, template)
+            text, token_ids = await self.text_workers.chat(messages, template, tenant)
         except TemplateError as error:
             if "chat_template" in template and error.code in ("template_error", "template_timeout"):
                 error.code, error.param = "template_error", "chat_template"  # the request's own template
@@ -171,12 +175,14 @@ class Service:
             raise bad_request("empty_prompt", "the chat template renders these messages as empty", "messages")
         return self._truncated(TokenizedPrompt(text, token_ids), truncate)
 
-    async def _with_bad_word_ids(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+    async def _with_bad_word_ids(
+        self, params: SamplingParams | BeamSearchParams, tenant: int
+    ) -> SamplingParams | BeamSearchParams:
         """Tokenises long bad_words in a text worker; the engine's client would do so on the event loop, per prompt."""
         words = params.bad_words if isinstance(params, SamplingParams) else None
         if not words or not isinstance(params, SamplingParams) or sum(map(len, words)) <= LONG_TEXT_CHARS:
             return params
-        token_ids = [*(params.bad_words_token_ids or ()), *map(tuple, await self.text_workers.word_ids(words))]
+        token_ids = [*(params.bad_words_token_ids or ()), *map(tuple, await self.text_workers.word_ids(words, tenant))]
         return replace(params, bad_words=None, bad_words_token_ids=tuple(dict.fromkeys(token_ids)))
 
     @staticmethod
@@ -207,7 +213,7 @@ class Service:
         params = self.request_limits.fit(request.params, lengths)
         salt = combine_salts(tenant.salt, request.cache_salt)
         names = [name if len(prompts) == 1 else f"{name}-{i}" for i in range(len(prompts))]
-        params = await self._with_bad_word_ids(params)
+        params = await self._with_bad_word_ids(params, tenant.number)
         trackers = [self.metrics.track(request.params, len(p.token_ids), arrival) for p in prompts]
         with self.admission.admit(width * len(prompts), sum(lengths), tenant.number) as ticket:
             generators = [
@@ -219,7 +225,7 @@ class Service:
             reason = "abort"
             try:
                 async with contextlib.aclosing(merge_outputs(generators, self._max_concurrent(width))) as outputs:
-                    first = await self._first_output(outputs, names[0])
+                    first = await self._first_output(outputs, names[0], ticket)
                     self.admission.start(ticket)
                     if first is not None:
                         trackers[first[0]].record(first[1])
@@ -253,16 +259,21 @@ class Service:
         return MAX_PROMPTS if num_rows is None else max(1, (num_rows - num_rows // 8) // width)
 
     async def _first_output(
-        self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], name: str
+        self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], name: str, ticket: Ticket
     ) -> tuple[int, RequestOutput] | None:
-        """Waits for the first output. Raises `ApiError` 503 if the request still waits after `queue_timeout`."""
+        """Waits for the first output.
+
+        Raises `ApiError`: 503 if the request still waits after `queue_timeout`, 429 if it is dropped from the queue.
+        """
         first = asyncio.ensure_future(anext(outputs, None))
+        ticket.on_drop = first.cancel
         try:
             while not (await asyncio.wait({first}, timeout=self.settings.queue_timeout or None))[0]:
                 state = await self.backend.debug_request(name)
                 if state is not None and state["status"] == "waiting":
                     text = f"the request has waited {self.settings.queue_timeout:g} s in the queue; try again later"
                     raise ApiError(503, "queue_timeout", text, retry_after_s=self.admission.retry_after_s())
+            self.admission.check(ticket)
             return await first
         finally:
             if not first.done():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 import re
 import secrets
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,7 +24,7 @@ _SECRET = secrets.token_bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The holder of an API key; without keys, every caller.
+    """The holder of an API key; without keys, the callers of one address.
 
     A request id contains a MAC under the tenant's salt. The id alone identifies its tenant, also after the request has
     ended and after an engine restart. No state is kept.
@@ -83,3 +86,15 @@ class Tenant:
 
 
 DEFAULT_TENANT = Tenant()
+
+
+@functools.lru_cache(4096)
+def tenant_at(host: str) -> Tenant:
+    """The tenant of an address, for fair sharing on a server without keys. In IPv6 it is the network of 64 bits."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return DEFAULT_TENANT
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    return Tenant(number=1 + zlib.crc32(address.packed[:8]))

@@ -9,7 +9,6 @@ There are a few workers, started on demand. Tenants use them in turns.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import sys
 from array import array
@@ -46,7 +45,8 @@ class TextWorkerPool:
         self._tokenizer = tokenizer
         self.workers = HelperPool("octavo.serve.text_worker")
         self._threads = ThreadPoolExecutor(num_workers + 1, thread_name_prefix="octavo-text")
-        self._jobs = JobQueue(num_workers, MAX_JOB_BYTES, "too many requests wait to be tokenised; try again later")
+        full_text = "too many requests wait to be tokenised; try again later"
+        self._jobs: JobQueue[bytes] = JobQueue(num_workers, MAX_JOB_BYTES, full_text)
 
     async def start(self) -> None:
         """Starts a worker, so that the first request need not wait for it."""
@@ -100,7 +100,8 @@ class TextWorkerPool:
 
         async def run() -> bytes:
             try:
-                return await self._in_thread(self.workers.call, self._tokenizer_state, body, limit_s)
+                reply: bytes = await self._in_thread(self.workers.call, self._tokenizer_state, body, limit_s)
+                return reply
             except JobTooLargeError as error:
                 raise ApiError(500, "text_timeout", f"{error} to process the text; send less") from None
             except HelperLostError as error:
@@ -116,8 +117,8 @@ class TextWorkerPool:
     async def _in_thread(self, call: Callable[..., bytes | None], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
-    @functools.cache  # noqa: B019 - one pool per process
     def _tokenizer_state(self) -> bytes:
+        """The set-up of a worker. Runs on the pool's threads."""
         return _encode(self._tokenizer.to_wire())
 
 

@@ -21,7 +21,8 @@ import octavo
 import octavo.view
 from octavo.errors import ParameterError
 from octavo.serve.debug_rate_limit import TenantRateLimiter
-from octavo.serve.http.endpoint import EventStream, Handler, HttpResponse, RequestContext, json_response
+from octavo.serve.http.context import EventStream, HttpResponse, RequestContext, json_response
+from octavo.serve.http.endpoint import Handler
 from octavo.serve.openai.decoding import decode_json
 from octavo.serve.openai.errors import ApiError, bad_request, not_found
 from octavo.serve.tenants import Tenant

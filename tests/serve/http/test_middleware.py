@@ -14,6 +14,7 @@ import pytest
 from octavo.errors import ParameterError
 from octavo.serve.admission import Admission
 from octavo.serve.args import ServeArgs
+from octavo.serve.http import body as body_module
 from octavo.serve.http import endpoint as endpoint_module
 from octavo.serve.http.allowed_hosts import is_loopback
 from octavo.serve.http.middleware import ApiKeys
@@ -300,7 +301,7 @@ async def test_shutdown_ends_requests_with_an_error(model: str) -> None:
 
 
 async def test_slow_body_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "BODY_RATE_WINDOW_S", 0.05)
+    monkeypatch.setattr(body_module, "BODY_RATE_WINDOW_S", 0.05)
     monkeypatch.setattr(endpoint_module, "LINGER_S", 0.05)
     async with serving(model) as server:
         call = Call(server, {})

@@ -16,10 +16,11 @@ from typing import Any
 
 from octavo.errors import ParameterError
 from octavo.serve.http.allowed_hosts import AllowedHosts
-from octavo.serve.http.endpoint import Message, Receive, RequestContext, Scope, Send, new_request_id, send_error
+from octavo.serve.http.context import Message, Receive, RequestContext, Scope, Send, new_request_id
+from octavo.serve.http.endpoint import send_error
 from octavo.serve.metrics import Metrics
 from octavo.serve.openai.errors import ApiError, internal_error
-from octavo.serve.tenants import DEFAULT_TENANT, Tenant
+from octavo.serve.tenants import DEFAULT_TENANT, Tenant, tenant_at
 
 access_log = logging.getLogger("octavo.access")
 logger = logging.getLogger("octavo.serve")
@@ -147,6 +148,8 @@ class AuthMiddleware:
         is_probe = path in OPEN_PATHS and scope["method"] in ("GET", "HEAD")  # probes use any address
         if (api_error := self._hosts.check(scope, any_name=is_probe)) is not None:
             return api_error
+        if not self._keys and (client := scope.get("client")) is not None:
+            context.tenant = tenant_at(client[0])
         if not self._keys or (path in self._open_paths and scope["method"] in ("GET", "HEAD")):
             return None
         if _is_preflight(context):

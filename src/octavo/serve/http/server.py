@@ -27,17 +27,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from octavo.errors import OctavoError
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs
-from octavo.serve.http.endpoint import (
-    ABORT,
-    LINGER_S,
-    SEND_TIMEOUT_S,
-    Receive,
-    RequestContext,
-    Scope,
-    Send,
-    new_request_id,
-    send_error,
-)
+from octavo.serve.http.context import Receive, RequestContext, Scope, Send, new_request_id
+from octavo.serve.http.endpoint import ABORT, LINGER_S, SEND_TIMEOUT_S, send_error
 from octavo.serve.http.middleware import OPEN_PATHS, sanitize_request_id
 from octavo.serve.metrics import StatsLogger
 from octavo.serve.openai.errors import ApiError, shutting_down
