@@ -24,6 +24,7 @@ import pytest
 
 from octavo.errors import ParameterError
 from octavo.serve.args import ServeArgs
+from octavo.serve.http import body as body_module
 from octavo.serve.http import endpoint
 from octavo.serve.http import server as http_server
 from octavo.serve.http.allowed_hosts import AllowedHosts
@@ -375,6 +376,42 @@ async def test_too_large_body_is_refused_before_it_has_arrived(model: str, monke
         chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
         answer = await send_raw(port, head + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
         assert status_of(answer) == (413, "body_too_large")
+
+
+async def test_bodies_in_tiny_chunks_are_refused_early(model: str) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    content = b'{"prompt": "Hello", "max_tokens": 1}'
+    async with listening(model) as (_, _, port):
+        tiny = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
+        assert status_of(await send_raw(port, head, tiny, b"0\r\n\r\n", pause_s=0.05))[0] == 200
+        small = b"c\r\n            \r\n" * 2_000
+        assert status_of(await send_raw(port, head, small, tiny + b"0\r\n\r\n", pause_s=0.05))[0] == 200
+        assert status_of(await send_raw(port, head, b"1\r\n \r\n" * 20_000)) == (431, "headers_too_large")
+
+
+async def test_stalled_bodies_leave_room_for_other_tenants(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys, tenants are addresses. The newest body of the tenant that stalls most is refused."""
+    monkeypatch.setattr(body_module, "MAX_BYTES", 100_000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 40000\r\n\r\n" + b" " * 30_000
+    async with listening(model) as (server, _, port):
+        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in stalled:
+            writer.write(head)
+        while server.app.bodies.room.total < 90_000:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        writer.write(head + b" " * 9_960 + b'{"prompt": "Hello", "max_tokens": 1}    ')
+        assert b" 200 OK" in await asyncio.wait_for(reader.readline(), 60)
+        refused = await asyncio.wait_for(stalled[2][0].read(), 60)
+        assert status_of(refused) == (429, "too_many_bodies") and server.app.bodies.room.total == 60_000
+        for _, other in [*stalled, (reader, writer)]:
+            other.close()
+        await server.at_rest()
+        while server.app.bodies.room.total:
+            await asyncio.sleep(0.01)
+        assert not server.app.bodies.room.used
 
 
 async def test_connections_broken_in_every_state(model: str) -> None:

@@ -75,7 +75,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._num_header_bytes = 0  # bytes since the last request or body part: headers and trailers
+        self._num_header_bytes = 0  # of headers, trailers and chunk sizes, less half of the body
+        self._body_parts: list[bytes] = []
         self._num_pipelined_bytes = 0  # bytes received while another request waits
         self._in_headers = True
         self._refused = False
@@ -108,6 +109,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("")
             return
+        self._pass_body()
+        self._num_header_bytes = max(0, self._num_header_bytes)
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
             return
@@ -167,11 +170,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        self._num_header_bytes = 0
-        if not self._refused:
+        self._num_header_bytes -= 3 * len(body) // 2
+        self._body_parts.append(body)
+
+    def _pass_body(self) -> None:
+        """Passes the received parts on as one: there may be very many."""
+        body, self._body_parts = b"".join(self._body_parts), []
+        if body and not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._pass_body()
         if not self._refused and not self._asks_for_upgrade():
             super().on_message_complete()
 
@@ -252,7 +261,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def _headers_too_large() -> ApiError:
-    text = f"the headers are too large; the limit is {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} lines"
+    text = f"the headers, or sizes of small chunks, exceed the limit of {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} lines"
     return ApiError(431, "headers_too_large", text, close=True)
 
 
