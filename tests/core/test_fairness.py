@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.policy import ARRIVALS_PER_INDEX, Policy
+from octavo.core.policy import ARRIVALS_PER_INDEX, Policy, PreemptionMode
 from octavo.core.request import Status
+from octavo.core.scheduler import PATIENCE_STEPS, TURN_TOKENS
 from octavo.core.tenants import Tenant, Tenants, catch_up_shares, water_fill
 from tests.core.lab import SWAP, Lab, Planned, Worlds, make
 from tests.proof import oracle as o
@@ -216,15 +218,15 @@ def test_a_decode_window_does_not_reduce_shares_of_others(world: Worlds) -> None
     assert slices(lab.step()) == {"A": 2, "B": 6}  # the end of the prefill, without a decode window beyond its share
 
 
-def test_a_request_that_waits_for_blocks_stops_admission_for_all_tenants(world: Worlds) -> None:
-    """Otherwise small requests would take every free block for ever."""
+def test_small_requests_pass_one_that_waits_for_blocks_until_they_give_way(world: Worlds) -> None:
     lab = world(10, budget=32, rows=8)
-    lab.add("A", prompt(10), 6, tenant=0)
+    lab.add("first", prompt(2, 2), 16, tenant=0)
     lab.step()
     lab.add("large", prompt(16, 1), 2, tenant=1)
-    lab.add("small", prompt(2, 2), 1, tenant=0)
-    lab.step()
-    assert lab.requests["large"].wait_reason == "blocks" and lab.requests["small"].status is Status.WAITING
+    for i in range(12):
+        lab.add(f"small {i}", prompt(2, 2), 4, tenant=0)
+        lab.step()
+    assert "large" in lab.finished and lab.reasons("large") == ["blocks"]
 
 
 def test_a_running_prefill_progresses_though_another_tenant_is_owed_more() -> None:
@@ -338,3 +340,120 @@ def test_a_new_tenant_starts_level_with_the_least_served() -> None:
 )
 def test_shares_are_level_in_workloads_that_once_failed(seed: int) -> None:
     run(seed)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "recompute": (Policy(mode=PreemptionMode.RECOMPUTE), 0),
+    "swap": (Policy(mode=PreemptionMode.SWAP), 200),
+    "rule": (Policy(), 200),
+}
+
+
+def rows_of(lab: Lab) -> dict[int, int]:
+    return {number: tenant.num_rows for number, tenant in lab.scheduler.tenants.present.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beam", [0, 8])
+def test_a_wide_request_gives_way_to_another_tenant_in_the_next_step(world: Worlds, way: str, beam: int) -> None:
+    policy, host = WAYS[way]
+    lab = world(200, host=host, rows=8, policy=policy)
+    wide = lab.add("wide", prompt(4), 30, tenant=0, **({"beam": beam} if beam else {"width": 8}))
+    for _ in range(6):
+        lab.step()
+    lab.add("four tokens", prompt(3, 1), 4, tenant=1)
+    assert slices(lab.step()) == {"four tokens": 3}
+    (gave_way,) = lab.emitted(ev.Preempted)
+    assert (gave_way.request_id, gave_way.for_request, gave_way.why) == ("wide", "four tokens", "share")
+    while "four tokens" not in lab.finished:
+        lab.step()
+    assert lab.scheduler.num_steps == 6 + 4 and wide.num_preemptions == 0
+    lab.step()
+    assert wide.status is Status.RUNNING, "back as soon as its rows are free"
+    lab.add("again", prompt(3, 2), 4, tenant=1)
+    for _ in range(8 + TURN_TOKENS + 5):  # after a recomputation of all sequences and a turn
+        lab.step()
+    assert "again" in lab.finished
+
+
+def test_a_request_has_its_turn_before_it_gives_way_again(world: Worlds) -> None:
+    lab = world(200, rows=4, policy=Policy(mode=PreemptionMode.RECOMPUTE))
+    wide = lab.add("wide", prompt(4), 40, width=4, tenant=0)
+    lab.step()
+    lengths = []
+    for i in range(30):
+        lab.add(f"small {i}", prompt(2, 1), 1, tenant=1)
+        lab.step()
+        if lab.emitted(ev.Preempted)[len(lengths) :]:
+            lengths.append(len(wide.sequences[0].token_ids))
+    assert len(lengths) > 2 and min(b - a for a, b in pairwise(lengths)) >= TURN_TOKENS
+
+
+def test_the_tenant_with_most_rows_gives_way_until_both_have_as_many(world: Worlds) -> None:
+    lab = world(400, rows=8, budget=64)
+    for i in range(8):
+        lab.add(f"a{i}", prompt(3, i), 20, tenant=0)
+    lab.step()
+    for i in range(6):
+        lab.add(f"b{i}", prompt(3, 10 + i), 20, tenant=1)
+    lab.step()
+    assert rows_of(lab) == {0: 7, 1: 1}
+    for _ in range(5):
+        lab.step()
+    assert rows_of(lab) == {0: 4, 1: 4}
+    assert [e.request_id for e in lab.emitted(ev.Preempted)] == ["a7", "a6", "a5", "a4"]
+    lab.add("c", prompt(3, 20), 2, tenant=2)
+    lab.step()
+    assert rows_of(lab) in ({0: 3, 1: 4, 2: 1}, {0: 4, 1: 3, 2: 1})
+
+
+def test_equal_and_wider_requests_wait_for_their_rows(world: Worlds) -> None:
+    lab = world(200, rows=8)
+    lab.add("A", prompt(4), 20, width=5, tenant=0)
+    lab.step()
+    lab.add("B", prompt(4, 1), 2, width=5, tenant=1)
+    for _ in range(5):
+        lab.step()
+    assert not lab.emitted(ev.Preempted) and lab.reasons("B") == ["rows"]
+
+
+def test_a_request_for_all_rows_gets_them_though_others_always_have_some(world: Worlds) -> None:
+    """It lets others pass for a while, then all give way to it, and it has its turn."""
+    lab = world(400, rows=4, budget=64)
+    lab.add("small", prompt(2), 8, tenant=0)
+    lab.step()
+    wide = lab.add("wide", prompt(4, 1), 2 * TURN_TOKENS, width=4, tenant=1)
+    waits: dict[str, int] = {}
+    for i in range(2 * PATIENCE_STEPS + 40):
+        lab.add(f"small {i}", prompt(2, i % 7), 8, tenant=i % 2 * 2)
+        lab.step()
+        for name, request in lab.requests.items():
+            if name.startswith("small ") and request.status is not Status.WAITING:
+                waits.setdefault(name, i - int(name.split()[1]))
+        if wide.status is Status.FINISHED:
+            break
+    assert wide.status is Status.FINISHED and i > PATIENCE_STEPS
+
+
+def test_a_more_urgent_request_does_not_give_way(world: Worlds) -> None:
+    lab = world(200, rows=4, policy=Policy(by_priority=True))
+    lab.add("urgent", prompt(4), 20, width=4, priority=0, tenant=0)
+    lab.step()
+    lab.add("later", prompt(4, 1), 2, priority=1, tenant=1)
+    lab.step()
+    assert not lab.emitted(ev.Preempted)
+    lab.add("as urgent", prompt(4, 2), 2, priority=0, tenant=2)
+    lab.step()
+    assert len(lab.emitted(ev.Preempted)) == 1
+
+
+def test_one_tenant_never_gives_way_to_itself(world: Worlds) -> None:
+    lab = world(200, rows=4)
+    lab.add("wide", prompt(4), 20, width=4)
+    lab.step()
+    lab.add("next", prompt(4, 1), 2)
+    for _ in range(5):
+        lab.step()
+    assert not lab.emitted(ev.Preempted)

@@ -598,6 +598,8 @@ def check(scheduler: Scheduler) -> None:
     for number, tenant in present.items():
         line = [r for r in scheduler.waiting if r.tenant == number]
         need(tenant.waiting == line, Invariant, "a tenant's line", number)
+        rows_of = sum(r.width for r in scheduler.running if r.tenant == number)
+        need(tenant.num_rows == rows_of, Invariant, "a tenant's rows", number)
     stats = cache.stats()
     device = [s for r in scheduler.running for s in r.sequences if s.block_ids] + list(cache.pins.values())
     need(stats.num_unfilled_slots <= len(device) * (size - 1), Invariant, "more waste than a block a sequence")

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from octavo.core import events as ev
+from octavo.core import scheduler as core_scheduler
 from octavo.core.block_pool import BLOCKS_PER_SHARD
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
@@ -129,6 +130,59 @@ class Fairness:
         return 0 < self.longest < due
 
 
+class GivingWay:
+    """Checks which requests give way to other tenants in a step: made before the step is planned, checked after.
+
+    ends  request that gave way or waited for its place -> the length from which on it may give way; -1 until it runs
+    """
+
+    def __init__(self, scheduler: Scheduler, ends: dict[Request, int]) -> None:
+        self.scheduler, self.ends = scheduler, ends
+        self.running = {r: r.num_preemptions for r in scheduler.running}
+        self.rows: Counter[int] = Counter()
+        for request in self.running:
+            self.rows[request.tenant] += request.width
+        self.others = [*scheduler.swapped, *scheduler.waiting]
+        waited = {r: scheduler.num_steps - r.waits_since for r in self.others if r.waits_since >= 0}
+        self.late = {r for r, num in waited.items() if num >= core_scheduler.PATIENCE_STEPS and not self.rows[r.tenant]}
+        self.claims = [r for r in self.others if self._is_clear(r)]
+
+    def _may(self, request: Request, claim: Request) -> bool:
+        """Whether the request may give way to this one, apart from their tenants' rows."""
+        length = max(len(seq.token_ids) for seq in request.sequences)
+        urgent = self.scheduler.policy.by_priority and request.priority < claim.priority
+        return request.tenant != claim.tenant and not (request.pin or urgent) and length >= self.ends.get(request, 0)
+
+    def _is_clear(self, claim: Request) -> bool:
+        """Whether it waits for one row, one may give way for it, and no other tenant waits."""
+        scheduler = self.scheduler
+        if claim.wait_reason != "rows" or claim.width > 1 or claim.num_pending or scheduler.confined_to:
+            return False
+        first = next(r for r in self.others if r.tenant == claim.tenant)
+        if first is not claim or any(r.tenant != claim.tenant for r in self.others):
+            return False
+        most = max(self.rows.values(), default=0)
+        is_full = self.rows.total() == scheduler.max_num_seqs and most > self.rows[claim.tenant] + 1
+        return is_full and any(self._may(r, claim) and self.rows[r.tenant] == most for r in self.running)
+
+    def check(self, totals: Counter[str]) -> list[Request]:
+        """Return the requests that gave way."""
+        scheduler = self.scheduler
+        gone = [r for r, num in self.running.items() if r not in scheduler.running and r.num_preemptions == num]
+        for request in gone:
+            claims = [r for r in self.others if self._may(request, r)]
+            fewer = [r for r in claims if self.rows[r.tenant] + r.width < self.rows[request.tenant]]
+            need(fewer or self.late & set(claims), Invariant, "gave way to nobody", request)
+            totals["gave way" if fewer else "gave way to an overdue one"] += 1
+        need(not self.claims or gone, Invariant, "no way was given", self.claims)
+        for request in scheduler.running:
+            if self.ends.get(request, 0) < 0:
+                self.ends[request] = len(request.sequences[0].token_ids) + core_scheduler.TURN_TOKENS
+        self.ends |= {r: -1 for r in self.others if r.waits_since >= 0 and r not in scheduler.running}
+        self.ends.update(dict.fromkeys(gone, -1))
+        return gone
+
+
 STOPPED = ("blocks", "rows", "behind a swapped request", "in flight", "prefix in flight", "long prefill")
 """Wait reasons with which shares may stay unequal: a slice that was shortened is not extended again."""
 
@@ -215,6 +269,7 @@ class World:
         self.aborted: set[str] = set()
         self.finished: set[str] = set()
         self.failed: set[str] = set()
+        self.turn_ends: dict[Request, int] = {}
         self.authors: dict[int, Sequence] = {}  # block -> who wrote into it last
         self.flight: deque[tuple[InFlightStep, Any]] = deque()
 
@@ -349,15 +404,18 @@ class World:
     def _plan(self) -> InFlightStep:
         scheduler = self.scheduler
         running, waiting = list(scheduler.running), list(scheduler.waiting)
-        fairness = Fairness(scheduler)
+        fairness, giving = Fairness(scheduler), GivingWay(scheduler, self.turn_ends)
         step = scheduler.schedule()
         plan = step.plan
         fairness.check(step, self.totals)
+        gone = giving.check(self.totals)
         o.check(scheduler)
-        left = [r for r in running if r not in scheduler.running]
+        left = [r for r in running if r not in scheduler.running and r not in gone]
         came = [r for r in waiting if r in scheduler.running]
         need(not (left and (came or plan.swap_ins)), Invariant, "admitted in a step that preempted")
-        need(not (came and scheduler.swapped), Invariant, "admitted while others are swapped")
+        for request in scheduler.swapped if came else ():
+            others = scheduler.tenants.several and request.tenant not in {r.tenant for r in came}
+            need(others and request in self.turn_ends, Invariant, "admitted while others are swapped", request)
         planned = {seq.request for seq in step.sequences}
         need(not scheduler.confined_to or planned <= scheduler.confined_to, Invariant, "planned though not confined")
         need(all(len(r.sequences) > 1 or r.sequences[0] in step.sequences for r in came), Invariant, "no slice")
@@ -538,7 +596,8 @@ def run(
     """Run the workload of this seed to its end. Raises the oracle's findings."""
     totals = Counter() if totals is None else totals
     world = World(seed, totals, kind=kind, speculates=speculates)
-    world.run()
+    with mock.patch.object(core_scheduler, "PATIENCE_STEPS", world.fair.choice([2, 5, 64])):
+        world.run()
     totals.update(world.oracle.counts)
     totals.update(world.seen)
     totals["prefix hits"] += world.cache.num_hits

@@ -51,11 +51,11 @@ class Waiting(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """A request was preempted because `for_request` needed blocks.
+    """A request was preempted because `for_request` needed blocks, or rows of the tenant with most of them.
 
     how         "recompute" or "swap"
     why         reason for `how`: "forced"; "cheaper" than the other; "rule" of the paper; "no host room" to swap;
-                "pin", which is never swapped
+                "pin", which is never swapped; "share" if it gives way to another tenant
     num_blocks  blocks that are swapped or recomputed, with `num_positions` in them
     """
 

@@ -175,8 +175,10 @@ class Request:
         "status",
         "stop_ids",
         "tenant",
+        "turn_ends",
         "use_structured_output",
         "wait_reason",
+        "waits_since",
         "width",
     )
 
@@ -187,7 +189,7 @@ class Request:
     """Arguments that are plain data and never change. A restored request is made with them."""
     SAVED = Fields(
         "arrival forked max_tokens num_cached_tokens num_preemptions order status left_behind=shared_on_device "
-        "must_wait=needs_result newest_found=newest_prefix_seal waits_for=wait_reason"
+        "must_wait=needs_result newest_found=newest_prefix_seal waits_for=wait_reason waits_since turn_ends"
     )
 
     def __init__(
@@ -244,6 +246,8 @@ class Request:
         self.num_preemptions = 0
         self.newest_prefix_seal: SealId = 0  # newest seal among all prefix blocks that it ever began with
         self.wait_reason = ""  # see `events.Waiting`
+        self.waits_since = -1  # step since which it waits for rows or blocks, or in which it gave way
+        self.turn_ends = 0  # length from which on it gives way
         self.error = ""  # error of its slice on the device
         self.shared_on_device: dict[BlockId, SealId] = {}  # while swapped: see `swap_out`
 

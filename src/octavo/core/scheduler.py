@@ -3,8 +3,8 @@
 A step is filled from three queues: running requests in order of arrival, then swapped ones, then waiting ones, which
 are admitted only while nothing is swapped. Each queue stops at the first request that does not fit.
 
-Among several tenants the least served is admitted first, and their prefills share a step. A long prefill gets only part
-of a step, and further long ones let short ones pass.
+Among several tenants the least served is admitted first, their prefills share a step, and the one with most rows gives
+way to others. A long prefill gets only part of a step, and further long ones let short ones pass.
 
 The scheduler plans step k+1 while the device runs step k. Its view of a sequence therefore lags the device by the
 sequence's `num_pending` tokens.
@@ -37,6 +37,10 @@ Growth: TypeAlias = list[tuple[Sequence, int]]
 """Sequences with the number of positions that each is to compute next."""
 LONG_PREFILL = "long prefill"
 """Reason of a waiting request that lets others pass."""
+TURN_TOKENS = 4
+"""Tokens of each sequence that a request computes before it gives way to another tenant once more."""
+PATIENCE_STEPS = 64
+"""Steps for which a request lets other tenants pass while none of its own tenant runs."""
 
 
 class ScheduledSlice(NamedTuple):
@@ -53,6 +57,7 @@ class _Draft:
     __slots__ = (
         "budget",
         "counts",
+        "gave_way",
         "longs",
         "num_sampled",
         "plan",
@@ -75,7 +80,8 @@ class _Draft:
         self.counts: list[int] = []
         self.num_sampled: list[int] = []
         self.budget = budget  # tokens left of the step's limit; negative after a group that exceeded it
-        self.preempted = False  # a request was preempted in this step: none is admitted
+        self.preempted = False  # a request was preempted for blocks in this step: none is admitted
+        self.gave_way: set[Request] = set()  # requests that gave way in this step: they are not resumed in it
         self.sealable: list[Sequence] = []  # sequences with blocks that this plan fills
         self.writes: set[Key] = set()  # key of the first block that each of those fills
         self.longs: dict[int, int] = {}  # tenant -> number of its long prefills in this plan
@@ -254,14 +260,14 @@ class Scheduler:
         draft = _Draft(step, self.max_num_scheduled_tokens)
         num_decode_steps, several = self._num_decode_steps(), self.tenants.several and not self.confined_to
         if several:
+            self._give_way(draft)
             draft.shares = self._prefill_shares(num_decode_steps)
         all_planned = self._plan_running(draft, num_decode_steps)
         if all_planned and not draft.preempted:
-            while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
-                pass
+            self._resume_swapped(draft)
             if several:
                 self.tenants.serve(draft.sequences, draft.counts)
-            if self.waiting and not self.swapped:
+            if self.waiting and self._first_swapped() is None:
                 self._admit_confined(draft) if self.confined_to else self._admit_waiting(draft)
         elif several:
             self.tenants.serve(draft.sequences, draft.counts)
@@ -284,10 +290,14 @@ class Scheduler:
 
         A request that waits for blocks or rows is admitted only after another finishes, so it does not count.
         """
-        first = self.swapped[0] if self.swapped else self._first_waiting()
+        first = self._first_swapped() or self._first_waiting()
         if first is None or first.wait_reason in ("blocks", "rows"):
             return self.decode_window
         return 1
+
+    def _first_swapped(self) -> Request | None:
+        """Return the first swapped request that others wait behind."""
+        return next((request for request in self.swapped if not self._lets_pass(request)), None)
 
     def _first_waiting(self) -> Request | None:
         """Return the first waiting request that may be admitted."""
@@ -497,7 +507,7 @@ class Scheduler:
         new blocks while a request waits for blocks.
         """
         plan, cache, budget = draft.plan, self.cache, draft.budget
-        first = self.swapped[0] if self.swapped else self._first_waiting()
+        first = self._first_swapped() or self._first_waiting()
         is_short = draft.preempted or (first is not None and first.wait_reason == "blocks")
         num_free = 0 if is_short else max(0, cache.pool.num_available - self._watermark())
         for i, seq in enumerate(draft.sequences):
@@ -522,6 +532,70 @@ class Scheduler:
             budget -= extra
         draft.budget = budget
 
+    # -- giving way ----------------------------------------------------------------------------------------------------
+
+    def _lets_pass(self, request: Request) -> bool:
+        """Whether other tenants pass a request that waits for rows or blocks, or that gave way."""
+        if request.waits_since < 0 or not self.tenants.several:
+            return False
+        return self.tenants.present[request.tenant].num_rows > 0 or not self._is_overdue(request)
+
+    def _is_overdue(self, request: Request) -> bool:
+        """Whether a request has let others pass for so long that all other tenants give way to it."""
+        if request.waits_since < 0 or self.tenants.present[request.tenant].num_rows:
+            return False
+        return self.num_steps - request.waits_since >= PATIENCE_STEPS
+
+    def _give_way(self, draft: _Draft) -> None:
+        """Preempt requests for the first request of each tenant that waits for rows or blocks.
+
+        The latest request of the tenant with most rows gives way to one of a tenant that has fewer even with it, and
+        any request to an overdue one. Called before anything is planned: a victim has no slice in this step.
+        """
+        tenants, num_free = self.tenants.present, self.max_num_seqs - self.num_rows_taken
+        held = {number: tenant.num_rows for number, tenant in tenants.items()}
+        swapped = {request.tenant: request for request in reversed(self.swapped)}
+        most = max(held.values())
+        for number in sorted(held, key=held.__getitem__):
+            request = swapped.get(number) or next(iter(tenants[number].waiting), None)
+            if request is None or request.num_pending or number in {victim.tenant for victim in draft.gave_way}:
+                continue
+            if self._is_overdue(request) or most > held[number] + request.width:
+                for victim in self._victims(request, num_free, held):
+                    num_free += victim.width
+                    needs = self.cache.blocks_for(len(request.sequences[0].token_ids))
+                    self.preempt(victim, request, needs, draft.step, gives_way=True)
+                    victim.waits_since = self.num_steps
+                    draft.gave_way.add(victim)
+                most = max(held.values())
+            num_free = max(0, num_free - request.width)
+
+    def _victims(self, request: Request, num_free: int, held: dict[int, int]) -> list[Request]:
+        """Return the requests that give way to this one: enough for its rows or none, and one if it waits for blocks.
+
+        Each has had its turn since it last gave way, so all of them progress. Their rows are taken from `held`.
+        """
+        victims: list[Request] = []
+        after, needs_block = held.copy(), request.wait_reason == "blocks"
+        limit = -1 if self._is_overdue(request) else held[request.tenant] + request.width
+        for victim in reversed(self.running):
+            if num_free >= request.width and (victims or not needs_block):
+                break
+            number = victim.tenant
+            is_most = limit < 0 or after[number] == max(after.values())
+            if number == request.tenant or after[number] <= limit or not is_most:
+                continue
+            if victim.pin or (self.policy.by_priority and victim.priority < request.priority):
+                continue
+            if max(len(seq.token_ids) for seq in victim.sequences) >= victim.turn_ends:
+                victims.append(victim)
+                after[number] -= victim.width
+                num_free += victim.width
+        if num_free < request.width:
+            return []
+        held.update(after)
+        return victims
+
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self, draft: _Draft) -> None:
@@ -530,21 +604,23 @@ class Scheduler:
         Tenants with share left come first, and among them the least served. What they leave is shared again. Within a
         tenant the order is kept, except that long prefills let others pass.
 
-        A request that waits for blocks or rows stops admission: otherwise others could take every block that becomes
-        free, and it might wait for ever.
+        A request that waits for blocks or rows lets other tenants pass for `PATIENCE_STEPS`. Then it stops admission:
+        otherwise others could take every block that becomes free, and it might wait for ever.
         """
-        passed = {tenant: 0 for tenant in self.tenants.present.values() if tenant.waiting}
+        behind = {request.tenant for request in (*self.swapped, *draft.gave_way)}  # whose own requests come first
+        passed = {t: 0 for t in self.tenants.present.values() if t.waiting and t.number not in behind}
         shares = draft.shares
 
-        def rank(tenant: Tenant) -> tuple[bool, int, tuple[int, int]]:
+        def rank(tenant: Tenant) -> tuple[bool, bool, int, tuple[int, int]]:
             assert shares is not None
-            return shares[tenant.number] <= 0, tenant.served, tenant.waiting[passed[tenant]].order
+            request = tenant.waiting[passed[tenant]]
+            return not self._is_overdue(request), shares[tenant.number] <= 0, tenant.served, request.order
 
         while passed and draft.budget > 0:
             tenant = min(passed, key=rank) if len(passed) > 1 else next(iter(passed))
             request, budget = tenant.waiting[passed[tenant]], draft.budget
             if shares is not None and shares[tenant.number] <= 0:
-                shares.update(catch_up_shares(budget, passed))
+                shares.update({tenant.number: 1} if self._is_overdue(request) else catch_up_shares(budget, passed))
                 continue
             if self._admit(request, draft):
                 if shares is not None:
@@ -552,7 +628,7 @@ class Scheduler:
                     shares[tenant.number] -= budget - draft.budget
             elif request.wait_reason == LONG_PREFILL:
                 passed[tenant] += 1
-            elif request.wait_reason in ("blocks", "rows"):
+            elif request.wait_reason in ("blocks", "rows") and not self._lets_pass(request):
                 return
             else:
                 del passed[tenant]
@@ -574,6 +650,7 @@ class Scheduler:
         if request.num_pending:
             return self._set_wait_reason(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:
+            self._begin_to_wait(request)
             return self._set_wait_reason(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
         prefix = cache.lookup(seq)
         due = len(seq.token_ids) - prefix.num_positions * (request.only_sequence is not None)
@@ -584,6 +661,7 @@ class Scheduler:
             return self._set_wait_reason(request, "prefix in flight", 0)
         needs = cache.blocks_to_admit(seq, prefix) + self._headroom(request)
         if needs > pool.num_available - self._watermark():
+            self._begin_to_wait(request)
             return self._wait_for_blocks(request, needs)
         self._leave_queue(request)
         if request.num_preemptions:
@@ -604,8 +682,20 @@ class Scheduler:
             draft.budget -= sum(p.num_positions for p in slices)
         return True
 
+    def _begin_to_wait(self, request: Request) -> None:
+        if request.waits_since < 0:
+            request.waits_since = self.num_steps
+
+    def _resume_swapped(self, draft: _Draft) -> None:
+        """Swap in requests in order, up to the first that has to wait and lets none pass."""
+        for request in self.swapped[:]:
+            if draft.budget <= 0:
+                return
+            if request not in draft.gave_way and not self._swap_in(request, draft) and not self._lets_pass(request):
+                return
+
     def _swap_in(self, request: Request, draft: _Draft) -> bool:
-        """Swap in the first swapped request as a whole and plan its next slices. Returns False if it has to wait."""
+        """Swap in a request as a whole and plan its next slices. Returns False if it has to wait."""
         cache = self.cache
         if request.num_pending:
             return self._set_wait_reason(request, "in flight", request.num_pending)
@@ -639,8 +729,14 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.status, request.wait_reason = Status.RUNNING, ""
+        if request.waits_since >= 0:
+            request.turn_ends, request.waits_since = len(request.sequences[0].token_ids) + TURN_TOKENS, -1
         insort(self.running, request)
-        self.num_rows_taken += request.width
+        self._take_rows(request, request.width)
+
+    def _take_rows(self, request: Request, num: int) -> None:
+        self.num_rows_taken += num
+        self.tenants.present[request.tenant].num_rows += num
 
     def _watermark(self) -> int:
         return self.num_watermark_blocks if self.running else 0  # else a request as large as the pool would never run
@@ -680,16 +776,19 @@ class Scheduler:
         unverified = (seq for request in self.running for seq in request.sequences if seq.num_unverified)
         return sum(len(seq.block_ids) - blocks_for(seq.num_computed - seq.num_unverified) for seq in unverified)
 
-    def preempt(self, victim: Request, for_request: Request, needs: int, step: InFlightStep) -> None:
+    def preempt(
+        self, victim: Request, for_request: Request, needs: int, step: InFlightStep, *, gives_way: bool = False
+    ) -> None:
         """Release the victim's blocks and rows at once, even with a step in flight.
 
-        Stream order makes that safe, and late results are appended in any state.
+        Stream order makes that safe, and late results are appended in any state. One that
+        gives way needs no headroom to resume.
         """
         cache, pool = self.cache, self.cache.pool
         free, evictable = pool.num_free, pool.num_cached
         self._leave_queue(victim)
         self.num_preemptions += 1
-        victim.num_preemptions += 1
+        victim.num_preemptions += not gives_way
         num_blocks, num_positions = cache.count_private_blocks(victim)
         mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
         if victim.pin:  # its blocks are useful only on the device
@@ -703,6 +802,7 @@ class Scheduler:
         else:
             self._requeue(victim)
         if self.events.active:
+            why = "share" if gives_way else why
             details = mode.value, for_request.request_id, needs, free, evictable, why, num_blocks, num_positions
             self.events.emit(ev.Preempted(victim.request_id, *details))
 
@@ -710,7 +810,7 @@ class Scheduler:
         """Remove a request from its queue. A running request also releases its rows."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self.num_rows_taken -= request.width
+            self._take_rows(request, -request.width)
             for seq in request.sequences:
                 self.cache.rows.release(seq)
         elif request.status is Status.SWAPPED:
@@ -1114,10 +1214,10 @@ class Scheduler:
 
     def _note_wait_reason(self, draft: _Draft) -> None:
         """Set the reason of the first waiting request if this step did not even try to admit it."""
-        waiting = self._first_waiting()
-        if self.swapped and waiting:
+        waiting, swapped = self._first_waiting(), self._first_swapped()
+        if swapped and waiting:
             self._set_wait_reason(waiting, "behind a swapped request", len(self.swapped))
-        request = self.swapped[0] if self.swapped else waiting
+        request = swapped or waiting
         if request and not request.wait_reason:
             if draft.preempted:
                 needs = self.cache.blocks_for(len(request.sequences[0].token_ids))

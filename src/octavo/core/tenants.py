@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Mapping
 
-from octavo.core.request import Request, Sequence
+from octavo.core.request import Request, Sequence, Status
 
 
 class Tenant:
@@ -17,14 +17,15 @@ class Tenant:
 
     served   positions planned for it while several tenants were present; starts at the smallest count among the others
     waiting  its waiting requests, in the policy's order
+    num_rows  rows of its running requests
     """
 
-    __slots__ = ("num_requests", "number", "served", "waiting")
+    __slots__ = ("num_requests", "num_rows", "number", "served", "waiting")
 
     def __init__(self, number: int, served: int) -> None:
         self.number = number
         self.served = served
-        self.num_requests = 0
+        self.num_requests = self.num_rows = 0
         self.waiting: list[Request] = []
 
 
@@ -64,6 +65,7 @@ class Tenants:
         self.present = {number: Tenant(number, positions) for number, positions in served}
         for request in requests:
             self.enter(request)
+            self.present[request.tenant].num_rows += request.width * (request.status is Status.RUNNING)
         for request in waiting:
             self.wait(request)
 
