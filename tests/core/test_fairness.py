@@ -404,9 +404,30 @@ def test_the_tenant_with_most_rows_gives_way_until_both_have_as_many(world: Worl
         lab.step()
     assert rows_of(lab) == {0: 4, 1: 4}
     assert [e.request_id for e in lab.emitted(ev.Preempted)] == ["a7", "a6", "a5", "a4"]
-    lab.add("c", prompt(3, 20), 2, tenant=2)
+
+
+def test_the_tenant_with_most_rows_gives_way_to_several_in_one_step(world: Worlds) -> None:
+    lab = world(400, rows=8, budget=64)
+    for i in range(8):
+        lab.add(f"a{i}", prompt(3, i), 20, tenant=int(i > 5))
     lab.step()
-    assert rows_of(lab) in ({0: 3, 1: 4, 2: 1}, {0: 4, 1: 3, 2: 1})
+    lab.add("c", prompt(3, 20), 20, tenant=2)
+    lab.add("d", prompt(3, 21), 20, width=2, tenant=3)
+    lab.step()
+    assert rows_of(lab) == {0: 3, 1: 2, 2: 1, 3: 2}
+    lab.add("e", prompt(3, 22), 2, width=3, tenant=4)
+    lab.step()
+    assert rows_of(lab) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 0}, "as many as it would have"
+
+
+def test_nobody_gives_way_for_part_of_the_rows(world: Worlds) -> None:
+    lab = world(400, rows=8, budget=64)
+    for i in range(6):
+        lab.add(f"a{i}", prompt(3, i), 20, tenant=0)
+    lab.step()
+    lab.add("B", prompt(3, 20), 2, width=5, tenant=1)
+    lab.step()
+    assert rows_of(lab) == {0: 6, 1: 0} and lab.reasons("B") == ["rows"]
 
 
 def test_equal_and_wider_requests_wait_for_their_rows(world: Worlds) -> None:
@@ -422,19 +443,15 @@ def test_equal_and_wider_requests_wait_for_their_rows(world: Worlds) -> None:
 def test_a_request_for_all_rows_gets_them_though_others_always_have_some(world: Worlds) -> None:
     """It lets others pass for a while, then all give way to it, and it has its turn."""
     lab = world(400, rows=4, budget=64)
-    lab.add("small", prompt(2), 8, tenant=0)
+    lab.add("small", prompt(2), 2, tenant=0)
     lab.step()
-    wide = lab.add("wide", prompt(4, 1), 2 * TURN_TOKENS, width=4, tenant=1)
-    waits: dict[str, int] = {}
-    for i in range(2 * PATIENCE_STEPS + 40):
-        lab.add(f"small {i}", prompt(2, i % 7), 8, tenant=i % 2 * 2)
+    wide = lab.add("wide", prompt(4, 1), TURN_TOKENS, width=4, tenant=1)
+    for i in range(2 * PATIENCE_STEPS):
+        lab.add(f"small {i}", prompt(2, i % 7), 2, tenant=i % 2 * 2)
         lab.step()
-        for name, request in lab.requests.items():
-            if name.startswith("small ") and request.status is not Status.WAITING:
-                waits.setdefault(name, i - int(name.split()[1]))
         if wide.status is Status.FINISHED:
             break
-    assert wide.status is Status.FINISHED and i > PATIENCE_STEPS
+    assert wide.status is Status.FINISHED and i > PATIENCE_STEPS and lab.finished[40] == "small 39"
 
 
 def test_a_more_urgent_request_does_not_give_way(world: Worlds) -> None:

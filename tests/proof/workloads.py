@@ -133,17 +133,18 @@ class Fairness:
 class GivingWay:
     """Checks which requests give way to other tenants in a step: made before the step is planned, checked after.
 
-    ends  request that gave way or waited for its place -> the length from which on it may give way; -1 until it runs
+    ends   request that gave way or waited for its place -> the length from which on it may give way; -1 until it runs
+    since  request that gave way or waits for its place -> since which step
     """
 
-    def __init__(self, scheduler: Scheduler, ends: dict[Request, int]) -> None:
-        self.scheduler, self.ends = scheduler, ends
+    def __init__(self, scheduler: Scheduler, ends: dict[Request, int], since: dict[Request, int]) -> None:
+        self.scheduler, self.ends, self.since, self.step = scheduler, ends, since, scheduler.num_steps
         self.running = {r: r.num_preemptions for r in scheduler.running}
         self.rows: Counter[int] = Counter()
         for request in self.running:
             self.rows[request.tenant] += request.width
         self.others = [*scheduler.swapped, *scheduler.waiting]
-        waited = {r: scheduler.num_steps - r.waits_since for r in self.others if r.waits_since >= 0}
+        waited = {r: self.step - since[r] for r in self.others if since.get(r, -1) >= 0}
         self.late = {r for r, num in waited.items() if num >= core_scheduler.PATIENCE_STEPS and not self.rows[r.tenant]}
         self.claims = [r for r in self.others if self._is_clear(r)]
 
@@ -178,8 +179,19 @@ class GivingWay:
         for request in scheduler.running:
             if self.ends.get(request, 0) < 0:
                 self.ends[request] = len(request.sequences[0].token_ids) + core_scheduler.TURN_TOKENS
-        self.ends |= {r: -1 for r in self.others if r.waits_since >= 0 and r not in scheduler.running}
-        self.ends.update(dict.fromkeys(gone, -1))
+        waiting = [r for r in scheduler.waiting if r.wait_reason in ("rows", "blocks")]
+        for request in (*waiting, *gone):
+            if self.since.get(request, -1) < 0:
+                self.since[request] = self.step
+            self.ends[request] = -1
+        for request in scheduler.requests.values():
+            if request.status is Status.RUNNING:
+                self.since[request] = -1
+            known = self.since.setdefault(request, -1)
+            is_new = known in (-1, self.step) and self.step <= request.waits_since <= self.step + 1
+            need(request.waits_since == known or is_new, Invariant, "waits since", request, known)
+            if is_new:  # the reason may have changed since, or was set after the step was planned
+                self.since[request], self.ends[request] = request.waits_since, -1
         return gone
 
 
@@ -270,6 +282,7 @@ class World:
         self.finished: set[str] = set()
         self.failed: set[str] = set()
         self.turn_ends: dict[Request, int] = {}
+        self.waits_since: dict[Request, int] = {}
         self.authors: dict[int, Sequence] = {}  # block -> who wrote into it last
         self.flight: deque[tuple[InFlightStep, Any]] = deque()
 
@@ -404,7 +417,7 @@ class World:
     def _plan(self) -> InFlightStep:
         scheduler = self.scheduler
         running, waiting = list(scheduler.running), list(scheduler.waiting)
-        fairness, giving = Fairness(scheduler), GivingWay(scheduler, self.turn_ends)
+        fairness, giving = Fairness(scheduler), GivingWay(scheduler, self.turn_ends, self.waits_since)
         step = scheduler.schedule()
         plan = step.plan
         fairness.check(step, self.totals)

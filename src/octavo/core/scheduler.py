@@ -536,9 +536,7 @@ class Scheduler:
 
     def _lets_pass(self, request: Request) -> bool:
         """Whether other tenants pass a request that waits for rows or blocks, or that gave way."""
-        if request.waits_since < 0 or not self.tenants.several:
-            return False
-        return self.tenants.present[request.tenant].num_rows > 0 or not self._is_overdue(request)
+        return request.waits_since >= 0 and self.tenants.several and not self._is_overdue(request)
 
     def _is_overdue(self, request: Request) -> bool:
         """Whether a request has let others pass for so long that all other tenants give way to it."""
@@ -555,10 +553,10 @@ class Scheduler:
         tenants, num_free = self.tenants.present, self.max_num_seqs - self.num_rows_taken
         held = {number: tenant.num_rows for number, tenant in tenants.items()}
         swapped = {request.tenant: request for request in reversed(self.swapped)}
-        most = max(held.values())
+        most, gone = max(held.values()), set()
         for number in sorted(held, key=held.__getitem__):
             request = swapped.get(number) or next(iter(tenants[number].waiting), None)
-            if request is None or request.num_pending or number in {victim.tenant for victim in draft.gave_way}:
+            if request is None or request.num_pending or number in gone:
                 continue
             if self._is_overdue(request) or most > held[number] + request.width:
                 for victim in self._victims(request, num_free, held):
@@ -567,6 +565,7 @@ class Scheduler:
                     self.preempt(victim, request, needs, draft.step, gives_way=True)
                     victim.waits_since = self.num_steps
                     draft.gave_way.add(victim)
+                    gone.add(victim.tenant)
                 most = max(held.values())
             num_free = max(0, num_free - request.width)
 
@@ -650,7 +649,6 @@ class Scheduler:
         if request.num_pending:
             return self._set_wait_reason(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:
-            self._begin_to_wait(request)
             return self._set_wait_reason(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
         prefix = cache.lookup(seq)
         due = len(seq.token_ids) - prefix.num_positions * (request.only_sequence is not None)
@@ -661,7 +659,6 @@ class Scheduler:
             return self._set_wait_reason(request, "prefix in flight", 0)
         needs = cache.blocks_to_admit(seq, prefix) + self._headroom(request)
         if needs > pool.num_available - self._watermark():
-            self._begin_to_wait(request)
             return self._wait_for_blocks(request, needs)
         self._leave_queue(request)
         if request.num_preemptions:
@@ -681,10 +678,6 @@ class Scheduler:
             self._add_slices(slices, draft)
             draft.budget -= sum(p.num_positions for p in slices)
         return True
-
-    def _begin_to_wait(self, request: Request) -> None:
-        if request.waits_since < 0:
-            request.waits_since = self.num_steps
 
     def _resume_swapped(self, draft: _Draft) -> None:
         """Swap in requests in order, up to the first that has to wait and lets none pass."""
@@ -832,6 +825,8 @@ class Scheduler:
 
     def _set_wait_reason(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
         """Set the reason why a request waits, and emit it if it changed. Always returns False."""
+        if reason in ("blocks", "rows") and request.status is Status.WAITING and request.waits_since < 0:
+            request.waits_since = self.num_steps
         if request.wait_reason != reason:
             request.wait_reason = reason
             if self.events.active:
