@@ -276,6 +276,46 @@ async def test_upgrade_requests_are_answered_in_http_1_1(model: str, asking: byt
         assert b" 200 " not in await send_raw(port, b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n")
 
 
+@pytest.mark.parametrize("asking", [JAVAS, WEBSOCKETS])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_upgrade_request_that_closes_is_answered_and_closed(model: str, asking: bytes, version: bytes) -> None:
+    async with listening(model) as (_, http, port):
+        asking = asking.replace(b"Upgrade", b"Upgrade, close", 1).replace(b"Connection", b"CONNECTION")
+        lines = b" HTTP/" + version + b"\r\nHost: localhost\r\n" + asking
+        get = b"GET /health" + lines + b"\r\n"
+        post = request({"prompt": "Hello", "max_tokens": 2}).replace(b" HTTP/1.1\r\nHost: localhost\r\n", lines)
+        first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for parts in (
+            [get],
+            [post],
+            _bytes(get),
+            _bytes(post),
+            [post + get],
+            [first + post],
+            [b"\r\n" + first, get + get],
+        ):
+            answer = await asyncio.wait_for(send_raw(port, *parts), 20)
+            assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1 ") == 1 + (b"".join(parts).count(first))
+            assert answer.count(b"connection: close") == 1
+        answers = await asyncio.wait_for(asyncio.gather(*[send_raw(port, get) for _ in range(120)]), 50)
+        assert {status_of(answer)[0] for answer in answers} == {200}
+        assert not http.server_state.connections
+
+
+@pytest.mark.parametrize("idle", [b"\r\n", b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+async def test_bytes_that_begin_no_request_do_not_keep_a_connection(
+    model: str, monkeypatch: pytest.MonkeyPatch, idle: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.5)
+    async with listening(model) as (_, http, port):
+        get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        answer = await asyncio.wait_for(send_raw(port, get, idle, b"\r\n", b"\r\n", pause_s=0.1), 20)
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        async with asyncio.timeout(20):
+            while http.server_state.connections:  # a refused one lingers
+                await asyncio.sleep(0.05)
+
+
 def _bytes(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
 
