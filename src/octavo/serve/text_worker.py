@@ -30,6 +30,7 @@ import msgspec
 
 from octavo.errors import UsageError
 from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.sigint import ignore_signals
 from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
@@ -288,4 +289,5 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    ignore_signals()
     serve(socket.socket(fileno=int(sys.argv[1])))

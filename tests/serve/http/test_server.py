@@ -472,10 +472,10 @@ async def test_graceful_shutdown(model: str, timeout: float, finishes: bool, pin
 class Process:
     """`octavo serve`; `log` is what it has written so far."""
 
-    def __init__(self, model: str, *args: str, port: int = 0, max_files: int | None = None, **environment: str) -> None:
+    def __init__(self, model: str, *args: str, port: int = 0, before: str = "", **environment: str) -> None:
         command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", str(port), *args]
-        if max_files is not None:
-            command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
+        if before:
+            command = ["/bin/sh", "-c", f'{before}; exec "$@"', "sh", *command]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}
         self._log, path = tempfile.mkstemp()
         Path(path).unlink()
@@ -584,7 +584,7 @@ def test_server_from_the_command_line(process: tuple[Process, str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_during_the_start_stops_the_server(model: str, number: signal.Signals) -> None:
     server = Process(model)
     try:
@@ -595,13 +595,41 @@ def test_signal_during_the_start_stops_the_server(model: str, number: signal.Sig
         server.process.send_signal(number)
         code = server.wait()
         assert time.monotonic() - begin < 60
-        assert code == (1 if number is signal.SIGTERM else 130)
+        assert code == (130 if number is signal.SIGINT else 1)
         assert "Traceback" not in server.log
         while any(Path(f"/proc/{child}").exists() for child in children):
             assert time.monotonic() - begin < 60
             time.sleep(0.02)
     finally:
         server.process.kill()
+
+
+def test_signals_end_no_stream(model: str) -> None:
+    """SIGHUP drains, however often it comes. SIGUSR1 and SIGUSR2 do nothing. Child processes ignore all three."""
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+    with Process.serving(model, "--admin-key", "two") as (server, url):
+        children = children_of(server.process.pid)
+        body = json.dumps(LONG | {"stream": True, "n": 16}).encode()
+        headers = {"authorization": "Bearer two", "content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url + C, body, headers), timeout=60) as stream:
+            stream.readline()
+            for number in numbers:
+                for pid in (*children, server.process.pid):
+                    os.kill(pid, number)
+            server.process.send_signal(signal.SIGHUP)
+            text = stream.read().decode()
+        assert text.count('"finish_reason":"length"') == 16 and text.endswith("data: [DONE]\n\n"), text[-500:]
+        assert server.wait() == 0
+        assert len(children) == 2 and "died" not in server.log and "restart" not in server.log
+        assert "ignored: SIGUSR1\n" in server.log and "ignored: SIGUSR2\n" in server.log
+        assert "shutting down when 1 requests have ended" in server.log
+
+
+def test_nohup_ignores_a_hangup(model: str) -> None:
+    with Process.serving(model, before='trap "" HUP') as (server, url):
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert call(f"{url}/ready")[0] == 200 and server.process.poll() is None
 
 
 def free_port() -> int:
@@ -634,14 +662,14 @@ def test_requests_during_the_start_get_503_and_a_second_server_ends(model: str) 
 
 @pytest.mark.parametrize("max_files", [16, 63])
 def test_too_few_open_files_fail_at_once(model: str, max_files: int) -> None:
-    server = Process(model, max_files=max_files)
+    server = Process(model, before=f"ulimit -n {max_files}")
     assert server.wait() == 1
     needed = f"error: the limit of open files is {max_files}; a server needs 64; raise the limit: ulimit -n 4096"
     assert server.log.strip().splitlines() == [needed]
 
 
 def test_health_is_answered_with_few_open_files(model: str) -> None:
-    server = Process(model, "--max-body-bytes", "1000000", max_files=64)
+    server = Process(model, "--max-body-bytes", "1000000", before="ulimit -n 64")
     try:
         url = server.wait_ready()
         address = ("127.0.0.1", int(url.rpartition(":")[2]))

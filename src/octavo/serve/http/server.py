@@ -2,8 +2,8 @@
 
 uvicorn's parser accepts headers of any size and waits for them without a limit. `LimitedHttpProtocol` bounds both.
 
-After the first SIGTERM or SIGINT the server keeps listening: /health is answered and new requests get 503. It stops
-when all running requests have ended or `shutdown_timeout` has passed. The second signal stops it at once.
+After the first SIGTERM, SIGINT or SIGHUP the server keeps listening: /health is answered and new requests get 503. It
+stops when all running requests have ended or `shutdown_timeout` has passed. Another SIGTERM or SIGINT stops it at once.
 """
 
 from __future__ import annotations
@@ -361,17 +361,16 @@ class HTTPServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        handled = (signal.SIGTERM, signal.SIGINT)
-        for number in handled:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # it is under nohup
+                loop.add_signal_handler(number, self.stop, number)
+        yield  # the handlers stay: a signal during the clean-up does not interrupt it
 
-    def stop(self) -> None:
-        """Signal handler. First call: refuses new requests and stops when all have ended. Second call: stops now."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Signal handler. First call: refuses new requests and stops when all have ended. Second call: stops now, but
+        not for SIGHUP, of which a terminal that closes may send several."""
+        if number == signal.SIGHUP and self._draining is not None:
+            return
         self._num_signals += 1
         if self._num_signals == 1:
             self._draining = asyncio.ensure_future(self._drain())
