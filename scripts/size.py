@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 639,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
+    "(top)": 683,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
     "core": 2650,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 715,  # finding a model's files, reading headers, the tables of keys

@@ -93,6 +93,7 @@ def _die_with_parent() -> None:
 def run(build: Build = build) -> None:
     """Run `main` and exit at once: device threads and their clean-up at exit cannot delay it. Never returns."""
     code = main(int(sys.argv[-1]), build)
+    logs.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

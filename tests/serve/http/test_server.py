@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ParameterError
+from octavo.log_setup import MAX_LINES
 from octavo.serve.args import ServeArgs
 from octavo.serve.http import endpoint
 from octavo.serve.http import server as http_server
@@ -472,7 +474,9 @@ async def test_graceful_shutdown(model: str, timeout: float, finishes: bool, pin
 class Process:
     """`octavo serve`; `log` is what it has written so far."""
 
-    def __init__(self, model: str, *args: str, port: int = 0, before: str = "", **environment: str) -> None:
+    def __init__(
+        self, model: str, *args: str, port: int = 0, before: str = "", stderr: int | None = None, **environment: str
+    ) -> None:
         command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", str(port), *args]
         if before:
             command = ["/bin/sh", "-c", f'{before}; exec "$@"', "sh", *command]
@@ -480,7 +484,9 @@ class Process:
         self._log, path = tempfile.mkstemp()
         Path(path).unlink()
         weakref.finalize(self, os.close, self._log)
-        self.process = subprocess.Popen(command, stderr=self._log, stdout=subprocess.DEVNULL, env=env)
+        self.process = subprocess.Popen(
+            command, stderr=self._log if stderr is None else stderr, stdout=subprocess.DEVNULL, env=env
+        )
 
     @property
     def log(self) -> str:
@@ -630,6 +636,46 @@ def test_nohup_ignores_a_hangup(model: str) -> None:
         server.process.send_signal(signal.SIGHUP)
         time.sleep(0.2)
         assert call(f"{url}/ready")[0] == 200 and server.process.poll() is None
+
+
+def test_unread_log_blocks_nothing(model: str, tmp_path: Path) -> None:
+    """Lines beyond the pipe and the queue are dropped and counted. The server ends without its reader, too."""
+    reader, writer = os.pipe()
+    port = free_port()
+    server = Process(model, "--max-model-len", "99", port=port, stderr=writer)
+    os.close(writer)
+    url = f"http://127.0.0.1:{port}"
+
+    def connect() -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    try:
+        log = os.read(reader, 1 << 16)
+        while b"serving on" not in log:
+            log += os.read(reader, 1 << 16)
+        with contextlib.closing(connect()) as client:
+            for _ in range(MAX_LINES + 2000):  # 150 bytes of log each
+                client.request("GET", "/version")
+                client.getresponse().read()
+        begin = time.monotonic()
+        assert call(f"{url}/health")[0] == 200
+        assert time.monotonic() - begin < 1.0
+        assert call(url + C, {"prompt": "Hello", "max_tokens": 2})[0] == 200
+        log = b""
+        while not (dropped := re.search(rb"WARNING .* \[octavo\] (\d+) log lines were dropped", log)):
+            log += os.read(reader, 1 << 16)
+        assert MAX_LINES + 2000 <= log.count(b"/version") + int(dropped[1]) <= MAX_LINES + 2002
+        with contextlib.closing(connect()) as client:
+            for _ in range(1000):
+                client.request("GET", "/version")
+                client.getresponse().read()
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert time.monotonic() - begin < 8.0
+    finally:
+        server.process.kill()
+        os.close(reader)
 
 
 def free_port() -> int:
