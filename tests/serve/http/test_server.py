@@ -629,6 +629,7 @@ def test_signals_end_no_stream(model: str) -> None:
         assert len(children) == 2 and "died" not in server.log and "restart" not in server.log
         assert "ignored: SIGUSR1\n" in server.log and "ignored: SIGUSR2\n" in server.log
         assert "shutting down when 1 requests have ended" in server.log
+        assert server.log.endswith("the server has stopped\n")
 
 
 def test_nohup_ignores_a_hangup(model: str) -> None:
