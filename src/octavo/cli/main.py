@@ -93,6 +93,9 @@ def run(args: Sequence[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else FAILED
     except Exception as error:
+        from octavo import log_setup as logs
+
+        logs.flush()  # they precede it
         if debug:
             traceback.print_exc()
         message, code = explain(error)

@@ -21,6 +21,7 @@ from octavo.engine.output_processor import TextProcessor
 from octavo.engine.process.heartbeat import HeartbeatSender
 from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline
 from octavo.engine.process.server import EngineServer
+from octavo.frontend.sigint import ignore_signals
 from octavo.view.live.queries import ServedQuery
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
 
 def main(fd: int, build: Build = build) -> int:
     """Run an engine until the client closes it; returns the exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent, which drains its requests first
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     lifeline = Lifeline.inherited(fd)
     os.set_inheritable(fd, False)
     data = lifeline.receive()
@@ -93,6 +93,7 @@ def _die_with_parent() -> None:
 def run(build: Build = build) -> None:
     """Run `main` and exit at once: device threads and their clean-up at exit cannot delay it. Never returns."""
     code = main(int(sys.argv[-1]), build)
+    logs.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

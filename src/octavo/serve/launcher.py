@@ -209,8 +209,13 @@ def run(
     async def serve_cancellable() -> None:
         task = asyncio.current_task()
         assert task is not None
-        # For SIGTERM during the start; `HTTPServer` replaces the handler. asyncio handles Ctrl-C itself.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        loop = asyncio.get_running_loop()
+        # For the start; `HTTPServer` replaces the handlers. asyncio handles Ctrl-C itself. nohup ignores SIGHUP.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, task.cancel)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # a flight recorder replaces the first
+            loop.add_signal_handler(number, logger.info, "ignored: %s", number.name)
         await serve(args, settings, keys=keys, admin_keys=admin_keys, timer=timer)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

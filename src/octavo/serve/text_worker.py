@@ -20,6 +20,7 @@ import msgspec
 
 from octavo.errors import UsageError
 from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.sigint import ignore_signals
 from octavo.serve.job_queue import JobQueue
 from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.text import chat_template
@@ -180,4 +181,5 @@ def make(tokenizer_state: bytes) -> Callable[[bytes], bytes]:
 
 
 if __name__ == "__main__":
+    ignore_signals()
     serve(make)

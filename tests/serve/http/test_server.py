@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ParameterError
+from octavo.log_setup import MAX_LINES
 from octavo.serve.args import ServeArgs
 from octavo.serve.http import body as body_module
 from octavo.serve.http import endpoint
@@ -277,6 +279,46 @@ async def test_upgrade_requests_are_answered_in_http_1_1(model: str, asking: byt
         assert b" 200 " not in await send_raw(port, b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n")
 
 
+@pytest.mark.parametrize("asking", [JAVAS, WEBSOCKETS])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_upgrade_request_that_closes_is_answered_and_closed(model: str, asking: bytes, version: bytes) -> None:
+    async with listening(model) as (_, http, port):
+        asking = asking.replace(b"Upgrade", b"Upgrade, close", 1).replace(b"Connection", b"CONNECTION")
+        lines = b" HTTP/" + version + b"\r\nHost: localhost\r\n" + asking
+        get = b"GET /health" + lines + b"\r\n"
+        post = request({"prompt": "Hello", "max_tokens": 2}).replace(b" HTTP/1.1\r\nHost: localhost\r\n", lines)
+        first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for parts in (
+            [get],
+            [post],
+            _bytes(get),
+            _bytes(post),
+            [post + get],
+            [first + post],
+            [b"\r\n" + first, get + get],
+        ):
+            answer = await asyncio.wait_for(send_raw(port, *parts), 20)
+            assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1 ") == 1 + (b"".join(parts).count(first))
+            assert answer.count(b"connection: close") == 1
+        answers = await asyncio.wait_for(asyncio.gather(*[send_raw(port, get) for _ in range(120)]), 50)
+        assert {status_of(answer)[0] for answer in answers} == {200}
+        assert not http.server_state.connections
+
+
+@pytest.mark.parametrize("idle", [b"\r\n", b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+async def test_bytes_that_begin_no_request_do_not_keep_a_connection(
+    model: str, monkeypatch: pytest.MonkeyPatch, idle: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.5)
+    async with listening(model) as (_, http, port):
+        get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        answer = await asyncio.wait_for(send_raw(port, get, idle, b"\r\n", b"\r\n", pause_s=0.1), 20)
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        async with asyncio.timeout(20):
+            while http.server_state.connections:  # a refused one lingers
+                await asyncio.sleep(0.05)
+
+
 def _bytes(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
 
@@ -469,15 +511,19 @@ async def test_graceful_shutdown(model: str, timeout: float, finishes: bool, pin
 class Process:
     """`octavo serve`; `log` is what it has written so far."""
 
-    def __init__(self, model: str, *args: str, port: int = 0, max_files: int | None = None, **environment: str) -> None:
+    def __init__(
+        self, model: str, *args: str, port: int = 0, before: str = "", stderr: int | None = None, **environment: str
+    ) -> None:
         command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", str(port), *args]
-        if max_files is not None:
-            command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
+        if before:
+            command = ["/bin/sh", "-c", f'{before}; exec "$@"', "sh", *command]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}
         self._log, path = tempfile.mkstemp()
         Path(path).unlink()
         weakref.finalize(self, os.close, self._log)
-        self.process = subprocess.Popen(command, stderr=self._log, stdout=subprocess.DEVNULL, env=env)
+        self.process = subprocess.Popen(
+            command, stderr=self._log if stderr is None else stderr, stdout=subprocess.DEVNULL, env=env
+        )
 
     @property
     def log(self) -> str:
@@ -581,7 +627,7 @@ def test_server_from_the_command_line(process: tuple[Process, str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_during_the_start_stops_the_server(model: str, number: signal.Signals) -> None:
     server = Process(model)
     try:
@@ -592,13 +638,82 @@ def test_signal_during_the_start_stops_the_server(model: str, number: signal.Sig
         server.process.send_signal(number)
         code = server.wait()
         assert time.monotonic() - begin < 60
-        assert code == (1 if number is signal.SIGTERM else 130)
+        assert code == (130 if number is signal.SIGINT else 1)
         assert "Traceback" not in server.log
         while any(Path(f"/proc/{child}").exists() for child in children):
             assert time.monotonic() - begin < 60
             time.sleep(0.02)
     finally:
         server.process.kill()
+
+
+def test_signals_end_no_stream(model: str) -> None:
+    """SIGHUP drains, however often it comes. SIGUSR1 and SIGUSR2 do nothing. Child processes ignore all three."""
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+    with Process.serving(model, "--admin-key", "two") as (server, url):
+        children = children_of(server.process.pid)
+        body = json.dumps(LONG | {"stream": True, "n": 16}).encode()
+        headers = {"authorization": "Bearer two", "content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url + C, body, headers), timeout=60) as stream:
+            stream.readline()
+            for number in numbers:
+                for pid in (*children, server.process.pid):
+                    os.kill(pid, number)
+            server.process.send_signal(signal.SIGHUP)
+            text = stream.read().decode()
+        assert text.count('"finish_reason":"length"') == 16 and text.endswith("data: [DONE]\n\n"), text[-500:]
+        assert server.wait() == 0
+        assert len(children) == 2 and "died" not in server.log and "restart" not in server.log
+        assert "ignored: SIGUSR1\n" in server.log and "ignored: SIGUSR2\n" in server.log
+        assert "shutting down when 1 requests have ended" in server.log
+        assert server.log.endswith("the server has stopped\n")
+
+
+def test_nohup_ignores_a_hangup(model: str) -> None:
+    with Process.serving(model, before='trap "" HUP') as (server, url):
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert call(f"{url}/ready")[0] == 200 and server.process.poll() is None
+
+
+def test_unread_log_blocks_nothing(model: str, tmp_path: Path) -> None:
+    """Lines beyond the pipe and the queue are dropped and counted. The server ends without its reader, too."""
+    reader, writer = os.pipe()
+    port = free_port()
+    server = Process(model, "--max-model-len", "99", port=port, stderr=writer)
+    os.close(writer)
+    url = f"http://127.0.0.1:{port}"
+
+    def connect() -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    try:
+        log = os.read(reader, 1 << 16)
+        while b"serving on" not in log:
+            log += os.read(reader, 1 << 16)
+        with contextlib.closing(connect()) as client:
+            for _ in range(MAX_LINES + 2000):  # 150 bytes of log each
+                client.request("GET", "/version")
+                client.getresponse().read()
+        begin = time.monotonic()
+        assert call(f"{url}/health")[0] == 200
+        assert time.monotonic() - begin < 1.0
+        assert call(url + C, {"prompt": "Hello", "max_tokens": 2})[0] == 200
+        log = b""
+        while not (dropped := re.search(rb"WARNING .* \[octavo\] (\d+) log lines were dropped", log)):
+            log += os.read(reader, 1 << 16)
+        assert MAX_LINES + 2000 <= log.count(b"/version") + int(dropped[1]) <= MAX_LINES + 2002
+        with contextlib.closing(connect()) as client:
+            for _ in range(1000):
+                client.request("GET", "/version")
+                client.getresponse().read()
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert time.monotonic() - begin < 8.0
+    finally:
+        server.process.kill()
+        os.close(reader)
 
 
 def free_port() -> int:
@@ -631,14 +746,14 @@ def test_requests_during_the_start_get_503_and_a_second_server_ends(model: str) 
 
 @pytest.mark.parametrize("max_files", [16, 63])
 def test_too_few_open_files_fail_at_once(model: str, max_files: int) -> None:
-    server = Process(model, max_files=max_files)
+    server = Process(model, before=f"ulimit -n {max_files}")
     assert server.wait() == 1
     needed = f"error: the limit of open files is {max_files}; a server needs 64; raise the limit: ulimit -n 4096"
     assert server.log.strip().splitlines() == [needed]
 
 
 def test_health_is_answered_with_few_open_files(model: str) -> None:
-    server = Process(model, "--max-body-bytes", "1000000", max_files=64)
+    server = Process(model, "--max-body-bytes", "1000000", before="ulimit -n 64")
     try:
         url = server.wait_ready()
         address = ("127.0.0.1", int(url.rpartition(":")[2]))

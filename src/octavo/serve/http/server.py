@@ -2,8 +2,8 @@
 
 uvicorn's parser accepts headers of any size and waits for them without a limit. `LimitedHttpProtocol` bounds both.
 
-After the first SIGTERM or SIGINT the server keeps listening: /health is answered and new requests get 503. It stops
-when all running requests have ended or `shutdown_timeout` has passed. The second signal stops it at once.
+After the first SIGTERM, SIGINT or SIGHUP the server keeps listening: /health is answered and new requests get 503. It
+stops when all running requests have ended or `shutdown_timeout` has passed. Another SIGTERM or SIGINT stops it at once.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._num_header_bytes += len(data)
-        self._unset_keepalive_if_required()
         try:
             self._feed(data)
         except httptools.HttpParserError:
@@ -119,25 +118,31 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # else a disconnect would not be noticed
 
     def _feed(self, data: bytes) -> None:
-        """Feeds the parser. It stops after headers with an Upgrade; they are fed again without that header."""
+        """Feeds the parser. It stops after headers with an Upgrade; another one takes them without that header, and the
+        rest: the first would take no body, and nothing after a Connection with close."""
+        rest = memoryview(data)
         while True:
             try:
-                self.parser.feed_data(data)
+                self.parser.feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as stop:
                 if not self._asks_for_upgrade():
                     return
+                rest = rest[stop.args[0] :]
                 version = self.parser.get_http_version().encode()
                 first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
                 lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-                data = b"\r\n".join([first, *lines, b"", data[stop.args[0] :]])
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self.parser.feed_data(b"\r\n".join([first, *lines, b"\r\n"]))
 
     def _asks_for_upgrade(self) -> bool:
-        """Whether the headers have an Upgrade. The parser stops after a CONNECT as well; that is not one."""
-        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+        """Whether the headers have an Upgrade. The parser stops after a CONNECT as well."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
         self._in_headers = True
         self._num_header_bytes = 0
@@ -150,7 +155,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._stop_header_timer()
-        if self._asks_for_upgrade():
+        if self._refused or self._asks_for_upgrade():
             return
         num_bytes = sum(len(name) + len(value) for name, value in self.headers)
         if len(self.headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
@@ -356,17 +361,16 @@ class HTTPServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        handled = (signal.SIGTERM, signal.SIGINT)
-        for number in handled:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # it is under nohup
+                loop.add_signal_handler(number, self.stop, number)
+        yield  # the handlers stay: a signal during the clean-up does not interrupt it
 
-    def stop(self) -> None:
-        """Signal handler. First call: refuses new requests and stops when all have ended. Second call: stops now."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Signal handler. First call: refuses new requests and stops when all have ended. Second call: stops now, but
+        not for SIGHUP, of which a terminal that closes may send several."""
+        if number == signal.SIGHUP and self._draining is not None:
+            return
         self._num_signals += 1
         if self._num_signals == 1:
             self._draining = asyncio.ensure_future(self._drain())
@@ -449,9 +453,8 @@ def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
                 Path(uds).unlink(missing_ok=True)
         address: Any = uds
     else:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
         sock = socket.socket(family, kind)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
