@@ -167,7 +167,7 @@ BEYOND: dict[str, tuple[str, dict[str, Any], str]] = {
     "prompts x n": (C, {"prompt": ["a"] * 3, "n": 3, "max_tokens": 1}, "n"),
     "tokens": (C, {"prompt": ["a"] * 8, "max_tokens": 90}, "max_tokens"),
     "logprobs": (C, {"prompt": ["a"] * 4, "logprobs": 19, "max_tokens": 20}, "logprobs"),
-    "prompt_logprobs": (C, {"prompt": ["a" * 60] * 2, "prompt_logprobs": 19, "max_tokens": 1}, "logprobs"),
+    "prompt_logprobs": (C, {"prompt": ["a" * 60] * 2, "prompt_logprobs": 19, "max_tokens": 1}, "prompt_logprobs"),
     "streamed": (C, {"prompt": ["a"] * 9, "max_tokens": 1, "stream": True}, "n"),
     "chat": (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 4, "max_tokens": 110}, "max_tokens"),
 }

@@ -77,7 +77,9 @@ class RequestLimits:
         if by_logprobs is not None and self.max_logprobs is not None and max_tokens > by_logprobs:
             num = num_prompt_logprobs + max_tokens * per_token * num_sequences
             remedy = "lower logprobs, prompt_logprobs or max_tokens, or send fewer prompts"
-            raise self._beyond(f"{num} log-probabilities", self.max_logprobs, "logprobs", remedy)
+            api_error = self._beyond(f"{num} log-probabilities", self.max_logprobs, "logprobs", remedy)
+            api_error.param = "logprobs" if per_token else "prompt_logprobs"
+            raise api_error
         return params
 
     @staticmethod

@@ -27,7 +27,15 @@ from octavo.serve.openai.response import ChatResponseBuilder, CompletionResponse
 from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 from octavo.serve.text_worker import TextWorkerPool
 from octavo.serve.tracing import Tracing
-from octavo.text.output_parser import END_THINK, THINK, OutputParser, ToolFormat, detect_tool_format, has_reasoning
+from octavo.text.output_parser import (
+    END_THINK,
+    THINK,
+    OutputParser,
+    ToolFormat,
+    detect_tool_format,
+    has_reasoning,
+    no_tools_reason,
+)
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -105,6 +113,7 @@ class Service:
             num_ids=self.tokenizer.num_ids,
             priority_scheduling=self.limits.priority_scheduling,
             has_tools=self.tool_format is not None,
+            no_tools_reason=no_tools_reason(template),
             strict_openai=settings.strict_openai,
             warn_unknown=settings.unknown_params == "warn",
             allow_request_templates=settings.trust_request_chat_template,
@@ -210,7 +219,10 @@ class Service:
         arrival = time.monotonic()
         width = request.params.width if isinstance(request.params, SamplingParams) else request.params.beam_width
         lengths = [len(p.token_ids) for p in prompts]
-        params = self.request_limits.fit(request.params, lengths)
+        try:
+            params = self.request_limits.fit(request.params, lengths)
+        except ApiError as api_error:
+            raise _with_request_params(api_error, request) from None
         salt = combine_salts(tenant.salt, request.cache_salt)
         names = [name if len(prompts) == 1 else f"{name}-{i}" for i in range(len(prompts))]
         params = await self._with_bad_word_ids(params, tenant.number)
@@ -241,7 +253,7 @@ class Service:
                 raise _with_request_params(to_api_error(error, name), request) from None
             except RequestFailedError as error:
                 reason = "error"
-                if error.code != "grammar_too_complex":
+                if error.code not in ("grammar_too_complex", "no_allowed_token"):
                     raise
                 raise _with_request_params(to_api_error(error, name), request) from None
             except Exception:
@@ -317,6 +329,9 @@ def _with_request_params(api_error: ApiError, request: ParsedRequest) -> ApiErro
     """The error with the parameter names of the request."""
     if request.required_tool and api_error.param == "structured_outputs":  # the grammar is built from the tools
         api_error.param = "tools"
+    params = request.params
+    if api_error.code == "no_allowed_token" and isinstance(params, SamplingParams) and params.allowed_token_ids is None:
+        api_error.param = "bad_words" if params.bad_words or params.bad_words_token_ids else "structured_outputs"
     return rename_params(api_error, request.param_aliases)
 
 

@@ -54,6 +54,14 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
     return None
 
 
+def no_tools_reason(template: str | None) -> str:
+    """Why tool calls are not parsed, if `detect_tool_format` finds no format."""
+    if template is None or "tools" not in template:
+        return "the model's chat template has none"
+    name = "Mistral's [TOOL_CALLS]" if "[TOOL_CALLS]" in template else "the format of the model's chat template"
+    return f"{name} is not parsed; choose another model, or a parser by --tool-call-parser"
+
+
 def has_reasoning(template: str | None) -> bool:
     """True if the chat template marks reasoning."""
     return template is not None and END_THINK in template

@@ -146,3 +146,9 @@ def test_error_body_is_at_most_4_kib() -> None:
     for text in ("x" * 100_000, "\u20ac" * 4000, '"' * 4000, "\ud800" * 2000, "\x00\n" * 3000):
         body = ApiError(400, "c", text, text).body()
         assert len(body) <= MAX_ERROR_BYTES and json.loads(body)["error"]["code"] == "c"
+
+
+def test_long_numbers_and_names_are_cut() -> None:
+    text = f"n is 1{'0' * 400}; the model `{'m' * 99}` with {'x' * 100}"
+    message = ApiError(400, "invalid_value", text).as_dict()["error"]["message"]
+    assert message == f"n is 1{'0' * 59}...; the model `{'m' * 99}` with {'x' * 60}..."

@@ -177,6 +177,23 @@ async def test_required_tool_constrains_the_output(model: str) -> None:
         assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages[0].content }}", "chat template has none"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ messages[0].content }}[TOOL_CALLS]", "Mistral's [TOOL_CALLS]"),
+    ],
+)
+async def test_tools_that_are_not_parsed_are_refused_unless_none_is_chosen(
+    model: str, template: str, reason: str
+) -> None:
+    payload = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "max_tokens": 1}
+    async with serving(model, engine_options={"chat_template": template}) as server:
+        error = (await server.post(H, **payload)).json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported_parameter", "tools") and reason in error["message"]
+        good(await server.post(H, **payload, tool_choice="none"))
+
+
 async def test_messages_with_tool_calls(model: str) -> None:
     template = (
         "{% if tools %}<tool_call>{% endif %}"

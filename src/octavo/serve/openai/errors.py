@@ -24,6 +24,9 @@ from octavo.errors import (
 
 MAX_ERROR_BYTES = 4096
 MAX_PARAM_CHARS = 128
+ALLOW_MORE = "allowed_token_ids, bad_words and structured_outputs together leave none; allow more"
+LONG_WORD = re.compile(r"(\w{60})\w{40,}+")
+"""A number or a name of a hundred characters or more; only its beginning is repeated to the client."""
 PATH_PATTERN = re.compile(r"""'[^']*/[^']*'|"[^"]*/[^"]*"|[^\s'"]*/[^\s'"]*""")
 
 ERROR_TYPES = {
@@ -71,7 +74,7 @@ class ApiError(Exception):
     def as_dict(self) -> dict[str, Any]:
         """The error object; its message is cut until the body has at most `MAX_ERROR_BYTES`."""
         param = None if self.param is None else _sanitized(self.param)[:MAX_PARAM_CHARS]
-        message = _sanitized(self.message)
+        message = LONG_WORD.sub(r"\1...", _sanitized(self.message))
         error = {"message": message, "type": self.type, "param": param, "code": self.code}
         while len(_encode(error)) > MAX_ERROR_BYTES:
             message = message[: len(message) * 3 // 4]
@@ -154,7 +157,7 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
         return _usage(error)
     if isinstance(error, RequestFailedError):
         if error.code == "no_allowed_token":
-            return bad_request(error.code, "no token is allowed at this position; allow more", "allowed_token_ids")
+            return bad_request(error.code, f"no token is allowed at this position; {ALLOW_MORE}", "allowed_token_ids")
         if error.code == "grammar_too_complex":
             text = "structured_outputs: the grammar's automaton grew too large during generation; simplify the grammar"
             return bad_request(error.code, text, "structured_outputs")

@@ -102,7 +102,7 @@ class RequestParser:
     model_names          names that requests may use; responses without a name get the first
     num_ids              size of the vocabulary; None: not known here
     priority_scheduling  the scheduler orders requests by priority
-    has_tools            the chat template supports tools
+    has_tools            the model's tool calls are parsed; otherwise `no_tools_reason` tells why not
     """
 
     model_names: tuple[str, ...]
@@ -112,6 +112,7 @@ class RequestParser:
     num_ids: int | None = None
     priority_scheduling: bool = False
     has_tools: bool = False
+    no_tools_reason: str = "the model's chat template has none"
     strict_openai: bool = False
     warn_unknown: bool = False
     allow_request_templates: bool = False
@@ -381,8 +382,8 @@ class RequestParser:
     ) -> tuple[list[dict[str, Any]], str | None]:
         """The tools that the model may call, and the one that it must call ("*": any)."""
         names = check_tools(tools)
-        if tools and not self.has_tools:
-            raise bad_request("unsupported_parameter", "this model's chat template does not support tools", "tools")
+        if tools and not self.has_tools and given != "none":
+            raise bad_request("unsupported_parameter", f"tools are not supported here: {self.no_tools_reason}", "tools")
         choice = given.function.name if isinstance(given, schema.ToolChoice) else given
         if isinstance(given, str | None) and choice in ("none", "auto", None):
             return ([] if choice == "none" else tools), None
