@@ -103,22 +103,22 @@ def water_fill(amount: int, wants: Mapping[int, int], heights: Mapping[int, int]
     """Water-filling: pour `amount` into vessels, each from its height on and at most its want.
 
     The lowest vessels rise together until they are level with the next. A remainder that does not divide evenly goes to
-    the first ones.
+    the first ones. The time is linear in the number of vessels, apart from sorting.
     """
-    got = dict.fromkeys(wants, 0)
-    unfilled = [number for number in wants if wants[number] > 0]
-    while amount > 0 and unfilled:
-        height = {number: heights[number] + got[number] for number in unfilled}
-        low = min(height.values())
-        lowest = [number for number in unfilled if height[number] == low]
-        rise = min([wants[n] - got[n] for n in lowest] + [h - low for h in height.values() if h > low])
-        if rise * len(lowest) > amount:
-            rise, extra = divmod(amount, len(lowest))
-            for number in lowest[:extra]:
-                got[number] += 1
-            amount = 0
-        for number in lowest:
-            got[number] += rise
-        amount -= rise * len(lowest)
-        unfilled = [number for number in unfilled if got[number] < wants[number]]
+    wanting = [number for number in wants if wants[number] > 0]
+    ends = {number: heights[number] + wants[number] for number in wanting}
+    changes = sorted([(heights[number], 1) for number in wanting] + [(ends[number], -1) for number in wanting])
+    level = num_open = 0
+    for height, change in changes:
+        rise = min(height - level, amount // num_open) if num_open else height - level
+        amount -= rise * num_open
+        level += rise
+        if level < height:
+            break
+        num_open += change
+    got = {number: max(0, min(level - heights[number], wants[number])) for number in wants}
+    for number in wanting:
+        if amount and heights[number] <= level < ends[number]:
+            got[number] += 1
+            amount -= 1
     return got

@@ -36,6 +36,8 @@ logger = logging.getLogger("octavo.kv_events")
 
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
+MAX_REQUEST_BYTES = 1024
+"""Limit of a frame of a replay request; a client that sends more is disconnected."""
 POLL_INTERVAL_S = 0.05
 """How often the thread checks for replay requests, and for events between two steps."""
 DEVICE = "GPU"
@@ -191,6 +193,7 @@ class KVEventPublisher:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, self._config.hwm)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         try:
             if kind == zmq.ROUTER or self._config.binds:
                 socket.bind(endpoint)
