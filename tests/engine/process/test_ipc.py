@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -170,8 +171,10 @@ def test_failed_grammar_compilation_rejects_its_request() -> None:
     failed: Future[Any] = Future()
     failed.set_exception(RequestFailedError("no process", code="grammar_unavailable"))
     server._compiling = {"a": (AddRequest("a", b"", {}), SamplingParams(), failed)}
-    server._errors = []
+    server._errors, withdrawn = [], list[Any]()
+    server._text = SimpleNamespace(withdraw_grammar=withdrawn.append)
     server._add_compiled()
+    assert withdrawn == [failed]
     (rejected,) = server._errors
     error = rebuild_error(rejected.error, rejected.message, rejected.param, rejected.code)
     problem = errors.to_api_error(error, rejected.request_id)
