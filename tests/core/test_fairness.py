@@ -430,6 +430,20 @@ def test_nobody_gives_way_for_part_of_the_rows(world: Worlds) -> None:
     assert rows_of(lab) == {0: 6, 1: 0} and lab.reasons("B") == ["rows"]
 
 
+def test_a_swapped_request_resumes_past_one_that_waits_for_more_rows(world: Worlds) -> None:
+    lab = world(200, host=200, rows=8, policy=Policy(mode=PreemptionMode.SWAP))
+    lab.add("wide", prompt(4), 30, width=8, tenant=0)
+    for _ in range(3):
+        lab.step()
+    for tenant in (1, 2):
+        lab.add(f"r{tenant}", prompt(3, tenant), 20, tenant=tenant)
+    for _ in range(2):
+        lab.step()
+    lab.preempt(lab.requests["r1"])
+    lab.step()
+    assert [lab.requests[name].status for name in ("wide", "r1")] == [Status.SWAPPED, Status.RUNNING]
+
+
 def test_equal_and_wider_requests_wait_for_their_rows(world: Worlds) -> None:
     lab = world(200, rows=8)
     lab.add("A", prompt(4), 20, width=5, tenant=0)
