@@ -420,6 +420,17 @@ def test_the_tenant_with_most_rows_gives_way_to_several_in_one_step(world: World
     assert rows_of(lab) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 0}, "as many as it would have"
 
 
+def test_the_last_row_of_a_tenant_stays(world: Worlds) -> None:
+    lab = world(400, rows=4, budget=64)
+    for i in range(4):
+        lab.add(f"a{i}", prompt(3, i), 20, tenant=0)
+    lab.step()
+    for tenant in range(1, 5):
+        lab.add(f"b{tenant}", prompt(3, 10 + tenant), 20, tenant=tenant)
+    lab.step()
+    assert rows_of(lab) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 0}
+
+
 def test_nobody_gives_way_for_part_of_the_rows(world: Worlds) -> None:
     lab = world(400, rows=8, budget=64)
     for i in range(6):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 from tokenizers import decoders, models
 
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_failed_error
@@ -180,6 +182,20 @@ def test_grammar_that_becomes_too_complex_later_is_an_error(tokenizer: Tokenizer
 
 
 # -- what cannot be compiled -------------------------------------------------------------------------------------------
+
+
+AMBIGUOUS = "start: e\ne: e e e | e e | A\nA: /[a-z ]/"
+
+
+def test_a_bitmask_of_an_ambiguous_grammar_is_bounded(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Its parses multiply with every token. All requests wait for a bitmask."""
+    matcher = compiler.compile(LLMatcher.grammar_from_lark(AMBIGUOUS)).start()
+    for token in tokenizer.encode(" ".join("abcdefghijklmnopqrstuvwxyz" * 12), False):
+        if matcher.error:
+            break
+        compute_bitmasks([matcher])
+        matcher.accept_tokens([token])
+    assert matcher.error.startswith("grammar_too_complex: ")
 
 
 def chain(length: int) -> str:
@@ -357,6 +373,14 @@ def test_dead_sandbox_process_is_replaced(compiler: GrammarCompiler) -> None:
         helper.process.wait()
     for i in range(6):
         compiler.compile(regex_grammar(f"b{i}"))
+
+
+def test_a_grammar_whose_sandbox_is_stopped_is_compiled_by_another(compiler: GrammarCompiler) -> None:
+    compiler.compile(regex_grammar("a{2}"))
+    for helper in (stopped := list(compiler.sandboxes.idle)):
+        os.kill(helper.process.pid, signal.SIGSTOP)
+    compiler.compile(regex_grammar("a{3}"))
+    assert any(helper.process.poll() is not None for helper in stopped), "it is replaced"
 
 
 def test_sandbox_stack_is_shorter_than_a_thread_stack() -> None:

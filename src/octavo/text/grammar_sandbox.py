@@ -37,6 +37,8 @@ MAX_CPU_S = 30
 """CPU time limit per grammar, in case the parent process is gone."""
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,  # a bitmask takes at most 4 ms; the whole batch waits for it
+    step_max_items=10_000,  # a bitmask of an ambiguous grammar takes 0.7 s with llguidance's 50,000 and 2,000,
+    max_items_in_row=500,  # and 12 ms with these
     max_lexer_states=50_000,  # up to 100 MB per sequence
     verbose_errors=False,  # errors go to callers: exclude parser state
 )
