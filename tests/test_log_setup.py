@@ -1,35 +1,22 @@
-"""Log lines of a server and of its engine process."""
+"""Logging of programs: lines reach the descriptor that was given, and no other."""
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
+import logging
+import os
+from pathlib import Path
 
-import pytest
-
-from tests.serve.conftest import model
-
-__all__ = ["model"]
+from octavo.log_setup import QueueHandler
 
 
-@pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
-def test_engine_process_logs_in_the_format_of_the_server(model: str, as_json: bool) -> None:
-    command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", "0", "--max-model-len", "99999"]
-    command += ["--log-format", "json"] if as_json else []
-    lines: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line)
-            if "serving on http" in line:
-                process.send_signal(signal.SIGINT)
-    assert process.returncode == 0, lines
-    if as_json:
-        records = [(entry["level"], entry["logger"], entry["message"]) for entry in map(json.loads, lines)]
-    else:
-        records = [(words[0].lower(), words[3][1:-1], words[4]) for words in (line.split(maxsplit=4) for line in lines)]
-    levels = {(level, name) for level, name, message in records if "exceeds the model's" in message}
-    assert levels == {("warning", "octavo")}, lines
-    assert ("info", "octavo") in {(level, name) for level, name, message in records if "ready in" in message}
+def test_lines_never_reach_another_file_that_takes_the_descriptor(tmp_path: Path) -> None:
+    log, other = tmp_path / "log", tmp_path / "other"
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT)
+    handler = QueueHandler(fd)
+    os.close(fd)
+    assert (taken := os.open(other, os.O_WRONLY | os.O_CREAT)) == fd
+    handler.emit(logging.LogRecord("octavo", logging.INFO, "", 0, "first", None, None))
+    handler.flush()
+    handler.close()
+    os.close(taken)
+    assert (log.read_text(), other.read_text()) == ("first\n", "")

@@ -52,9 +52,10 @@ class QueueHandler(logging.Handler):
 
     def __init__(self, fd: int) -> None:
         super().__init__()
-        self._fd, self._timeout_s, self._num_dropped = fd, FLUSH_S, 0
+        self._given, self._fd = fd, os.dup(fd)  # another file may take the number of a descriptor that is closed
+        self._timeout_s, self._num_dropped = FLUSH_S, 0
         self._dropping = threading.RLock()  # a finalizer may log, too
-        self._queue: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -71,10 +72,18 @@ class QueueHandler(logging.Handler):
         self._queue.put(written)
         if not written.wait(self._timeout_s):
             self._timeout_s = 0.0
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._fd)
+            with contextlib.suppress(OSError):
+                if os.path.sameopenfile(self._given, self._fd):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), self._given)
+
+    def close(self) -> None:
+        """End the thread when the lines before are written."""
+        super().close()
+        self._queue.put(None)
 
     def _write(self) -> None:
-        while True:
+        entries: list[str | threading.Event | None] = []
+        while None not in entries:
             entries = [self._queue.get(), *(self._queue.get() for _ in range(self._queue.qsize()))]
             with self._dropping:
                 num_dropped, self._num_dropped = self._num_dropped, 0
@@ -89,6 +98,7 @@ class QueueHandler(logging.Handler):
             for entry in entries:
                 if isinstance(entry, threading.Event):
                     entry.set()
+        os.close(self._fd)
 
 
 def flush() -> None:
@@ -111,6 +121,9 @@ def set_up(settings: LogSettings) -> None:
     handler.setFormatter(JsonFormatter() if settings.as_json else logging.Formatter(text, "%m-%d %H:%M:%S"))
     logging.raiseExceptions = False
     root = logging.getLogger()
+    for old in root.handlers:
+        if isinstance(old, QueueHandler):
+            old.close()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
     for name in ("asyncio", "uvicorn.error"):  # they log every request that is not HTTP
