@@ -14,7 +14,8 @@ def test_lines_never_reach_another_file_that_takes_the_descriptor(tmp_path: Path
     fd = os.open(log, os.O_WRONLY | os.O_CREAT)
     handler = QueueHandler(fd)
     os.close(fd)
-    assert (taken := os.open(other, os.O_WRONLY | os.O_CREAT)) == fd
+    taken = os.open(other, os.O_WRONLY | os.O_CREAT)
+    assert taken == fd
     handler.emit(logging.LogRecord("octavo", logging.INFO, "", 0, "first", None, None))
     handler.flush()
     handler.close()
