@@ -7,6 +7,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.core.snapshot import Roster
+from octavo.core.snapshot import Fields, Roster
 from octavo.params.sampling_params import SamplingParams
 from tests.core.lab import Lab, make
 from tests.proof import oracle as o
@@ -415,3 +416,9 @@ def test_a_roster_numbers_requests_and_sequences_apart() -> None:
     roster = Roster([request], request.sequences)
     assert roster.indices([request, *request.sequences]) == [0, 0]
     assert roster.requests_at([0]) == [request] and roster.sequences_at([0]) == request.sequences
+
+
+def test_attributes_that_older_snapshots_lack_stay_as_they_are() -> None:
+    owner = SimpleNamespace(kept=1, changed=2)
+    Fields("kept changed").load(owner, {"changed": 5})
+    assert owner == SimpleNamespace(kept=1, changed=5)
