@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def test_sequences_count_prompts_times_samples() -> None:
     limits.fit(SamplingParams(n=3), [5, 5])
     assert "9 sequences (3 prompts x 3)" in str(refusal(limits, SamplingParams(n=3), 5, 5, 5))
     assert "the limit is 6 (--max-request-sequences); lower n" in str(refusal(limits, SamplingParams(n=7), 5))
-    assert refusal(limits, SamplingParams(n=1, best_of=7), 5).param == "n"
+    assert refusal(limits, SamplingParams(n=1, best_of=7), 5).param == "best_of"
     assert "lower beam_width" in str(refusal(limits, BeamSearchParams(beam_width=7, max_tokens=1), 5))
 
 
@@ -163,13 +164,26 @@ def test_tenant_counts_are_released() -> None:
 
 
 BEYOND: dict[str, tuple[str, dict[str, Any], str]] = {
-    "prompts": (C, {"prompt": ["a"] * 9, "max_tokens": 1}, "n"),
+    "prompts": (C, {"prompt": ["a"] * 9, "max_tokens": 1}, "prompt"),
+    "best_of": (C, {"prompt": "a", "best_of": 9, "max_tokens": 1}, "best_of"),
+    "beams": (C, {"prompt": "a", "n": 9, "use_beam_search": True, "max_tokens": 1}, "n"),
     "prompts x n": (C, {"prompt": ["a"] * 3, "n": 3, "max_tokens": 1}, "n"),
     "tokens": (C, {"prompt": ["a"] * 8, "max_tokens": 90}, "max_tokens"),
     "logprobs": (C, {"prompt": ["a"] * 4, "logprobs": 19, "max_tokens": 20}, "logprobs"),
     "prompt_logprobs": (C, {"prompt": ["a" * 60] * 2, "prompt_logprobs": 19, "max_tokens": 1}, "prompt_logprobs"),
-    "streamed": (C, {"prompt": ["a"] * 9, "max_tokens": 1, "stream": True}, "n"),
+    "streamed": (C, {"prompt": ["a"] * 9, "max_tokens": 1, "stream": True}, "prompt"),
     "chat": (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 4, "max_tokens": 110}, "max_tokens"),
+    "chat's own name": (
+        *(CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 4, "max_completion_tokens": 110}),
+        "max_completion_tokens",
+    ),
+    "top_logprobs": (
+        *(
+            CHAT,
+            {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 19, "max_tokens": 60},
+        ),
+        "top_logprobs",
+    ),
 }
 
 
@@ -182,9 +196,18 @@ async def test_request_beyond_a_limit_is_refused_by_an_idle_server(model: str, n
         error = response.json()["error"]
         assert response.status_code == 400, error
         assert (error["code"], error["param"]) == ("request_too_large", param)
-        assert "the limit is" in error["message"] and "(--max-request-" in error["message"]
+        assert "the limit is" in error["message"]
+        assert re.search(r"\(--max-request-(sequences|tokens|logprobs)\)", error["message"])
         await server.at_rest()
         await server.complete()
+
+
+@pytest.mark.parametrize(("path", "param"), [(C, "prompt"), (CHAT, "messages"), (RESPONSES, "input")])
+async def test_a_prompt_beyond_the_queue_is_named_as_it_was_sent(model: str, path: str, param: str) -> None:
+    text: Any = [{"role": "user", "content": "a" * 40}] if path == CHAT else "a" * 40
+    async with serving(model, max_num_queued_tokens=30) as server:
+        error = (await server.post(path, **{param: text})).json()["error"]
+        assert (error["code"], error["param"]) == ("request_too_large", param)
 
 
 async def test_default_chat_length_is_lowered_to_the_limit(model: str) -> None:

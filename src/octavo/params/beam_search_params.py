@@ -67,7 +67,8 @@ class BeamSearchParams(ValidatedParams):
         self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ParameterError(
-                f'early_stopping is {self.early_stopping!r}, it must be True, False or "never"', param="early_stopping"
+                f'early_stopping is {self.early_stopping!r:.60}, it must be True, False or "never"',
+                param="early_stopping",
             )
         if self.temperature:
             raise ParameterError(

@@ -46,14 +46,15 @@ class RequestLimits:
 
         Raises `ApiError` 400 for a request beyond a limit.
         """
-        is_search = isinstance(params, BeamSearchParams)
-        width = params.beam_width if isinstance(params, BeamSearchParams) else params.width
+        if isinstance(params, BeamSearchParams):
+            width, name = params.beam_width, "beam_width"
+        else:
+            width, name = params.width, "n" if params.best_of is None else "best_of"
         num_sequences, num_prompt = width * len(lengths), sum(lengths)
         if self.max_sequences is not None and num_sequences > self.max_sequences:
-            remedy = "send fewer prompts" if len(lengths) > 1 else f"lower {'beam_width' if is_search else 'n'}"
-            raise self._beyond(
-                f"{num_sequences} sequences ({len(lengths)} prompts x {width})", self.max_sequences, "sequences", remedy
-            )
+            remedy = "send fewer prompts" if len(lengths) > 1 else f"lower {name}"
+            amount = f"{num_sequences} sequences ({len(lengths)} prompts x {width})"
+            raise _beyond(amount, self.max_sequences, "sequences", remedy, name if width > 1 else "prompt")
         if self.max_prompt_tokens is not None and num_prompt > self.max_prompt_tokens:
             text = f"the prompts have {num_prompt} tokens; the queue holds {self.max_prompt_tokens}"
             raise bad_request("request_too_large", f"{text} (--max-num-queued-tokens); shorten the prompt", "prompt")
@@ -72,14 +73,14 @@ class RequestLimits:
                 assert isinstance(params, SamplingParams)
                 max_tokens, params = allowed, dataclasses.replace(params, max_tokens=allowed)
         if by_tokens is not None and self.max_tokens is not None and max_tokens > by_tokens:
-            remedy = "lower max_tokens or n, or send fewer prompts"
-            raise self._beyond(f"{num_prompt + max_tokens * num_sequences} tokens", self.max_tokens, "tokens", remedy)
+            remedy = f"lower max_tokens or {name}, or send fewer prompts"
+            amount = f"{num_prompt + max_tokens * num_sequences} tokens"
+            raise _beyond(amount, self.max_tokens, "tokens", remedy, "max_tokens")
         if by_logprobs is not None and self.max_logprobs is not None and max_tokens > by_logprobs:
             num = num_prompt_logprobs + max_tokens * per_token * num_sequences
             remedy = "lower logprobs, prompt_logprobs or max_tokens, or send fewer prompts"
-            api_error = self._beyond(f"{num} log-probabilities", self.max_logprobs, "logprobs", remedy)
-            api_error.param = "logprobs" if per_token else "prompt_logprobs"
-            raise api_error
+            param = "logprobs" if per_token else "prompt_logprobs"
+            raise _beyond(f"{num} log-probabilities", self.max_logprobs, "logprobs", remedy, param)
         return params
 
     @staticmethod
@@ -89,11 +90,10 @@ class RequestLimits:
         wanted = [params.prompt_logprobs, params.logprobs if params.echo else None]
         return num_prompt * max((num + 1 for num in wanted if num is not None), default=0)
 
-    @staticmethod
-    def _beyond(amount: str, limit: int, name: str, remedy: str) -> ApiError:
-        param = {"sequences": "n", "tokens": "max_tokens", "logprobs": "logprobs"}[name]
-        text = f"the request can reach {amount}; the limit is {limit} (--max-request-{name}); {remedy}"
-        return bad_request("request_too_large", text, param)
+
+def _beyond(amount: str, limit: int, option: str, remedy: str, param: str) -> ApiError:
+    text = f"the request can reach {amount}; the limit is {limit} (--max-request-{option}); {remedy}"
+    return bad_request("request_too_large", text, param)
 
 
 def _remaining(limit: int | None, used: int, per_token: int) -> int | None:

@@ -248,8 +248,6 @@ class Service:
                 reason = "stop"
             except UsageError as error:
                 reason = "refused"
-                if request.messages and error.param == "prompt":
-                    error.param = "messages"
                 raise _with_request_params(to_api_error(error, name), request) from None
             except RequestFailedError as error:
                 reason = "error"
@@ -327,8 +325,8 @@ class Service:
 
 def _with_request_params(api_error: ApiError, request: ParsedRequest) -> ApiError:
     """The error with the parameter names of the request."""
-    if request.required_tool and api_error.param == "structured_outputs":  # the grammar is built from the tools
-        api_error.param = "tools"
+    if request.messages and api_error.param == "prompt":
+        api_error.param = "messages"
     params = request.params
     if api_error.code == "no_allowed_token" and isinstance(params, SamplingParams) and params.allowed_token_ids is None:
         api_error.param = "bad_words" if params.bad_words or params.bad_words_token_ids else "structured_outputs"

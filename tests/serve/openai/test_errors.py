@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from typing import Any
 
 import httpx
@@ -146,6 +147,51 @@ def test_error_body_is_at_most_4_kib() -> None:
     for text in ("x" * 100_000, "\u20ac" * 4000, '"' * 4000, "\ud800" * 2000, "\x00\n" * 3000):
         body = ApiError(400, "c", text, text).body()
         assert len(body) <= MAX_ERROR_BYTES and json.loads(body)["error"]["code"] == "c"
+
+
+async def test_errors_use_the_names_that_the_client_sent(model: str) -> None:
+    a, form = {"regex": "a"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+    chat: dict[str, Any] = {"messages": MESSAGES, "max_tokens": None}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"bad_words": ["a"], "structured_outputs": a}, "bad_words"),
+        ({"bad_words": ["1"], "response_format": form}, "bad_words"),
+        ({"allowed_token_ids": [5], "structured_outputs": a}, "allowed_token_ids"),
+        ({"prompt_logprobs": 99}, "prompt_logprobs"),
+        ({"n": 17, "use_beam_search": True}, "n"),
+        ({"beam_width": 17, "use_beam_search": True}, "beam_width"),
+        ({"best_of": 17}, "best_of"),
+        ({**chat, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({**chat, "max_completion_tokens": 5, "max_tokens": -1}, ""),
+        ({**chat, "max_completion_tokens": 10**400}, "max_completion_tokens"),
+        ({**chat, "max_completion_tokens": 600}, "max_completion_tokens"),
+    )
+    async with serving(model) as server:
+        for body, param in cases:
+            path, prompt = (H, {}) if "messages" in body else (C, {"prompt": "a"})
+            response = await server.post(path, **{"max_tokens": 4, **prompt, **body})
+            found = error_of(response)[2] if response.status_code != 200 else ""
+            assert found == param, (body, response.text)
+            other = {"max_completion_tokens": "max_tokens", "prompt_logprobs": "logprobs", "best_of": "n"}.get(
+                param, "nothing"
+            )
+            assert not re.search(rf"\b{other}\b", response.text), response.text
+
+
+async def test_long_texts_are_cut(model: str) -> None:
+    words = "word " * 100
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
+        (C, {"prompt": "a", "model": words}),
+        (C, {"prompt": "a", "use_beam_search": True, "early_stopping": words}),
+        (C, {"prompt": "a", "response_format": {"type": words}}),
+        (H, {"messages": [{"role": words, "content": "a"}]}),
+        (H, {"messages": [{"role": "user", "content": [{"type": words}]}]}),
+        (H, {"messages": MESSAGES, "tool_choice": words}),
+        (H, {"messages": MESSAGES, "tools": [{"type": words}]}),
+    )
+    async with serving(model) as server:
+        for path, body in cases:
+            response = await server.post(path, **body)
+            assert response.status_code in (400, 404) and response.text.count("word") < 25, response.text
 
 
 def test_long_numbers_and_names_are_cut() -> None:

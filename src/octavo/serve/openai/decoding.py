@@ -17,6 +17,7 @@ from typing import Any, TypeGuard, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType, defstruct
 
+from octavo.errors import cut
 from octavo.serve.openai import schema
 from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.serve.openai.schema import Body, Unread
@@ -215,7 +216,7 @@ def to_api_error(error: msgspec.ValidationError, kind: Any) -> ApiError:
         if is_unknown and (not path or path.startswith("messages")):
             return _unknown_parameter(field, f"{path}.{field}" if path else field, kind)
         path = f"{path}.{field}" if path else field
-    shown = f"{fault[:1].lower()}{fault[1:300]}".replace("`", "")
+    shown = cut(f"{fault[:1].lower()}{fault[1:]}".replace("`", ""))
     code, param = _code(path, fault, is_missing=is_missing)
     return bad_request(code, f"{path[:128] or 'the body'}: {shown}", param or None)
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from octavo.engine.engine_request import MAX_PRIORITY
-from octavo.errors import UsageError
+from octavo.errors import UsageError, cut
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.params.structured_outputs import StructuredOutputsParams
@@ -152,20 +152,17 @@ class RequestParser:
         if body.echo:
             raise bad_request("unsupported_parameter", "echo is not supported here; use continue_final_message", "echo")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        param_aliases = {} if name == "max_tokens" else {"max_tokens": name}
-        try:
-            request = self._parse_common(
-                _given(body, ChatRequest),
-                model,
-                (top or 0) if body.logprobs else None,
-                max_tokens=getattr(body, name),
-                default_max_tokens=None,
-            )
-        except ApiError as api_error:
-            raise rename_params(api_error, param_aliases) from None
-        request.param_aliases |= param_aliases
+        request = self._parse_common(
+            _given(body, ChatRequest),
+            model,
+            (top or 0) if body.logprobs else None,
+            max_tokens=getattr(body, name),
+            default_max_tokens=None,
+            param_aliases={"max_tokens": name, "logprobs": "logprobs" if top is None else "top_logprobs"},
+        )
         request.messages, request.template, request.tools, request.required_tool = messages, template, tools, required
         if required is not None:
+            request.param_aliases["structured_outputs"] = "tools"  # the grammar is built from them
             request.params = self._require_tool_call(
                 request.params, [t for t in tools if required in ("*", t["function"]["name"])]
             )
@@ -184,7 +181,7 @@ class RequestParser:
         if not name:
             raise bad_request("missing_required_parameter", f"model is missing; this server has {first}", "model")
         if name not in self.model_names:
-            text = f"The model `{name}` does not exist. This server has {', '.join(self.model_names)}."
+            text = f"The model `{cut(name, 60)}` does not exist. This server has {', '.join(self.model_names)}."
             raise ApiError(404, "model_not_found", text, "model")
         return str(name)
 
@@ -219,6 +216,7 @@ class RequestParser:
         *,
         max_tokens: int | None,
         default_max_tokens: int | None,
+        param_aliases: Mapping[str, str] | None = None,
     ) -> ParsedRequest:
         stream = given.get("stream", False)
         options = given.get("stream_options")
@@ -227,19 +225,21 @@ class RequestParser:
         beams = given.get("use_beam_search", False) or "beam_width" in given
         if self.strict_openai and isinstance(given.get("stop"), list) and len(given["stop"]) > 4:
             raise bad_request("array_above_max_length", f"stop has {len(given['stop'])} items; the limit is 4", "stop")
-        param_aliases = {"structured_outputs": "response_format"} if given.get("structured_outputs") is None else {}
+        aliases = {"structured_outputs": "response_format", "beam_width": "n"}
+        aliases = {name: alias for name, alias in aliases.items() if name not in given} | dict(param_aliases or {})
         try:
             if beams:
                 params: SamplingParams | BeamSearchParams = self._beam_params(given, logprobs, max_tokens)
             else:
                 params = self._sampling_params(given, logprobs, max_tokens, default_max_tokens)
-        except UsageError as error:
-            raise rename_params(to_api_error(error, ""), param_aliases) from None
+        except (UsageError, ApiError) as error:
+            raise rename_params(to_api_error(error, ""), aliases) from None
         n = given.get("n", 1) if isinstance(params, SamplingParams) else params.n or params.beam_width
         width = params.width if isinstance(params, SamplingParams) else params.beam_width
         if self.max_num_seqs is not None and width > self.max_num_seqs:
-            text = f"the request needs {width} concurrent sequences; the limit is {self.max_num_seqs}; lower n"
-            raise bad_request("integer_out_of_range", text, "beam_width" if "beam_width" in given else "n")
+            name = next((name for name in ("beam_width", "best_of") if name in given), "n")
+            text = f"the request needs {width} concurrent sequences; the limit is {self.max_num_seqs}; lower {name}"
+            raise bad_request("integer_out_of_range", text, name)
         return ParsedRequest(
             model=model,
             params=params,
@@ -255,7 +255,7 @@ class RequestParser:
             return_token_ids=given.get("return_token_ids", False),
             return_tokens_as_ids=given.get("return_tokens_as_token_ids", False),
             n=n,
-            param_aliases=param_aliases if "response_format" in given else {},
+            param_aliases=aliases,
         )
 
     def _sampling_params(
@@ -398,7 +398,7 @@ def rename_params(api_error: ApiError, param_aliases: Mapping[str, str]) -> ApiE
     """The error with the parameter names of the request, by `ParsedRequest.param_aliases`."""
     for name, alias in param_aliases.items():
         api_error.param = alias if api_error.param == name else api_error.param
-        api_error.message = re.sub(rf"\b{name}\b", alias, api_error.message)
+        api_error.message = re.sub(rf"(?<![\w-]){name}\b", alias, api_error.message)
     return api_error
 
 
