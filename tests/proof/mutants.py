@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant("way: a turn is a token short", "Scheduler._start", "len(...) + TURN_TOKENS", "len(request.sequences[0].token_ids) + TURN_TOKENS - 1"),
     Mutant("way: who runs still waits", "Scheduler._start", "request.turn_ends, request.waits_since = ..., -1", "request.turn_ends = len(request.sequences[0].token_ids) + TURN_TOKENS"),
     Mutant("way: equals give way", "Scheduler._victims", "held[request.tenant] + request.width", "held[request.tenant]"),
-    Mutant("way: tenants with fewer rows give way", "Scheduler._victims", "is_most = ...", "is_most = True"),
+    Mutant("way: tenants with fewer rows give way", "Scheduler._victims", "after[number] < most and limit >= 0", "False"),
     Mutant("way: the earliest gives way", "Scheduler._victims", "reversed(self.running)", "self.running"),
     Mutant("way: pins give way", "Scheduler._victims", "victim.pin"),
     Mutant("way: the urgent give way", "Scheduler._victims", "victim.priority < request.priority", "False"),

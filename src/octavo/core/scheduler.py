@@ -1,7 +1,7 @@
 """The scheduler: plans which sequences compute how many positions in the next step, and the memory operations for it.
 
 A step is filled from three queues: running requests in order of arrival, then swapped ones, then waiting ones, which
-are admitted only while nothing is swapped. Each queue stops at the first request that does not fit.
+are admitted only while no swapped one is before them. Each queue stops at the first request that does not fit.
 
 Among several tenants the least served is admitted first, their prefills share a step, and the one with most rows gives
 way to others. A long prefill gets only part of a step, and further long ones let short ones pass.
@@ -577,18 +577,19 @@ class Scheduler:
         victims: list[Request] = []
         after, needs_block = held.copy(), request.wait_reason == "blocks"
         limit = -1 if self._is_overdue(request) else held[request.tenant] + request.width
+        most = max(after.values())
         for victim in reversed(self.running):
             if num_free >= request.width and (victims or not needs_block):
                 break
             number = victim.tenant
-            is_most = limit < 0 or after[number] == max(after.values())
-            if number == request.tenant or after[number] <= limit or not is_most:
+            if number == request.tenant or after[number] <= limit or (after[number] < most and limit >= 0):
                 continue
             if victim.pin or (self.policy.by_priority and victim.priority < request.priority):
                 continue
             if max(len(seq.token_ids) for seq in victim.sequences) >= victim.turn_ends:
                 victims.append(victim)
                 after[number] -= victim.width
+                most = max(after.values())
                 num_free += victim.width
         if num_free < request.width:
             return []

@@ -34,11 +34,12 @@ class Ticket:
 class Admission:
     """Counts requests and refuses those beyond the limits at once.
 
-    A tenant may fill the queue while no other needs it. Then its newest requests without an output are dropped.
+    A tenant may fill the queue while no other needs it. Then its newest requests are dropped, but only those of which a
+    prompt has no output yet.
 
     max_num_seqs           sequences that run together
     max_num_queued_reqs    sequences admitted beyond those
-    max_num_queued_tokens  prompt tokens of requests without an output yet. None: no limit
+    max_num_queued_tokens  prompt tokens of requests of which a prompt has no output yet. None: no limit
     on_refusal             called with the error code of each refusal
     """
 
@@ -104,7 +105,7 @@ class Admission:
                 self._empty.set()
 
     def start(self, ticket: Ticket) -> None:
-        """Marks the request as running: its prompt no longer counts as queued, and it is not dropped."""
+        """Marks all prompts of the request as running: they no longer count as queued, and it is not dropped."""
         self._sequences.keep(ticket)
         self._queued_tokens.release(ticket)
 

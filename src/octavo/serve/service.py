@@ -237,14 +237,18 @@ class Service:
             reason = "abort"
             try:
                 async with contextlib.aclosing(merge_outputs(generators, self._max_concurrent(width))) as outputs:
-                    first = await self._first_output(outputs, names[0], ticket)
-                    self.admission.start(ticket)
-                    if first is not None:
-                        trackers[first[0]].record(first[1])
-                        yield first
-                    async for i, output in outputs:
+                    item = await self._first_output(outputs, names[0], ticket)
+                    waiting = set(range(len(prompts)))  # prompts without an output
+                    while item is not None:
+                        self.admission.check(ticket)
+                        i, output = item
+                        if i in waiting:
+                            waiting.remove(i)
+                            if not waiting:
+                                self.admission.start(ticket)
                         trackers[i].record(output)
-                        yield i, output
+                        yield item
+                        item = await anext(outputs, None)
                 reason = "stop"
             except UsageError as error:
                 reason = "refused"
