@@ -48,7 +48,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class QueueHandler(logging.Handler):
-    """Writes lines to a file descriptor in a thread: a pipe that nobody reads blocks no other thread."""
+    """Writes lines to a file descriptor in a thread of its own. A pipe without a reader blocks only that thread."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def flush() -> None:
 
 
 def set_up(settings: LogSettings) -> None:
-    """Configure the root logger. A closed or full stderr raises nothing, and one that nobody reads blocks nothing."""
+    """Configure the root logger. Logging never raises and never waits, whatever stderr is."""
     global _settings
     _settings = settings
     handler: logging.Handler

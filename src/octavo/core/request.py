@@ -287,6 +287,11 @@ class Request:
         """Positions due up to the next sampled token, in the sequence that has most of them."""
         return max(len(s.token_ids) + s.num_pending - s.num_computed for s in self.sequences)
 
+    @property
+    def has_had_its_turn(self) -> bool:
+        """True if it gives way to other tenants: it has computed enough since it last waited."""
+        return max(len(s.token_ids) for s in self.sequences) >= self.turn_ends
+
     def is_long_prefill(self, threshold: int) -> bool:
         """True if more positions are due than `threshold`; 0: no prefill is long."""
         return 0 < threshold < self.num_due

@@ -17,6 +17,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from heapq import heappop, heapreplace
 from operator import sub
 from typing import Any, NamedTuple, TypeAlias
 
@@ -554,12 +555,14 @@ class Scheduler:
         held = {number: tenant.num_rows for number, tenant in tenants.items()}
         swapped = {request.tenant: request for request in reversed(self.swapped)}
         most, gone = max(held.values()), set()
+        ready = [r for r in reversed(self.running) if not r.pin and r.has_had_its_turn]
         for number in sorted(held, key=held.__getitem__):
             request = swapped.get(number) or next(iter(tenants[number].waiting), None)
             if request is None or request.num_pending or number in gone:
                 continue
-            if self._is_overdue(request) or most > held[number] + request.width:
-                for victim in self._victims(request, num_free, held):
+            if ready and (self._is_overdue(request) or most > held[number] + request.width):
+                for victim in self._victims(request, num_free, held, ready):
+                    ready.remove(victim)
                     num_free += victim.width
                     needs = self.cache.blocks_for(len(request.sequences[0].token_ids))
                     self.preempt(victim, request, needs, draft.step, gives_way=True)
@@ -569,28 +572,28 @@ class Scheduler:
                 most = max(held.values())
             num_free = max(0, num_free - request.width)
 
-    def _victims(self, request: Request, num_free: int, held: dict[int, int]) -> list[Request]:
+    def _victims(self, request: Request, num_free: int, held: dict[int, int], ready: list[Request]) -> list[Request]:
         """Return the requests that give way to this one: enough for its rows or none, and one if it waits for blocks.
 
-        Each has had its turn since it last gave way, so all of them progress. Their rows are taken from `held`.
+        They are among the `ready` ones, which have had their turn, so all of them progress. Their rows are taken from
+        `held`.
         """
         victims: list[Request] = []
         after, needs_block = held.copy(), request.wait_reason == "blocks"
         limit = -1 if self._is_overdue(request) else held[request.tenant] + request.width
         most = max(after.values())
-        for victim in reversed(self.running):
+        for victim in ready:
             if num_free >= request.width and (victims or not needs_block):
                 break
             number = victim.tenant
             if number == request.tenant or after[number] <= limit or (after[number] < most and limit >= 0):
                 continue
-            if victim.pin or (self.policy.by_priority and victim.priority < request.priority):
+            if self.policy.by_priority and victim.priority < request.priority:
                 continue
-            if max(len(seq.token_ids) for seq in victim.sequences) >= victim.turn_ends:
-                victims.append(victim)
-                after[number] -= victim.width
-                most = max(after.values())
-                num_free += victim.width
+            victims.append(victim)
+            after[number] -= victim.width
+            most = max(after.values())
+            num_free += victim.width
         if num_free < request.width:
             return []
         held.update(after)
@@ -609,18 +612,21 @@ class Scheduler:
         """
         behind = {request.tenant for request in (*self.swapped, *draft.gave_way)}  # whose own requests come first
         passed = {t: 0 for t in self.tenants.present.values() if t.waiting and t.number not in behind}
-        shares = draft.shares
+        shares, places = draft.shares, {tenant: i for i, tenant in enumerate(passed)}
 
-        def rank(tenant: Tenant) -> tuple[bool, bool, int, tuple[int, int]]:
-            assert shares is not None
-            request = tenant.waiting[passed[tenant]]
-            return not self._is_overdue(request), shares[tenant.number] <= 0, tenant.served, request.order
+        def entry(tenant: Tenant) -> tuple[bool, bool, int, tuple[int, int], int, Tenant]:
+            """The tenant's place in the line, which changes only with its own requests and with the shares."""
+            request, starved = tenant.waiting[passed[tenant]], shares is not None and shares[tenant.number] <= 0
+            return not self._is_overdue(request), starved, tenant.served, request.order, places[tenant], tenant
 
-        while passed and draft.budget > 0:
-            tenant = min(passed, key=rank) if len(passed) > 1 else next(iter(passed))
+        line = sorted(map(entry, passed))  # a heap, from here on
+        while line and draft.budget > 0:
+            tenant = line[0][-1]
             request, budget = tenant.waiting[passed[tenant]], draft.budget
             if shares is not None and shares[tenant.number] <= 0:
-                shares.update({tenant.number: 1} if self._is_overdue(request) else catch_up_shares(budget, passed))
+                left = sorted((item[-1] for item in line), key=places.__getitem__)
+                shares.update({tenant.number: 1} if self._is_overdue(request) else catch_up_shares(budget, left))
+                line = sorted(map(entry, left))
                 continue
             if self._admit(request, draft):
                 if shares is not None:
@@ -631,10 +637,12 @@ class Scheduler:
             elif request.wait_reason in ("blocks", "rows") and not self._lets_pass(request):
                 return
             else:
-                del passed[tenant]
+                heappop(line)
                 continue
             if passed[tenant] == len(tenant.waiting):
-                del passed[tenant]
+                heappop(line)
+            elif len(line) > 1:
+                heapreplace(line, entry(tenant))
 
     def _admit_confined(self, draft: _Draft) -> None:
         """Admit requests of `confined_to` in order."""
