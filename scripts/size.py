@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 820,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, turns of tenants
     "params": 345,  # sampling, beam search and structured output parameters, with their validation
-    "core": 2725,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
+    "core": 2735,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 715,  # finding a model's files, reading headers, the tables of keys
     "engine": 2725,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 1479,  # LLM, the client with its transports, text input
@@ -24,7 +24,7 @@ BUDGETS: dict[str, int] = {
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2425,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
-    "serve": 4660,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
+    "serve": 4665,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2790,  # cost models, traces, planner, the paper's experiments
     "bench": 1065,  # `octavo bench`
     "view": 3048,  # live view, flight recorder and player, playground and lessons

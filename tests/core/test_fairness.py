@@ -455,6 +455,14 @@ def test_a_swapped_request_resumes_past_one_that_waits_for_more_rows(world: Worl
     assert [lab.requests[name].status for name in ("wide", "r1")] == [Status.SWAPPED, Status.RUNNING]
 
 
+def test_tenants_take_rows_in_turns(world: Worlds) -> None:
+    lab = world(200, rows=2, budget=64)
+    for i, tenant in enumerate((0, 0, 1, 1)):
+        lab.add(f"r{i}", prompt(4, i), 6, tenant=tenant)
+    lab.step()
+    assert rows_of(lab) == {0: 1, 1: 1}
+
+
 def test_equal_and_wider_requests_wait_for_their_rows(world: Worlds) -> None:
     lab = world(200, rows=8)
     lab.add("A", prompt(4), 20, width=5, tenant=0)
