@@ -36,7 +36,8 @@ def parse_all(text: str, cuts: list[int], **options: Any) -> tuple[str, str, lis
 H: dict[str, Any] = {"tools": "hermes"}
 L: dict[str, Any] = {"tools": "llama3_json", "tool_names": ["weather", "f"]}
 T: dict[str, Any] = {"reasoning": True}
-WEATHER = ("weather", json.dumps(ARGUMENTS))
+WEATHER = ("weather", ARGUMENTS)
+F, G = '{"name": "f", "arguments": {"a": {}}}', '{"arguments": {}, "name": "g"}'
 CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, Any]]]]] = [
     ("Hello there", {}, ("", "Hello there", [])),
     ("  Hello", {}, ("", "  Hello", [])),
@@ -53,6 +54,16 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, Any]]]]] 
     ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', H, ("", "", [("f", {"a": 1})])),
     ('<tool_call>{"name": "f"}</tool_call>', H, ("", "", [("f", {})])),
     ('<tool_call>{"name": "f"}', H, ("", "", [("f", {})])),
+    *(
+        (f"<tool_call>{F}{between}{G}{after}", H, ("", "", [("f", {"a": {}}), ("g", {})]))
+        for between in ("", "\n", ",\n", "}\n")
+        for after in ("</tool_call>", "", "\n")
+    ),
+    (f"<tool_call>{F[:-1]}\n{G}</tool_call>", H, ("", "", [("f", {"a": {}}), ("g", {})])),
+    (f"<tool_call>{F}{G}{F}</tool_call>{CALL}", H, ("", "", [("f", {"a": {}}), ("g", {}), ("f", {"a": {}}), WEATHER])),
+    (f'<tool_call>{F[:-1]}, "id": {{"b": "}}{{"}}}}</tool_call>', H, ("", "", [("f", {"a": {}})])),
+    (f'<tool_call>{F} {{"x": 1}} y</tool_call>', H, ("", '{"x": 1} y', [("f", {"a": {}})])),
+    (f"<tool_call>{F} {{ y</tool_call>", H, ("", "{ y", [("f", {"a": {}})])),
     ("<tool_call>no json</tool_call> ok", H, ("", "<tool_call>no json</tool_call> ok", [])),
     ("a < b <tool_ cal", H, ("", "a < b <tool_ cal", [])),
     ("<tool_call>{", H, ("", "<tool_call>{", [])),

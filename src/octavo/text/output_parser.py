@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -31,6 +31,9 @@ _HEAD = re.compile(
 MAX_HEAD_CHARS = 400
 _WHITE_SPACE = re.compile(r"\s*+")
 _CLOSING = re.compile(r"[ \n\t}]*+")
+_BETWEEN = re.compile(r"[\s,;\[\]}]*+")
+"""What may stand between calls of one block."""
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,10 @@ class OutputParser:
             self.num_calls += bool(call)
         elif self._step == self._after_tag:
             rest = self._prefix + rest
-        elif self._step in (self._arguments, self._after_arguments, self._after_calls):
+        elif self._step == self._after_arguments:
+            self._further_calls(rest)
+            parts, rest = parts + self._parts, ""
+        elif self._step in (self._arguments, self._after_calls):
             rest = ""
         return [*parts, *_text_parts("content", rest)]
 
@@ -265,8 +271,8 @@ class OutputParser:
         if self._tools == "hermes":
             found = self._find(END_CALL)
             if found < 0:
-                self._take(self._certain_end(END_CALL))
                 return False
+            self._further_calls(self._take(found))
             self._take(found + len(END_CALL))
             return self._enter(self._content)
         self._take(_match_end(_CLOSING, self._buffer, self._at))
@@ -292,6 +298,26 @@ class OutputParser:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
+    def _further_calls(self, rest: str) -> None:
+        """The calls after the first in one block. What is no call is content; only the first call's other keys are
+        dropped."""
+        end = _ObjectScanner(depth=1).end_of_object(rest)
+        if self._tools != "hermes" or (end is None and not rest.lstrip().startswith("{")):
+            return
+        end = end or 0  # else the first call lacks its last brace
+        while (end := _match_end(_BETWEEN, rest, end)) < len(rest):
+            try:
+                call, after = _DECODER.raw_decode(rest, end)
+            except (ValueError, RecursionError):
+                call, after = None, end
+            parts = self._parts_of_call(call)
+            if not parts:
+                self._emit("content", rest[end:])
+                return
+            self._parts += parts
+            self.num_calls += 1
+            end = after
+
     @property
     def _opening(self) -> str:
         return CALL if self._tools == "hermes" else ""
@@ -302,9 +328,11 @@ class OutputParser:
     def _whole_call(self, text: str) -> list[OutputPart]:
         """The parts of a complete call with its keys in any order; empty if the text is no call."""
         try:
-            call = json.loads(text)
+            return self._parts_of_call(json.loads(text))
         except (ValueError, RecursionError):
             return []
+
+    def _parts_of_call(self, call: Any) -> list[OutputPart]:
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not self._is_tool(name):
             return []
@@ -329,8 +357,8 @@ def is_unicode(text: str) -> bool:
 class _ObjectScanner:
     """Finds the end of a JSON object that arrives in chunks."""
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._in_string = False
         self._escaped = False
 
