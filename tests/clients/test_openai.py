@@ -84,7 +84,7 @@ def test_errors_become_the_packages_exceptions(server: str, client: Any) -> None
     for error, asked in (
         (openai.NotFoundError, {"model": "other", "prompt": "a"}),
         (openai.BadRequestError, {"model": "tiny", "prompt": "a" * 600}),
-        (openai.BadRequestError, {"model": "tiny", "prompt": "a", "temperature": 3}),
+        (openai.BadRequestError, {"model": "tiny", "prompt": "a", "temperature": -1}),
     ):
         with pytest.raises(error) as caught:
             client.completions.create(**asked)

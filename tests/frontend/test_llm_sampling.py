@@ -314,8 +314,8 @@ def test_defaults_come_from_generation_config(with_defaults: Callable[..., Path]
 
 
 def test_invalid_defaults_are_rejected(with_defaults: Callable[..., Path], tmp_path: Path) -> None:
-    path = with_defaults(temperature=7)
-    with pytest.raises(CheckpointError, match=r"generation_config.json: temperature is 7, .*generation_config='vllm'"):
+    path = with_defaults(temperature=-7)
+    with pytest.raises(CheckpointError, match=r"generation_config.json: temperature is -7, .*generation_config='vllm'"):
         LLM(str(path), **OPTIONS)
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         LLM(str(path), generation_config=str(tmp_path / "nowhere"), **OPTIONS)

@@ -61,7 +61,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (replace("{", '{"hidden_size": 32, '), "the key 'hidden_size' occurs twice"),
     (replace("{", '{"rope_scaling": {"factor": 1, "factor": 2}, '), "the key 'factor' occurs twice"),
     (cut_short, "model.safetensors is cut short or damaged"),
-    (lambda folder: (folder / "generation_config.json").write_text('{"temperature": 9}'), "temperature is 9"),
+    (lambda folder: (folder / "generation_config.json").write_text('{"temperature": -9}'), "temperature is -9"),
 ]
 
 

@@ -546,7 +546,7 @@ BAD: tuple[tuple[str, Any], ...] = (
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
     ("/v1/completions", {"prompt": "a", "n": True}),
     ("/v1/completions", {"prompt": "a", "n": 17}),
-    ("/v1/completions", {"prompt": "a", "temperature": 3}),
+    ("/v1/completions", {"prompt": "a", "temperature": -1}),
     ("/v1/completions", {"prompt": "a", "temprature": 1}),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}),
     ("/v1/completions", {"prompt": "a", "stop_token_ids": [10**6]}),

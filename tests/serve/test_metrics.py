@@ -48,7 +48,7 @@ async def test_metrics_after_known_requests(model: str) -> None:
         for _ in range(2):
             await server.complete("Hello,world", n=2)
         await server.post("/v1/completions", prompt="")
-        await server.post("/v1/completions", prompt="Hi", temperature=9)
+        await server.post("/v1/completions", prompt="Hi", temperature=-1)
         response = await server.client.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         got = values_of(response.text)

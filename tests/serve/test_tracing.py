@@ -70,7 +70,7 @@ async def test_spans_describe_requests(model: str, spans: Any) -> None:
         spans.clear()
         await server.complete(["a", "b"])
         await server.chat()
-        await server.post("/v1/completions", prompt="a", temperature=9)  # refused requests have no span
+        await server.post("/v1/completions", prompt="a", temperature=-1)  # refused requests have no span
         roots = spans.get_finished_spans()
         assert len(roots) == 3 and all(span.parent is None for span in roots)
         assert len({span.attributes["gen_ai.request.id"] for span in roots}) == 3

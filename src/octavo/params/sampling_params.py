@@ -11,6 +11,7 @@ from octavo.params.structured_outputs import StructuredOutputsParams
 from octavo.params.validation import INT32, ValidatedParams, as_list, as_token_ids, invalid
 
 GREEDY_BELOW = 1e-5
+MAX_TEMPERATURE = 1e30  # far inside float32; all tokens are equally probable long before
 """A temperature below this is greedy decoding."""
 
 INT64 = 1 << 63
@@ -31,7 +32,7 @@ class SamplingParams(ValidatedParams):
     n                           number of samples of the prompt
     best_of                     generate so many samples (at most 20), and return the n with the largest cumulative
                                 log-probability when all have ended
-    temperature                 0 to 2; below 1e-5 greedy decoding; other values below 0.01 count as 0.01
+    temperature                 0 to 1e30; below 1e-5 greedy decoding; other values below 0.01 count as 0.01
     top_p                       after top_k, keep the smallest set of tokens with this probability mass
     top_k                       after temperature, keep this many top tokens; 0 or -1: all
     min_p                       after top_p, keep tokens with at least this share of the top token's probability
@@ -133,7 +134,7 @@ class SamplingParams(ValidatedParams):
     def __post_init__(self) -> None:
         self._check_integer("n", 1, 128)
         self._check_integer("best_of", 1, 20, optional=True)
-        self._check_number("temperature", 0.0, 2.0)
+        self._check_number("temperature", 0.0, MAX_TEMPERATURE)
         self._check_number("top_p", 0.0, 1.0)
         self._check_number("min_p", 0.0, 1.0)
         self._check_integer("top_k", -1, INT32)

@@ -157,9 +157,7 @@ class App:
         parser = self.service.request_parser
         request = parser.parse_chat(await self._body(context, ChatRequest))
         name = f"chatcmpl-{context.request_id}"
-        prompt = await self.service.encode_chat(
-            request.messages, request.template, request.truncate, context.tenant.number
-        )
+        prompt = await self.service.encode_chat(request, context.tenant.number)
         builder = self.service.chat_response(request, name, prompt)
         return await self._generate(context, request, name, [prompt], builder)
 
@@ -196,7 +194,7 @@ class App:
         chat, messages, tools = to_chat(body)
         try:
             request = service.request_parser.parse_chat(chat, messages, tools)
-            prompt = await service.encode_chat(request.messages, request.template, tenant=context.tenant.number)
+            prompt = await service.encode_chat(request, context.tenant.number)
         except (ApiError, UsageError) as error:
             raise to_responses_error(to_api_error(error, context.request_id)) from None
         response = ResponseEventBuilder(name, request.model, body, tools)
@@ -224,7 +222,7 @@ class App:
                             yield event
                     async for choice in iter_cooperatively(chat.choices(i, output)):
                         finish_reason = choice["finish_reason"] or finish_reason
-                        for event in response.add(choice["delta"]):
+                        for event in response.add(choice["delta"], choice["logprobs"]):
                             yield event
         except ApiError as api_error:
             raise to_responses_error(api_error) from None
@@ -243,7 +241,8 @@ class App:
             if tools := parse_tools(body.tools):
                 check_tools(tools)
                 template["tools"] = tools
-            token_ids = (await service.encode_chat(messages, template, tenant=tenant)).token_ids
+            service.prompts.check_length("".join(m["content"] for m in messages), "messages")
+            token_ids = (await service.render(messages, template, tenant)).token_ids
         elif body.prompt is not None:
             service.prompts.check_length(body.prompt)
             (token_ids,) = await service.encode_texts([body.prompt], body.add_special_tokens is not False, tenant)

@@ -128,7 +128,7 @@ class Service:
         """Tokenises the prompts of a completion. Raises `ApiError`, or a `UsageError` with the request's param."""
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         for text in texts:
-            self.prompts.check_length(text)
+            self._check_length(text, request)
         ids_of_texts = iter(await self.encode_texts(texts, request.add_special_tokens, tenant))
         encoded = []
         for i, prompt in enumerate(request.prompts):
@@ -138,17 +138,21 @@ class Service:
                 if not token_ids:
                     text = f"{path} is empty, and the model has no begin-of-text token; send a non-empty prompt"
                     raise bad_request("empty_prompt", text, "prompt")
-                encoded.append(self._truncated(TokenizedPrompt(prompt, token_ids), request.truncate))
             else:
                 self.check_ids(prompt, path)
-                truncated = self._truncated(TokenizedPrompt(None, prompt), request.truncate)
-                if request.echo and len(truncated.token_ids) > MANY_TOKENS:  # else decoded on the event loop
-                    skip = getattr(request.params, "skip_special_tokens", True)
-                    truncated = TokenizedPrompt(
-                        await self.decode(truncated.token_ids, skip, tenant), truncated.token_ids
-                    )
-                encoded.append(truncated)
+                token_ids = prompt
+            given = prompt if isinstance(prompt, str) else None
+            truncated = self._truncated(TokenizedPrompt(given, token_ids), request)
+            if request.echo and truncated.text is None:  # of token ids, special ones are shown as well
+                shown = await self.decode(truncated.token_ids, given is not None, tenant)
+                truncated = TokenizedPrompt(shown, truncated.token_ids)
+            encoded.append(truncated)
         return encoded
+
+    def _check_length(self, text: str, request: ParsedRequest, param: str = "prompt") -> None:
+        """Raises `ContextLengthError` for a text that is too long however it is tokenised."""
+        if request.truncate is None:
+            self.prompts.check_length(text, param)
 
     def check_ids(self, token_ids: Sequence[int], path: str) -> None:
         """Raises `ApiError` for a token id outside the vocabulary. `path`: its place in the request."""
@@ -170,10 +174,14 @@ class Service:
             return await self.text_workers.decode(token_ids, skip_special_tokens, tenant)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], template: dict[str, Any], truncate: int | None = None, tenant: int = 0
+    async def encode_chat(self, request: ParsedRequest, tenant: int = 0) -> TokenizedPrompt:
+        """Renders and tokenises the conversation of a chat, as `encode` does the prompts of a completion."""
+        self._check_length("".join(m["content"] for m in request.messages), request, "messages")
+        return self._truncated(await self.render(request.messages, request.template, tenant), request)
+
+    async def render(
+        self, messages: list[dict[str, Any]], template: dict[str, Any], tenant: int = 0
     ) -> TokenizedPrompt:
-        self.prompts.check_length("".join(m["content"] for m in messages), "messages")
         try:
             text, token_ids = await self.text_workers.chat(messages, template, tenant)
         except TemplateError as error:
@@ -182,7 +190,7 @@ class Service:
             raise
         if not token_ids:
             raise bad_request("empty_prompt", "the chat template renders these messages as empty", "messages")
-        return self._truncated(TokenizedPrompt(text, token_ids), truncate)
+        return TokenizedPrompt(text, token_ids)
 
     async def _with_bad_word_ids(
         self, params: SamplingParams | BeamSearchParams, tenant: int
@@ -194,12 +202,14 @@ class Service:
         token_ids = [*(params.bad_words_token_ids or ()), *map(tuple, await self.text_workers.word_ids(words, tenant))]
         return replace(params, bad_words=None, bad_words_token_ids=tuple(dict.fromkeys(token_ids)))
 
-    @staticmethod
-    def _truncated(prompt: TokenizedPrompt, truncate: int | None) -> TokenizedPrompt:
-        """The prompt's last `truncate` tokens."""
-        if truncate is None or len(prompt.token_ids) <= truncate:
+    def _truncated(self, prompt: TokenizedPrompt, request: ParsedRequest) -> TokenizedPrompt:
+        """The prompt's first or last tokens, by the request's `truncate`."""
+        num, ids = request.truncate, prompt.token_ids
+        if num == -1:
+            num = max(1, self.backend.max_model_len - max(1, request.params.max_tokens or 0))
+        if num is None or len(ids) <= num:
             return prompt
-        return TokenizedPrompt(None, prompt.token_ids[-truncate:])
+        return TokenizedPrompt(None, ids[-num:] if request.truncation_side == "left" else ids[:num])
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

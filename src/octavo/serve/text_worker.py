@@ -77,7 +77,7 @@ class TextWorkerPool:
         return text
 
     async def token_strings(self, ids: Sequence[int], tenant: int = 0) -> list[str]:
-        """The text of each token."""
+        """The vocabulary's spelling of each token; "" for an id without any."""
         texts: list[str] = await self._run("token_strings", _pack(ids), size=len(ids), tenant=tenant)
         return texts
 
@@ -156,7 +156,7 @@ def run_job(tokenizer: Tokenizer, job: str, args: list[Any]) -> Any:
         packed, skip_special_tokens = args
         return tokenizer.decode(_unpack(packed), skip_special_tokens)
     if job == "token_strings":
-        return [tokenizer.decode([token], False) for token in _unpack(*args)]
+        return [tokenizer.backend.id_to_token(token) or "" for token in _unpack(*args)]
     if job == "word_ids":
         return InputProcessor(tokenizer).encode_bad_words(*args)
     raise ValueError(job)

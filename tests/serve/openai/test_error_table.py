@@ -145,7 +145,6 @@ def each(row: int, code: str, names: str | tuple[str, ...], *values: Any, **othe
 
 BEAMS: dict[str, Any] = {"use_beam_search": True}
 COMPLETIONS: list[Case] = [
-    *each(23, "missing_required_parameter", "model", None, ""),
     *each(23, "invalid_type", "model", 7, True, ["tiny"], {}),
     *each(26, "unknown_parameter", ("temprature", ""), 1),
     (26, {"x" * 5000: 1}, "unknown_parameter", "x" * 128),
@@ -153,6 +152,7 @@ COMPLETIONS: list[Case] = [
     *each(27, "unsupported_parameter", ("audio", "guided_json"), {}),
     *each(27, "unsupported_parameter", "messages", MESSAGES),
     *each(27, "unsupported_parameter", "max_tool_calls", 3),
+    *each(27, "unsupported_parameter", "logprob_token_ids", [5]),
     *each(28, "invalid_type", ("n", "max_tokens", "min_tokens"), True, "7", 2.5, 2.0, [], {}),
     *each(28, "invalid_type", ("temperature", "top_p", "min_p"), True, "1", [], {}),
     *each(28, "invalid_type", ("echo", "ignore_eos", "stream"), 0, 1, "true", []),
@@ -177,7 +177,7 @@ COMPLETIONS: list[Case] = [
     (33, {"prompt": [[5], [5, VOCAB]]}, "invalid_token_id", "prompt[1][1]"),
     *each(34, "context_length_exceeded", "prompt", [5] * 512, "a" * 70_000),
     *each(36, "context_length_exceeded", "max_tokens", 13, prompt=[5] * 500),
-    *each(36, "integer_out_of_range", "truncate_prompt_tokens", 0, -1, 1 << 31, 10**400),
+    *each(36, "integer_out_of_range", "truncate_prompt_tokens", 0, -2, 1 << 31, 10**400),
     *each(37, "integer_below_min_value", "max_tokens", 0),
     *each(39, "invalid_value", "min_tokens", 9),
     *each(39, "invalid_value", "min_tokens", 600, max_tokens=None),
@@ -197,7 +197,7 @@ COMPLETIONS: list[Case] = [
     *each(43, "invalid_value", ("stream", "echo"), True, **BEAMS),
     *each(43, "invalid_value", ("presence_penalty", "early_stopping"), 1, **BEAMS),
     *each(43, "decimal_out_of_range", "length_penalty", 31, 10**400, n=2, **BEAMS),
-    *each(44, "decimal_out_of_range", "temperature", -0.1, 2.1, 1e308, 3, -5, 10**400),
+    *each(44, "decimal_out_of_range", "temperature", -0.1, 1e31, 1e308, -5, 10**400),
     *each(45, "decimal_out_of_range", "top_p", -1, 1.0000001, 2, -(10**400)),
     *each(45, "decimal_out_of_range", "top_k", -2, 1 << 31, 1 << 40),
     *each(45, "decimal_out_of_range", "min_p", -1, 2),
@@ -226,6 +226,10 @@ COMPLETIONS: list[Case] = [
     *each(57, "invalid_value", "stream_options", {"include_usage": True}, {}),
     *each(57, "invalid_value", "stream_options", {"nope": True}, {"include_usage": 1}, stream=True),
     *each(66, "invalid_json_schema", "response_format", {"type": "yaml"}, {}, {"type": "json_schema"}),
+    *each(66, "invalid_json_schema", "response_format", {"type": "text", "schema": {}}),
+    *each(66, "invalid_json_schema", "response_format", {"type": "json_object", "schema": 7}),
+    *each(66, "invalid_json_schema", "response_format", {"type": "json_object", "schma": {}}),
+    *each(66, "invalid_json_schema", "response_format", {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}),
     *(
         each(66, "invalid_json_schema", "response_format", {"type": "json_schema", "json_schema": {"schema": schema}})[
             0
@@ -380,6 +384,10 @@ def test_unusual_but_valid_requests_succeed(peer: Peer) -> None:
         {"user": "u", "metadata": {"a": 1}, "store": True, "service_tier": "auto"},
         {"temperature": -0.0},
         {"temperature": 1e-45},
+        {"temperature": 2.5},
+        {"temperature": 1e30, "bad_words": ["a"], "top_p": 0.9},
+        {"model": ""},
+        {"model": None},
         {"top_p": 0},
         {"top_k": 0},
         {"top_k": -1},

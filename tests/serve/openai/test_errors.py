@@ -41,6 +41,7 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
         isinstance(value, tuple(TYPE_OF[kind] for kind in kinds))
         and ("enum" not in schema or value in schema["enum"])
         and ("const" not in schema or value == schema["const"])
+        and ("not" not in schema or not fits(schema["not"], value))
         and ("minimum" not in schema or value >= schema["minimum"])
         and ("anyOf" not in schema or any(fits(choice, value) for choice in schema["anyOf"]))
         and all(name in inside for name in schema.get("required", ()))
@@ -53,7 +54,7 @@ async def test_openapi_document_matches_the_parser(model: str) -> None:
     async with serving(model) as server:
         schemas = good(await server.client.get("/openapi.json"))["components"]["schemas"]
         properties = schemas["ChatRequest"]["properties"]
-        assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+        assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 1e30}
         assert properties["logprobs"]["anyOf"][0] == {"type": "boolean"}
         num_taken = 0
         for role in ("system", "user", "assistant", "tool", "king"):
@@ -63,7 +64,7 @@ async def test_openapi_document_matches_the_parser(model: str) -> None:
                 num_taken += response.status_code == 200
                 assert fits(schemas["Message"], message) == (response.status_code == 200), message
         assert num_taken == 4 * 2 + 2  # an assistant's content may be null
-        for number in (-1, 0, 1):
+        for number in (-2, -1, 0, 1):
             response = await server.post(C, prompt="ab", max_tokens=1, truncate_prompt_tokens=number)
             schema = schemas["CompletionRequest"]["properties"]["truncate_prompt_tokens"]
             assert fits(schema, number) == (response.status_code == 200), number
@@ -108,6 +109,8 @@ async def test_stricter_and_more_lenient_options(model: str) -> None:
             ({"stop": list("abcde")}, "array_above_max_length", "stop"),
             ({"logprobs": 6}, "invalid_value", "logprobs"),
             ({"model": None}, "missing_required_parameter", "model"),
+            ({"model": ""}, "missing_required_parameter", "model"),
+            ({"temperature": 2.5}, "decimal_out_of_range", "temperature"),
         ):
             assert error_of(await server.post(C, **{"model": "tiny", "prompt": "a", **change})) == (400, code, param)
     async with serving(model, unknown_params="warn", trust_request_chat_template=True) as server:
@@ -115,7 +118,7 @@ async def test_stricter_and_more_lenient_options(model: str) -> None:
         for change, param in (({"suffix": "a", "temprature": 1}, "suffix"), ({"tools": "a"}, "tools")):
             assert error_of(await server.post(C, prompt="a", **change)) == (400, "unsupported_parameter", param)
         message = {"role": "user", "content": "a", "colour": 1}
-        assert error_of(await server.post(H, messages=[message]))[1:] == ("unknown_parameter", "messages[0].colour")
+        assert (await server.post(H, messages=[message], max_tokens=1)).status_code == 200
         answer = await server.chat("abc", chat_template="{{ messages[0].content }}", logprobs=True)
         assert answer["usage"]["prompt_tokens"] == 3
     async with serving(model, engine_options={"scheduling_policy": "priority"}) as server:

@@ -70,9 +70,8 @@ async def test_stream_adds_up_to_the_complete_response(model: str) -> None:
             assert offsets == want[index]["logprobs"]["text_offset"] == list(range(12))
         plain = await server.events(C, prompt="Hello", max_tokens=3, **GREEDY)
         assert all("usage" not in chunk for chunk in plain) and plain[-1]["system_fingerprint"]
-        often = await server.events(
-            C, prompt="Hello", max_tokens=3, stream_options={"continuous_usage_stats": True}, **GREEDY
-        )
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        often = await server.events(C, prompt="Hello", max_tokens=3, stream_options=usage, **GREEDY)
         counts = [chunk["usage"]["completion_tokens"] for chunk in often]
         assert counts == sorted(counts) and counts[-1] == 3
 
@@ -83,7 +82,10 @@ async def test_chat_completion(model: str) -> None:
         body = await server.chat("Hello")
         assert body["id"].startswith("chatcmpl-") and body["object"] == "chat.completion"
         (choice,) = body["choices"]
-        assert choice["message"] == {"role": "assistant", "content": want.text, "refusal": None}
+        assert {name: value for name, value in choice["message"].items() if value is not None} == {
+            "role": "assistant",
+            "content": want.text,
+        }
         assert choice["finish_reason"] == "length"
         parts = [{"type": "text", "text": "Hel"}]
         message = {"role": "developer", "content": parts}
@@ -96,7 +98,7 @@ async def test_chat_completion(model: str) -> None:
         )
         assert open_end["usage"]["prompt_tokens"] == len("user:Hello;assistant:so")
         assert len(open_end["choices"][0]["token_ids"]) == 1
-        assert len(open_end["choices"][0]["prompt_token_ids"]) == len("user:Hello;assistant:so")
+        assert len(open_end["prompt_token_ids"]) == len("user:Hello;assistant:so")
         longest = good(await server.post(H, messages=MESSAGES, **GREEDY))
         assert longest["usage"]["total_tokens"] == 128  # the default is lowered to fit
 
@@ -180,6 +182,8 @@ async def test_tokens_of_one_text_keep_an_entry_each(model: str, tmp_path: Path)
         texts, ids = by_text["logprobs"]["top_logprobs"][1:], by_id["logprobs"]["top_logprobs"][1:]
         assert [sorted(top.values()) for top in texts] == [sorted(top.values()) for top in ids]
         assert any(name.startswith("token_id:") for top in texts for name in top)
+        tokens = good(await server.post("/tokenize", prompt="ĠĊ", return_token_strs=True))
+        assert tokens["token_strs"] == ["Ġ", "Ċ"]  # the vocabulary's: they read " " and a new line
         values = zip(by_text["logprobs"]["tokens"][1:], by_text["logprobs"]["token_logprobs"][1:], texts, strict=True)
         assert all(top[token] == logprob for token, logprob, top in values)
 
@@ -223,11 +227,11 @@ async def test_chat_token_ids_are_complete(model: str) -> None:
         body = await server.chat(**payload)
         choice, usage = body["choices"][0], body["usage"]
         assert len(choice["token_ids"]) == usage["completion_tokens"] > 9
-        assert len(choice["prompt_token_ids"]) == usage["prompt_tokens"]
+        assert len(body["prompt_token_ids"]) == usage["prompt_tokens"]
         payload |= {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True}
-        chunks = [chunk["choices"][0] for chunk in await server.events(H, **payload)]
-        assert [token for c in chunks for token in c.get("token_ids") or []] == choice["token_ids"]
-        assert [c["prompt_token_ids"] for c in chunks if c.get("prompt_token_ids")] == [choice["prompt_token_ids"]]
+        chunks = await server.events(H, **payload)
+        ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or []]
+        assert ids == choice["token_ids"] and chunks[0]["prompt_token_ids"] == body["prompt_token_ids"]
 
 
 async def test_beam_search(model: str) -> None:
@@ -325,17 +329,18 @@ def test_text_offsets_index_the_returned_text() -> None:
     tokenizer = Tokenizer(backend)
     ids = [0, *(tokenizer.backend.token_to_id(c) for c in "aðŁĻĥb"), 0, tokenizer.backend.token_to_id("c")]
 
-    def offsets(*, skip: bool, echo: int = 0) -> list[int]:
+    def offsets(*, skip: bool, echo: int = 0, shown: bool = False) -> list[int]:
         prompt = ids[: echo or 1]
-        text = tokenizer.decode(prompt, skip)
+        text = tokenizer.decode(prompt, not shown)
         output = RequestOutput("r", text, prompt, [], False, RequestMetrics(0.0))
-        places = _TextOffsets(tokenizer, output, echo=bool(echo), skip_special_tokens=skip)
+        places = _TextOffsets(tokenizer, output, echo=bool(echo), skip_special_tokens=skip, skip_in_prompt=not shown)
         return [places.next(token) for token in (ids if echo else ids[1:])]
 
     assert offsets(skip=True) == [0, 1, 1, 1, 1, 2, 3, 3]  # of "a🙃bc"
     assert offsets(skip=False) == [0, 1, 1, 1, 1, 2, 3, 6]  # of "a🙃b<s>c"
     assert offsets(skip=True, echo=2) == [0, 0, 1, 1, 1, 1, 2, 3, 3]
-    assert offsets(skip=False, echo=2) == [0, 3, 4, 4, 4, 4, 5, 6, 9]
+    assert offsets(skip=False, echo=2, shown=True) == [0, 3, 4, 4, 4, 4, 5, 6, 9]
+    assert offsets(skip=True, echo=2, shown=True) == [0, 3, 4, 4, 4, 4, 5, 6, 6]
 
 
 def _bytes_vocab() -> dict[str, int]:

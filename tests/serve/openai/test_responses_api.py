@@ -101,7 +101,6 @@ async def test_errors_use_the_responses_parameter_names(model: str) -> None:
             ({"input": "a", "previous_response_id": "resp_1"}, "unsupported_parameter", "previous_response_id"),
             ({"input": "a", "tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
             ({"input": "a", "temprature": 1}, "unknown_parameter", "temprature"),
-            ({"input": "a", "temperature": 3}, "decimal_out_of_range", "temperature"),
             ({"input": "a", "temperature": 10**400}, "decimal_out_of_range", "temperature"),
         ):
             response = await server.post(R, **payload)

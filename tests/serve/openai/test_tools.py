@@ -65,7 +65,7 @@ async def both_ways(server: Server, **body: Any) -> dict[str, Any]:
                     assert set(call) == {"index", "function"}  # name and id only in the first
                     message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     assert message["content"] == (whole["message"]["content"] or "")
-    assert message["reasoning"] == whole["message"].get("reasoning", "")
+    assert message["reasoning"] == (whole["message"]["reasoning"] or "")
     streamed = [call["function"] for call in message["tool_calls"]]
     assert streamed == [call["function"] for call in whole["message"].get("tool_calls", ())]
     assert reason == whole["finish_reason"]
@@ -84,7 +84,12 @@ async def test_tool_calls_and_reasoning(model: str) -> None:
         alone = await both_ways(server, parallel_tool_calls=False)
         assert len(alone["message"]["tool_calls"]) == 1
         quiet = await both_ways(server, include_reasoning=False)
-        assert "reasoning" not in quiet["message"]
+        assert quiet["message"]["reasoning"] is None
+        answers(
+            server, CALL.replace("</tool_call>", ', {"arguments": {"city": "Rome"}, "name": "weather"}</tool_call>')
+        )
+        calls = (await both_ways(server))["message"]["tool_calls"]
+        assert [json.loads(call["function"]["arguments"])["city"] for call in calls] == ["Oslo", "Rome"]
         answers(server, CALL)
         assert (await both_ways(server))["message"]["content"] is None
         uncalled = await both_ways(server, tool_choice="none")
@@ -106,7 +111,7 @@ async def test_reasoning_opened_by_the_prompt(model: str) -> None:
         answers(server, '{"a": 1}')
         for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": ".*"}}):
             message = (await both_ways(server, **form))["message"]
-            assert message["content"] == '{"a": 1}' and "reasoning" not in message
+            assert message["content"] == '{"a": 1}' and message["reasoning"] is None
         answers(server, "hm</think>Yes.")
         both = (await both_ways(server, structured_outputs={"regex": "[a-z]+</think>(Yes|No)[.]"}))["message"]
         assert (both["reasoning"], both["content"]) == ("hm", "Yes.")
@@ -167,8 +172,8 @@ async def test_required_tool_constrains_the_output(model: str) -> None:
         (call,) = answer["message"]["tool_calls"]
         city = "Rome" if call["function"]["name"] == "f1" else "Oslo"
         assert json.loads(call["function"]["arguments"])["city"] == city
-        form = {"type": "json_object"}
-        response = await server.post(H, **payload, tools=[TOOL], tool_choice=named, response_format=form)
+        form = {"json": {}}
+        response = await server.post(H, **payload, tools=[TOOL], tool_choice=named, structured_outputs=form)
         assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
         wrong = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "required": 3}}}
         response = await server.post(H, **payload, tools=[wrong], tool_choice="required")

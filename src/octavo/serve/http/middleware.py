@@ -73,6 +73,14 @@ class ApiKeys:
         return {tenant.salt for tenant in self.users}
 
 
+def _strip_second_root(scope: Scope) -> None:
+    """Makes `--root-path` hold for a proxy that keeps the prefix as well: uvicorn adds it in front of every path."""
+    root = scope.get("root_path", "")
+    if root and scope["path"].startswith(f"{root}{root}/"):
+        scope["path"] = scope["path"].removeprefix(root)
+        scope["raw_path"] = (scope.get("raw_path") or b"").removeprefix(root.encode())
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
@@ -104,6 +112,7 @@ class AuthMiddleware:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
+        _strip_second_root(scope)
         context = RequestContext(scope, new_request_id())
         scope.setdefault("state", {})["context"] = context
         cors = self._cors(context)

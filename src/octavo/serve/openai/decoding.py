@@ -52,7 +52,7 @@ UNSUPPORTED = {
     "repetition_detection": "remove it",
     "thinking_token_budget": "use max_tokens",
     "stream_interval": "remove it",
-    "logprob_token_ids": "use logprobs",
+    "logprob_token_ids": "only the most likely tokens' log-probabilities are computed; use logprobs",
     "moderation": "remove it",
     "max_tool_calls": "the server calls no tools; remove it",
     "previous_response_id": "send the whole input",
@@ -154,6 +154,9 @@ def _other_names(kind: type[Body]) -> tuple[str, ...]:
 @functools.cache
 def _with_other_names(kind: type[B], *, strict: bool) -> type[B]:
     others: list[Any] = [(name, Unread, UNSET) for name in _other_names(kind)]
+    if not strict and "messages" in kind.__struct_fields__:
+        messages = schema.LenientMessages
+        others.append(("messages", messages | None, None) if kind is schema.TokenizeRequest else ("messages", messages))
     return defstruct(kind.__name__, others, bases=(kind,), kw_only=True, forbid_unknown_fields=strict)  # type: ignore[return-value]
 
 

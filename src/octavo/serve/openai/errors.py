@@ -180,7 +180,7 @@ def _usage(error: UsageError) -> ApiError:
     if isinstance(error, CapacityError) and param == "n":
         code = "integer_out_of_range"
     if isinstance(error, TemplateError) and code == "template_timeout":
-        return ApiError(500, code, str(error))  # the server's own template; `Service.encode_chat` handles a request's
+        return ApiError(500, code, str(error))  # the server's own template; `Service.render` handles a request's
     if isinstance(error, ParameterError):
         code = CODE_OVERRIDES.get((param or "", code), code)
     return bad_request(code, str(error), PARAM_NAMES.get(param or "", param))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import Raw, Struct
 
 from octavo.engine.engine_request import MAX_PRIORITY
 from octavo.errors import UsageError, cut
@@ -68,6 +68,8 @@ class ParsedRequest:
     tools          tools that the model may call; none with tool_choice "none"
     required_tool  the tool that the model must call; "*": any of `tools`
     top_logprobs   number of top tokens returned per position; None: no log-probabilities
+    role           of a chat's response; `echoed`: text that begins its content
+    truncate       prompt tokens to keep, from `truncation_side`'s other end; -1: as many as leave room for max_tokens
     param_aliases  names of parameters in this request, by the names that errors use
     """
 
@@ -84,11 +86,15 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
     echo: bool = False
+    role: str = "assistant"
+    echoed: str = ""
     priority: int = 0
     cache_salt: bytes = b""
     add_special_tokens: bool = True
     truncate: int | None = None
+    truncation_side: str = "left"
     return_token_ids: bool = False
     return_tokens_as_ids: bool = False
     n: int = 1
@@ -147,13 +153,15 @@ class RequestParser:
         template = self.chat_template_options(body)
         tools, required = self._choose_tools(parse_tools(body.tools) if tools is None else tools, body.tool_choice)
         top = self._check_count("top_logprobs", body.top_logprobs, min(MAX_TOP_LOGPROBS, self.max_logprobs))
-        if top is not None and not body.logprobs:
+        if top and not body.logprobs:
             raise bad_request("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
-        if body.echo:
-            raise bad_request("unsupported_parameter", "echo is not supported here; use continue_final_message", "echo")
+        given, echo = _given(body, ChatRequest), body.echo is True
+        given.pop("echo", None)  # not the rendered prompt, as for completions, but the last message
+        if required is not None:
+            given.pop("response_format", None)  # the format of content, which a call has not
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         request = self._parse_common(
-            _given(body, ChatRequest),
+            given,
             model,
             (top or 0) if body.logprobs else None,
             max_tokens=getattr(body, name),
@@ -161,6 +169,9 @@ class RequestParser:
             param_aliases={"max_tokens": name, "logprobs": "logprobs" if top is None else "top_logprobs"},
         )
         request.messages, request.template, request.tools, request.required_tool = messages, template, tools, required
+        request.role = "assistant" if template["add_generation_prompt"] else messages[-1]["role"]
+        if echo and messages[-1]["role"] == request.role:
+            request.echoed = messages[-1]["content"]
         if required is not None:
             request.param_aliases["structured_outputs"] = "tools"  # the grammar is built from them
             request.params = self._require_tool_call(
@@ -176,14 +187,14 @@ class RequestParser:
     def resolve_model(self, body: schema.Body) -> str:
         """The model name of the response. Raises `ApiError` 404 for an unknown model."""
         first, name = self.model_names[0], body.model
-        if name is UNSET and not self.strict_openai:
+        if not name and not self.strict_openai:
             return first
         if not name:
             raise bad_request("missing_required_parameter", f"model is missing; this server has {first}", "model")
         if name not in self.model_names:
             text = f"The model `{cut(name, 60)}` does not exist. This server has {', '.join(self.model_names)}."
             raise ApiError(404, "model_not_found", text, "model")
-        return str(name)
+        return name
 
     def chat_template_options(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """The arguments of the chat template."""
@@ -225,6 +236,12 @@ class RequestParser:
         beams = given.get("use_beam_search", False) or "beam_width" in given
         if self.strict_openai and isinstance(given.get("stop"), list) and len(given["stop"]) > 4:
             raise bad_request("array_above_max_length", f"stop has {len(given['stop'])} items; the limit is 4", "stop")
+        if self.strict_openai and given.get("temperature", 0) > 2:
+            text = f"temperature is {given['temperature']}, it must be from 0 to 2"
+            raise bad_request("decimal_out_of_range", text, "temperature")
+        if given.get("truncate_prompt_tokens") == 0:
+            text = "truncate_prompt_tokens is 0; it must be at least 1, or -1 for as many as fit"
+            raise bad_request("integer_out_of_range", text, "truncate_prompt_tokens")
         aliases = {"structured_outputs": "response_format", "beam_width": "n"}
         aliases = {name: alias for name, alias in aliases.items() if name not in given} | dict(param_aliases or {})
         try:
@@ -245,13 +262,15 @@ class RequestParser:
             params=params,
             stream=stream,
             include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
+            continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
             top_logprobs=logprobs,
+            prompt_logprobs="prompt_logprobs" in given,
             echo=given.get("echo", False),
             priority=self._priority(given.get("priority", 0)),
             cache_salt=_parse_cache_salt(given.get("cache_salt")),
             add_special_tokens=given.get("add_special_tokens", True),
             truncate=given.get("truncate_prompt_tokens"),
+            truncation_side=given.get("truncation_side", "left"),
             return_token_ids=given.get("return_token_ids", False),
             return_tokens_as_ids=given.get("return_tokens_as_token_ids", False),
             n=n,
@@ -536,7 +555,9 @@ def parse_structured_output(given: Mapping[str, Any]) -> dict[str, Any] | None:
             values["json"] = decode_part(structured.json, Any, "structured_outputs.json", "invalid_json_schema")
         return values
     if isinstance(form, JsonObjectFormat):
-        return {"json_object": True}
+        if not is_set(form.schema):
+            return {"json_object": True}
+        return {"json": decode_part(form.schema, dict[str, Any], "response_format.schema", "invalid_json_schema")}
     if not isinstance(form, JsonSchemaFormat):
         return None
     holder, path = form.json_schema, "response_format.json_schema.schema"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +28,11 @@ MIN_LOGPROB = -9999.0
 Json = dict[str, Any]
 TEXT_FIELDS = ("content", "reasoning")
 """Text fields of a chat delta."""
+UNSET_FIELDS = dict.fromkeys(("service_tier", "kv_transfer_params"))
+UNSET_CHOICE_FIELDS = dict.fromkeys(("token_ids", "prompt_logprobs", "prompt_token_ids"))
+UNSET_MESSAGE_FIELDS = dict.fromkeys(("content", "refusal", "annotations", "audio", "function_call", "reasoning"))
+"""Fields of complete responses, of a completion's choices and of messages that are null unless set, as vLLM sends them:
+clients read them as attributes."""
 
 
 @dataclass(slots=True)
@@ -38,9 +44,12 @@ class Usage:
     completion: dict[int, int] = field(default_factory=dict)
     num_reasoning: int = 0
 
-    def update(self, i: int, output: RequestOutput) -> None:
+    def start(self, i: int, output: RequestOutput) -> None:
         self.prompt[i] = len(output.prompt_token_ids)
         self.cached[i] = output.num_cached_tokens
+
+    def update(self, i: int, output: RequestOutput) -> None:
+        self.start(i, output)
         self.completion[i] = output.metrics.num_generation_tokens
 
     def as_dict(self, *, has_reasoning: bool) -> Json:
@@ -87,7 +96,8 @@ class _ResponseBuilderBase:
         self._fingerprint = fingerprint
         self._choices: dict[int, Json] = {}
         self._prompt_logprobs: dict[int, list[Any]] = {}
-        self._no_prompt_logprobs = request.echo or request.stream  # an echo has them in the choice's logprobs
+        # An echo with logprobs computes them too, for the choice's logprobs.
+        self._has_prompt_logprobs = request.prompt_logprobs and not request.stream
 
     has_reasoning = False
 
@@ -128,12 +138,13 @@ class _ResponseBuilderBase:
             "choices": choices,
             "usage": self.usage.as_dict(has_reasoning=self.has_reasoning),
             "system_fingerprint": self._fingerprint,
+            **UNSET_FIELDS,
         }
         return response
 
     def _record(self, i: int, output: RequestOutput) -> Iterator[Any]:
         self.usage.update(i, output)
-        if output.prompt_logprobs is not None and not self._no_prompt_logprobs:
+        if output.prompt_logprobs is not None and self._has_prompt_logprobs:
             logprobs = self._prompt_logprobs[i] = list[Any]()
             for entries in output.prompt_logprobs:
                 if entries is not None:
@@ -141,13 +152,6 @@ class _ResponseBuilderBase:
                     yield YIELD_POINT
                 else:
                     logprobs.append(None)
-
-    def _extras(self, choice: Json, i: int, c: CompletionOutput, output: RequestOutput, *, first: bool) -> Json:
-        """Adds vLLM's extra fields to a choice."""
-        if self.request.return_token_ids:
-            choice["token_ids"] = c.token_ids
-            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
-        return choice
 
     def _token(self, token: int, entry: Logprob) -> str:
         return f"token_id:{token}" if self.request.return_tokens_as_ids else entry.decoded_token or ""
@@ -171,8 +175,13 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
     def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Generator[Any, None, Json]:
         index = i * self.request.n + c.index
         if first := index not in self._offsets:
-            skip, echo = getattr(self.request.params, "skip_special_tokens", True), self.request.echo
-            self._offsets[index] = _TextOffsets(self.tokenizer, output, echo=echo, skip_special_tokens=skip)
+            self._offsets[index] = _TextOffsets(
+                self.tokenizer,
+                output,
+                echo=self.request.echo,
+                skip_special_tokens=getattr(self.request.params, "skip_special_tokens", True),
+                skip_in_prompt=isinstance(self.request.prompts[i], str),
+            )
         logprobs = None
         if c.logprobs is not None:
             logprobs = yield from self._logprobs(c.token_ids, c.logprobs, self._offsets[index])
@@ -184,8 +193,12 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
             "stop_reason": c.stop_reason,
         }
         if i in self._prompt_logprobs:
-            choice["prompt_logprobs"] = self._prompt_logprobs.get(i)
-        return self._extras(choice, i, c, output, first=first)
+            choice["prompt_logprobs"] = self._prompt_logprobs[i]
+        if self.request.return_token_ids:
+            num_echoed = len(output.prompt_token_ids) if first and self.request.echo else 0
+            choice["token_ids"] = c.token_ids[num_echoed:]
+            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        return choice
 
     def _logprobs(
         self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], text_offsets: _TextOffsets
@@ -214,7 +227,7 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
         """Log-probabilities by text. Several tokens may have the same text: parts of a character, for example. The
         sampled token keeps it, or else the first. The others are named by their ids."""
         top = {self._token(token, position[token]): clamp_logprob(position[token].logprob)}
-        for other, logprob in position.items():
+        for other, logprob in islice(position.items(), (self.request.top_logprobs or 0) + 1):
             if other != token:
                 text = self._token(other, logprob)
                 top[f"token_id:{other}" if text in top else text] = clamp_logprob(logprob.logprob)
@@ -223,7 +236,7 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
     def merge(self, choice: Json) -> None:
         merged = self._choices.get(choice["index"])
         if merged is None:
-            self._choices[choice["index"]] = choice | {"text": [choice["text"]]}
+            self._choices[choice["index"]] = UNSET_CHOICE_FIELDS | choice | {"text": [choice["text"]]}
             if "token_ids" in choice:
                 self._choices[choice["index"]]["token_ids"] = [*choice["token_ids"]]
             return
@@ -248,15 +261,23 @@ class _TextOffsets:
     """Computes each token's offset in the text of its choice.
 
     A token without text (a skipped special token, or a later part of a multi-token character) has the offset of the
-    next token.
+    next token. `skip_in_prompt`: the prompt's text has no special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, output: RequestOutput, *, echo: bool, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        output: RequestOutput,
+        *,
+        echo: bool,
+        skip_special_tokens: bool,
+        skip_in_prompt: bool,
+    ) -> None:
         prompt_ids = output.prompt_token_ids
         self._output = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._base = len(output.prompt or "") if echo else 0
         self._num_prompt_ids = len(prompt_ids) if echo else 0  # not yet consumed
-        self._prompt = Detokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
+        self._prompt = Detokenizer(tokenizer, [], skip_special_tokens=skip_in_prompt)
 
     def next(self, token: int) -> int:
         """The offset of the next token."""
@@ -291,21 +312,35 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         self._make_parser = make_parser
         self._parsers: dict[int, OutputParser] = {}
         self._new_call_id = new_call_id
+        self._prompt_token_ids: Sequence[int] | None = None
 
     def choices(self, i: int, output: RequestOutput) -> Iterator[Json]:
+        self.usage.start(i, output)
+        for c in output.outputs:
+            if c.index not in self._parsers:
+                yield from self._begin(c, output)
         yield from self._record(i, output)
         for c in output.outputs:
-            first = c.index not in self._parsers
-            if first:
-                self._parsers[c.index] = self._make_parser()
-                if self.request.stream:
-                    yield self._choice(c, {"role": "assistant", "content": ""}, None)
-            yield from (yield from self._choices_of(c, output, first=first))
+            yield from (yield from self._choices_of(c))
             yield YIELD_POINT
 
-    def _choices_of(
-        self, c: CompletionOutput, output: RequestOutput, *, first: bool
-    ) -> Generator[Any, None, list[Json]]:
+    def _begin(self, c: CompletionOutput, output: RequestOutput) -> Iterator[Json]:
+        """The choices before the first token: the role, and the message that an echo repeats."""
+        if self.request.return_token_ids and not self._parsers:
+            self._prompt_token_ids = output.prompt_token_ids
+        self._parsers[c.index] = self._make_parser()
+        if self.request.stream:
+            yield self._choice(c, {"role": self.request.role, "content": ""}, None)
+        if self.request.echoed:
+            yield self._choice(c, {"content": self.request.echoed}, None)
+
+    def chunk(self, choices: list[Json]) -> Json:
+        chunk = super().chunk(choices)
+        if self.request.stream and self._prompt_token_ids is not None:
+            chunk["prompt_token_ids"], self._prompt_token_ids = self._prompt_token_ids, None
+        return chunk
+
+    def _choices_of(self, c: CompletionOutput) -> Generator[Any, None, list[Json]]:
         parser = self._parsers[c.index]
         was_reasoning = parser.in_reasoning
         parts = parser.push(c.text)
@@ -313,14 +348,15 @@ class ChatResponseBuilder(_ResponseBuilderBase):
             self.usage.num_reasoning += self._num_reasoning(c.token_ids, ends=not parser.in_reasoning)
         deltas = [self._delta(part) for part in parts + (parser.finish() if c.finished() else [])]
         deltas = [d for d in _joined(deltas) if d]
-        if not deltas and (c.finished() or c.logprobs or (self.request.return_token_ids and (c.token_ids or first))):
+        if not deltas and (c.finished() or c.logprobs or (self.request.return_token_ids and c.token_ids)):
             deltas = [{}] if c.finished() else [{"content": ""}]
         choices = [self._choice(c, delta, None) for delta in deltas]
         if choices:
             last = choices[-1]
             if c.logprobs is not None:
                 last["logprobs"] = {"content": (yield from self._logprobs(c.token_ids, c.logprobs))}
-            self._extras(last, 0, c, output, first=first)
+            if self.request.return_token_ids:
+                last["token_ids"] = c.token_ids
             if c.finished():
                 called = parser.num_calls > 0 and c.finish_reason == "stop"
                 last["finish_reason"] = "tool_calls" if called else api_finish_reason(c.finish_reason)
@@ -373,7 +409,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         return {"token": text, "logprob": clamp_logprob(entry.logprob), "bytes": list(raw)}
 
     def merge(self, choice: Json) -> None:
-        message: Json = {"role": "assistant", "content": None, "refusal": None}
+        message: Json = {"role": self.request.role, **UNSET_MESSAGE_FIELDS}
         merged = self._choices.setdefault(
             choice["index"],
             {
@@ -382,6 +418,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 "logprobs": None,
                 "finish_reason": None,
                 "stop_reason": None,
+                "token_ids": None,
             },
         )
         message, delta = merged["message"], choice["delta"]
@@ -402,8 +439,6 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 merged["logprobs"] = {"content": []}
             merged["logprobs"]["content"] += choice["logprobs"]["content"]
         _extend(merged, choice, "token_ids")
-        if choice.get("prompt_token_ids") is not None:
-            merged["prompt_token_ids"] = choice["prompt_token_ids"]
         _set_finish_reason(merged, choice)
 
     def build(self) -> Iterator[Any]:
@@ -418,8 +453,8 @@ class ChatResponseBuilder(_ResponseBuilderBase):
 
     def _response(self, choices: list[Any]) -> Json:
         response = super()._response(choices)
-        if 0 in self._prompt_logprobs:
-            response["prompt_logprobs"] = self._prompt_logprobs[0]
+        response["prompt_logprobs"] = self._prompt_logprobs.get(0)
+        response["prompt_token_ids"] = self._prompt_token_ids
         return response
 
 
@@ -444,7 +479,8 @@ def _joined(deltas: Iterable[Json]) -> list[Json]:
 
 def _extend(merged: Json, choice: Json, name: str) -> None:
     if choice.get(name) is not None:
-        merged.setdefault(name, []).extend(choice[name])
+        merged[name] = merged[name] or []
+        merged[name].extend(choice[name])
 
 
 def _join(holder: Json, *names: str) -> None:

@@ -42,6 +42,8 @@ CHAT_FIELDS = (
     "chat_template_kwargs",
 )
 """Parameters that a chat has under the same name."""
+LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for log-probabilities; `top_logprobs` does as well."""
 PARAM_ALIASES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -60,11 +62,14 @@ def to_chat(body: ResponseRequest) -> tuple[ChatRequest, list[dict[str, Any]], l
         raise bad_request("unsupported_parameter", "only tools of type function are supported", "tools")
     nested = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in tools]
     choice, form = body.tool_choice, None if body.text is None else body.text.format
+    has_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     chat = ChatRequest(
         messages=[],
         max_completion_tokens=body.max_output_tokens,
         tool_choice=schema.ToolChoice(choice) if isinstance(choice, schema.ChosenFunction) else choice,
         response_format=schema.JsonSchemaFormat(form) if isinstance(form, schema.FlatJsonSchemaFormat) else form,
+        logprobs=has_logprobs,
+        top_logprobs=body.top_logprobs if has_logprobs else None,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in CHAT_FIELDS},
     )
@@ -135,16 +140,23 @@ class ResponseEventBuilder:
             "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
             "tools": [{"type": "function", **tool["function"]} for tool in tools],
             "max_output_tokens": body.max_output_tokens,
+            "top_logprobs": body.top_logprobs or 0,
             "usage": None,
         }
         self._number = 0
         self._kind = ""
+        self._logprobs: list[Any] = []  # of tokens whose text is held back
 
     def begin(self) -> Iterator[tuple[str, Json]]:
         yield self._event("created", response=dict(self.response))
         yield self._event("in_progress", response=dict(self.response))
 
-    def add(self, delta: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
+    def add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Json]]:
+        """`logprobs`: those of a chat's choice. Only messages keep them."""
+        if delta.get("reasoning") or delta.get("tool_calls"):
+            self._logprobs = []
+        elif logprobs is not None:
+            self._logprobs += logprobs["content"]
         for name, kind in (("reasoning", "reasoning"), ("content", "message")):
             if delta.get(name):
                 if self._kind != kind:
@@ -152,7 +164,7 @@ class ResponseEventBuilder:
                     yield from self._begin_text(kind)
                 part = self._item["content"][0]
                 part["text"] += delta[name]
-                more: Json = {"logprobs": []} if kind == "message" else {}
+                more: Json = {"logprobs": self._take_logprobs(part)} if kind == "message" else {}
                 yield self._item_event(f"{part['type']}.delta", content_index=0, delta=delta[name], **more)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
@@ -182,6 +194,12 @@ class ResponseEventBuilder:
     def _item(self) -> Json:
         item: Json = self.response["output"][-1]
         return item
+
+    def _take_logprobs(self, part: Json) -> list[Any]:
+        """Moves the pending log-probabilities to a message's part; returns them."""
+        taken, self._logprobs = self._logprobs, []
+        part["logprobs"] += taken
+        return taken
 
     def _begin_text(self, kind: str) -> Iterator[tuple[str, Json]]:
         self._kind = kind
@@ -217,8 +235,10 @@ class ResponseEventBuilder:
         if item["type"] == "function_call":
             yield self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
-            part = item["content"][0]
-            more: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+            part, more = item["content"][0], Json()
+            if part["type"] == "output_text":
+                self._take_logprobs(part)
+                more = {"logprobs": part["logprobs"]}
             yield self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._item_event("content_part.done", content_index=0, part=part)
         yield self._event("output_item.done", output_index=self._index, item=item)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from octavo.params.beam_search_params import MAX_LENGTH_PENALTY
+from octavo.params.sampling_params import MAX_TEMPERATURE
 from octavo.params.validation import INT32
 
 MAX_MESSAGES = 4096
@@ -26,6 +27,8 @@ TemplateKwargs = Annotated[dict[str, str | int | float | bool | None], Meta(max_
 
 
 class ContentPart(Struct, gc=False):
+    """A part of a message's content. Unknown fields have no effect: responses' parts have some."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -46,7 +49,8 @@ Content = str | list[ContentPart] | None
 
 
 class Message(Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A chat message. The model does not get the fields after `reasoning_content`, which responses have."""
+    """A chat message. The model does not get the fields after `reasoning_content`, which responses and marks of other
+    servers' caches have."""
 
     role: Role
     content: Content = None
@@ -62,6 +66,11 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
     id: Unread = UNSET
     index: Unread = UNSET
     parsed: Unread = UNSET
+    cache_control: Unread = UNSET
+
+
+class LenientMessage(Message, kw_only=True, forbid_unknown_fields=False, gc=False):
+    """A message under `--unknown-params warn`."""
 
 
 class InputItem(Struct, kw_only=True, gc=False):
@@ -105,18 +114,23 @@ class ToolChoice(Struct):
 # -- formats of the output ---------------------------------------------------------------------------------------------
 
 
-class TextFormat(Struct, tag_field="type", tag="text"): ...
+class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True): ...
 
 
-class JsonObjectFormat(Struct, tag_field="type", tag="json_object"): ...
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """`schema`: of llama.cpp and SGLang."""
+
+    schema: Unread = UNSET
 
 
-class JsonSchema(Struct):
+class JsonSchema(Struct, forbid_unknown_fields=True):
     schema: Raw
     strict: bool | None = None
+    name: Unread = UNSET
+    description: Unread = UNSET
 
 
-class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
     json_schema: JsonSchema
 
 
@@ -155,7 +169,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 class Body(Struct, kw_only=True):
     """What every route takes. Parameters other than the model concern accounts and logs and have no effect."""
 
-    model: str | UnsetType = UNSET
+    model: str | None = None
     user: Unread = UNSET
     metadata: Unread = UNSET
     store: Unread = UNSET
@@ -207,7 +221,8 @@ class Generation(Sampling, kw_only=True):
     priority: int | None = None
     cache_salt: CacheSalt | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=INT32)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32, extra_json_schema={"not": {"const": 0}})] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
@@ -223,6 +238,7 @@ class CompletionRequest(Generation, kw_only=True):
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+LenientMessages = Annotated[list[LenientMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(Generation, kw_only=True):
@@ -263,7 +279,8 @@ class ResponseRequest(Body, kw_only=True):
     stop: str | list[str] | None = None
     chat_template_kwargs: Unread = UNSET
     truncation: Unread = UNSET
-    include: Unread = UNSET
+    include: list[str] | None = None
+    top_logprobs: int | None = None
     client_metadata: Unread = UNSET
 
 
@@ -300,7 +317,7 @@ ROUTES: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, ResponseReques
 
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 128),
-    "temperature": (0, 2),
+    "temperature": (0, MAX_TEMPERATURE),
     "top_p": (0, 1),
     "top_k": (-1, INT32),
     "min_p": (0, 1),
