@@ -46,6 +46,10 @@ def streamed(peer: Peer, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def nulls(holder: dict[str, Any]) -> set[str]:
+    return {name for name, value in holder.items() if value is None}
+
+
 def test_unknown_fields_of_messages_are_ignored_by_the_option(peer: Peer) -> None:
     want = chat(peer)["choices"]
     part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}, "colour": 1}
@@ -69,16 +73,14 @@ def test_both_paths_behind_a_proxy_are_answered(peer: Peer) -> None:
 
 def test_responses_have_vllms_null_fields(peer: Peer) -> None:
     body = chat(peer)
-    unset = {"service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params"}
-    assert {name for name, value in body.items() if value is None} == unset
+    unset = {"service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"}
+    assert nulls(body) == unset | {"prompt_logprobs", "prompt_token_ids", "prompt_text"}
     (choice,) = body["choices"]
-    assert {name for name, value in choice.items() if value is None} == {"logprobs", "stop_reason", "token_ids"}
-    nulls = {name for name, value in choice["message"].items() if value is None}
-    assert nulls == {"refusal", "annotations", "audio", "function_call", "reasoning"}
+    assert nulls(choice) == {"logprobs", "stop_reason", "token_ids", "routed_experts"}
+    assert nulls(choice["message"]) == {"refusal", "annotations", "audio", "function_call", "reasoning"}
     body = good(peer, C, {"prompt": "Hi", **GREEDY})
-    assert {name for name, value in body.items() if value is None} == {"service_tier", "kv_transfer_params"}
-    nulls = {name for name, value in body["choices"][0].items() if value is None}
-    assert nulls == {"logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids"}
+    assert nulls(body) == unset
+    assert nulls(body["choices"][0]) == nulls(choice) | {"prompt_logprobs", "prompt_token_ids"}
 
 
 def test_chat_echo_begins_with_the_last_message_of_the_role(peer: Peer) -> None:

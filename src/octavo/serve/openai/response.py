@@ -28,11 +28,11 @@ MIN_LOGPROB = -9999.0
 Json = dict[str, Any]
 TEXT_FIELDS = ("content", "reasoning")
 """Text fields of a chat delta."""
-UNSET_FIELDS = dict.fromkeys(("service_tier", "kv_transfer_params"))
-UNSET_CHOICE_FIELDS = dict.fromkeys(("token_ids", "prompt_logprobs", "prompt_token_ids"))
+UNSET_FIELDS = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
+UNSET_CHOICE_FIELDS = dict.fromkeys(("stop_reason", "token_ids", "routed_experts"))
 UNSET_MESSAGE_FIELDS = dict.fromkeys(("content", "refusal", "annotations", "audio", "function_call", "reasoning"))
-"""Fields of complete responses, of a completion's choices and of messages that are null unless set, as vLLM sends them:
-clients read them as attributes."""
+"""Fields of complete responses, of their choices and of messages that are null unless set, as vLLM sends them: clients
+read them as attributes."""
 
 
 @dataclass(slots=True)
@@ -236,7 +236,8 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
     def merge(self, choice: Json) -> None:
         merged = self._choices.get(choice["index"])
         if merged is None:
-            self._choices[choice["index"]] = UNSET_CHOICE_FIELDS | choice | {"text": [choice["text"]]}
+            prompt = {"prompt_logprobs": None, "prompt_token_ids": None}
+            self._choices[choice["index"]] = UNSET_CHOICE_FIELDS | prompt | choice | {"text": [choice["text"]]}
             if "token_ids" in choice:
                 self._choices[choice["index"]]["token_ids"] = [*choice["token_ids"]]
             return
@@ -417,8 +418,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 "message": message,
                 "logprobs": None,
                 "finish_reason": None,
-                "stop_reason": None,
-                "token_ids": None,
+                **UNSET_CHOICE_FIELDS,
             },
         )
         message, delta = merged["message"], choice["delta"]
@@ -454,7 +454,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
     def _response(self, choices: list[Any]) -> Json:
         response = super()._response(choices)
         response["prompt_logprobs"] = self._prompt_logprobs.get(0)
-        response["prompt_token_ids"] = self._prompt_token_ids
+        response["prompt_token_ids"], response["prompt_text"] = self._prompt_token_ids, None
         return response
 
 
