@@ -114,6 +114,10 @@ def test_prompts_are_truncated_from_either_side(peer: Peer) -> None:
     assert chat(peer, messages=long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 512 - 4
     assert chat(peer, messages=long, truncate_prompt_tokens=-1, max_tokens=None)["usage"]["prompt_tokens"] == 512 - 1
     assert chat(peer, messages=long, truncate_prompt_tokens=6, echo=True)["usage"]["prompt_tokens"] == 6
+    answer = good(peer, R, {"input": "a" * 3000, "max_output_tokens": 4, "truncation": "auto"})
+    assert answer["usage"]["input_tokens"] == 512 - 4 and answer["truncation"] == "auto"
+    error = peer.post(R, {"input": "a" * 3000, "max_output_tokens": 4, "truncation": "disabled"}).error
+    assert error == (400, "context_length_exceeded", "input")
 
 
 def test_token_ids_are_where_vllm_has_them(peer: Peer) -> None:

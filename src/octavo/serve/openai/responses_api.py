@@ -69,6 +69,7 @@ def to_chat(body: ResponseRequest) -> tuple[ChatRequest, list[dict[str, Any]], l
         tool_choice=schema.ToolChoice(choice) if isinstance(choice, schema.ChosenFunction) else choice,
         response_format=schema.JsonSchemaFormat(form) if isinstance(form, schema.FlatJsonSchemaFormat) else form,
         logprobs=has_logprobs,
+        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
         top_logprobs=body.top_logprobs if has_logprobs else None,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in CHAT_FIELDS},
@@ -141,6 +142,7 @@ class ResponseEventBuilder:
             "tools": [{"type": "function", **tool["function"]} for tool in tools],
             "max_output_tokens": body.max_output_tokens,
             "top_logprobs": body.top_logprobs or 0,
+            "truncation": body.truncation or "disabled",
             "usage": None,
         }
         self._number = 0
