@@ -195,6 +195,10 @@ def test_responses_have_log_probabilities(peer: Peer) -> None:
     assert (
         good(peer, R, body | {"include": ["reasoning.encrypted_content"]})["output"][0]["content"][0]["logprobs"] == []
     )
+    form = {"type": "json_object", "schema": {"const": 7}}
+    answer = good(peer, R, {"input": "Hi", "top_logprobs": 1, "text": {"format": form}})
+    entries = answer["output"][0]["content"][0]["logprobs"]
+    assert len(entries) == answer["usage"]["output_tokens"] > len("7")  # the last token has no text
     assert peer.post(R, body | {"top_logprobs": 21}).error == (400, "invalid_value", "top_logprobs")
 
 
