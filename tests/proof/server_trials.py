@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from octavo import SamplingParams
 from tests.engine.process.engines import children_of, is_alive, reference_outputs, residue
-from tests.proof.hostile_clients import hostile
+from tests.proof.hostile_clients import hostile, hostile_addresses
 from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
 from tests.serve.raw_client import KEY, RawClient, RawResponse, request_once
 
@@ -64,10 +64,8 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The engine's process id; other children parse bodies and tokenise."""
-        children = children_of(self.process.pid)
-        (pid,) = (
-            pid for pid in children if b"octavo.frontend.engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(self.process.pid)}
+        (pid,) = (pid for pid, command in commands.items() if b"engine_main" in command or b"_engine.py" in command)
         return pid
 
     @property
@@ -79,6 +77,20 @@ class Server:
                 (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM"))
                 total += int(line.split()[1]) * 1024
         return total
+
+    @property
+    def resident_bytes(self) -> int:
+        """The sum of the memory of its processes; shared memory is counted twice."""
+        total = 0
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return total
+
+    @property
+    def num_files(self) -> int:
+        """Number of open files of the process with the sockets."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     async def load(self) -> int:
         """Number of requests in progress; -1 if unknown."""
@@ -107,14 +119,19 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(
-    tally: Tally, world: World, *options: str, faults: dict[str, Any] | None = None, interpreter: Sequence[str] = ()
+    tally: Tally,
+    world: World,
+    *options: str,
+    faults: dict[str, Any] | None = None,
+    interpreter: Sequence[str] = (),
+    keys: bool = True,
 ) -> AsyncIterator[Server]:
     """A server, on the oracle if there are `faults`, else with the tiny model. Counts leaks at its end."""
     before = residue()
     program = ["-m", "octavo.cli.main"]
     if faults is not None:
         program = [str(Path(__file__).with_name("oracle_server.py")), json.dumps(faults)]
-    arguments = ["--port", "0", "--api-key", KEY, "--block-size", "4"]
+    arguments = ["--port", "0", "--block-size", "4", *(["--api-key", KEY] if keys else [])]
     quiet = [part for path in QUIET for part in ("--disable-access-log-for-endpoints", path)]
     server = Server([sys.executable, *interpreter, *program, "serve", world.model, *arguments, *quiet, *options])
     try:
@@ -162,17 +179,16 @@ def asked(number: int, max_tokens: int) -> dict[str, Any]:
     }
 
 
-def check(tally: Tally, answer: RawResponse, number: int, max_tokens: int, *, refusal: str | None = None) -> None:
-    """Checks a stream: complete, or refused or ended with the code `refusal`."""
-    wanted = right(number, max_tokens)
+def check(tally: Tally, answer: RawResponse, wanted: list[list[int]], *, refusal: str | None = None) -> None:
+    """Checks a stream: complete with the `wanted` tokens, or refused or ended with the code `refusal`."""
     if answer.status == 200 and answer.is_whole:
-        tally.wrong += answer.token_ids != [wanted]
+        tally.wrong += answer.token_ids != wanted
         return
     tally.lost += answer.code != refusal or refusal is None
     if answer.code != refusal:
         tally.notes.append(f"{answer.status} {answer.code}: {answer.body[-200:]!r}")
     if answer.status == 200:  # the received tokens are correct
-        tally.wrong += answer.token_ids != [wanted[: len(answer.token_ids[0])]]
+        tally.wrong += answer.token_ids != [w[: len(got)] for w, got in zip(wanted, answer.token_ids, strict=False)]
     else:
         tally.wrong += "retry-after" not in answer.headers
 
@@ -234,7 +250,7 @@ async def drains(tally: Tally, world: World) -> None:
             cut = None if timeout_s == 30 and not twice else "shutting_down"
             for (prompt, max_tokens), answer in zip(sizes, await landed(tally, streams, LONG_S), strict=True):
                 if answer is not None:
-                    check(tally, answer, prompt, max_tokens, refusal=cut)
+                    check(tally, answer, [right(prompt, max_tokens)], refusal=cut)
             if await server.left(LONG_S) is None:
                 tally.hung += 1
             worst_s = max(worst_s, late_s := time.monotonic() - over_s)
@@ -279,7 +295,7 @@ async def hang_ups(tally: Tally, world: World) -> None:
                         await asyncio.wait_for(hang_up(chance, number, port), LONG_S)
                     else:
                         answer = await asyncio.wait_for(request_once(port, asked(number % 50, 40)), LONG_S)
-                        check(tally, answer, number % 50, 40)
+                        check(tally, answer, [right(number % 50, 40)])
                 except TimeoutError:
                     tally.hung += 1
                 except OSError as error:
@@ -315,7 +331,7 @@ async def end_of(number: int, port: int) -> str:
 
 def head_of(body: bytes) -> bytes:
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
 
@@ -398,7 +414,7 @@ async def crowd(tally: Tally, world: World) -> None:
             for found in await landed(tally, tasks, 2 * LONG_S):
                 if found is not None:
                     i, answer = found
-                    check(tally, answer, i % 50, 8, refusal="queue_full")
+                    check(tally, answer, [right(i % 50, 8)], refusal="queue_full")
             took.append(
                 f"{number:,} within {arrived_s:.0f} s, {refused[0]:,} refused, /health in {health_ms:.0f} ms, the "
                 f"others answered in {time.monotonic() - begin:.0f} s"
@@ -419,17 +435,20 @@ WARM_UP_S = 2.0
 class Crush:
     """Measures a server's throughput and goodput at any request rate."""
 
-    def __init__(self, tally: Tally, port: int) -> None:
+    def __init__(self, tally: Tally, port: int, wanted: Sequence[tuple[dict[str, Any], Any]] | None = None) -> None:
+        """`wanted`: bodies, which are sent in turns, with the token ids of their answers."""
         self._tally = tally
         self._port = port
+        self._wanted = wanted or [(asked(i, LENGTH), [right(i, LENGTH)]) for i in range(50)]
         self._idle: list[RawClient] = []
         self._number = 0
         self.good_at: list[float] = []
         self.first_s: list[float] = []
         self.num_refused = 0
+        self.last_token_at = 0.0
 
     async def one(self) -> None:
-        tally, number = self._tally, self._number % 50
+        tally, (body, wanted) = self._tally, self._wanted[self._number % len(self._wanted)]
         self._number += 1
         tally.runs += 1
         client = self._idle.pop() if self._idle else RawClient(self._port)
@@ -437,7 +456,7 @@ class Crush:
             client.close()
         begin = time.monotonic()
         try:
-            answer = await asyncio.wait_for(client.ask(asked(number, LENGTH)), LONG_S)
+            answer = await asyncio.wait_for(client.ask(body, on_data=self._on_data), LONG_S)
         except TimeoutError:
             tally.hung += 1
             return
@@ -446,7 +465,7 @@ class Crush:
             tally.notes.append(str(error))
             return
         self._idle.append(client)
-        check(tally, answer, number, LENGTH, refusal="queue_full")
+        check(tally, answer, wanted, refusal="queue_full")
         if answer.status == 200:
             first_s = answer.head_at - begin
             self.first_s.append(first_s)
@@ -454,6 +473,10 @@ class Crush:
                 self.good_at.append(time.monotonic())
         else:
             self.num_refused += 1
+
+    def _on_data(self, data: bytes) -> None:
+        if b'"token_ids"' in data:  # else it may keep the connection alive
+            self.last_token_at = time.monotonic()
 
     def rate(self, since: float, to: float) -> float:
         """Good responses per second."""
@@ -470,7 +493,7 @@ async def overload(tally: Tally, world: World) -> None:
     options = ["--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", "2000"]
     options += ["--max-num-queued-reqs", str(WAITING)]
     async with serving(tally, world, *options, faults={"step_s": STEP_S}) as server:
-        peak = await closed_loop(tally, server.port, max(5.0, 20.0 * world.scale))
+        peak = await closed_loop(Crush(tally, server.port), max(5.0, 20.0 * world.scale))
         figures = [f"{peak:.1f} good responses/s at best"]
         for times in (2, 5, 10):
             crush = Crush(tally, server.port)
@@ -495,9 +518,9 @@ async def overload(tally: Tally, world: World) -> None:
     tally.figures = "; ".join(figures)
 
 
-async def closed_loop(tally: Tally, port: int, seconds: float) -> float:
-    """As many clients as fit, each with one request after another."""
-    crush, end = Crush(tally, port), time.monotonic() + seconds
+async def closed_loop(crush: Crush, seconds: float) -> float:
+    """As many clients as fit, each with one request after another. Returns good responses per second."""
+    end = time.monotonic() + seconds
 
     async def caller() -> None:
         while time.monotonic() < end:
@@ -525,12 +548,52 @@ async def open_loop(crush: Crush, rate: float, seconds: float) -> tuple[float, f
     return crush.rate(begin + WARM_UP_S, end), num_sent / (end - begin)
 
 
+# -- a long run --------------------------------------------------------------------------------------------------------
+
+SOAK_S, FIRST_S, BACK_S, NOTICED_S = 600.0, 60.0, 5.0, 11.0
+"""Duration, the part of it after which memory is measured first, and bounds for an engine to be back and for a stopped
+one to be noticed."""
+MEMORY_SHARE = 1.1
+
+
+async def soak(tally: Tally, world: World) -> None:
+    """A real model at twice its capacity, whose engine is killed three times and stopped once."""
+    seconds = max(60.0, SOAK_S * world.scale)
+    options = ["--dtype", "float32", "--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", "300"]
+    options += ["--max-num-queued-reqs", str(WAITING)]
+    wanted = [(body_of(prompt), world.wanted[prompt]) for prompt in PROMPTS]
+    async with serving(tally, world, *options, faults={"pace_s": STEP_S}) as server:
+        peak = await closed_loop(Crush(tally, server.port, wanted), 10.0)
+        crush = Crush(tally, server.port, wanted)
+        load = asyncio.ensure_future(open_loop(crush, 2 * peak, seconds))
+        await asyncio.sleep(seconds * FIRST_S / SOAK_S)
+        first_bytes, back_s = server.resident_bytes, []
+        for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP):
+            bound_s = BACK_S + (NOTICED_S if number == signal.SIGSTOP else 0)
+            begin = time.monotonic()
+            os.kill(server.engine_pid, number)
+            await asyncio.sleep(0.5)  # tokens on their way arrive
+            struck_at = time.monotonic()
+            await tally.until(lambda: crush.last_token_at > struck_at, bound_s)  # noqa: B023
+            back_s.append(time.monotonic() - begin)
+            await asyncio.sleep(seconds / 5 - back_s[-1])
+        got, offered = await load
+        share = server.resident_bytes / first_bytes
+        crush.close()
+    if share > MEMORY_SHARE:
+        tally.miss(f"the memory grew to {share:.2f} of what it was after a minute")
+    tally.back_s = max(back_s[:3])
+    tally.figures = (
+        f"{got:.1f} good responses/s when asked for {offered:.1f}/s, {crush.num_refused:,} refused; "
+        f"back after {', '.join(f'{s:.1f}' for s in back_s)} s (the last was stopped); memory {share:.2f}"
+    )
+
+
 # -- without asserts ---------------------------------------------------------------------------------------------------
 
 BAD: tuple[tuple[str, Any], ...] = (
     ("/v1/completions", b"{"),
     ("/v1/completions", b'{"prompt": NaN}'),
-    ("/v1/completions", b'{"prompt": "a", "prompt": "b"}'),
     ("/v1/completions", b"\xff"),
     ("/v1/completions", b"[" * 100),
     ("/v1/completions", b'"' + b"a" * 300_000 + b'"'),
@@ -590,12 +653,16 @@ async def no_asserts(tally: Tally, world: World) -> None:
     await official_client(tally, world)
 
 
+def body_of(prompt: str) -> dict[str, Any]:
+    p = params_of(prompt)
+    body = {"prompt": prompt, "return_token_ids": True, "stream": True, "n": p.n, "max_tokens": p.max_tokens}
+    body |= {"temperature": p.temperature, "seed": p.seed, "stop": p.stop, "ignore_eos": p.ignore_eos}
+    return body | {"repetition_penalty": p.repetition_penalty}
+
+
 async def check_all(tally: Tally, world: World, server: Server) -> None:
     async def stream_tokens(prompt: str) -> list[list[int]]:
-        p = params_of(prompt)
-        body = {"prompt": prompt, "return_token_ids": True, "stream": True, "n": p.n, "max_tokens": p.max_tokens}
-        body |= {"temperature": p.temperature, "seed": p.seed, "stop": p.stop, "ignore_eos": p.ignore_eos}
-        answer = await request_once(server.port, body | {"repetition_penalty": p.repetition_penalty})
+        answer = await request_once(server.port, body_of(prompt))
         return answer.token_ids if answer.is_whole else [[-1]]
 
     await asyncio.gather(*(tally.check(stream_tokens(prompt), world.wanted[prompt]) for prompt in PROMPTS))
@@ -629,5 +696,7 @@ TRIALS: dict[str, tuple[str, Callable[[Tally, World], Awaitable[None]]]] = {
     "crowd": ("10,000 connections", crowd),
     "overload": ("asked for 2, 5, 10 times too much", overload),
     "hostile": ("one hostile client during 64 streams", hostile),
+    "addresses": ("the same without keys, by address", hostile_addresses),
+    "soak": ("ten minutes at twice the capacity", soak),
     "no-asserts": ("under python -O", no_asserts),
 }

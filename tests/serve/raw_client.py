@@ -58,9 +58,10 @@ class RawResponse:
 class RawClient:
     """One connection with sequential requests. A broken connection raises `OSError`."""
 
-    def __init__(self, port: int, *, key: str = KEY) -> None:
+    def __init__(self, port: int, *, key: str = KEY, address: str = "127.0.0.1") -> None:
         self._port = port
         self._key = key
+        self._address = address
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.idle_since = time.monotonic()
@@ -83,7 +84,9 @@ class RawClient:
             head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         try:
             if self._writer is None:
-                self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
+                self._reader, self._writer = await asyncio.open_connection(
+                    "127.0.0.1", self._port, local_addr=(self._address, 0), limit=1 << 20
+                )
             assert self._reader is not None
             self._writer.write(head.encode() + b"\r\n" + content)
             await self._writer.drain()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from octavo.serve import debug_rate_limit, view_routes
-from octavo.serve.debug_rate_limit import MAX_WAITING, CoalescedQuery, TenantRateLimiter
+from octavo.serve.debug_rate_limit import MAX_WAITING, CoalescedQuery, EngineQueries
 from octavo.serve.openai.errors import ApiError
+from octavo.serve.tenants import Tenant
 from octavo.serve.view_routes import View
 from octavo.view.live.hub import Hub
 from tests.serve.in_process_server import serving
@@ -80,22 +83,16 @@ async def test_a_failed_query_is_repeated_for_the_next_caller() -> None:
     assert await shared.get() == {"cost_s": 0.0}
 
 
-async def test_one_tenants_queries_do_not_delay_another_tenants() -> None:
-    engine, limiter = Engine(), TenantRateLimiter(interval_s=0.0)
-
-    async def query(tenant: str) -> None:
-        async with limiter.acquire(tenant):
-            await engine.query()
-
-    many = [asyncio.ensure_future(query("one")) for _ in range(200)]
+async def test_queries_take_turns_between_tenants() -> None:
+    engine, queries = Engine(), EngineQueries()
+    many = [asyncio.ensure_future(queries.run(engine.query, 1)) for _ in range(200)]
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(query("two"), 5)
+    assert (await asyncio.wait_for(queries.run(engine.query, 2), 5))["number"] == 2
     results = await asyncio.gather(*many, return_exceptions=True)
-    refused = [result for result in results if result is not None]
-    assert len(refused) == 200 - MAX_WAITING
-    assert {(p.status, p.code) for p in refused if isinstance(p, ApiError)} == {(429, "too_many_questions")}
-    assert engine.max_running == 2
-    await query("one")  # no query is left waiting
+    refused = [result for result in results if isinstance(result, ApiError)]
+    assert len(refused) == 200 - MAX_WAITING + 1
+    assert {(error.status, error.code) for error in refused} == {(429, "queue_full")}
+    assert (engine.max_running, engine.num_queries) == (1, MAX_WAITING)
 
 
 async def test_viewers_of_one_key_are_limited(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,21 +114,29 @@ async def test_viewers_of_one_key_are_limited(model: str, monkeypatch: pytest.Mo
             await viewer.leave()
 
 
-async def test_the_playground_has_its_own_thread() -> None:
-    """The event loop's thread pool is for chat templates and tokenising."""
-    threads: list[str] = []
+async def test_histories_are_computed_one_at_a_time_in_turns_between_tenants() -> None:
+    order: list[str] = []
 
     class FakePlaygrounds:
         def answer(self, history: str, action: str | None) -> dict[str, Any]:
-            threads.append(threading.current_thread().name)
+            assert threading.current_thread() is not threading.main_thread()
+            time.sleep(0.002)
+            order.append(history)
             return {}
 
     page = View()
     page._playgrounds = FakePlaygrounds()  # type: ignore[assignment]
-    context: Any = type("RequestContext", (), {"body": b'{"history": "64x16"}'})()
-    await asyncio.gather(*[page._play(context) for _ in range(50)])
-    assert set(threads) == {"octavo-playground_0"}
 
+    def ask(history: str, number: int) -> asyncio.Future[Any]:
+        body = json.dumps({"history": history}).encode()
+        context: Any = type("RequestContext", (), {"body": body, "tenant": Tenant(number=number)})()
+        return asyncio.ensure_future(page._play(context))
+
+    await asyncio.gather(*[ask("one", 1) for _ in range(50)], ask("two", 2))
+    assert order.index("two") == 1
+
+
+async def test_a_server_with_an_engine_has_no_playground() -> None:
     async def query(question: str, argument: str) -> Any:
         return None
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 import octavo
 from octavo.errors import UsageError
 from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
-from octavo.serve.debug_rate_limit import CoalescedQuery, TenantRateLimiter
+from octavo.serve.debug_rate_limit import CoalescedQuery, EngineQueries
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.body import Bodies
 from octavo.serve.http.context import EventStream, HttpResponse, RequestContext, json_response
@@ -68,7 +68,7 @@ class App:
         self.service = service
         self.active_requests: set[ActiveRequest] = set()
         self.bodies = Bodies()
-        self._rate_limiter, self._kv_query = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
+        self._queries, self._kv_query = EngineQueries(), CoalescedQuery(service.backend.debug_kv)
         settings = service.settings
         app = Starlette(exception_handlers={HTTPException: on_http_exception})
         app.router.redirect_slashes = False
@@ -111,7 +111,7 @@ class App:
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
         hub = Hub(service.backend.query)
-        return View(service.model_names[0], hub=hub, text_of=text_of, rate_limiter=self._rate_limiter, playground=False)
+        return View(service.model_names[0], hub=hub, text_of=text_of, queries=self._queries, playground=False)
 
     def _add(self, app: Starlette, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
         def body_limit() -> int:
@@ -337,8 +337,8 @@ class App:
         for candidate in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"resp_{name}"):
             if not tenant.sees(candidate):  # the same 404 as for an unknown id
                 continue
-            async with self._rate_limiter.acquire(tenant):
-                found = await self.service.backend.debug_request(candidate)
+            query = functools.partial(self.service.backend.debug_request, candidate)
+            found = await self._queries.run(query, tenant.number)
             if found is not None:
                 return json_response(tenant.redact_request(found))
         raise not_found("no running or recent request has this id", "id")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from octavo.serve.openai.errors import ApiError
+from octavo.serve.job_queue import JobQueue
+
+T = TypeVar("T")
 
 PAUSE_PER_COST, MAX_PAUSE_S = 20, 1.0
 """Pause after a query, as a multiple of the time that it took the engine, and its upper limit."""
 INTERVAL_S = 0.01
-MAX_WAITING = 32
-"""Queries of one tenant that may wait."""
+MAX_WAITING = 64
+"""Queries of all tenants that may wait."""
 
 
 class CoalescedQuery:
@@ -45,36 +46,20 @@ class CoalescedQuery:
             return result
 
 
-class TenantRateLimiter:
-    """Limits queries about one request or block: one at a time per tenant, at least `interval_s` apart."""
-
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
-        self._interval_s = interval_s
-        self._queues: dict[Hashable, _TenantQueue] = {}
-
-    @contextlib.asynccontextmanager
-    async def acquire(self, tenant: Hashable) -> AsyncGenerator[None, None]:
-        """Waits for the tenant's turn. Raises `ApiError` 429 if `MAX_WAITING` of its queries wait already."""
-        queue = self._queues.setdefault(tenant, _TenantQueue())
-        if queue.num_waiting >= MAX_WAITING:
-            text = f"{MAX_WAITING} queries of this key are waiting, the limit is {MAX_WAITING}; try again later"
-            raise ApiError(429, "too_many_questions", text, retry_after_s=1)
-        queue.num_waiting += 1
-        try:
-            async with queue.lock:
-                await asyncio.sleep(queue.free_at - time.monotonic())
-                try:
-                    yield
-                finally:
-                    queue.free_at = time.monotonic() + self._interval_s
-        finally:
-            queue.num_waiting -= 1
-
-
-class _TenantQueue:
-    """The queries of one tenant."""
+class EngineQueries:
+    """Queries about one request or block: one at a time, in turns between tenants, `INTERVAL_S` apart."""
 
     def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.num_waiting = 0
-        self.free_at = 0.0
+        self._jobs: JobQueue[Any] = JobQueue(1, MAX_WAITING, "too many debug queries wait", spare=False)
+
+    async def run(self, query: Callable[[], Awaitable[T]], tenant: int) -> T:
+        """Returns the result of `query`. Raises `ApiError` 429 if too many wait."""
+
+        async def job() -> T:
+            try:
+                return await query()
+            finally:
+                await asyncio.sleep(INTERVAL_S)
+
+        result: T = await self._jobs.run(job, tenant, 1)
+        return result

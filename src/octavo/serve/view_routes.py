@@ -9,7 +9,6 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from msgspec import Struct
 import octavo
 import octavo.view
 from octavo.errors import ParameterError
-from octavo.serve.debug_rate_limit import TenantRateLimiter
+from octavo.serve.debug_rate_limit import EngineQueries
 from octavo.serve.http.context import EventStream, HttpResponse, RequestContext, json_response
 from octavo.serve.http.endpoint import Handler
+from octavo.serve.job_queue import JobQueue
 from octavo.serve.openai.decoding import decode_json
 from octavo.serve.openai.errors import ApiError, bad_request, not_found
 from octavo.serve.tenants import Tenant
@@ -57,6 +57,8 @@ EVENTS = "/view/events"
 """The route of the event stream."""
 KEEP_ALIVE_S = 15.0
 PLAY_BODY_BYTES = 4 * MAX_CHARS
+MAX_COMPUTATIONS = 64
+"""Requests of all tenants that may wait for a computation."""
 MAX_VIEWERS = 32
 """Concurrent event streams of one tenant. Each may queue `hub.MAX_BYTES`."""
 
@@ -73,7 +75,7 @@ class View:
     replay        a recording
     text_of       decodes a block's tokens; None: text is not shown
     playground    whether there is a playground
-    rate_limiter  bounds queries to the engine
+    queries       bounds queries to the engine
     """
 
     def __init__(
@@ -84,15 +86,15 @@ class View:
         replay: Replay | None = None,
         text_of: Callable[[list[int]], str] | None = None,
         playground: bool = True,
-        rate_limiter: TenantRateLimiter | None = None,
+        queries: EngineQueries | None = None,
     ) -> None:
         self.title = title
         self.hub, self.replay = hub, replay
         self._text_of = text_of
-        self._rate_limiter = rate_limiter or TenantRateLimiter()
+        self._queries = queries or EngineQueries()
         self._num_viewers: Counter[Tenant] = Counter()
         self._playgrounds = Playgrounds() if playground else None
-        self._play_thread = ThreadPoolExecutor(1, "octavo-playground")  # the loop's default pool has other work
+        self._computations: JobQueue[Any] = JobQueue(1, MAX_COMPUTATIONS, "too many requests wait", spare=False)
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         routes: list[tuple[str, str, Handler]] = [
@@ -116,6 +118,11 @@ class View:
                 ("GET", "/view/replay/trace", self._trace),
             ]
         return [(method, path, _same_site_only(handler)) for method, path, handler in routes]
+
+    async def _compute(self, context: RequestContext, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in a thread, one at a time, in turns between tenants."""
+        call = functools.partial(asyncio.to_thread, function, *args)
+        return await self._computations.run(call, context.tenant.number, 1)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -148,11 +155,7 @@ class View:
     async def _play(self, context: RequestContext) -> HttpResponse:
         body = decode_json(context.body, _Play)
         assert self._playgrounds is not None
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(
-            self._play_thread, self._playgrounds.answer, body.history, body.action or None
-        )
-        return _json(result)
+        return _json(await self._compute(context, self._playgrounds.answer, body.history, body.action or None))
 
     # -- live ----------------------------------------------------------------------------------------------------------
 
@@ -181,11 +184,11 @@ class View:
         name = context.path_params["id"]
         block = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else 0
         if self.hub is not None:
-            async with self._rate_limiter.acquire(context.tenant):
-                found = await self.hub.block(block, context.tenant)
+            query = functools.partial(self.hub.block, block, context.tenant)
+            found = await self._queries.run(query, context.tenant.number)
         else:
             assert self.replay is not None
-            found = await asyncio.to_thread(self.replay.block, block, _seconds(context, "time_s"))
+            found = await self._compute(context, self.replay.block, block, _seconds(context, "time_s"))
         if found is None:
             raise not_found("no such block, or no viewer is connected", "id")
         if self._text_of is None:
@@ -202,7 +205,7 @@ class View:
 
     async def _state_at(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
-        return _json(await asyncio.to_thread(self.replay.at, _seconds(context, "time_s")))
+        return _json(await self._compute(context, self.replay.at, _seconds(context, "time_s")))
 
     async def _frames(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
@@ -212,14 +215,14 @@ class View:
     async def _export(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
         begin_s, end_s = _seconds(context, "from_s"), _seconds(context, "to_s")
-        data = await asyncio.to_thread(self.replay.export, begin_s, end_s)
+        data = await self._compute(context, self.replay.export, begin_s, end_s)
         headers = {"content-disposition": 'attachment; filename="range.frames"'}
         return HttpResponse(data, content_type="application/jsonl", headers=HEADERS | headers)
 
     async def _trace(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
         name = _query(context).get("request_id")
-        response = _json(await asyncio.to_thread(self.replay.trace, name))
+        response = _json(await self._compute(context, self.replay.trace, name))
         response.headers["content-disposition"] = 'attachment; filename="trace.json"'
         return response
 

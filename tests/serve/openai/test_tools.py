@@ -223,8 +223,30 @@ async def test_the_template_gets_arguments_and_tools_as_the_client_wrote_them(mo
         "<tool_call>{{ tools | tojson }}"
         "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
     )
-    arguments = ['{"b": 1, "a": [2.5, null]}', "{}", "", None, {"b": 1}, "null", '{"a": ', "[1]", "\n"]
-    shown = ['{"b": 1, "a": [2.5, null]}', "{}", "{}", "{}", '{"b": 1}', '"null"', r'"{\"a\": "', '"[1]"', r'"\n"']
+    arguments = [
+        '{"b": 1, "a": [2.5, null]}',
+        "{}",
+        "",
+        None,
+        {"b": 1},
+        "null",
+        '{"a": ',
+        "[1]",
+        "\n",
+        '{"b":\n"\n\\n"}',
+    ]
+    shown = [
+        '{"b": 1, "a": [2.5, null]}',
+        "{}",
+        "{}",
+        "{}",
+        '{"b": 1}',
+        '"null"',
+        r'"{\"a\": "',
+        '"[1]"',
+        r'"\n"',
+        r'{"b": "\n\n"}',
+    ]
     tool = {"function": {"x": 1, "parameters": {"properties": {}, "type": "object"}, "name": "f"}, "type": "function"}
     found = []
     async with serving(model, engine_options={"chat_template": template}) as server:

@@ -518,12 +518,22 @@ def tool_call(name: str | None, function: str, arguments: schema.Unread, path: s
     return {"id": name or "", "type": "function", "function": {"name": function, "arguments": value}}
 
 
+_JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also an open one, or the search would be quadratic
+_ESCAPES = {code: f"\\u{code:04x}" for code in range(32)}
+
+
 def _object_of(text: str) -> str | dict[str, Any]:
-    """The JSON object of a text; the text itself if it is something else."""
+    """The JSON object of a text; the text itself if it is something else.
+
+    Models write line breaks into strings as they are, which JSON forbids.
+    """
     try:
         value = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:
-        return text
+        try:
+            value = msgspec.json.decode(_JSON_STRING.sub(lambda found: found[0].translate(_ESCAPES), text))
+        except msgspec.DecodeError:
+            return text
     return value if isinstance(value, dict) else text
 
 
