@@ -59,7 +59,7 @@ sanitize: $(DEV) ## on a machine with an NVIDIA GPU: its kernels' tests under co
 
 clients fuzz reliability: export PIP_ARGS := $(PIP_ARGS)
 
-clients: $(DEV) ## other people's clients of the server (openai, LangChain, lm-eval, guidellm, curl), each in its own venv
+clients: $(DEV) ## other people's clients of the server, each in its own venv; with ARGS='peers ...', other engines' tests
 	@$(BIN)/python scripts/clients.py $(ARGS)
 
 fuzz: $(DEV) ## bodies made up from the OpenAPI document, right and wrong, a thousand of each route

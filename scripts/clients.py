@@ -1,6 +1,7 @@
 """Tests third-party clients against a server with a tiny model, each client in its own virtual environment.
 
     python scripts/clients.py [NAME ...]      default: all clients
+    python scripts/clients.py peers ...       other engines' own tests, see scripts/peers.py
 
 Missing environments are created in .venv-clients/; PIP_ARGS holds further arguments for pip. The exit code is 1 if any
 client's tests fail.
@@ -32,19 +33,23 @@ PACKAGES = {
 """Client -> packages to install. Its tests are tests/clients/test_NAME.py."""
 
 
-def python_of(name: str) -> Path:
-    folder = ENVIRONMENTS / name
+def make_environment(folder: Path, packages: list[str]) -> Path:
+    """The Python of a virtual environment, made if it is missing."""
     python = folder / "bin" / "python"
     if not python.exists():
-        print(f"== installing {name}", flush=True)
+        print(f"== installing {folder.name}", flush=True)
         venv.create(folder, with_pip=True)
         command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         pip_args = shlex.split(os.environ.get("PIP_ARGS", ""))
-        subprocess.run([*command, *pip_args, "pytest>=8", *PACKAGES[name]], check=True)
+        subprocess.run([*command, *pip_args, "pytest>=8", *packages], check=True)
     return python
 
 
 def main(names: list[str]) -> int:
+    if names[:1] == ["peers"]:
+        import peers
+
+        return peers.main(names[1:])
     sys.path.insert(0, str(ROOT))
     from tests.clients.tiny_server import serving
 
@@ -54,7 +59,8 @@ def main(names: list[str]) -> int:
             print(f"== {name}", flush=True)
             tests = ["-m", "pytest", "-o", "addopts=", "-q", f"tests/clients/test_{name}.py"]
             environment = {**os.environ, "OCTAVO_TEST_SERVER": url, "OCTAVO_TEST_MODEL": str(Path(directory) / "model")}
-            if subprocess.run([str(python_of(name)), *tests], cwd=ROOT, env=environment).returncode:
+            python = make_environment(ENVIRONMENTS / name, PACKAGES[name])
+            if subprocess.run([str(python), *tests], cwd=ROOT, env=environment).returncode:
                 failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all clients passed")
     return 1 if failed else 0

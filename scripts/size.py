@@ -20,7 +20,7 @@ BUDGETS: dict[str, int] = {
     "checkpoint": 715,  # finding a model's files, reading headers, the tables of keys
     "engine": 2725,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 1479,  # LLM, the client with its transports, text input
-    "text": 1905,  # tokenizers, chat templates, detokenizer, grammars, output parser, helper processes
+    "text": 2122,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2425,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors

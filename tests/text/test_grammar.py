@@ -423,12 +423,43 @@ def test_tokenizer_without_token_bytes_is_rejected() -> None:
         GrammarCompiler(Tokenizer(backend), 2)
 
 
+def test_unknown_format_of_a_schema_is_an_annotation(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pydantic writes such formats. A property may be named format, and a constant may contain one."""
+    grammar_module._logged_formats.clear()
+    fields = {
+        "format": {"type": "string", "format": "password"},
+        "enum": {"items": {"type": "string", "format": "binary"}, "maxItems": 1, "type": "array"},
+        "const": {"const": {"format": "path"}},
+        "day": {"format": "date", "type": "string"},
+        "size": {"$ref": "#/$defs/size"},
+    }
+    definitions = {"size": {"anyOf": [{"type": "integer", "format": "int64"}]}}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    with caplog.at_level("INFO", "octavo.text.grammar"):
+        for _ in range(2):
+            text = json_grammar(json.dumps(schema | {"$defs": definitions}))
+    assert sorted(record.args[0] for record in caplog.records) == ["binary", "int64", "password"]  # type: ignore[index]
+    written = {"format": "x", "enum": ["a"], "const": {"format": "path"}, "day": "2026-01-31", "size": 7}
+    for value, is_right in ((written, True), (written | {"day": "x"}, False), (written | {"const": {}}, False)):
+        matcher = compiler.compile(text).start()
+        matcher.accept_tokens(tokenizer.encode(json.dumps(value)))
+        assert (matcher.is_accepting, not matcher.error) == (is_right, is_right)
+
+
+@pytest.mark.parametrize("name", sorted(grammar_module.FORMATS))
+def test_known_formats_compile(name: str, compiler: GrammarCompiler) -> None:
+    text = json_grammar(json.dumps({"type": "string", "format": name}))
+    assert name in text and compiler.compile(text)
+
+
 def test_growing_automaton_is_reported_as_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar compiles; its automaton grows with the output."""
     vocabulary = grammar_sandbox.GuidanceTokenizer([bytes([i]) for i in range(256)], [])
     limits = LLParserLimits(max_lexer_states=500, verbose_errors=False)
     monkeypatch.setattr(grammar_sandbox, "LIMITS", limits)
-    text = grammar_module.regex_grammar("[ab]*a[ab]{16}c") + grammar_module.NO_FORCING
+    text = grammar_module.regex_grammar("[ab]*a[ab]{16}c")
     matcher = grammar_module.Matcher(grammar_sandbox.compile_grammar(vocabulary.compiler_tokenizer(), text), 8)
     assert not matcher.error
     chance = random.Random(0)

@@ -11,8 +11,9 @@ from octavo.params.structured_outputs import StructuredOutputsParams
 from octavo.params.validation import INT32, ValidatedParams, as_list, as_token_ids, invalid
 
 GREEDY_BELOW = 1e-5
-MAX_TEMPERATURE = 1e30  # far inside float32; all tokens are equally probable long before
 """A temperature below this is greedy decoding."""
+MAX_TEMPERATURE = 1e30
+"""Far inside float32; all tokens are equally probable long before."""
 
 INT64 = 1 << 63
 

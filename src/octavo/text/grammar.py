@@ -1,13 +1,14 @@
 """Structured output: grammars compiled once, and followed token by token by one `Matcher` per sequence.
 
-A grammar is text in llguidance's dialect of Lark; schemas, patterns and choices are converted to it. A caller's grammar
-is first compiled in a subprocess (`grammar_sandbox`) under limits of time and memory. Only on success is it compiled in
-this process, on a thread of the compiler's.
+A grammar is text in llguidance's dialect of Lark, or EBNF (`grammar_ebnf`); schemas, patterns and choices are converted
+to Lark. A caller's grammar is first compiled in a subprocess (`grammar_sandbox`) under limits of time and memory. Only
+on success is it compiled in this process, on a thread of the compiler's.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
@@ -15,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
@@ -52,15 +54,25 @@ JSON_SLICES = [
 ]
 """Token classes whose tokens are allowed together. llguidance's own classes have two lengths, so that in a string with
 room for few characters it would check nearly every token on its own."""
-NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Turns off forced tokens: the bitmask allows every token whose bytes may come next. By default, where only one text
-can follow, llguidance allows a single tokenization of it, which it finds by tokenizing each time."""
+FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
+)
+"""Formats of JSON strings that llguidance knows. Any other is an annotation, as JSON Schema allows."""
+VALUE_KEYWORDS = frozenset(("const", "default", "enum", "example", "examples", "x-guidance"))
+"""Keywords of a JSON schema whose values are no schemas."""
+NAME_KEYWORDS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+"""Keywords of a JSON schema whose values have schemas by name."""
+MAX_LOGGED_FORMATS = 64
+
+logger = logging.getLogger(__name__)
+_logged_formats: set[str] = set()
 
 
 def json_grammar(schema: str, *, any_whitespace: bool = True, whitespace_pattern: str | None = None) -> str:
     """A grammar for JSON that follows `schema`, itself JSON. The schema's "x-guidance" applies to options not given
     here."""
     value = json.loads(schema)
+    _drop_unknown_formats(value)
     given = value.get("x-guidance")
     options: dict[str, object] = dict(given) if isinstance(given, dict) else {}
     if not any_whitespace:
@@ -71,6 +83,26 @@ def json_grammar(schema: str, *, any_whitespace: bool = True, whitespace_pattern
         options.setdefault("whitespace_pattern", WHITESPACE)
     value["x-guidance"] = options
     return f"start: %json {json.dumps(value)}"
+
+
+def _drop_unknown_formats(schema: dict[str, Any]) -> None:
+    """Removes the formats that llguidance refuses. Each is logged once."""
+    waiting: list[tuple[Any, bool]] = [(schema, False)]  # with True for names -> schemas
+    while waiting:
+        value, has_names = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(inner, False) for inner in value]
+        if not isinstance(value, dict):
+            continue
+        name = value.get("format")
+        if not has_names and isinstance(name, str) and name not in FORMATS:
+            del value["format"]
+            if name not in _logged_formats and len(_logged_formats) < MAX_LOGGED_FORMATS:
+                _logged_formats.add(name)
+                logger.info("a JSON schema has the format %.80r, which does not constrain the output", name)
+        for key, inner in value.items():
+            if has_names or key not in VALUE_KEYWORDS:
+                waiting.append((inner, not has_names and key in NAME_KEYWORDS))
 
 
 def regex_grammar(pattern: str) -> str:
@@ -260,7 +292,7 @@ class GrammarCompiler:
                 compilation.set_result(grammar)
 
     def _compile(self, compilation: Compilation) -> Grammar:
-        text = compilation.grammar + NO_FORCING
+        text = compilation.grammar
         tokenizer, vocabulary = self._tokenizers(is_json="%json" in text)
         try:
             reply = self.sandboxes.call(vocabulary.to_wire, text.encode("utf-8", "surrogatepass"), COMPILE_S)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from octavo.text.grammar_ebnf import ebnf_to_lark, is_ebnf
 from octavo.text.helper_process import serve
 
 MEMORY_BYTES = 1 << 30
@@ -35,6 +36,9 @@ TOO_COMPLEX = "too complex: "
 """Prefix of the error for a grammar that compiles but is too complex to follow."""
 MAX_CPU_S = 30
 """CPU time limit per grammar, in case the parent process is gone."""
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""Turns off forced tokens: the bitmask allows every token whose bytes may come next. By default, where only one text
+can follow, llguidance allows a single tokenization of it, which it finds by tokenizing each time."""
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,  # a bitmask takes at most 4 ms; the whole batch waits for it
     step_max_items=10_000,  # a bitmask of an ambiguous grammar takes 0.7 s with llguidance's 50,000 and 2,000,
@@ -73,8 +77,12 @@ class GuidanceTokenizer(TokenizerWrapper):
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the start of a grammar, with its first bitmask computed. Its `get_error` reports a failure."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    """A matcher at the start of a grammar, with its first bitmask computed. Its `get_error` reports a failure.
+
+    Raises ValueError for EBNF that cannot be converted.
+    """
+    lark = ebnf_to_lark(grammar) if is_ebnf(grammar) else grammar
+    matcher = LLMatcher(tokenizer, lark + NO_FORCING, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # may already exceed the limits
     return matcher
