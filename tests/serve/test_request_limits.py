@@ -255,7 +255,7 @@ def test_default_limits_refuse_excessive_requests(two_keys: str) -> None:
 def test_many_requests_of_one_key_do_not_block_another_key(two_keys: str, pause_s: float) -> None:
     """Key one fills its share of the queue; key two is admitted and does not wait for all of key one."""
     url = f"{two_keys}/v1/completions"
-    body = {"prompt": ["abcdefgh" * 8] * 4, "max_tokens": 60, "ignore_eos": True}
+    body = {"prompt": ["abcdefgh" * 8] * 4, "max_tokens": 60, "n": 2, "ignore_eos": True}
     ended: list[tuple[float, int]] = []
 
     def crowd() -> None:
