@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from octavo.errors import ParameterError, UnknownOptionError
+from octavo.params.vllm_arguments import Owner, adopt
 
 INT32 = (1 << 31) - 1
 """The largest value that int32 tensors of token ids and request parameters can hold."""
@@ -15,7 +17,27 @@ MAX_STRING_CHARS = 4096
 """Limit of characters in one string of the options."""
 
 
-class ValidatedParams:
+class _OptionsType(type):
+    """Class of classes of options: checks the names of an instance's options before it is made."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        known = field_names(cls)
+        if not given.keys() <= known:
+            owner = getattr(cls, "ARGUMENT_OWNER", None)
+            given = given if owner is None else adopt(owner, given)
+            for name in given:
+                if name not in known:
+                    raise UnknownOptionError.of(cls.TITLE, name, known)  # type: ignore[attr-defined]
+        return super().__call__(*args, **given)
+
+
+@functools.cache
+def field_names(options: type) -> frozenset[str]:
+    """The options of a class of options."""
+    return frozenset(f.name for f in fields(options) if f.init)
+
+
+class ValidatedParams(metaclass=_OptionsType):
     """Base class of dataclasses of options. It refuses an unknown option and names the nearest known one.
 
     The checks raise `ParameterError` with the value, the limits, and the option's name as `param`.
@@ -24,13 +46,8 @@ class ValidatedParams:
     __slots__ = ()
     TITLE: ClassVar[str]
     """The owner of the options in error messages."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
-        for name in kwargs:
-            if name not in known:
-                raise UnknownOptionError.of(cls.TITLE, name, known)
-        return object.__new__(cls)
+    ARGUMENT_OWNER: ClassVar[Owner | None] = None
+    """The owner of those arguments of vLLM that are accepted beside the fields, in `octavo.params.vllm_arguments`."""
 
     def _check_integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
         value = getattr(self, name)
