@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
     "(top)": 895,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, turns of tenants
-    "params": 625,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
+    "params": 655,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 2735,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 715,  # finding a model's files, reading headers, the tables of keys
     "engine": 2745,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
-    "frontend": 1565,  # LLM, the client with its transports, text input
+    "frontend": 1570,  # LLM, the client with its transports, text input
     "text": 1990,  # tokenizers, chat templates, detokenizer, grammars, output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format

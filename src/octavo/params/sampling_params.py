@@ -26,6 +26,9 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+OUTPUT_KINDS = tuple(RequestOutputKind)
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams(ValidatedParams):
     """Sampling parameters of one request, with vLLM's names and defaults.
@@ -171,7 +174,7 @@ class SamplingParams(ValidatedParams):
         self._check_integer("prompt_logprobs", -1, INT32, optional=True)
         self._check_bool("ignore_eos", "echo", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
         self._check_bool("include_stop_str_in_output", "skip_reading_prefix_cache")
-        self._check_choice("output_kind", tuple(RequestOutputKind))
+        self._check_choice("output_kind", OUTPUT_KINDS)
         self._set("stop_strings", self._check_strings("stop", 64))
         self._set("bad_words", self._check_strings("bad_words", 4096))
         self._set("stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids))
