@@ -81,6 +81,8 @@ def test_spellings(call: Call, fake: type[FakeLLM]) -> None:
         (["-sc", '{"method": "ngram"}'], "speculative_config is {'method': 'ngram'}"),
         (["--enable-lora"], "enable_lora is True"),
         (["--kv-cache-dtype"], "kv_cache_dtype is True"),
+        (["-tp", "2", "--tensor-parallel-size", "1"], "--tensor-parallel-size is given again; give it once"),
+        (["-sc.method", "ngram", "-sc.k", "2"], "speculative_config is {'method': 'ngram', 'k': 2}"),
     ):
         done = call(*line, *words)
         assert (done.code, done.out) == (2, "") and param in done.err, done.err

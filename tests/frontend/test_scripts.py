@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 import octavo
 from octavo import LLM, EngineArgs, SamplingParams, TokensPrompt
-from octavo.errors import ParameterError
+from octavo.errors import ParameterError, UnknownOptionError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.utils.argparse_utils import FlexibleArgumentParser
 from tests.engine.models import make_talking_checkpoint
@@ -143,6 +146,28 @@ def test_vllm_beam_search(model: str) -> None:
         llm.beam_search(prompts, params, concurrency_limit=0)
     with pytest.raises(octavo.errors.PromptError):
         llm.beam_search([*prompts, ""], params, concurrency_limit=1)
+    assert llm.stats().num_steps == num_steps
+    llm.close()
+
+
+def test_further_arguments_of_calls(model: str) -> None:
+    llm = LLM(model)
+    params, messages = SamplingParams(max_tokens=3), [{"role": "user", "content": "Hi"}]
+    llm.generate("ab", params, lora_request=None, tokenization_kwargs={}, mm_processor_kwargs=None)
+    llm.chat(messages, params, lora_request=None, chat_template_content_format="string")
+    beams = BeamSearchParams(beam_width=2, max_tokens=2)
+    llm.beam_search("ab", beams, lora_request=None)
+    num_steps = llm.stats().num_steps
+    calls: list[Callable[..., Any]] = [
+        partial(llm.generate, "ab", params),
+        partial(llm.chat, messages, params),
+        partial(llm.beam_search, "ab", beams),
+    ]
+    for call in calls:
+        with pytest.raises(ParameterError, match="lora_request is 'x': LoRA adapters are not supported"):
+            call(lora_request="x")
+        with pytest.raises(UnknownOptionError, match="has no option 'use_tdqm'; did you mean 'use_tqdm'"):
+            call(use_tdqm=False)
     assert llm.stats().num_steps == num_steps
     llm.close()
 

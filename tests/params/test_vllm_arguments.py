@@ -17,7 +17,7 @@ from octavo.config import EngineArgs
 from octavo.errors import ParameterError, UnknownOptionError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.params.vllm_arguments import ANY, BEAM_SEARCH, ENGINE, RENAMED, SAMPLING, SERVER, Argument, arguments
+from octavo.params.vllm_arguments import ANY, BEAM_SEARCH, CALL, ENGINE, RENAMED, SAMPLING, SERVER, Argument, arguments
 from octavo.serve.args import ServeArgs
 
 PAGE = Path(octavo.__file__).parents[2] / "docs" / "vllm.md"
@@ -35,8 +35,9 @@ TABLES = {
     "octavo serve": SERVER,
     "SamplingParams": SAMPLING,
     "BeamSearchParams": BEAM_SEARCH,
+    "LLM.generate, chat and beam_search": CALL,
 }
-CASES = [pytest.param(a, id=a.name) for table in TABLES.values() for a in table]
+CASES = [pytest.param(a, id=a.name) for table in TABLES.values() for a in table if a.owner != "call"]
 OTHER_VALUES = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, str: lambda v: v + "x"}
 
 
@@ -44,7 +45,7 @@ def page_table() -> str:
     """The tables of docs/vllm.md."""
     lines: list[str] = []
     for title, table in TABLES.items():
-        taken = ", ".join(f"`{a.name}`" for a in table if a.is_taken)
+        taken = ", ".join(f"`{a.name}`" for a in table if a.is_taken) or "those of their signatures"
         lines += [f"### {title}", "", f"Taken: {taken}.", "", "| argument | effect |", "|---|---|"]
         effects: dict[str, list[str]] = {}
         for argument in table:
@@ -126,6 +127,8 @@ def test_values_with_another_name() -> None:
     dtypes = [EngineArgs(model="m", dtype=d).dtype for d in ("half", "float", "auto", TorchDType())]  # type: ignore[arg-type]
     assert dtypes == ["float16", "float32", "auto", "bfloat16"]
     assert EngineArgs(model="m", kv_offloading_size=2.5).swap_space == 2.5  # type: ignore[call-arg]
+    with pytest.raises(ParameterError, match="kv_offloading_size is the same as swap_space; pass one of them"):
+        EngineArgs(model="m", kv_offloading_size=2.5, swap_space=1.0)  # type: ignore[call-arg]
     unset = EngineArgs(model="m", seed=None, block_size=None, enable_prefix_caching=None)  # type: ignore[arg-type]
     assert unset == EngineArgs(model="m")
     assert EngineArgs(model=Path("m")).model == "m"  # type: ignore[arg-type]

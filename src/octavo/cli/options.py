@@ -150,7 +150,7 @@ def options_of(
 
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
-            own = {name: value for name, value in GIVEN.get({}).items() if arguments()[name].owner == owner}
+            own = {name: value for name, value in GIVEN.get({}).items() if owner and name in arguments(owner)}
             given = {name: values.pop(name) for name in names}
             given = {k: COMBINE[k](v) if k in COMBINE else v for k, v in given.items() if v not in (None, [])}
             try:

@@ -45,7 +45,10 @@ def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict
         if word == "--":
             rest += [word, *after]
         elif argument is not None and not argument.is_taken and name not in options:
-            given[argument.name] = _value_of(argument, word, after)
+            value, earlier = _value_of(argument, word, after), given.get(argument.name, {})
+            if argument.name in given and not (isinstance(value, dict) and isinstance(earlier, dict)):
+                raise UsageError(f"{word.partition('=')[0]} is given again; give it once")
+            given[argument.name] = earlier | value if earlier else value
         else:
             rest.append(word)
             if name in options and "=" not in word and not getattr(options[name], "is_flag", False):

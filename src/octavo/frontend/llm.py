@@ -31,6 +31,7 @@ from octavo.frontend.metrics import Metric, metrics_of
 from octavo.frontend.sigint import DeferredSigint
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
+from octavo.params.vllm_arguments import check_call
 from octavo.text.script_tokenizer import ScriptTokenizer
 
 TURN_S = 1e-4
@@ -79,15 +80,18 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts in one continuous batch; returns outputs in the order of the prompts.
 
         sampling_params   one for all prompts, or one per prompt; None: `get_default_sampling_params()`
         use_tqdm          show a progress bar; a callable replaces `tqdm`
         priority          one per prompt, lower first; needs scheduling_policy="priority"
+        others            vLLM's further arguments, where their value asks for what there is
 
         Raises `UsageError` before anything runs if a prompt or parameter is invalid.
         """
+        check_call("generate", others)
         names = self._add(prompts, sampling_params, priority, stream=False)
         place = {name: i for i, name in enumerate(names)}
         outputs: list[RequestOutput | None] = [None] * len(names)
@@ -108,6 +112,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete one conversation or several; the model's chat template renders each to a prompt.
 
@@ -120,6 +125,7 @@ class LLM:
         Only the template's own markers become special tokens; one spelled in a message stays text. Raises
         `TemplateError` if the template rejects the conversation, or the model has none.
         """
+        check_call("chat", others)
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations = cast("Sequence[Messages]", messages if several else [messages])
         prompts = [
@@ -141,6 +147,7 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any] = True,
         concurrency_limit: int | None = None,
+        **others: Any,
     ) -> list[BeamSearchOutput]:
         """Beam search; the `sequences` and `outputs` of each prompt are its n best, best first.
 
@@ -149,6 +156,7 @@ class LLM:
         A sequence begins with the prompt. An output has its ranking `score` and its `cumulative_logprob`. Raises
         `UsageError` before anything runs if a prompt or parameter is invalid.
         """
+        check_call("beam_search", others)
         if not isinstance(params, BeamSearchParams):
             raise ParameterError(f"beam_search needs BeamSearchParams, not {type(params).__name__}", param="params")
         if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.errors import ParameterError, cut
+from octavo.errors import ParameterError, UnknownOptionError, cut
 
 logger = logging.getLogger("octavo")
 
-Owner = Literal["engine", "server", "sampling", "beam search", "benchmark"]
+Owner = Literal["engine", "server", "sampling", "beam search", "call", "benchmark"]
 
 
 class _AnyValue:
@@ -251,6 +251,12 @@ BEAM_SEARCH: tuple[Argument, ...] = (
     *_taken("beam search", "beam_width max_tokens ignore_eos temperature length_penalty structured_outputs"),
     *_only("beam search", "a stop string is not in the text", include_stop_str_in_output=False),
 )
+CALL: tuple[Argument, ...] = (
+    *_only("call", "LoRA adapters are not supported; merge the adapter into the weights", "lora_request"),
+    *_only("call", "encode prompts with get_tokenizer() and pass the ids", "tokenization_kwargs"),
+    *_any("call", "prompts have no images, audio or video", "mm_processor_kwargs"),
+    *_any("call", "templates get the content as it is passed", "chat_template_content_format"),
+)
 BENCHMARK: tuple[Argument, ...] = (
     *_only("benchmark", "requests arrive at one rate", "ramp_up_strategy ramp_up_start_rps ramp_up_end_rps"),
 )
@@ -274,7 +280,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 @functools.cache
 def arguments(*owners: Owner) -> Mapping[str, Argument]:
     """The table of these owners, or of all, by name."""
-    tables = (ENGINE, SERVER, SAMPLING, BEAM_SEARCH, BENCHMARK)
+    tables = (ENGINE, SERVER, SAMPLING, BEAM_SEARCH, CALL, BENCHMARK)
     return {a.name: a for table in tables for a in table if not owners or a.owner in owners}
 
 
@@ -295,10 +301,20 @@ def adopt(owner: Owner, given: Mapping[str, Any]) -> dict[str, Any]:
             options[name] = value
         elif argument.is_taken:
             if value is not None:
+                if given.get(RENAMED[name]) is not None:
+                    raise ParameterError(f"{name} is the same as {RENAMED[name]}; pass one of them", param=name)
                 options[RENAMED[name]] = value
         else:
             argument.check(value)
     return options
+
+
+def check_call(method: str, given: Mapping[str, Any]) -> None:
+    """Check arguments that a method of `LLM` does not have. Raises `ParameterError` or `UnknownOptionError`."""
+    for name, value in given.items():
+        if (argument := arguments("call").get(name)) is None:
+            raise UnknownOptionError.of(f"LLM.{method}", name, ("sampling_params", "use_tqdm", *arguments("call")))
+        argument.check(value)
 
 
 def flag_name(word: str) -> str | None:
