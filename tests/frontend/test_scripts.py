@@ -223,6 +223,7 @@ async def test_vllm_async_streaming_example(model: str) -> None:
 
 
 def test_names_that_scripts_import() -> None:
+    from octavo.exceptions import VLLMValidationError
     from octavo.inputs import PromptType, TextPrompt
     from octavo.logprobs import Logprob
     from octavo.outputs import CompletionOutput, RequestOutput
@@ -231,6 +232,8 @@ def test_names_that_scripts_import() -> None:
     assert octavo.AsyncEngineArgs is octavo.EngineArgs and octavo.Logprob is Logprob
     assert octavo.PromptType is PromptType and octavo.TextPrompt is TextPrompt
     assert octavo.RequestOutput is RequestOutput and octavo.CompletionOutput is CompletionOutput
+    with pytest.raises(VLLMValidationError):
+        SamplingParams(temperature=float("nan"))
     assert octavo.BeamSearchParams is BeamSearchParams
     assert octavo.StructuredOutputsParams is StructuredOutputsParams
     assert {name for name in octavo.__all__ if getattr(octavo, name) is None} == set()
