@@ -141,6 +141,10 @@ def test_vllm_beam_search(model: str) -> None:
     for limit in (1, 2, 5):
         found = llm.beam_search(prompts, params, use_tqdm=False, concurrency_limit=limit)
         assert [[s.tokens for s in o.sequences] for o in found] == [[s.tokens for s in o.sequences] for o in outputs]
+    with LLM(model, skip_tokenizer_init=True) as bare:
+        (output,) = bare.beam_search(prompts[0], params, use_tqdm=False)
+        assert [s.tokens for s in output.sequences] == [s.tokens for s in outputs[0].sequences]
+        assert {s.text for s in output.sequences} == {None}
     num_steps = llm.stats().num_steps
     with pytest.raises(ParameterError, match="concurrency_limit is 0"):
         llm.beam_search(prompts, params, concurrency_limit=0)

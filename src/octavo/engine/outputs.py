@@ -141,10 +141,13 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """A hypothesis of a beam search, with vLLM's names: `tokens` and `text` begin with the prompt's."""
+    """A hypothesis of a beam search, with vLLM's names: `tokens` and `text` begin with the prompt's.
+
+    text  None without a tokenizer
+    """
 
     tokens: list[int]
-    text: str
+    text: str | None
     cum_logprob: float
     logprobs: list[PositionLogprobs | None] | None = None
     finish_reason: str | None = None

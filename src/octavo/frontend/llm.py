@@ -172,13 +172,13 @@ class LLM:
         return [self._with_sequences(output) for output in found]
 
     def _with_sequences(self, output: RequestOutput) -> BeamSearchOutput:
-        sequences = []
+        sequences, has_text = [], not self.config.args.skip_tokenizer_init
         for hypothesis in output.outputs:
             tokens = [*output.prompt_token_ids, *hypothesis.token_ids]
             sequences.append(
                 BeamSearchSequence(
                     tokens,
-                    self.input_processor.tokenizer.decode(tokens, skip_special_tokens=False),
+                    self.input_processor.tokenizer.decode(tokens, skip_special_tokens=False) if has_text else None,
                     hypothesis.cumulative_logprob or 0.0,
                     hypothesis.logprobs,
                     hypothesis.finish_reason,
