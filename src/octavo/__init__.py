@@ -9,9 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.engine.outputs import CompletionOutput, RequestOutput
+    from octavo.config import EngineArgs
+    from octavo.engine.arg_utils import AsyncEngineArgs
+    from octavo.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.frontend.async_llm import AsyncLLM
     from octavo.frontend.llm import LLM
+    from octavo.inputs import PromptType, TextPrompt, TokensPrompt
     from octavo.params.beam_search_params import BeamSearchParams
     from octavo.params.sampling_params import RequestOutputKind, SamplingParams
     from octavo.params.structured_outputs import StructuredOutputsParams
@@ -19,13 +22,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
+    "Logprob",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -38,6 +47,12 @@ _MODULES = {
     "RequestOutput": "octavo.engine.outputs",
     "RequestOutputKind": "octavo.params.sampling_params",
     "CompletionOutput": "octavo.engine.outputs",
+    "Logprob": "octavo.engine.outputs",
+    "EngineArgs": "octavo.config",
+    "AsyncEngineArgs": "octavo.engine.arg_utils",
+    "PromptType": "octavo.inputs",
+    "TextPrompt": "octavo.inputs",
+    "TokensPrompt": "octavo.inputs",
 }
 
 

@@ -6,14 +6,18 @@ once the model and the machine are known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+import argparse
+import os
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
 from octavo.errors import ParameterError
 from octavo.params.validation import ValidatedParams, invalid
+from octavo.params.vllm_arguments import Owner, arguments, parse_value
 
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
@@ -34,6 +38,8 @@ DEFAULT_LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8"]
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+"""Other names of dtypes."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 PreemptionChoice = Literal["auto", "recompute", "swap"]
@@ -144,6 +150,7 @@ class EngineArgs(ValidatedParams):
     """
 
     TITLE: ClassVar[str] = "the engine"
+    ARGUMENT_OWNER: ClassVar[Owner | None] = "engine"
 
     model: str
     revision: str | None = None
@@ -179,6 +186,13 @@ class EngineArgs(ValidatedParams):
     flight_recorder: str | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is None and field.default is not MISSING:  # None is "not set" in vLLM
+                self._set(field.name, field.default)
+        dtype = str(self.dtype).removeprefix("torch.")  # may be a torch.dtype
+        self._set("dtype", DTYPE_NAMES.get(dtype, dtype))
+        if isinstance(self.model, os.PathLike):
+            self._set("model", str(self.model))
         if not isinstance(self.model, str) or not self.model:
             raise ParameterError(f"model must be a path or a name, not {self.model!r}", param="model")
         if self.chat_template is not None and (not isinstance(self.chat_template, str) or not self.chat_template):
@@ -224,6 +238,34 @@ class EngineArgs(ValidatedParams):
         if not isinstance(self.kv_events_config, Mapping | None):
             raise invalid("kv_events_config", f"must be a mapping, not {self.kv_events_config!r}", "invalid_type")
         self.kv_events()
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the options to a script's parser, for `LLM(**vars(parser.parse_args()))`.
+
+        vLLM's others are attributes of the result only if they are on the command line.
+        """
+        hints = get_type_hints(cls)
+        for field in fields(cls):
+            hint = hints[field.name]
+            kinds = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+            default = None if field.default is MISSING else field.default
+            _add_flag(
+                parser,
+                field.name,
+                bool if kinds[0] is bool else _PARSERS.get(get_origin(kinds[0]) or kinds[0], str),
+                default,
+            )
+        for argument in arguments("engine").values():
+            if not argument.is_taken and not argument.name.startswith("_"):
+                _add_flag(parser, argument.name, bool if argument.is_flag else parse_value, argparse.SUPPRESS)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """The options in what a parser of `add_cli_args` has parsed; other names are left out."""
+        names = {f.name for f in fields(cls)} | arguments("engine").keys()
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     def resolved(self, device: str) -> EngineArgs:
         """A copy with a number in place of every None that depends on the device alone."""
@@ -273,6 +315,17 @@ class EngineArgs(ValidatedParams):
             long_prefill_token_threshold=self.long_prefill_token_threshold or 0,
             max_long_partial_prefills=self.max_long_partial_prefills,
         )
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {int: int, float: float, Mapping: parse_value}
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], default: Any) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    if kind is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+    else:
+        parser.add_argument(flag, type=kind, default=default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

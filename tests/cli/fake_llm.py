@@ -90,8 +90,9 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.tokenizer
+    @property
+    def input_processor(self) -> FakeLLM:
+        return self  # it has the tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.sampling_defaults.params

@@ -189,7 +189,7 @@ def test_grammar_of_all_texts_changes_nothing(llm: LLM) -> None:
 
 
 def test_other_parameters_choose_among_allowed_tokens(llm: LLM) -> None:
-    tokens = llm.get_tokenizer()
+    tokens = llm.input_processor.tokenizer
     a, b, q = (tokens.encode(text)[0] for text in "abq")
     form = {"regex": "[abc]{6}"}
     assert one(llm, "x", params(form, logit_bias={b: 100.0, q: 100.0})).outputs[0].text == "bbbbbb"
@@ -202,7 +202,7 @@ def test_other_parameters_choose_among_allowed_tokens(llm: LLM) -> None:
 
 
 def test_stop_token_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
-    tokens = llm.get_tokenizer()
+    tokens = llm.input_processor.tokenizer
     (y,) = tokens.encode("y")
     biased_stops = {EOS: 100.0, y: 100.0}
     for options, ends in (

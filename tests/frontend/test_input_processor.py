@@ -57,12 +57,12 @@ def test_spelled_special_token_is_text_unless_parse_special(llm: LLM, caplog: py
     with caplog.at_level(logging.WARNING, logger="octavo"):
         plain = ids_of(llm, text)
         assert ids_of(llm, {"prompt": text}) == plain
-    assert not llm.get_tokenizer().special_ids & set(plain) and len(plain) == len(text)
+    assert not llm.input_processor.tokenizer.special_ids & set(plain) and len(plain) == len(text)
     (record,) = caplog.records  # logged once
     assert "spells the special token <s>" in record.getMessage() and "parse_special" in record.getMessage()
     meant = ids_of(llm, {"prompt": text, "parse_special": True})
     assert meant == [BOS, *ids_of(llm, "Hello"), EOS]
-    assert llm.get_tokenizer().encode(text) == meant  # as the tokenizer does by itself
+    assert llm.input_processor.tokenizer.encode(text) == meant  # as the tokenizer does by itself
 
 
 def test_chat_has_the_template_s_special_tokens_and_no_others(llm: LLM) -> None:
@@ -188,9 +188,9 @@ def test_without_a_tokenizer_only_token_ids_work() -> None:
 
 
 def test_too_long_text_is_rejected_before_tokenization(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = llm.engine.limits.max_model_len * llm.get_tokenizer().max_token_chars
+    most = llm.engine.limits.max_model_len * llm.input_processor.tokenizer.max_token_chars
     with pytest.raises(ContextLengthError, match="you requested"):
         llm.generate("a" * most, ONE, use_tqdm=False)
-    monkeypatch.setattr(type(llm.get_tokenizer()), "encode", lambda *_, **__: pytest.fail("tokenised"))
+    monkeypatch.setattr(type(llm.input_processor.tokenizer), "encode", lambda *_, **__: pytest.fail("tokenised"))
     with pytest.raises(ContextLengthError, match=f"{most + 1} characters cannot fit"):
         llm.generate("a" * (most + 1), ONE, use_tqdm=False)

@@ -94,7 +94,7 @@ def test_outputs_keep_the_prompt_order_and_are_independent(llm: LLM) -> None:
     for output in together:
         (completion,) = output.outputs
         assert output.finished and completion.finish_reason == "length" and completion.stop_reason is None
-        assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+        assert completion.text == llm.get_tokenizer().decode(completion.token_ids, skip_special_tokens=True)
 
 
 def test_prompt_forms(llm: LLM) -> None:
@@ -286,18 +286,21 @@ def test_one_invalid_prompt_of_many_queues_nothing(llm: LLM, bad: Any) -> None:
     assert llm.stats().num_steps == 0
 
 
-def test_default_max_tokens_is_cut_but_an_explicit_one_is_not(make_llm: Callable[..., LLM]) -> None:
+def test_max_tokens_ends_where_the_models_length_does(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()  # 128 positions, 120 blocks of 4
     prompt = [5] * 100
-    assert len(tokens_of(generate(llm, prompt, SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)))[0]) == 28
-    with pytest.raises(ContextLengthError, match=r"128.*100.*29.*at most 28") as caught:
-        generate(llm, prompt, SamplingParams(max_tokens=29))
-    assert caught.value.param == "max_tokens"
-    cut = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    assert len(tokens_of(generate(llm, prompt, cut))[0]) == 28
-    assert len(tokens_of(generate(llm, [5] * 127, cut))[0]) == 1
+    for max_tokens in (28, 29, 1 << 20, None):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, min_tokens=min(40, max_tokens or 0))
+        params.ignore_eos = True
+        (output,) = generate(llm, prompt, params)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (28, "length")
+    params.max_tokens = 1000
+    assert [len(t) for t in tokens_of(generate(llm, [prompt, [5] * 127, [5]], params))] == [28, 1, 127]
+    assert params.max_tokens == 1000
+    (last,) = (output for output in llm.stream(prompt, params) if output.finished)
+    assert len(last.outputs[0].token_ids) == 28
     with pytest.raises(ContextLengthError, match=r"128.*requested 128 .*shorten"):
-        generate(llm, [5] * 128, cut)
+        generate(llm, [5] * 128, params)
 
 
 def test_request_larger_than_the_pool_is_rejected(make_llm: Callable[..., LLM]) -> None:
@@ -376,7 +379,7 @@ def test_too_small_pool_reports_the_length_that_fits(model: str) -> None:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         assert len(tokens_of(generate(llm, [5], params))[0]) == 40
         with pytest.raises(ContextLengthError, match="41"):
-            generate(llm, [5], SamplingParams(max_tokens=41))
+            generate(llm, [5] * 41, params)
 
 
 def test_argument_lists_of_wrong_length_or_type_are_rejected(llm: LLM) -> None:
@@ -575,7 +578,7 @@ def test_non_finite_logits_fail_one_request(make_llm: Callable[..., LLM], kind: 
 
 def test_failed_detokenization_fails_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = texts_of(generate(llm, PROMPTS))
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.input_processor.tokenizer
     inner, bad = tokenizer.token_bytes, llm.get_tokenizer().encode(wanted[0][4])[0]
     victims = [i for i, text in enumerate(wanted) if wanted[0][4] in text]
 

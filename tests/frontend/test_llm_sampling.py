@@ -157,7 +157,7 @@ def test_bad_words_are_forbidden_with_and_without_a_space(llm: LLM, monkeypatch:
     words = [plain[4:6], plain[0]]
     text = one(llm, "Hello", bad_words=words).text
     assert text != plain and not any(word in text for word in words)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.input_processor.tokenizer
     monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens=True: [1000 + len(text)])
     prepared = llm.input_processor.prepare_params(sampling(bad_words=[" to", "be"], bad_words_token_ids=[[3, 4]]))
     assert prepared.bad_words_token_ids == ((3, 4), (1002,), (1003,))  # "to" and " to", as "be" and " be"

@@ -27,7 +27,7 @@ from octavo.cli.commands.top import top
 from octavo.cli.commands.view import view
 from octavo.cli.environment import check_environment
 from octavo.cli.single_options import Command, Group
-from octavo.cli.vllm_flags import unsupported
+from octavo.params.vllm_arguments import flag_name
 
 app = typer.Typer(
     cls=Group,
@@ -97,8 +97,8 @@ def usage_problem(error: Exception) -> str | None:
         options = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         near = difflib.get_close_matches(option, options, n=1, cutoff=0.6)
         command = context.command_path if context else "octavo"
-        if (vllm_flag := unsupported(option)) is not None:
-            return f"vLLM flag {vllm_flag} is not supported here; see {command} --help"
+        if flag_name(option) is not None:
+            return f"vLLM flag {option.partition('.')[0].replace('_', '-')} is not supported here; see {command} --help"
         return f"no option {option}; " + (f"did you mean {near[0]}?" if near else f"see {command} --help")
     message = error.format_message().rstrip(".").replace(": Value error, ", ": ")
     return message[:1].lower() + message[1:]

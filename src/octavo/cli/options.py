@@ -13,7 +13,6 @@ import functools
 import inspect
 import json
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +20,11 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.single_options import GIVEN
 from octavo.config import EngineArgs
 from octavo.errors import UsageError
 from octavo.params.sampling_params import SamplingParams
+from octavo.params.vllm_arguments import adopt, arguments
 
 Model = Annotated[
     str,
@@ -127,14 +128,6 @@ METAVARS = {
 COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
 ALIASES = {"swap_space": ["--kv-offloading-size"], "gpu_memory_utilization": ["--device-memory-utilization"]}
 """Other names that vLLM has for these options."""
-OBSOLETE = {
-    "enable_chunked_prefill": bool,
-    "disable_log_requests": bool,
-    "use_v2_block_manager": bool,
-    "guided_decoding_backend": str,
-    "num_lookahead_slots": int,
-}
-"""Obsolete flags of vLLM with no effect: accepted with a warning, for copied command lines."""
 
 
 def options_of(
@@ -149,8 +142,7 @@ def options_of(
     help_texts, hints = _entries(settings), typing.get_type_hints(settings)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     declared = [_option_of(fields[name], hints[name], help_texts[name]) for name in names]
-    obsolete = OBSOLETE if settings is EngineArgs else {}
-    declared += [_obsolete_option(name, kind) for name, kind in obsolete.items()]
+    owner = getattr(settings, "ARGUMENT_OWNER", None)
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command, eval_str=True)
@@ -158,21 +150,24 @@ def options_of(
 
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
-            for name in obsolete:
-                if values.pop(name) is not None:
-                    print(f"warning: vLLM flag {flag(name)} has no effect any more and is ignored", file=sys.stderr)
+            own = {name: value for name, value in GIVEN.get({}).items() if owner and name in arguments(owner)}
             given = {name: values.pop(name) for name in names}
             given = {k: COMBINE[k](v) if k in COMBINE else v for k, v in given.items() if v not in (None, [])}
             try:
+                if owner and own:
+                    adopted = adopt(owner, {"model": values.get("model"), **given, **own})
+                    given = {name: value for name, value in adopted.items() if name != "model"}
                 return command(**values, **{into: given})
             except UsageError as error:
-                if error.param in given:  # name the option, not the field
+                if error.param in given.keys() | own.keys():  # name the option, not the field
                     error.args = (f"{flag(str(error.param))}: {error}",)
                 raise
 
         # typer reads a command's options from its signature and annotations.
         wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+        if owner is not None:
+            wrapped.vllm_owners = (*getattr(command, "vllm_owners", ()), owner)  # type: ignore[attr-defined]
         return wrapped
 
     return decorate
@@ -226,11 +221,6 @@ def _kind_of(hint: Any) -> Any:
         if origin is Mapping or dataclasses.is_dataclass(kind):
             return dict
     return kinds[0]
-
-
-def _obsolete_option(name: str, kind: type) -> inspect.Parameter:
-    names = f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name)
-    return _keyword(name, kind, typer.Option(names, hidden=True))
 
 
 def _keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:

@@ -1,16 +1,26 @@
-"""Commands that refuse a repeated option. For `--port 1 --port 2`, typer would silently use the last value."""
+"""Commands that refuse a repeated option, and take vLLM's flags.
+
+For `--port 1 --port 2`, typer would silently use the last value. vLLM's flags are many, so they are no parameters of
+the commands, which would slow every start.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from octavo.errors import UsageError
+from octavo.params.vllm_arguments import Argument, arguments, flag_name, parse_value
 
 if TYPE_CHECKING:
     import typer
+
+GIVEN: ContextVar[dict[str, Any]] = ContextVar("GIVEN")
+"""The arguments of vLLM on the command line that are no options of the command."""
 
 
 def check_once(command: Any, context: typer.Context, args: list[str]) -> None:
@@ -22,8 +32,44 @@ def check_once(command: Any, context: typer.Context, args: list[str]) -> None:
             raise UsageError(f"{param.opts[0]} is given {counts[param.name]} times; give it once")
 
 
+def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The command line without vLLM's flags that are no options of the command, and the values of these flags."""
+    table = arguments(*getattr(command.callback, "vllm_owners", ("none",)))
+    options = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    rest: list[str] = []
+    given: dict[str, Any] = {}
+    after = iter(words)
+    for word in after:
+        name = word.partition("=")[0].replace("_", "-")
+        argument = table.get(flag_name(word) or "")
+        if word == "--":
+            rest += [word, *after]
+        elif argument is not None and not argument.is_taken and name not in options:
+            value, earlier = _value_of(argument, word, after), given.get(argument.name, {})
+            if argument.name in given and not (isinstance(value, dict) and isinstance(earlier, dict)):
+                raise UsageError(f"{word.partition('=')[0]} is given again; give it once")
+            given[argument.name] = earlier | value if earlier else value
+        else:
+            rest.append(word)
+            if name in options and "=" not in word and not getattr(options[name], "is_flag", False):
+                rest += [value for value in [next(after, None)] if value is not None]
+    return rest, given
+
+
+def _value_of(argument: Argument, word: str, after: Iterator[str]) -> Any:
+    """The value of a flag: JSON, else text. `--speculative-config.method x` is {"method": "x"}."""
+    if argument.is_flag:
+        return not word.startswith("--no-")
+    name, equals, text = word.partition("=")
+    value = parse_value(text if equals else next(after, "true"))
+    _, dot, key = name.partition(".")
+    return {key: value} if dot else value
+
+
 class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args, given = take_vllm_flags(self, args)
+        GIVEN.set(given)
         check_once(self, ctx, args)
         return super().parse_args(ctx, args)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.core.events import Preempted
 from octavo.errors import RequestFailedError
@@ -130,6 +131,34 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     is_delta: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of the first sample, as `output["text"]` or `output["token_ids"]`: nano-vllm's outputs are dicts."""
+        if name not in ("text", "token_ids"):
+            raise KeyError(name)
+        return getattr(self.outputs[0], name)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A hypothesis of a beam search, with vLLM's names: `tokens` and `text` begin with the prompt's.
+
+    text  None without a tokenizer
+    """
+
+    tokens: list[int]
+    text: str | None
+    cum_logprob: float
+    logprobs: list[PositionLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput(RequestOutput):
+    """The output of a beam search; `sequences` are its hypotheses, best first, as vLLM returns them."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
 
 
 def merge_outputs(older: RequestOutput, newer: RequestOutput) -> RequestOutput:

@@ -7,6 +7,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
+from octavo.config import EngineArgs
 from octavo.engine.engine import Engine
 from octavo.engine.process.thread import EngineThread
 from octavo.frontend.engine_client import EngineClient
@@ -37,10 +38,14 @@ class AsyncLLM(EngineClient[EngineThread]):
 
         This blocks for seconds: call it before the event loop runs, or in `asyncio.to_thread`.
         """
-        from octavo.config import EngineArgs
+        return cls.from_engine_args(EngineArgs(model=str(model), **options))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
+        """As `from_options`."""
         from octavo.frontend.build import build
 
-        built = build(EngineArgs(model=str(model), **options))
+        built = build(args)
         return cls(built.engine, built.tokenizer)
 
     def shutdown(self) -> None:

@@ -203,7 +203,7 @@ class EngineClient(Generic[T]):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters of requests without any: from the model's generation_config.json, as in `LLM`."""
-        return self._default_params
+        return self._default_params.clone()
 
     @property
     def is_running(self) -> bool:

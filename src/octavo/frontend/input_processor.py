@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
@@ -159,7 +158,7 @@ class InputProcessor:
     @overload
     def prepare_params(self, params: BeamSearchParams) -> BeamSearchParams: ...
     def prepare_params(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
-        """Check parameters that need a tokenizer, and add the tokens of `bad_words`.
+        """The parameters of one call: checked, a copy, and with the tokens of `bad_words`.
 
         A bad word is forbidden at the start of a text and after a space: most tokenizers encode the two differently.
         """
@@ -167,12 +166,14 @@ class InputProcessor:
             if params.stop or params.structured_outputs:
                 _ = self.tokenizer
             return params
+        params = params.validated()
         if params.structured_outputs or (params.detokenize and params.stop_strings):
             _ = self.tokenizer  # raises without one
         if not params.bad_words:
             return params
         words = [*(params.bad_words_token_ids or ()), *map(tuple, self.encode_bad_words(params.bad_words))]
-        return replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
+        params.bad_words_token_ids = tuple(dict.fromkeys(words))
+        return params
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of bad words, each at the beginning of a text and after a space."""

@@ -9,21 +9,30 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, cast
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.outputs import RequestOutput, merge_outputs, request_failed_error
+from octavo.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    RequestOutput,
+    merge_outputs,
+    request_failed_error,
+)
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineError, ParameterError
 from octavo.frontend.build import build
 from octavo.frontend.input_processor import InputProcessor, Messages, Prompt, prompt_list
+from octavo.frontend.metrics import Metric, metrics_of
 from octavo.frontend.sigint import DeferredSigint
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.text.tokenizer import Tokenizer
+from octavo.params.vllm_arguments import check_call
+from octavo.text.script_tokenizer import ScriptTokenizer
 
 TURN_S = 1e-4
 """Pause of a thread between two steps while other threads use the same `LLM`: the lock alone is not fair."""
@@ -36,7 +45,8 @@ class LLM:
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-    The options are the fields of `octavo.config.EngineArgs`. Raises `UsageError` for an invalid option, `ModelError`
+    The options are the fields of `octavo.config.EngineArgs`, and vLLM's others where their value asks for what there is
+    (docs/vllm.md). Raises `UsageError` for an invalid option, `ModelError`
     for a model that cannot be loaded, `MemoryBudgetError` for one that does not fit.
 
     Threads may share an object: their requests run in one batch, and the threads take turns at running steps. A forked
@@ -70,15 +80,18 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts in one continuous batch; returns outputs in the order of the prompts.
 
         sampling_params   one for all prompts, or one per prompt; None: `get_default_sampling_params()`
         use_tqdm          show a progress bar; a callable replaces `tqdm`
         priority          one per prompt, lower first; needs scheduling_policy="priority"
+        others            vLLM's further arguments, where their value asks for what there is
 
         Raises `UsageError` before anything runs if a prompt or parameter is invalid.
         """
+        check_call("generate", others)
         names = self._add(prompts, sampling_params, priority, stream=False)
         place = {name: i for i, name in enumerate(names)}
         outputs: list[RequestOutput | None] = [None] * len(names)
@@ -99,6 +112,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete one conversation or several; the model's chat template renders each to a prompt.
 
@@ -111,6 +125,7 @@ class LLM:
         Only the template's own markers become special tokens; one spelled in a message stays text. Raises
         `TemplateError` if the template rejects the conversation, or the model has none.
         """
+        check_call("chat", others)
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations = cast("Sequence[Messages]", messages if several else [messages])
         prompts = [
@@ -127,16 +142,50 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any] = True
-    ) -> list[RequestOutput]:
-        """Beam search; the outputs of each prompt are its n best, best first.
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any] = True,
+        concurrency_limit: int | None = None,
+        **others: Any,
+    ) -> list[BeamSearchOutput]:
+        """Beam search; the `sequences` and `outputs` of each prompt are its n best, best first.
 
-        An output has its ranking `score` and its `cumulative_logprob`. Raises `UsageError` before anything runs if a
-        prompt or parameter is invalid.
+        concurrency_limit  prompts that are searched at once; None: all
+
+        A sequence begins with the prompt. An output has its ranking `score` and its `cumulative_logprob`. Raises
+        `UsageError` before anything runs if a prompt or parameter is invalid.
         """
+        check_call("beam_search", others)
         if not isinstance(params, BeamSearchParams):
             raise ParameterError(f"beam_search needs BeamSearchParams, not {type(params).__name__}", param="params")
-        return self.generate(prompts, cast("SamplingParams", params), use_tqdm=use_tqdm)
+        if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):
+            text = f"concurrency_limit is {concurrency_limit!r}, it must be at least 1"
+            raise ParameterError(text, param="concurrency_limit")
+        listed = prompt_list(prompts)
+        for prompt in listed if concurrency_limit is not None else ():
+            self.input_processor.encode(prompt)  # raises before anything runs
+        found: list[RequestOutput] = []
+        size = concurrency_limit or len(listed)
+        for start in range(0, len(listed), size):
+            found += self.generate(listed[start : start + size], cast("SamplingParams", params), use_tqdm=use_tqdm)
+        return [self._with_sequences(output) for output in found]
+
+    def _with_sequences(self, output: RequestOutput) -> BeamSearchOutput:
+        sequences, has_text = [], not self.config.args.skip_tokenizer_init
+        for hypothesis in output.outputs:
+            tokens = [*output.prompt_token_ids, *hypothesis.token_ids]
+            sequences.append(
+                BeamSearchSequence(
+                    tokens,
+                    self.input_processor.tokenizer.decode(tokens, skip_special_tokens=False) if has_text else None,
+                    hypothesis.cumulative_logprob or 0.0,
+                    hypothesis.logprobs,
+                    hypothesis.finish_reason,
+                    hypothesis.stop_reason,
+                )
+            )
+        return BeamSearchOutput(**{f.name: getattr(output, f.name) for f in fields(RequestOutput)}, sequences=sequences)
 
     def stream(
         self,
@@ -160,6 +209,7 @@ class LLM:
         """Queue all requests, or none if one is invalid; returns their ids."""
         encoded = [self.input_processor.encode(p) for p in prompt_list(prompts)]
         params = self._params_of(sampling_params, len(encoded))
+        params = [self._cut_to_fit(p, len(token_ids)) for p, (_, token_ids) in zip(params, encoded, strict=True)]
         grammars = [self.input_processor.compile_grammar(p) for p in params]
         if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
             raise ParameterError(f"priority must be a list of integers, not {priority!r}", param="priority")
@@ -202,6 +252,13 @@ class LLM:
         if len(params) != num:
             raise ParameterError(f"{len(params)} sampling_params for {num} prompts; pass one for all or one per prompt")
         return [self.input_processor.prepare_params(p) for p in params]
+
+    def _cut_to_fit(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        """The parameters with a `max_tokens` that ends where the model's length does, as vLLM's offline engine ends."""
+        room = self.config.max_model_len - num_prompt
+        if isinstance(params, BeamSearchParams) or room < 1 or params.max_tokens is None or params.max_tokens <= room:
+            return params
+        return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
         """Run steps until these requests have finished. Closing the generator aborts them, also before its first
@@ -279,15 +336,16 @@ class LLM:
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.input_processor.tokenizer
+    def get_tokenizer(self) -> ScriptTokenizer:
+        """The tokenizer, with the names and defaults of Transformers'."""
+        return ScriptTokenizer(self.input_processor.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters of requests without any: the recommendations of the model's generation_config.json.
 
-        To change one of them: `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=100)`.
+        The object is a copy, which can be changed and passed to `generate`.
         """
-        return self.engine.default_params
+        return self.engine.default_params.clone()
 
     # -- pinned prefixes -----------------------------------------------------------------------------------------------
 
@@ -326,6 +384,11 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters of the engine."""
         return self.engine.stats
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters and gauges, with vLLM's names."""
+        with self._lock:
+            return metrics_of(self.config.args.model, self.engine.stats_snapshot())
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; returns the number of cached blocks."""

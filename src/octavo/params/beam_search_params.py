@@ -10,6 +10,7 @@ from octavo.errors import ParameterError
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.structured_outputs import StructuredOutputsParams
 from octavo.params.validation import INT32, ValidatedParams
+from octavo.params.vllm_arguments import Owner
 
 MAX_BEAM_WIDTH = 128
 MAX_LENGTH_PENALTY = 30.0
@@ -43,6 +44,7 @@ class BeamSearchParams(ValidatedParams):
     """
 
     TITLE: ClassVar[str] = "BeamSearchParams"
+    ARGUMENT_OWNER: ClassVar[Owner | None] = "beam search"
 
     beam_width: int
     max_tokens: int

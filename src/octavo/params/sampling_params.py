@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,6 +10,7 @@ from typing import ClassVar
 
 from octavo.params.structured_outputs import StructuredOutputsParams
 from octavo.params.validation import INT32, ValidatedParams, as_list, as_token_ids, invalid
+from octavo.params.vllm_arguments import Owner
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy decoding."""
@@ -26,7 +28,10 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+OUTPUT_KINDS = tuple(RequestOutputKind)
+
+
+@dataclass(slots=True, kw_only=True)
 class SamplingParams(ValidatedParams):
     """Sampling parameters of one request, with vLLM's names and defaults.
 
@@ -52,8 +57,8 @@ class SamplingParams(ValidatedParams):
     min_tokens                  tokens to generate before a stop token or stop string can end the output
     seed                        any int64. Noise is a function of (seed, sample index, position) only, independent of
                                 batch, decode window and preemption. None: the engine picks a seed
-    max_tokens                  tokens to generate; None: as many as fit. A number that does not fit is refused. 0: the
-                                prompt only, with echo or prompt_logprobs
+    max_tokens                  tokens to generate; None: as many as fit. Of a number that does not fit, `LLM` generates
+                                what fits, and a server refuses it. 0: the prompt only, with echo or prompt_logprobs
     stop                        strings that end the output
     stop_token_ids              token ids that end the output
     ignore_eos                  continue after the model's end-of-sequence tokens
@@ -68,10 +73,12 @@ class SamplingParams(ValidatedParams):
     output_kind                 content of outputs while the request runs
     skip_reading_prefix_cache   compute the whole prompt; set by prompt_logprobs, which needs it
 
-    Raises `ParameterError` for a value out of range, `UnknownOptionError` for an unknown name.
+    Fields may be assigned to; `validated` checks them when a request is made. Raises `ParameterError` for a value out
+    of range, `UnknownOptionError` for an unknown name.
     """
 
     TITLE: ClassVar[str] = "SamplingParams"
+    ARGUMENT_OWNER: ClassVar[Owner | None] = "sampling"
 
     n: int = 1
     best_of: int | None = None
@@ -103,6 +110,26 @@ class SamplingParams(ValidatedParams):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool = False
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
+
+    def clone(self) -> SamplingParams:
+        """A copy that can be changed without changing this object."""
+        params = copy.copy(self)
+        for name in self.__slots__:
+            if isinstance(value := getattr(params, name), list | dict):
+                setattr(params, name, copy.deepcopy(value))
+        return params
+
+    def validated(self) -> SamplingParams:
+        """A copy for one call: checked, and unaffected by later assignments. Raises `ParameterError`."""
+        params = copy.copy(self)
+        params.__post_init__()  # replaces lists and dicts
+        return params
+
+    def __copy__(self) -> SamplingParams:
+        params: SamplingParams = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            setattr(params, name, getattr(self, name))
+        return params
 
     @property
     def greedy(self) -> bool:
@@ -149,7 +176,7 @@ class SamplingParams(ValidatedParams):
         self._check_integer("prompt_logprobs", -1, INT32, optional=True)
         self._check_bool("ignore_eos", "echo", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
         self._check_bool("include_stop_str_in_output", "skip_reading_prefix_cache")
-        self._check_choice("output_kind", tuple(RequestOutputKind))
+        self._check_choice("output_kind", OUTPUT_KINDS)
         self._set("stop_strings", self._check_strings("stop", 64))
         self._set("bad_words", self._check_strings("bad_words", 4096))
         self._set("stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids))

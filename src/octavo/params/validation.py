@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from octavo.errors import ParameterError, UnknownOptionError
+from octavo.params.vllm_arguments import Owner, adopt
 
 INT32 = (1 << 31) - 1
 """The largest value that int32 tensors of token ids and request parameters can hold."""
@@ -15,7 +17,27 @@ MAX_STRING_CHARS = 4096
 """Limit of characters in one string of the options."""
 
 
-class ValidatedParams:
+class _OptionsType(type):
+    """Class of classes of options: checks the names of an instance's options before it is made."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        known = field_names(cls)
+        if not given.keys() <= known:
+            owner = getattr(cls, "ARGUMENT_OWNER", None)
+            given = given if owner is None else adopt(owner, given)
+            for name in given:
+                if name not in known:
+                    raise UnknownOptionError.of(cls.TITLE, name, known)  # type: ignore[attr-defined]
+        return super().__call__(*args, **given)
+
+
+@functools.cache
+def field_names(options: type) -> frozenset[str]:
+    """The options of a class of options."""
+    return frozenset(f.name for f in fields(options) if f.init)
+
+
+class ValidatedParams(metaclass=_OptionsType):
     """Base class of dataclasses of options. It refuses an unknown option and names the nearest known one.
 
     The checks raise `ParameterError` with the value, the limits, and the option's name as `param`.
@@ -24,17 +46,12 @@ class ValidatedParams:
     __slots__ = ()
     TITLE: ClassVar[str]
     """The owner of the options in error messages."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
-        for name in kwargs:
-            if name not in known:
-                raise UnknownOptionError.of(cls.TITLE, name, known)
-        return object.__new__(cls)
+    ARGUMENT_OWNER: ClassVar[Owner | None] = None
+    """The owner of those arguments of vLLM that are accepted beside the fields, in `octavo.params.vllm_arguments`."""
 
     def _check_integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
         value = getattr(self, name)
-        if value is None and optional:
+        if (value is None and optional) or (type(value) is int and low <= value <= high):
             return
         if not _is_integer(value):
             raise invalid(name, f"must be an integer, not {value!r}", "invalid_type")
@@ -43,7 +60,7 @@ class ValidatedParams:
 
     def _check_number(self, name: str, low: float, high: float, *, optional: bool = False) -> None:
         value = getattr(self, name)
-        if value is None and optional:
+        if (value is None and optional) or (type(value) is float and low <= value <= high):
             return
         # Integers are finite, and math.isfinite raises for those beyond the range of floats.
         if not _is_integer(value) and not (isinstance(value, float) and math.isfinite(value)):
@@ -63,6 +80,8 @@ class ValidatedParams:
     def _check_strings(self, name: str, max_strings: int) -> tuple[str, ...]:
         """Return the option's strings: it may be one string or a list of at most `max_strings`."""
         value = getattr(self, name)
+        if value is None or (type(value) is tuple and not value):
+            return ()
         strings = (value,) if isinstance(value, str) else as_list(name, value)
         if len(strings) > max_strings:
             raise invalid(
@@ -78,9 +97,9 @@ class ValidatedParams:
     def _check_numbers_by_id(self, name: str, low: float, high: float) -> dict[int, float]:
         """Return the option as a dict of token id to finite number."""
         value = getattr(self, name)
-        pairs: Iterable[tuple[Any, Any]] = ()
-        if value is not None:
-            pairs = value.items() if isinstance(value, Mapping) else [(value, None)]
+        if value is None:
+            return {}
+        pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else [(value, None)]
         for t, x in pairs:
             is_number = isinstance(x, int | float) and not isinstance(x, bool)
             if not _is_token_id(t) or not is_number or not low <= x <= high:
@@ -99,13 +118,17 @@ def invalid(name: str, text: str, code: str | None = None) -> ParameterError:
 
 def as_list(name: str, value: Any) -> tuple[Any, ...]:
     """Return a list option as a tuple; None becomes ()."""
-    if value is not None and (not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping)):
+    if value is None or (type(value) is tuple and not value):
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise invalid(name, f"must be a list, not {value!r}", "invalid_type")
-    return tuple(value or ())
+    return tuple(value)
 
 
 def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = as_list(name, value)
+    if not ids:
+        return ids
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32:
         return ids  # the usual case, many times as fast as the loop
     for t in ids:

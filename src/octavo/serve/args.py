@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from octavo.errors import ParameterError
 from octavo.params.validation import ValidatedParams
+from octavo.params.vllm_arguments import Owner
 from octavo.serve.http.allowed_hosts import is_host, is_loopback
 from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_PER_ROW, TOKENS_PER_CACHE, RequestLimits
 
@@ -74,6 +75,7 @@ class ServeArgs(ValidatedParams):
     """
 
     TITLE: ClassVar[str] = "the server"
+    ARGUMENT_OWNER: ClassVar[Owner | None] = "server"
 
     host: str = "127.0.0.1"
     port: int = 8000

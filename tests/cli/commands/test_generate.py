@@ -16,7 +16,6 @@ import pytest
 from octavo.checkpoint.generation_config import SamplingDefaults
 from octavo.cli.commands.generate import read_prompts
 from octavo.cli.options import NO_OPTIONS, flag, parse_length
-from octavo.cli.vllm_flags import UNSUPPORTED
 from octavo.config import EngineArgs
 from octavo.errors import PromptError
 from octavo.params.sampling_params import SamplingParams
@@ -147,7 +146,7 @@ def test_sampling_defaults_are_printed_and_overridden_by_options(
 def test_every_field_but_those_listed_is_an_option(settings: type[Any], call: Call) -> None:
     fields = {field.name for field in dataclasses.fields(settings) if field.init}
     flags = {flag(name) for name in fields - NO_OPTIONS[settings]}
-    assert NO_OPTIONS[settings] <= fields and not {name[2:] for name in flags} & UNSUPPORTED
+    assert NO_OPTIONS[settings] <= fields
     assert flags <= set(re.findall(r"--[a-z-]+", call("generate", "--help").out))
 
 
@@ -238,25 +237,9 @@ def test_invalid_value_is_refused_before_the_model_is_loaded(
     assert not fake.made
 
 
-def test_flags_of_vllm(call: Call, fake: type[FakeLLM]) -> None:
-    """Obsolete flags are accepted with a warning; unsupported flags are named in the error."""
-    done = call(
-        *("generate", "-p", "a", "--disable-log-requests", "--enable-chunked-prefill", "--num-lookahead-slots", "3"),
-        *("--guided-decoding-backend", "x", "--use_v2_block_manager", "--kv-offloading-size", "0.5"),
-    )
-    assert (done.code, done.out) == (0, "a\n") and fake.made[0].engine == {"swap_space": 0.5}
-    assert done.err.count("warning: vLLM flag --") == done.err.count("has no effect any more") == 5
-    assert "--use-v2-block-manager" in done.err
-    for option, named in (
-        ("--kv-cache-dtype", "--kv-cache-dtype"),
-        ("--tensor_parallel_size", "--tensor-parallel-size"),
-        ("--no-enable-log-requests", "--no-enable-log-requests"),
-        ("--speculative-config.method", "--speculative-config"),
-    ):
-        done = call("generate", "-p", "a", option, "2")
-        assert (done.code, done.out) == (2, "")
-        assert done.err == f"error: vLLM flag {named} is not supported here; see octavo generate --help\n"
-    assert len(fake.made) == 1
+def test_option_with_vllms_name(call: Call, fake: type[FakeLLM]) -> None:
+    assert call("generate", "-p", "a", "--kv-offloading-size", "0.5").out == "a\n"
+    assert fake.made[0].engine == {"swap_space": 0.5}
 
 
 def test_no_prompt(call: Call, fake: type[FakeLLM]) -> None:

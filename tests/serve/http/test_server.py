@@ -781,7 +781,7 @@ def test_health_is_answered_with_few_open_files(model: str) -> None:
         (["--api-key", ""], 2, "api_key"),
         (["--max-model-len", "0"], 2, "max_model_len"),
         (["--tool-call-parser", "x"], 2, "tool-call-parser"),
-        (["--lora-modules", "x"], 2, "vLLM flag --lora-modules is not supported here"),
+        (["--lora-modules", "x"], 2, "--lora-modules: lora_modules is 'x': LoRA adapters are not supported"),
     ],
 )
 def test_invalid_command_lines(

@@ -41,7 +41,7 @@ def chat(
     if params.n != 1:
         raise UsageError(f"n is {params.n}; a conversation continues with one answer; remove --n", param="n")
     with load(model, engine) as llm:
-        if llm.get_tokenizer().chat_template is None:
+        if llm.input_processor.tokenizer.chat_template is None:
             raise TemplateError(
                 f"{model} has no chat template; give one with --chat-template, or complete plain text with octavo "
                 "generate",
@@ -127,5 +127,5 @@ class Conversation:
 
 def chat_prompt(llm: LLM, messages: list[dict[str, str]], variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Render messages with the model's chat template, up to the beginning of the answer."""
-    text, ids = llm.get_tokenizer().encode_chat(messages, **(variables or {}))
+    text, ids = llm.input_processor.tokenizer.encode_chat(messages, **(variables or {}))
     return {"prompt": text, "prompt_token_ids": ids}
