@@ -35,7 +35,7 @@ PACKAGES = [
     "requests",
     "urllib3",
 ]
-CASE_S = 120
+CASE_S = 60
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,29 @@ SUITES = {
             ("*test_chat.py::test_long_seed", PYDANTIC),
             ("*test_chat.py::test_invocations", "SageMaker's routes are not served"),
             ("*test_batched_chat_completions.py*", "a route of vLLM's own, /v1/chat/completions/batch"),
+            ("*test_parsable_context.py*", HARMONY),
+            ("*test_completion_with_function_calling.py::test_function_tool_use[[]True-*", REASONS),
+            ("*test_completion_with_function_calling.py::test_function_tool_use[[]False-auto-*", WIT),
+            ("*test_function_call.py::test_function_tool_use[[]auto-*", WIT),
+            ("*test_function_call.py::test_function_tool_use[[]required-*", REASONS),
+            ("*test_function_call.py::test_function_calling_with_streaming_expected_arguments*", WIT),
+            ("*test_function_call.py::test_function_calling_with_streaming_types[[]False-auto-*", WIT),
+            ("*test_function_call.py::test_function_calling_with_streaming_forced_tool_choice[[]auto-*", WIT),
+            ("*test_namespace_tool_separator.py*", "functions are the only tools, see docs/clients.md"),
+            ("*responses/test_basic.py::test_simple_input", WIT),
+            ("*responses/test_basic.py::test_instructions", WIT),
+            ("*responses/test_basic.py::test_chat", WIT),
+            ("*test_structured_output.py::test_structured_output", WIT),
+            ("*test_simple.py::test_reasoning_item*", REASONS),
+            ("*test_simple.py::test_*_reasoning_tokens_e2e*", REASONS),
+            ("*test_stateful.py*", "responses are not stored, see docs/clients.md"),
+            ("*test_basic.py::test_request_cancellation*", "needs a context of 10,100 tokens"),
+            ("*::test_v2_endpoint_accepts*", "a route of vLLM's own, /v2/embed"),
+            ("*::test_no_request_id_header", "every response has X-Request-Id, see docs/clients.md"),
+            ("*::test_tokenizer_info*", "a route of vLLM's own, /tokenizer_info"),
+            ("*::test_server_load*", "a route of vLLM's own, /load"),
+            ("*test_orca_metrics.py*", "ORCA's header endpoint-load-metrics is not offered"),
+            ("*test_error_sanitization.py*", "reads vLLM's source"),
             ("*test_thinking_token_budget.py*", REASONS),
             ("*test_include_reasoning.py*", REASONS),
         ),

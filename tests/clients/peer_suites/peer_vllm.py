@@ -27,10 +27,14 @@ import octavo
 ROOT = Path(os.environ["PEER_ROOT"])
 MAX_MODEL_LEN = 8192
 DROPPED = {
-    # options that ask for what the cases at hand do not use, or that depend on the suite's machine -> values
-    "--enable-lora": 0, "--lora-modules": None, "--max-lora-rank": 1, "--max-cpu-loras": 1,
-    "--dtype": 1, "--gpu-memory-utilization": 1, "--max-num-seqs": 1, "--port": 1, "--model": 1,
+    # option -> number of its values. They depend on the suite's machine or model, or turn on what other cases test
+    "--enable-lora": 0, "--lora-modules": None, "--max-lora-rank": 1, "--max-cpu-loras": 1, "--dtype": 1, "--port": 1,
+    "--gpu-memory-utilization": 1, "--max-num-seqs": 1, "--model": 1, "--runner": 1, "--enable-server-load-tracking": 0,
+    "--enable-tokenizer-info-endpoint": 0, "--structured-outputs-config.backend": 1,
 }  # fmt: skip
+
+RENAMED = {"qwen3": "think", "deepseek_r1": "think"}
+"""Values of --reasoning-parser -> the one of `octavo serve` that does the same."""
 
 
 class LLM(octavo.LLM):
@@ -75,16 +79,22 @@ def counterpart(module: str, name: str) -> Any:
 
 def without_dropped(options: Sequence[str]) -> list[str]:
     kept: list[str] = []
-    rest = list(options)
+    rest = [part for option in options for part in (option.split("=", 1) if option.startswith("--") else [option])]
     while rest:
         name = rest.pop(0)
+        name = name.replace("_", "-") if name.startswith("--") else name
         if name in DROPPED:
             number = DROPPED[name]
             while rest and (number is None or number) and not rest[0].startswith("--"):
                 rest.pop(0)
                 number = number and number - 1
         elif name == "--max-model-len":
+            if name in kept:  # the last one counts
+                del kept[kept.index(name) : kept.index(name) + 2]
             kept += [name, str(min(int(rest.pop(0)), MAX_MODEL_LEN))]
+        elif name == "--reasoning-parser":
+            value = rest.pop(0)
+            kept += [name, RENAMED.get(value, value)]
         else:
             kept.append(name)
     return kept
