@@ -35,7 +35,7 @@ PACKAGES = [
     "requests",
     "urllib3",
 ]
-CASE_S = 60
+CASE_S = 120
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ REASONS = "needs a model that reasons"
 LORA = "LoRA adapters are not served"
 MODALITIES = "text is the only modality"
 HARMONY = "gpt-oss and its Harmony format are not served"
+
+LLAMA_CPP_OWN = ("completion", "ctx_shift", "infill", "slot_save", "speculative", "tokenize", "tool_call")
+LLAMA_CPP_OWN += ("embedding", "rerank", "lora")
 
 SUITES = {
     "vllm": Suite(
@@ -118,6 +121,9 @@ SUITES = {
             ("*responses/test_basic.py::test_chat", WIT),
             ("*test_structured_output.py::test_structured_output", WIT),
             ("*test_simple.py::test_reasoning_item*", REASONS),
+            ("*test_simple.py::test_enable_response_messages*", "a parameter of vLLM's own, enable_response_messages"),
+            ("*test_no_bad_words.py*", "expects the tokens of its model"),
+            ("*test_prompt_validation.py::test_require_mm_embeds*", MODALITIES),
             ("*test_simple.py::test_*_reasoning_tokens_e2e*", REASONS),
             ("*test_stateful.py*", "responses are not stored, see docs/clients.md"),
             ("*test_basic.py::test_request_cancellation*", "needs a context of 10,100 tokens"),
@@ -131,7 +137,33 @@ SUITES = {
             ("*test_include_reasoning.py*", REASONS),
         ),
     ),
-    "llama-cpp": Suite("peer_llama_cpp", "tools/server/tests", ("unit",), ()),
+    "llama-cpp": Suite(
+        "peer_llama_cpp",
+        "tools/server/tests",
+        ("unit",),
+        (
+            *((f"unit/test_{name}.py*", "llama.cpp's own routes and options") for name in LLAMA_CPP_OWN),
+            ("unit/test_basic.py::test_server_props", "a route of llama.cpp's own, /props"),
+            ("unit/test_basic.py::test_server_slots", "a route of llama.cpp's own, /slots"),
+            ("unit/test_basic.py::test_load_split_model", "a route of llama.cpp's own, /completion"),
+            ("unit/test_basic.py::test_no_webui", "a page of llama.cpp's own"),
+            ("unit/test_chat_completion.py::test_chat_completion[[]*", "expects the words and tokens of its model"),
+            ("unit/test_chat_completion.py::test_chat_completion_stream*", "expects the words and tokens of its model"),
+            ("unit/test_chat_completion.py::*with_timings_per_token", "a parameter of llama.cpp's own"),
+            ("unit/test_chat_completion.py::*with_json_schema*", "a parameter of llama.cpp's own, json_schema"),
+            ("unit/test_chat_completion.py::*with_grammar*", "a parameter of llama.cpp's own, grammar"),
+            ("unit/test_basic.py::test_server_models", "counts models; other cases need a server with three names"),
+            ("unit/test_chat_completion.py::*with_openai_library", "expects llama.cpp's fingerprint"),
+            ("unit/test_chat_completion.py::test_logprobs_stream", "OpenAI's chunk with the role has no logprobs"),
+            ("unit/test_security.py::*Allow-Credentials*", "pages send no cookies"),
+            ("unit/test_security.py::*Allow-Headers*", "the answer names the headers that were asked for"),
+            ("unit/test_basic.py::test_server_start_simple", "expects a body of /health"),
+            ("unit/test_security.py::*[[]/health[]]", "expects a body of /health"),
+            ("unit/test_security.py::*[[]/models[]]", "every route of OpenAI's needs the key"),
+            ("unit/test_security.py::test_openai_library_*", "OpenAI's routes are at /v1 only, see docs/clients.md"),
+            ("unit/test_security.py::test_correct_api_key", "the answer of llama.cpp's own /completions"),
+        ),
+    ),
     "sglang": Suite("peer_sglang", "test", ("registered/openai_server", "srt/openai_server"), ()),
 }
 
@@ -177,6 +209,8 @@ def run(name: str, path: Path, python: Path, words: str, base_model: Path) -> li
         "OMP_NUM_THREADS": "1",
     }
     tests = [test for test in suite.tests if (root / test).exists()]
+    if not tests:
+        sys.exit(f"{root} has none of {', '.join(suite.tests)}")
     command = [str(python), "-m", "pytest", "-c", os.devnull, "--rootdir", str(root), "-q", "--no-header", "--tb=no"]
     command += [
         "--confcutdir",

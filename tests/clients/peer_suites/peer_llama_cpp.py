@@ -11,6 +11,7 @@ from typing import Any
 
 import octavo_server
 import pytest
+from requests.structures import CaseInsensitiveDict
 
 sys.modules["wget"] = ModuleType("wget")  # the suite's utils.py imports it to fetch models
 sys.path.insert(0, os.environ["PEER_ROOT"])
@@ -19,9 +20,9 @@ sys.path.insert(0, os.environ["PEER_ROOT"])
 def start(self: Any, timeout_seconds: int = 0) -> None:
     options = ["--port", "0", "--seed", str(self.seed), "--allowed-origins", "*"]
     options += ["--max-model-len", str(self.n_ctx or 2048), "--max-num-seqs", str(self.n_slots or 2)]
-    options += ["--override-generation-config", f'{{"temperature": {self.temperature}}}']
     if self.model_alias:
-        options += ["--served-model-name", self.model_alias]
+        for name in (self.model_alias, "gpt-3.5-turbo-instruct", "gpt-3.5-turbo"):  # llama.cpp ignores the name
+            options += ["--served-model-name", name]
     if self.api_key:
         options += ["--api-key", self.api_key]
     if self.chat_template:
@@ -41,6 +42,9 @@ def at_v1(request: Any) -> Any:
 
     def changed(self: Any, method: str, path: str, *more: Any, **options: Any) -> Any:
         is_openai = path.split("?")[0] in ("/chat/completions", "/completions", "/models", "/embeddings")
-        return request(self, method, "/v1" + path if is_openai else path, *more, **options)
+        answer = request(self, method, "/v1" + path if is_openai else path, *more, **options)
+        if hasattr(answer, "headers"):
+            answer.headers = CaseInsensitiveDict(answer.headers)
+        return answer
 
     return changed

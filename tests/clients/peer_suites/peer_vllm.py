@@ -23,6 +23,7 @@ import pytest
 import stand_ins
 
 import octavo
+import octavo.errors
 
 ROOT = Path(os.environ["PEER_ROOT"])
 MAX_MODEL_LEN = 8192
@@ -58,6 +59,7 @@ OWN: dict[str, Any] = {
     "current_platform": PLATFORM,
     "version": SimpleNamespace(_prev_minor_version=lambda: "0.0"),
     "__version__": octavo.__version__,
+    "VLLMValidationError": octavo.errors.ParameterError,
     "cleanup_dist_env_and_memory": lambda *_, **__: None,
     "is_aiter_found_and_supported": lambda: False,
 }
@@ -202,8 +204,10 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         del self.llm
 
-    def generate(self, prompts: Sequence[Any], params: Any, **options: Any) -> list[tuple[list[list[int]], list[str]]]:
-        found = self.llm.generate(list(prompts), sampling_params=params, **options)
+    def generate(
+        self, prompts: Sequence[Any], sampling_params: Any, **options: Any
+    ) -> list[tuple[list[list[int]], list[str]]]:
+        found = self.llm.generate(list(prompts), sampling_params=sampling_params, **options)
         return [
             (
                 [[*request.prompt_token_ids, *output.token_ids] for output in request.outputs],
