@@ -22,7 +22,7 @@ class StructuredOutputsParams(ValidatedParams):
     json         a JSON schema, as a dict or as text
     regex        a regular expression that the whole output matches
     choice       the output is one of these
-    grammar      a grammar in Lark's syntax, whose first rule is `start`
+    grammar      a grammar in Lark's syntax, whose first rule is `start`, or EBNF, whose first rule is `root`
     json_object  any JSON object
     disable_any_whitespace  JSON without white space between its elements
     whitespace_pattern      a regular expression for the white space between JSON elements
