@@ -62,3 +62,11 @@ def test_normalised_values_stay_as_they_are() -> None:
     for given in ({"top_p": 0.0}, {"temperature": 1e-3}, {"echo": True, "logprobs": 2}, {"prompt_logprobs": 0}):
         params = SamplingParams(**given)
         assert params.validated() == params
+
+
+def test_integers_of_other_types_are_integers() -> None:
+    class Id(int):
+        """Such as an IntEnum's member."""
+
+    params = SamplingParams(top_k=Id(5), stop_token_ids=[Id(1), 2])
+    assert (params.top_k, params.stop_token_ids) == (5, (1, 2))

@@ -17,7 +17,20 @@ from octavo.config import EngineArgs
 from octavo.errors import ParameterError, UnknownOptionError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.params.vllm_arguments import ANY, BEAM_SEARCH, CALL, ENGINE, RENAMED, SAMPLING, SERVER, Argument, arguments
+from octavo.params.vllm_arguments import (
+    ANY,
+    BEAM_SEARCH,
+    CALL,
+    ENGINE,
+    RENAMED,
+    SAMPLING,
+    SERVER,
+    Argument,
+    arguments,
+    check_call,
+    flag_name,
+    parse_value,
+)
 from octavo.serve.args import ServeArgs
 
 PAGE = Path(octavo.__file__).parents[2] / "docs" / "vllm.md"
@@ -140,6 +153,51 @@ def test_trust_remote_code_warns_that_no_code_is_run(caplog: pytest.LogCaptureFi
         assert not caplog.records
         EngineArgs(model="m", trust_remote_code=True)  # type: ignore[call-arg]
     assert "no effect: nothing from a model's directory is ever run as code" in caplog.text
+
+
+def test_taken_argument_with_another_name_may_be_unset() -> None:
+    assert EngineArgs(model="m", kv_offloading_size=None) == EngineArgs(model="m")  # type: ignore[call-arg]
+    arguments()["kv_offloading_size"].check(2.5)  # a taken argument has no refused value
+    assert arguments()["kv_offloading_size"].effect == "taken"
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("--tensor-parallel-size", "tensor_parallel_size"),
+        ("--tensor_parallel_size=2", "tensor_parallel_size"),
+        ("--no-enable-lora", "enable_lora"),
+        ("--speculative-config.method", "speculative_config"),
+        ("-tp", "tensor_parallel_size"),
+        ("--tensor", None),
+        ("tensor_parallel_size", None),
+    ],
+)
+def test_argument_of_a_word(word: str, name: str | None) -> None:
+    assert flag_name(word) == name
+
+
+def test_values_on_a_command_line_are_json_or_text() -> None:
+    assert [parse_value(text) for text in ('{"a": [1]}', "2.5", "half", "[" * 100_000)] == [
+        {"a": [1]},
+        2.5,
+        "half",
+        "[" * 100_000,
+    ]
+    assert [arguments()[name].is_flag for name in ("enable_lora", "runner", "tokenizer", "max_loras")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_arguments_of_a_call() -> None:
+    check_call("generate", {"lora_request": None})
+    with pytest.raises(ParameterError, match="lora_request is"):
+        check_call("generate", {"lora_request": 1})
+    with pytest.raises(UnknownOptionError, match="no option 'use_tdqm'"):
+        check_call("generate", {"use_tdqm": True})
 
 
 def test_page_has_the_table() -> None:
