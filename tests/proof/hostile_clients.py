@@ -248,7 +248,7 @@ OTHERS: dict[str, tuple[int, Callable[[Hostile], Awaitable[None]]]] = {
     "bodies that stall": (300, Hostile.stall),
     "bodies in chunks of one byte": (12, Hostile.send_tiny_chunks),
     "upgrades that close": (120, Hostile.upgrade),
-    "answers that nobody reads": (64, Hostile.read_nothing),
+    "unread answers": (64, Hostile.read_nothing),
 }
 """Clients that do more than to repeat one request: how many connections do what, again and again."""
 

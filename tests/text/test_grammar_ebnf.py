@@ -147,7 +147,7 @@ def test_exploding_grammar_ends(compiler: GrammarCompiler, monkeypatch: pytest.M
 
 
 def test_over_a_socket(tmp_path: Path) -> None:
-    """A grammar, a mistake in one, and a schema with a format that nobody knows."""
+    """A grammar, a mistake in one, and a schema with an unknown format."""
     with (
         serving(tmp_path) as url,
         httpx.Client(base_url=url, headers={"Authorization": "Bearer key"}, timeout=60) as client,

@@ -46,8 +46,8 @@ class LLM:
             print(output.outputs[0].text)
 
     The options are the fields of `octavo.config.EngineArgs`, and vLLM's others where their value asks for what there is
-    (docs/vllm.md). Raises `UsageError` for an invalid option, `ModelError`
-    for a model that cannot be loaded, `MemoryBudgetError` for one that does not fit.
+    (docs/vllm.md). Raises `UsageError` for an invalid option, `ModelError` for a model that cannot be loaded,
+    `MemoryBudgetError` for one that does not fit.
 
     Threads may share an object: their requests run in one batch, and the threads take turns at running steps. A forked
     process may not use it, and a listener to the engine's events may not call it; both get an `EngineError`.
