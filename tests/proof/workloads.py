@@ -110,6 +110,10 @@ class Fairness:
         if any(start and seq not in self.due for seq, start in zip(step.sequences, step.plan.starts, strict=True)):
             return  # cache hits reduced what was due, and other tenants got the rest
         planned = {seq.request for seq in step.sequences}
+        if whole.total() < scheduler.max_num_scheduled_tokens and any(
+            map(self._lacks_blocks, {*scheduler.running} - planned)
+        ):
+            return  # drafts in flight hold the blocks of a running request: the step ends there
         for request in scheduler.running:
             due = 0 if request.only_sequence is None else self.due.get(request.only_sequence, 0)
             if due > 1 and request not in planned and not self._is_long(due):
@@ -125,6 +129,13 @@ class Fairness:
                 minimum = 1 + sum(r.tenant == rich for r in scheduler.running)
                 is_level = count <= minimum or after[rich] <= after[poor] + len(after)
                 need(is_level, Invariant, "unfair", rich, poor, after, prompts)
+
+    def _lacks_blocks(self, request: Request) -> bool:
+        """Whether a request that was not planned in a step with budget left could only lack blocks: it decodes."""
+        seq = request.only_sequence
+        if not self.scheduler.num_speculative_tokens or seq is None or (request.needs_result and request.num_pending):
+            return False
+        return self.due.get(seq) == 1 and self.length[seq] < seq.max_length
 
     def _is_long(self, due: int) -> bool:
         return 0 < self.longest < due
