@@ -58,10 +58,11 @@ class RawResponse:
 class RawClient:
     """One connection with sequential requests. A broken connection raises `OSError`."""
 
-    def __init__(self, port: int, *, key: str = KEY, address: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, *, key: str = KEY, address: str | None = None) -> None:
+        """`address`: of this end of the connection; None: any, which is faster to find."""
         self._port = port
         self._key = key
-        self._address = address
+        self._local = None if address is None else (address, 0)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.idle_since = time.monotonic()
@@ -85,7 +86,7 @@ class RawClient:
         try:
             if self._writer is None:
                 self._reader, self._writer = await asyncio.open_connection(
-                    "127.0.0.1", self._port, local_addr=(self._address, 0), limit=1 << 20
+                    "127.0.0.1", self._port, local_addr=self._local, limit=1 << 20
                 )
             assert self._reader is not None
             self._writer.write(head.encode() + b"\r\n" + content)
