@@ -241,6 +241,16 @@ def test_a_running_prefill_progresses_though_another_tenant_is_owed_more() -> No
     assert lab.finished == ["A", "B"]
 
 
+def test_position_of_a_running_prefill_without_a_share_is_taken_from_all_shares() -> None:
+    lab = Lab(400, budget=9, rows=8)
+    for i, name in enumerate("ABC"):
+        lab.add(name, prompt(90, i), 1, tenant=i)
+    lab.step()
+    lab.scheduler.tenants.present[0].served += 100
+    lab.add("B2", prompt(90, 3), 1, tenant=1)
+    assert slices(lab.step()) == {"A": 1, "B": 4, "C": 4}
+
+
 def test_a_prefix_in_flight_of_one_tenant_does_not_stop_others(world: Worlds) -> None:
     lab = world(100, budget=32, rows=8)
     lab.add("A0", prompt(8), 1, tenant=0)
@@ -485,6 +495,21 @@ def test_a_request_for_all_rows_gets_them_though_others_always_have_some(world: 
         if wide.status is Status.FINISHED:
             break
     assert wide.status is Status.FINISHED and i > PATIENCE_STEPS and lab.finished[40] == "small 39"
+
+
+def test_rows_of_requests_in_their_turn_are_kept_for_one_that_waited_long(world: Worlds) -> None:
+    """One row becomes free a step, and those who run have their turn to the end: no step frees all rows at once."""
+    lab = world(400, rows=4, budget=64)
+    for i in range(4):
+        lab.add(f"first {i}", prompt(2, i), TURN_TOKENS, tenant=i % 2 * 2)
+        lab.step()
+    wide = lab.add("wide", prompt(4, 1), 1, width=4, tenant=1)
+    for i in range(4):
+        lab.add(f"next {i}", prompt(2, i), TURN_TOKENS, tenant=i % 2 * 2)
+    for i in range(PATIENCE_STEPS + 4 * TURN_TOKENS):
+        lab.add(f"small {i}", prompt(2, i % 7), TURN_TOKENS, tenant=i % 2 * 2)
+        lab.step()
+    assert wide.status is Status.FINISHED
 
 
 def test_a_more_urgent_request_does_not_give_way(world: Worlds) -> None:
