@@ -282,7 +282,8 @@ class Neighbours:
                 "return_token_ids": True,
             }
             begin, arrivals = time.monotonic(), []
-            answer = await asyncio.wait_for(client.ask(body, on_data=partial(self._count, arrivals)), LONG_S)
+            async with asyncio.timeout(LONG_S):  # Python 3.11's `wait_for` may swallow the cancellation at the end
+                answer = await client.ask(body, on_data=partial(self._count, arrivals))
             if answer.status != 200 or not answer.is_whole:
                 self.tally.lost += 1
                 self.tally.notes.append(f"a stream got {answer.status} {answer.code}: {answer.body[-200:]!r}")
@@ -301,7 +302,8 @@ class Neighbours:
     async def probe(self) -> None:
         while True:
             begin = time.monotonic()
-            answer = await asyncio.wait_for(request_once(self.port, path="/health"), LONG_S)
+            async with asyncio.timeout(LONG_S):
+                answer = await request_once(self.port, path="/health")
             self.health_s.append(time.monotonic() - begin)
             if answer.status != 200:
                 self.tally.miss(f"/health answered {answer.status}")
