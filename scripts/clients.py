@@ -45,6 +45,10 @@ def make_environment(folder: Path, packages: list[str]) -> Path:
     return python
 
 
+def python_of(name: str) -> Path:
+    return make_environment(ENVIRONMENTS / name, PACKAGES[name])
+
+
 def main(names: list[str]) -> int:
     if names[:1] == ["peers"]:
         import peers
@@ -59,8 +63,7 @@ def main(names: list[str]) -> int:
             print(f"== {name}", flush=True)
             tests = ["-m", "pytest", "-o", "addopts=", "-q", f"tests/clients/test_{name}.py"]
             environment = {**os.environ, "OCTAVO_TEST_SERVER": url, "OCTAVO_TEST_MODEL": str(Path(directory) / "model")}
-            python = make_environment(ENVIRONMENTS / name, PACKAGES[name])
-            if subprocess.run([str(python), *tests], cwd=ROOT, env=environment).returncode:
+            if subprocess.run([str(python_of(name)), *tests], cwd=ROOT, env=environment).returncode:
                 failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all clients passed")
     return 1 if failed else 0
