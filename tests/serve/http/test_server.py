@@ -433,21 +433,24 @@ async def test_bodies_in_tiny_chunks_are_refused_early(model: str) -> None:
 
 
 async def test_stalled_bodies_leave_room_for_other_tenants(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without keys, tenants are addresses. The newest body of the tenant that stalls most is refused."""
+    """Without keys, tenants are addresses. A body takes its room when it begins. The newest one of the tenant that
+    stalls most is refused."""
     monkeypatch.setattr(body_module, "MAX_BYTES", 100_000)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += b"Content-Length: 40000\r\n\r\n" + b" " * 30_000
+    head += b"Content-Length: 40000\r\n\r\n"
     async with listening(model) as (server, _, port):
         stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        for _, writer in stalled:
-            writer.write(head)
-        while server.app.bodies.room.total < 90_000:
-            await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
-        writer.write(head + b" " * 9_960 + b'{"prompt": "Hello", "max_tokens": 1}    ')
-        assert b" 200 OK" in await asyncio.wait_for(reader.readline(), 60)
+        for (_, writer), taken in zip(stalled, (40_000, 80_000, 80_000), strict=True):
+            writer.write(head + b" ")
+            while server.app.bodies.room.total < taken:
+                await asyncio.sleep(0.01)
         refused = await asyncio.wait_for(stalled[2][0].read(), 60)
-        assert status_of(refused) == (429, "too_many_bodies") and server.app.bodies.room.total == 60_000
+        assert status_of(refused) == (429, "too_many_bodies")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        writer.write(head + b" " * 39_960 + b'{"prompt": "Hello", "max_tokens": 1}    ')
+        assert b" 200 OK" in await asyncio.wait_for(reader.readline(), 60)
+        refused = await asyncio.wait_for(stalled[1][0].read(), 60)
+        assert status_of(refused) == (429, "too_many_bodies") and server.app.bodies.room.total == 40_000
         for _, other in [*stalled, (reader, writer)]:
             other.close()
         await server.at_rest()

@@ -42,11 +42,13 @@ class Bodies:
         Raises `ApiError`: 415 for other media types and encodings, 413 beyond `limit` bytes, 408 below
         `MIN_BODY_BYTES_PER_S`, 429 if bodies of others need the room.
         """
-        check_headers(context, limit)
+        length = check_headers(context, limit)
         with self._droppable(context):
-            context.body = await self._read(context, receive, limit)
+            if length and not self.room.take(context, context.tenant.number, length):
+                raise _no_room()
+            context.body = await self._read(context, receive, limit, has_room=length > 0)
 
-    async def _read(self, context: RequestContext, receive: Receive, limit: int) -> bytes:
+    async def _read(self, context: RequestContext, receive: Receive, limit: int, *, has_room: bool) -> bytes:
         parts: list[bytes] = []
         num_bytes = 0
         window_end, window_bytes = time.monotonic() + BODY_RATE_WINDOW_S, 0
@@ -65,7 +67,7 @@ class Bodies:
             num_bytes += len(part)
             if num_bytes > limit:
                 raise _too_large(limit)
-            if part and not self.room.take(context, context.tenant.number, len(part)):
+            if part and not has_room and not self.room.take(context, context.tenant.number, len(part)):
                 raise _no_room()
             parts.append(part)
             if not message.get("more_body", False):
@@ -113,7 +115,8 @@ class Bodies:
             self.room.release(context)
 
 
-def check_headers(context: RequestContext, limit: int) -> None:
+def check_headers(context: RequestContext, limit: int) -> int:
+    """Returns the length of the body that the headers declare, 0 for none. Raises `ApiError` as `Bodies.read` does."""
     headers = dict(context.scope["headers"])
     encoding = headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding not in (b"", b"identity"):
@@ -122,8 +125,10 @@ def check_headers(context: RequestContext, limit: int) -> None:
     if media_type != b"application/json":
         raise ApiError(415, "unsupported_media_type", "Content-Type must be application/json")
     length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length) > limit:
+    num_bytes = int(length) if length.isdigit() else 0
+    if num_bytes > limit:
         raise _too_large(limit)
+    return num_bytes
 
 
 def _too_large(limit: int) -> ApiError:

@@ -38,6 +38,8 @@ logger = logging.getLogger("octavo.serve")
 HEADER_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
+FEED_BYTES = 16 * 1024
+"""Bytes that are parsed before limits are checked: each byte may be a chunk of its own."""
 KEEP_ALIVE_S = 5
 BACKLOG = 4096
 STATS_PERIOD_S = 10.0
@@ -102,17 +104,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._num_header_bytes += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserError:
-            self.send_400_response("")
-            return
-        self._pass_body()
-        self._num_header_bytes = max(0, self._num_header_bytes)
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refuse(_headers_too_large())
-            return
+        for start in range(0, len(data), FEED_BYTES):
+            part = data[start : start + FEED_BYTES]
+            self._num_header_bytes += len(part)
+            try:
+                self._feed(part)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+            self._pass_body()
+            self._num_header_bytes = max(0, self._num_header_bytes)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._refuse(_headers_too_large())
+            if self._refused:
+                return
         self._num_pipelined_bytes = self._num_pipelined_bytes + len(data) if self.pipeline else 0
         if self.pipeline and self._num_pipelined_bytes <= MAX_HEADER_BYTES:
             self.flow.resume_reading()  # else a disconnect would not be noticed
