@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.core import events as ev
+from octavo.core import preemption
 from octavo.core.block_pool import BlockPool
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
@@ -188,7 +189,7 @@ def preempt(scheduler: Scheduler, request: Request, policy: Policy | None = None
     """Preempt a request, as a step does for want of blocks. Returns the plan of its swaps."""
     plan, usual = StepPlan(scheduler.num_steps), scheduler.policy
     scheduler.policy = policy or usual
-    scheduler.preempt(request, request, 0, InFlightStep(plan))
+    preemption.preempt(scheduler, request, request, 0, InFlightStep(plan))
     scheduler.policy = usual
     return plan
 
