@@ -185,6 +185,25 @@ class Lab:
         return names
 
 
+def crowded(world: Worlds, policy: Policy, *, steps: int = 3, late: int = 0, **options: int) -> Lab:
+    """A and B fill a pool of 6 blocks in three steps; in the fourth A needs one more, and B, the later, gives way.
+
+    `late` of those steps are still in flight when this returns.
+    """
+    lab = world(6, host=6, policy=policy, **options)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    for _ in range(steps):
+        lab.plan()
+        if len(lab.flight) > late:
+            lab.land()
+    return lab
+
+
+def names(plan: Planned) -> list[str]:
+    return [s.request.request_id for s in plan.sequences]
+
+
 def preempt(scheduler: Scheduler, request: Request, policy: Policy | None = None) -> StepPlan:
     """Preempt a request, as a step does for want of blocks. Returns the plan of its swaps."""
     plan, usual = StepPlan(scheduler.num_steps), scheduler.policy
