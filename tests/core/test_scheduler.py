@@ -324,7 +324,7 @@ def test_swaps_out_come_before_slices(world: Worlds) -> None:
     assert taken & {s.src for s in plan.swap_outs}
     assert slice_of(plan, lab.requests["A"]) is not None
     lab.run()
-    assert lab.cache.num_swapped_out == lab.cache.num_swapped_in == 3
+    assert lab.cache.swapping.num_swapped_out == lab.cache.swapping.num_swapped_in == 3
 
 
 def test_swaps_in_come_before_copies(world: Worlds) -> None:

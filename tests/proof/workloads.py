@@ -26,6 +26,7 @@ from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepResult
 from octavo.core.policy import Policy, PreemptionChoice, PreemptionCosts, PreemptionMode, VictimPolicy
+from octavo.core.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
@@ -625,7 +626,7 @@ def run(
         world.run()
     totals.update(world.oracle.counts)
     totals.update(world.seen)
-    totals["prefix hits"] += world.cache.num_hits
+    totals["prefix hits"] += world.cache.prefixes.num_hits
     totals["blocks dropped"] += world.cache.num_dropped
     totals["workloads"] += 1
     return totals
@@ -683,7 +684,7 @@ def covering(totals: Counter[str]) -> Iterator[None]:
         totals["share a pin"] += any(b in s.block_ids for s in cache.pins.values() for b in prefix.block_ids[:1])
 
     wrap(KVCacheManager, "attach", attach)
-    wrap(KVCacheManager, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
+    wrap(PrefixIndex, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
     wrap(KVCacheManager, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
     try:
         yield

@@ -137,12 +137,12 @@ def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
         return state.set_wait_reason(request, "in flight", request.num_pending)
     if state.num_rows_taken + request.width > state.max_num_seqs:
         return state.set_wait_reason(request, "rows", request.width, state.max_num_seqs - state.num_rows_taken)
-    prefix = cache.lookup(seq)
+    prefix = cache.prefixes.lookup(seq)
     due = len(seq.token_ids) - prefix.num_positions * (request.only_sequence is not None)
     chunk = draft.prefill_chunk(request, due, draft.budget)
     if not chunk:
         return state.set_wait_reason(request, LONG_PREFILL, due)
-    if draft.writes and cache.is_next_block_in(draft.writes, seq, prefix):
+    if draft.writes and cache.prefixes.is_next_block_in(draft.writes, seq, prefix):
         return state.set_wait_reason(request, "prefix in flight", 0)
     needs = cache.blocks_to_admit(seq, prefix) + state.headroom(request)
     if needs > pool.num_available - state.watermark():
@@ -151,7 +151,7 @@ def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
     if request.num_preemptions:
         state.policy.costs.record_return(prefix.num_positions, len(seq.token_ids))
     if request.num_cached_tokens < 0:
-        cache.count_lookup(seq, prefix)
+        cache.prefixes.count_lookup(seq, prefix)
         request.num_cached_tokens = prefix.num_positions
     cache.attach(seq, prefix)
     state.start(request)
@@ -183,7 +183,7 @@ def swap_in(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
         return state.set_wait_reason(request, "in flight", request.num_pending)
     if state.num_rows_taken + request.width > state.max_num_seqs:
         return state.set_wait_reason(request, "rows", request.width, state.max_num_seqs - state.num_rows_taken)
-    found = cache.find_swap_in_blocks(request)
+    found = cache.swapping.find_swap_in_blocks(request)
     if found is None:  # a block shared on the device was evicted: the host blocks are useless without it
         state.leave_queue(request)
         state.requeue(request)
@@ -199,7 +199,7 @@ def swap_in(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
     if needs > cache.pool.num_available - state.watermark():
         return state.wait_for_blocks(request, needs)
     state.swapped.remove(request)
-    cache.swap_in(request, found, draft.plan)
+    cache.swapping.swap_in(request, found, draft.plan)
     draft.step.swapped_requests.append(request)
     draft.step.swap_in_requests.update(dict.fromkeys(found.host_ids, request))
     state.start(request)

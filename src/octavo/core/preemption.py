@@ -53,11 +53,11 @@ def preempt(
     state.leave_queue(victim)
     state.num_preemptions += 1
     victim.num_preemptions += not gives_way
-    num_blocks, num_positions = cache.count_private_blocks(victim)
+    num_blocks, num_positions = cache.swapping.count_private_blocks(victim)
     mode, why = state.policy.preemption_mode(victim, num_blocks, num_positions)
     if victim.pin:  # its blocks are useful only on the device
         mode, why = PreemptionMode.RECOMPUTE, "pin"
-    if mode is PreemptionMode.SWAP and not cache.swap_out(victim, step.plan):
+    if mode is PreemptionMode.SWAP and not cache.swapping.swap_out(victim, step.plan):
         mode, why = PreemptionMode.RECOMPUTE, "no host room"
     if mode is PreemptionMode.SWAP:
         victim.status = Status.SWAPPED

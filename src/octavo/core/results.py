@@ -62,7 +62,7 @@ def commit(state: SchedulerState, step: InFlightStep, result: StepResult, last: 
         sealable = known if known < seq.num_computed else seq.num_computed
         # In a part with drafts, the last token's position may not be computed yet.
         if sealable >= seq.seal_at and (last or not seq.num_unverified) and request.status is Status.RUNNING:
-            state.cache.seal(seq)
+            state.cache.prefixes.seal(seq)
         if seq.stop_token is not None:
             if finish_sequence(state, seq, "stop"):
                 finished.append(request)
@@ -177,7 +177,7 @@ def finish_request(state: SchedulerState, request: Request, reason: str, num_end
     for seq in request.sequences:
         seq.finish_reason = seq.finish_reason or reason
         if reason == "error":
-            state.cache.discard(seq)
+            state.cache.prefixes.discard(seq)
         if request.pin and request.status is Status.RUNNING and not seq.num_pending and reason == "length":
             pin(state, seq)
         else:

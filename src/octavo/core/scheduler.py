@@ -21,7 +21,8 @@ from octavo.core import admission, failures, planning, preemption, results
 from octavo.core import commands as cmd
 from octavo.core import events as ev
 from octavo.core.in_flight import InFlightStep
-from octavo.core.kv_cache_manager import KVCacheManager, KVStats
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_stats import KVStats
 from octavo.core.plan import StepResult
 from octavo.core.policy import Policy
 from octavo.core.request import Request, Sequence
@@ -124,7 +125,7 @@ class Scheduler(SchedulerState):
         if self.num_speculative_tokens:
             planning.add_drafts(self, draft)
         for sequence in draft.sealable:  # in the index from the next plan on, not within this one
-            self.cache.seal(sequence)
+            self.cache.prefixes.seal(sequence)
         step, plan = draft.step, draft.plan
         plan.set_slices(draft.rows, draft.starts, draft.counts, draft.num_sampled)
         if plan:
@@ -138,20 +139,10 @@ class Scheduler(SchedulerState):
     def _emit_step(self, draft: StepDraft) -> None:
         pool, plan, before = self.cache.pool, draft.plan, self._counted
         self._counted = now = self.cache.counters()
-        self.events.emit(
-            ev.Step(
-                plan.step,
-                len(plan.rows),
-                self.max_num_scheduled_tokens - draft.budget,
-                len(self.running),
-                len(self.waiting),
-                len(self.swapped),
-                pool.num_used,
-                pool.num_cached,
-                pool.num_free,
-                *map(sub, now, before),
-            )
-        )
+        num_tokens = self.max_num_scheduled_tokens - draft.budget
+        requests = len(self.running), len(self.waiting), len(self.swapped)
+        blocks = pool.num_used, pool.num_cached, pool.num_free
+        self.events.emit(ev.Step(plan.step, len(plan.rows), num_tokens, *requests, *blocks, *map(sub, now, before)))
 
     def update(self, step: InFlightStep, result: StepResult, *, last: bool = True) -> list[Request]:
         """Commit the sampled tokens of a step and return the requests that this finished.

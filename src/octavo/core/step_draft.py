@@ -99,7 +99,7 @@ class StepDraft:
                 if request.status is Status.SWAPPED:  # swapped out during recomputation: swap in first
                     return []
                 if not seq.block_ids:
-                    self.state.cache.attach(seq, self.state.cache.sibling_prefix(seq))
+                    self.state.cache.attach(seq, self.state.cache.prefixes.sibling_prefix(seq))
                     due = len(seq.token_ids) - 1 - seq.num_computed
                 if due > 0:
                     return [ScheduledSlice(seq, min(due, chunk), 0)]
@@ -132,4 +132,4 @@ class StepDraft:
             seq.row_has_last = num_sampled > 0 and (request.only_sequence is not None or not request.needs_result)
             if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
                 self.sealable.append(seq)
-                self.writes.add(cache.next_key(seq, seq.seal_ids))
+                self.writes.add(cache.prefixes.next_key(seq, seq.seal_ids))
