@@ -13,7 +13,7 @@ from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
-from octavo.core.request import Request, Sequence
+from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.params.sampling_params import SamplingParams
 from tests.proof import oracle as o
@@ -253,6 +253,18 @@ def arrange(pool: BlockPool, *block_ids: int) -> None:
     taken = [pool.allocate() for _ in range(max(block_ids))]
     for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
         pool.release(block)
+
+
+def settle(cache: KVCacheManager, tokens: list[int], count: int | None = None, **options: Any) -> Sequence:
+    """A sequence that looked its prompt up and computed `count` positions (all but the last token)."""
+    seq = sequence(tokens, **options)
+    cache.attach(seq, cache.prefixes.lookup(seq))
+    count = len(tokens) - 1 if count is None else count
+    cache.grow(seq, count - seq.num_computed, StepPlan())
+    seq.num_computed = count
+    cache.prefixes.seal(seq)
+    seq.request.status = Status.RUNNING
+    return seq
 
 
 def fork(cache: KVCacheManager, parent: Sequence) -> Sequence:
