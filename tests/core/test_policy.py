@@ -158,9 +158,12 @@ def test_resume_time_depends_on_the_preemption_mode(mode: PreemptionMode | None,
     owned = {"few blocks": (2, 4), "few positions": (3, 3), "asker": (1, 1)}
     running = [make(name, [1], 2) for name in ("asker", "few blocks", "few positions")]
 
-    class Cache:
+    class Swapping:
         def count_private_blocks(self, request: Request) -> tuple[int, int]:
             return owned[request.request_id]
+
+    class Cache:
+        swapping = Swapping()
 
     assert policy.victim(running, running[0], Cache()).request_id == least  # type: ignore[arg-type]
     assert policy.victim(running[:1], running[0], Cache()) is running[0]  # type: ignore[arg-type]
