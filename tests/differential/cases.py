@@ -107,7 +107,7 @@ class PreemptingScheduler(Scheduler):
         self._steps_until_next = self._random.randrange(2)
 
     def schedule(self) -> InFlightStep:
-        with mock.patch.object(planning, "plan_running", self._plan_running):
+        with mock.patch.object(planning, "plan_running", PreemptingScheduler._plan_running):
             return super().schedule()
 
     def _plan_running(self, draft: StepDraft, window: int) -> bool:
