@@ -30,8 +30,9 @@ from tests.proof.mutants import MUTANTS  # noqa: E402
 from tests.proof.planting import Code, Mutant  # noqa: E402
 
 # Ordered by speed and sensitivity. `hunt` covers the rest of tests/core, random workloads and small worlds.
-FILES = "block_pool kv_cache_manager scheduler corrupt_blocks fairness policy pins paper_figures requests"
-FILES += " speculation plan events snapshot"
+FILES = "block_pool kv_cache_manager prefix_index swapping scheduler scheduler_state admission planning step_draft"
+FILES += " preemption results failures corrupt_blocks fairness policy pins paper_figures requests speculation plan"
+FILES += " events snapshot"
 DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
 PROOF = ("__init__", "oracle", "workloads")

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.core import events as ev
+from octavo.core import preemption
 from octavo.core.block_pool import BlockPool
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
-from octavo.core.request import Request, Sequence
+from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.params.sampling_params import SamplingParams
 from tests.proof import oracle as o
@@ -184,11 +185,30 @@ class Lab:
         return names
 
 
+def crowded(world: Worlds, policy: Policy, *, steps: int = 3, late: int = 0, **options: int) -> Lab:
+    """A and B fill a pool of 6 blocks in three steps; in the fourth A needs one more, and B, the later, gives way.
+
+    `late` of those steps are still in flight when this returns.
+    """
+    lab = world(6, host=6, policy=policy, **options)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    for _ in range(steps):
+        lab.plan()
+        if len(lab.flight) > late:
+            lab.land()
+    return lab
+
+
+def names(plan: Planned) -> list[str]:
+    return [s.request.request_id for s in plan.sequences]
+
+
 def preempt(scheduler: Scheduler, request: Request, policy: Policy | None = None) -> StepPlan:
     """Preempt a request, as a step does for want of blocks. Returns the plan of its swaps."""
     plan, usual = StepPlan(scheduler.num_steps), scheduler.policy
     scheduler.policy = policy or usual
-    scheduler.preempt(request, request, 0, InFlightStep(plan))
+    preemption.preempt(scheduler, request, request, 0, InFlightStep(plan))
     scheduler.policy = usual
     return plan
 
@@ -233,6 +253,18 @@ def arrange(pool: BlockPool, *block_ids: int) -> None:
     taken = [pool.allocate() for _ in range(max(block_ids))]
     for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
         pool.release(block)
+
+
+def settle(cache: KVCacheManager, tokens: list[int], count: int | None = None, **options: Any) -> Sequence:
+    """A sequence that looked its prompt up and computed `count` positions (all but the last token)."""
+    seq = sequence(tokens, **options)
+    cache.attach(seq, cache.prefixes.lookup(seq))
+    count = len(tokens) - 1 if count is None else count
+    cache.grow(seq, count - seq.num_computed, StepPlan())
+    seq.num_computed = count
+    cache.prefixes.seal(seq)
+    seq.request.status = Status.RUNNING
+    return seq
 
 
 def fork(cache: KVCacheManager, parent: Sequence) -> Sequence:

@@ -11,7 +11,7 @@ import pytest
 from octavo.core import events as ev
 from octavo.core.policy import ARRIVALS_PER_INDEX, Policy, PreemptionMode
 from octavo.core.request import Status
-from octavo.core.scheduler import PATIENCE_STEPS, TURN_TOKENS
+from octavo.core.scheduler_state import PATIENCE_STEPS, TURN_TOKENS
 from octavo.core.tenants import Tenant, Tenants, catch_up_shares, water_fill
 from tests.core.lab import SWAP, Lab, Planned, Worlds, make
 from tests.proof import oracle as o
@@ -109,8 +109,8 @@ def test_a_lookup_is_made_once_while_a_long_prompt_waits(world: Worlds) -> None:
     lab.add("long", prompt(12), 1)
     lab.add("next", prompt(12, 1), 1)
     looked: list[str] = []
-    lookup = lab.cache.lookup
-    lab.cache.lookup = lambda seq: looked.append(seq.request.request_id) or lookup(seq)  # type: ignore[func-returns-value,method-assign]
+    lookup = lab.cache.prefixes.lookup
+    lab.cache.prefixes.lookup = lambda seq: looked.append(seq.request.request_id) or lookup(seq)  # type: ignore[func-returns-value,method-assign]
     for _ in range(4):
         lab.step()
     assert looked == ["long", "next"]

@@ -2,82 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from octavo.core.kv_cache_manager import KVCacheManager, Prefix
-from octavo.core.plan import BlockCopy, StepPlan, SwapOut, TableWrite
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.plan import BlockCopy, StepPlan, TableWrite
+from octavo.core.prefix_index import Prefix
 from octavo.core.request import Sequence, Status
-from tests.core.lab import fork, sequence, state_of
+from tests.core.lab import fork, sequence, settle, state_of
 from tests.proof import oracle as o
 
-
-def settle(cache: KVCacheManager, tokens: list[int], count: int | None = None, **options: Any) -> Sequence:
-    """A sequence that looked its prompt up and computed `count` positions (all but the last token)."""
-    seq = sequence(tokens, **options)
-    cache.attach(seq, cache.lookup(seq))
-    count = len(tokens) - 1 if count is None else count
-    cache.grow(seq, count - seq.num_computed, StepPlan())
-    seq.num_computed = count
-    cache.seal(seq)
-    seq.request.status = Status.RUNNING
-    return seq
-
-
 # -- Memory 2: sealing and the index -----------------------------------------------------------------------------------
-
-
-def test_only_full_blocks_of_known_and_computed_tokens_are_sealed() -> None:
-    cache = KVCacheManager(8, 4)
-    seq = settle(cache, list(range(10)), 7)
-    assert len(seq.seal_ids) == 1
-    seq.num_computed = 8
-    cache.seal(seq)
-    assert len(seq.seal_ids) == 2
-    assert [bool(cache.pool.seal_id[b]) for b in seq.block_ids] == [True, True]
-    ahead = settle(cache, [50, 51, 52], 3)
-    cache.grow(ahead, 6, StepPlan())
-    ahead.num_computed = 9  # a decode window in flight: its tokens are unknown
-    cache.seal(ahead)
-    assert ahead.seal_ids == []
-
-
-def test_a_stop_token_does_not_count_as_computed() -> None:
-    cache = KVCacheManager(8, 2)
-    seq = settle(cache, [1, 2, 3, 4, 5], 3)
-    seq.num_computed, seq.stop_token = 4, 4
-    del seq.token_ids[4:]
-    cache.seal(seq)
-    assert len(seq.seal_ids) == 1
-
-
-def test_the_older_of_equal_blocks_stays_canonical() -> None:
-    """The newer block is not indexed and becomes free on release. Its sequence chains on under the older seal id."""
-    cache = KVCacheManager(8, 2)
-    pool = cache.pool
-    older = settle(cache, [1, 2, 9])
-    twin = sequence([1, 2, 3, 4, 9])
-    cache.attach(twin, Prefix([], [], 0))
-    cache.grow(twin, 4, StepPlan())
-    twin.num_computed = 4
-    cache.seal(twin)
-    assert twin.seal_ids[0] == older.seal_ids[0] == pool.seal_id[older.block_ids[0]]
-    assert pool.seal_id[twin.block_ids[0]] == 0 and pool.seal_id[twin.block_ids[1]]
-    third = sequence([1, 2, 3, 4, 5])
-    assert cache.lookup(third).block_ids == [older.block_ids[0], twin.block_ids[1]]
-    free = pool.num_free
-    cache.free(twin)
-    assert pool.num_free == free + 1 and pool.num_cached == 1
-
-
-def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
-    cache = KVCacheManager(8, 2, enable_prefix_caching=False)
-    seq = settle(cache, [1, 2, 3, 4, 5])
-    assert seq.seal_ids == [] and cache.pool.num_sealed == 0 and seq.seal_at > 1 << 60
-    assert cache.lookup(sequence([1, 2, 3, 4, 5])) == ([], [], 0)
-    cache.free(seq)
-    assert cache.pool.num_cached == 0 and cache.reset_prefix_cache() == 0
 
 
 def test_a_removed_seal_is_removed_from_its_sequences() -> None:
@@ -88,42 +22,6 @@ def test_a_removed_seal_is_removed_from_its_sequences() -> None:
     assert cache.unseal_after(second) == [] and cache.unseal_after(first) == [seq]
     assert seq.seal_ids == [first] and seq.seal_at == 4
     assert [cache.pool.seal_id[b] for b in seq.block_ids] == [first, 0]
-
-
-# -- Memory 3: lookup --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_lookup_leaves_a_token_to_compute(size: int) -> None:
-    """A fully cached prompt still needs logits."""
-    cache = KVCacheManager(16, size)
-    settle(cache, list(range(9)), 8)
-    for length in range(1, 9):
-        found = cache.lookup(sequence(list(range(length))))
-        assert len(found.block_ids) == (length - 1) // size == len(found.seal_ids)
-
-
-def test_a_lookup_stops_at_the_first_miss() -> None:
-    """Cached blocks after a missing one are not part of the prefix."""
-    cache = KVCacheManager(8, 2)
-    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
-    cache.free(seq)
-    assert list(cache.pool.cached()) == [3, 2, 1]
-    assert cache.lookup(sequence([1, 2, 9, 9, 3, 4, 0])).block_ids == [1]  # 3, 4 does follow 1, 2: but not here
-    cache.pool.unseal(2)
-    found = cache.lookup(sequence([1, 2, 3, 4, 5, 6, 7]))
-    assert found.block_ids == [1]
-
-
-def test_is_next_block_in_names_the_first_missing_block() -> None:
-    cache = KVCacheManager(8, 2)
-    seq = settle(cache, [1, 2, 3])
-    late = sequence([1, 2, 3, 4, 5])
-    found = cache.lookup(late)
-    key = (seq.seal_ids[0], late.token_ids[2:4].tobytes())
-    assert cache.is_next_block_in({key}, late, found)
-    assert not cache.is_next_block_in({(9, key[1])}, late, found)
-    assert not cache.is_next_block_in({key}, sequence([1, 2, 3, 4]), found)  # its last token is computed anyway
 
 
 # -- Memory 4: release and eviction ------------------------------------------------------------------------------------
@@ -137,8 +35,8 @@ def test_eviction_takes_the_oldest_block_and_a_tail_before_its_head() -> None:
     assert list(cache.pool.cached()) == [6, 5, 4, 3, 2, 1]
     assert [cache.pool.allocate() for _ in range(4)] == [6, 5, 4, 3]
     assert cache.pool.num_evicted == 4
-    assert cache.lookup(sequence([1, 2, 3, 4, 5, 6, 0])).block_ids == [1, 2]
-    assert cache.lookup(sequence([7, 8, 9, 9, 9, 9, 0])).block_ids == []
+    assert cache.prefixes.lookup(sequence([1, 2, 3, 4, 5, 6, 0])).block_ids == [1, 2]
+    assert cache.prefixes.lookup(sequence([7, 8, 9, 9, 9, 9, 0])).block_ids == []
 
 
 def test_free_blocks_are_allocated_before_cached_ones() -> None:
@@ -157,9 +55,9 @@ def test_admission_counts_hits_without_users() -> None:
     cache = KVCacheManager(6, 2)
     seq = settle(cache, [1, 2, 3, 4, 5])
     late = sequence([1, 2, 3, 4, 6])
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with a running sequence
+    assert cache.blocks_to_admit(late, cache.prefixes.lookup(late)) == 1  # shared with a running sequence
     cache.free(seq)
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two leave the LRU queue
+    assert cache.blocks_to_admit(late, cache.prefixes.lookup(late)) == 3  # two leave the LRU queue
     assert cache.blocks_to_admit(late, Prefix([], [], 0)) == 3
 
 
@@ -169,26 +67,16 @@ def test_queries_change_no_state() -> None:
     child = fork(cache, used)
     cache.free(gone)
     late = sequence([6, 7, 8, 9])
-    cache.lookup(late)
+    cache.prefixes.lookup(late)
     before = state_of(cache, used, child, gone, late)
-    found = cache.lookup(late)
+    found = cache.prefixes.lookup(late)
     cache.blocks_to_admit(late, found)
     cache.blocks_needed([(used, 3), (child, 1)])
-    cache.is_next_block_in({(1, b"")}, late, found)
-    cache.sibling_prefix(child)
-    cache.find_swap_in_blocks(used.request)
+    cache.prefixes.is_next_block_in({(1, b"")}, late, found)
+    cache.prefixes.sibling_prefix(child)
+    cache.swapping.find_swap_in_blocks(used.request)
     cache.stats(), cache.counters(), list(cache.pool.cached()), cache.pool.sealed_after(0)
     assert state_of(cache, used, child, gone, late) == before
-
-
-def test_a_refused_swap_changes_no_state() -> None:
-    cache = KVCacheManager(8, 2, 1)
-    seq = settle(cache, [1, 2, 3, 4, 5])
-    plan = StepPlan()
-    before = state_of(cache, seq)
-    assert not cache.swap_out(seq.request, plan)
-    assert state_of(cache, seq) == before
-    assert not plan and cache.num_swapped_out == 0
 
 
 # -- Memory 6: no block too many ---------------------------------------------------------------------------------------
@@ -259,136 +147,19 @@ def test_free_is_idempotent_and_clears_the_table() -> None:
         assert o.holders(cache) == [other] and cache.pool.num_used == 2
 
 
-def test_discard_unseals_only_blocks_without_other_users() -> None:
-    """Blocks that others computed or share stay sealed."""
-    cache = KVCacheManager(8, 2)
-    good, bad = settle(cache, [1, 2, 9]), settle(cache, [1, 2, 3, 4, 5])
-    cache.discard(bad)
-    assert cache.lookup(sequence([1, 2, 3, 4, 5])).block_ids == good.block_ids[:1]
-    cache.free(bad)
-    assert cache.pool.num_cached == 0 and cache.pool.num_used == 1
-
-
 # -- Memory 9: swapping ------------------------------------------------------------------------------------------------
-
-
-def test_a_group_is_swapped_whole_each_block_once() -> None:
-    cache = KVCacheManager(8, 2, 8)
-    parent = settle(cache, [1, 2, 3, 4], 3)
-    child = fork(cache, parent)
-    cache.grow(child, 2, StepPlan())
-    child.num_computed = 5
-    assert cache.swap_out(parent.request, out := StepPlan())
-    parent.request.status = Status.SWAPPED
-    assert out.swap_outs == [SwapOut(1, 1), SwapOut(2, 2), SwapOut(3, 3), SwapOut(4, 4)]
-    assert (parent.block_ids, child.block_ids) == ([1, 2], [1, 3, 4])
-    assert list(cache.swap_space.refs) == [0, 2, 1, 1, 1, 0, 0, 0, 0]
-    assert cache.pool.num_used == 0 and cache.pool.num_cached == 1 and not o.holders(cache)
-
-    cache.reset_prefix_cache()
-    found = cache.find_swap_in_blocks(parent.request)
-    assert found is not None and found.host_ids == [1, 2, 3, 4] and found.num_needed == 4
-    assert cache.blocks_needed([(parent, 1), (child, 1)], swapped=True) == 0
-    cache.swap_in(parent.request, found, back := StepPlan())
-    to = dict(back.swap_ins)
-    assert (parent.block_ids, child.block_ids) == ([to[1], to[2]], [to[1], to[3], to[4]])
-    assert cache.pool.refs[to[1]] == 2 and cache.pool.num_refs == 5
-    assert cache.swap_space.num_used == 0 and o.holders(cache) == [parent, child]
-    assert parent.seal_ids == [] and parent.seal_at == 2  # sealed anew
-    assert cache.num_swapped_in == cache.num_swapped_out == 4
-
-
-def test_blocks_that_a_swap_leaves_cached_are_evicted_tail_first() -> None:
-    cache = KVCacheManager(8, 2, 8)
-    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
-    assert cache.swap_out(seq.request, StepPlan())
-    assert list(cache.pool.cached()) == [3, 2, 1]
 
 
 def test_blocks_needed_of_a_swapped_group_uses_host_references() -> None:
     cache = KVCacheManager(8, 2, 8)
     parent = settle(cache, [1, 2, 3, 4], 3)
     child = fork(cache, parent)
-    cache.swap_out(parent.request, StepPlan())
+    cache.swapping.swap_out(parent.request, StepPlan())
     parent.request.status = Status.SWAPPED
     assert cache.blocks_needed([(parent, 1), (child, 1)], swapped=True) == 1  # the shared tail, for one of them
     cache.free(parent)
     cache.free(child)
     assert cache.swap_space.num_used == 0 and cache.pool.num_used == 0
-
-
-def test_only_the_prefix_shared_on_the_device_keeps_its_seals() -> None:
-    """Blocks 1 and 2 stay on the device and keep their seals; blocks swapped in after them are sealed again."""
-    cache = KVCacheManager(12, 2, 12)
-    other = settle(cache, [1, 2, 3, 4, 5])
-    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
-    assert seq.block_ids[:2] == other.block_ids[:2]
-    assert len(seq.seal_ids) == 3
-    cache.swap_out(seq.request, StepPlan())
-    seq.request.status = Status.SWAPPED
-    assert seq.block_ids == [-1, -2, 1]
-    found = cache.find_swap_in_blocks(seq.request)
-    assert found is not None and (found.shared_on_device, found.num_needed) == ([1, 2], 1)
-    cache.swap_in(seq.request, found, StepPlan())
-    assert seq.block_ids[:2] == [1, 2] and len(seq.seal_ids) == 2 and seq.seal_at == 6
-
-
-def swapped_with_shared_block(num_blocks: int = 8) -> tuple[KVCacheManager, Sequence, Sequence]:
-    """Two sequences over one sealed block; the second is swapped out and shares that block on the device."""
-    cache = KVCacheManager(num_blocks, 2, num_blocks)
-    first, second = settle(cache, [1, 2, 9], 3), settle(cache, [1, 2, 3], 3)
-    assert first.block_ids[0] == second.block_ids[0] == 1
-    assert cache.swap_out(second.request, plan := StepPlan())
-    second.request.status = Status.SWAPPED
-    assert len(plan.swap_outs) == 1 and second.block_ids == [-1, 1] and cache.pool.refs[1] == 1
-    assert second.request.shared_on_device == {1: cache.pool.seal_id[1]}
-    return cache, first, second
-
-
-def test_blocks_shared_on_device_without_users_are_counted() -> None:
-    cache, first, second = swapped_with_shared_block()
-    found = cache.find_swap_in_blocks(second.request)
-    assert found is not None and found.num_needed == 1  # the first still owns it
-    cache.free(first)
-    found = cache.find_swap_in_blocks(second.request)
-    assert found is not None and found.num_needed == 2
-    assert found.shared_on_device == [1] and found.host_ids == [1]
-
-
-def test_blocks_shared_on_device_are_referenced_before_allocation() -> None:
-    """Their last owner finished, so the block is the oldest cached one. Allocating first would evict it for the same
-    request."""
-    cache, first, second = swapped_with_shared_block(3)
-    pool = cache.pool
-    cache.free(first)
-    assert pool.num_available == 3
-    found = cache.find_swap_in_blocks(second.request)
-    assert found is not None and found.num_needed == 2
-    younger = pool.allocate()
-    pool.seal(younger, (99, b"younger"))
-    pool.release(younger)
-    while pool.num_free:
-        pool.allocate()
-    assert list(pool.cached()) == [1, younger]
-    plan = StepPlan()
-    cache.swap_in(second.request, found, plan)
-    assert second.block_ids == [1, younger] and pool.seal_id[1] and len(plan.swap_ins) == 1
-    assert len(second.seal_ids) == 1 and not second.request.shared_on_device
-
-
-def test_blocks_shared_on_device_are_verified_by_seal_id() -> None:
-    """The block was evicted and holds the same tokens under another seal id, or other tokens: it is lost."""
-    cache, first, second = swapped_with_shared_block()
-    pool = cache.pool
-    key = pool.key_of(1)
-    assert key is not None
-    cache.free(first)
-    cache.reset_prefix_cache()
-    assert cache.find_swap_in_blocks(second.request) is None
-    block = pool.allocate()
-    assert block == 1
-    pool.seal(block, (key[0], b"others"))
-    assert cache.find_swap_in_blocks(second.request) is None
 
 
 # -- Memory 11: blocks before the sliding window -----------------------------------------------------------------------
@@ -408,7 +179,9 @@ def test_blocks_out_of_the_attention_window_are_dropped(window: int, num_compute
     assert seq.block_ids == [0] * dropped + blocks[dropped:] and seq.num_dropped == dropped
     assert plan.table_writes == ([TableWrite(0, 0, (0,) * dropped)] if dropped else [])
     assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # the tail is evicted before the head
-    assert cache.lookup(sequence([*range(num_computed), 0])).block_ids == blocks[: num_computed // 2]  # found as before
+    assert (
+        cache.prefixes.lookup(sequence([*range(num_computed), 0])).block_ids == blocks[: num_computed // 2]
+    )  # found as before
     cache.drop_out_of_window(seq, again := StepPlan())
     assert not again.table_writes and cache.num_dropped == cache.stats().num_dropped == dropped
     cache.free(seq)
@@ -425,7 +198,7 @@ def test_a_block_is_dropped_only_after_it_is_sealed() -> None:
         cache.drop_out_of_window(seq, StepPlan())
         assert seq.num_dropped == dropped[0]
         seq.token_ids.extend([4, 5, 6])
-        cache.seal(seq)
+        cache.prefixes.seal(seq)
         cache.drop_out_of_window(seq, StepPlan())
         assert seq.num_dropped == dropped[1] and cache.pool.num_cached == 3 * caching
 
@@ -437,41 +210,9 @@ def test_a_forked_child_inherits_dropped_blocks() -> None:
     cache.drop_out_of_window(parent, StepPlan())
     child = fork(cache, parent)
     assert child.num_dropped == parent.num_dropped == 3 and child.block_ids == parent.block_ids
-    assert cache.count_private_blocks(parent.request) == (1, 1)
-    assert cache.swap_out(parent.request, out := StepPlan())
+    assert cache.swapping.count_private_blocks(parent.request) == (1, 1)
+    assert cache.swapping.swap_out(parent.request, out := StepPlan())
     assert [m.src for m in out.swap_outs] == [4]
-
-
-# -- Scheduling 2: preemption ------------------------------------------------------------------------------------------
-
-
-def test_sibling_prefix_is_the_longest_common_run() -> None:
-    """Only full, computed blocks count, as far as tokens are equal and without the last token."""
-    cache = KVCacheManager(20, 2, enable_prefix_caching=False)
-    first = settle(cache, [1, 2, 3, 4, 5, 6])
-    request = first.request
-    for tokens, count in (([1, 2, 7, 8, 9, 9], 5), ([1, 2, 7, 8, 9, 9], 0), ([1, 2, 7, 8], 0), ([5, 5, 7, 8], 0)):
-        seq = Sequence(request, len(request.sequences), first.token_ids[:0], 99)
-        seq.token_ids.extend(tokens)
-        request.sequences.append(seq)
-        cache.grow(seq, count, StepPlan())
-        seq.num_computed = count
-    second, third, short, stranger = request.sequences[1:]
-    assert cache.sibling_prefix(first).block_ids == []
-    assert cache.sibling_prefix(second).block_ids == first.block_ids[:1]
-    assert cache.sibling_prefix(third).block_ids == second.block_ids[:2]
-    assert cache.sibling_prefix(short).block_ids == first.block_ids[:1]
-    assert cache.sibling_prefix(stranger).block_ids == []
-
-
-def test_sibling_prefix_has_only_computed_blocks() -> None:
-    cache = KVCacheManager(20, 2, enable_prefix_caching=False)
-    first = settle(cache, [1, 2, 3, 4, 5, 6], 3)
-    assert len(first.block_ids) == 2
-    second = Sequence(first.request, 1, first.token_ids[:], 99)
-    for _ in range(2):  # before it is one of its request's, and after
-        assert cache.sibling_prefix(second).block_ids == first.block_ids[:1]
-        first.request.sequences.append(second)
 
 
 # -- Scheduling 3: admission control -----------------------------------------------------------------------------------

@@ -23,13 +23,13 @@ def compute(cache: KVCacheManager, seq: Sequence, count: int, plan: StepPlan | N
     """`count` positions are computed, and the sequence then knows one token more than it has computed."""
     plan = StepPlan() if plan is None else plan  # an empty plan is falsy
     if not seq.block_ids:
-        cache.attach(seq, cache.lookup(seq))
+        cache.attach(seq, cache.prefixes.lookup(seq))
         count -= seq.num_computed
     cache.grow(seq, count, plan)
     seq.num_computed += count
     missing = seq.num_computed + 1 - len(seq.token_ids)
     seq.token_ids.extend(range(100, 100 + max(0, missing)))
-    cache.seal(seq)
+    cache.prefixes.seal(seq)
     return plan
 
 
@@ -162,7 +162,7 @@ def test_a_session_by_hand_allocate_generate_fork_free() -> None:
 
     def allocate(tokens: list[int]) -> Sequence:
         seq = sequence(tokens)
-        cache.count_lookup(seq, cache.lookup(seq))
+        cache.prefixes.count_lookup(seq, cache.prefixes.lookup(seq))
         compute(cache, seq, len(tokens))
         return seq
 

@@ -98,9 +98,9 @@ def test_private_blocks_exclude_sealed_blocks_of_others(world: Worlds) -> None:
     lab.step()
     b = lab.add("B", [1, 2, 3, 4, 9], 4)
     lab.step()
-    assert lab.cache.count_private_blocks(b) == (1, 1)
+    assert lab.cache.swapping.count_private_blocks(b) == (1, 1)
     lab.abort("A")
-    assert lab.cache.count_private_blocks(b) == (3, 5)
+    assert lab.cache.swapping.count_private_blocks(b) == (3, 5)
 
 
 def test_a_block_shared_by_samples_counts_once_as_private(world: Worlds) -> None:
@@ -108,9 +108,9 @@ def test_a_block_shared_by_samples_counts_once_as_private(world: Worlds) -> None
     lab = world(20)
     group = lab.add("G", [1, 2, 3], 4, width=2)
     lab.step()
-    assert lab.cache.count_private_blocks(group) == (2, 3)
+    assert lab.cache.swapping.count_private_blocks(group) == (2, 3)
     lab.step()
-    assert lab.cache.count_private_blocks(group) == (3, 6)
+    assert lab.cache.swapping.count_private_blocks(group) == (3, 6)
 
 
 # -- who ---------------------------------------------------------------------------------------------------------------
@@ -158,9 +158,12 @@ def test_resume_time_depends_on_the_preemption_mode(mode: PreemptionMode | None,
     owned = {"few blocks": (2, 4), "few positions": (3, 3), "asker": (1, 1)}
     running = [make(name, [1], 2) for name in ("asker", "few blocks", "few positions")]
 
-    class Cache:
+    class Swapping:
         def count_private_blocks(self, request: Request) -> tuple[int, int]:
             return owned[request.request_id]
+
+    class Cache:
+        swapping = Swapping()
 
     assert policy.victim(running, running[0], Cache()).request_id == least  # type: ignore[arg-type]
     assert policy.victim(running[:1], running[0], Cache()) is running[0]  # type: ignore[arg-type]

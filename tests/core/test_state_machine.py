@@ -135,7 +135,7 @@ class Memory(RuleBasedStateMachine):
         request.begin(0, (0, 0), 1 << 20)
         (seq,) = request.sequences
         before = state_of(self.cache, seq)
-        prefix = self.cache.lookup(seq)
+        prefix = self.cache.prefixes.lookup(seq)
         self.is_right(seq, prefix)
         needs = self.cache.blocks_to_admit(seq, prefix)
         assert state_of(self.cache, seq) == before, "a question changed something"
@@ -200,14 +200,14 @@ class Memory(RuleBasedStateMachine):
         request = make(f"pin{self.num_pins}", tokens, 1, salt=salt, pin=True)
         request.begin(0, (0, 0), 1)
         (seq,) = request.sequences
-        prefix = self.cache.lookup(seq)
+        prefix = self.cache.prefixes.lookup(seq)
         self.is_right(seq, prefix)
         if self.cache.blocks_to_admit(seq, prefix) > self.pool.num_available:
             return
         self.cache.attach(seq, prefix)
         request.status = Status.RUNNING
         self.compute(seq, len(tokens) - seq.num_computed, StepPlan())
-        self.cache.seal(seq)
+        self.cache.prefixes.seal(seq)
         self.note_seals()
         self.marks = [self.pool.last_seal_id]  # pins keep their seals: all their results have arrived
         request.status = Status.FINISHED
@@ -282,7 +282,7 @@ class Memory(RuleBasedStateMachine):
     def seal(self, which: int) -> None:
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
-        self.cache.seal(seq)
+        self.cache.prefixes.seal(seq)
         self.note_seals()
         if self.cache.enable_prefix_caching:
             assert len(seq.seal_ids) >= min(len(seq.token_ids), seq.num_computed) // self.size
@@ -361,7 +361,7 @@ class Memory(RuleBasedStateMachine):
         holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
         others = {b for s in holders if s is not seq for b in s.block_ids}
         kept = {b for b in seq.block_ids if b in others and self.pool.seal_id[b]}
-        self.cache.discard(seq)
+        self.cache.prefixes.discard(seq)
         assert {b for b in seq.block_ids if self.pool.seal_id[b]} == kept
         self.note_seals()
         self.free(self.live(Status.RUNNING, Status.SWAPPED).index(seq))
@@ -375,7 +375,7 @@ class Memory(RuleBasedStateMachine):
         owned = Counter(b for s in request.sequences for b in s.block_ids if b)
         moves = [b for b, n in owned.items() if not self.pool.seal_id[b] or self.pool.refs[b] == n]
         rows = [s.row for s in request.sequences]
-        if not self.cache.swap_out(request, plan):
+        if not self.cache.swapping.swap_out(request, plan):
             assert len(moves) > self.host.num_free
             assert state_of(self.cache, *request.sequences) == before and not plan
             return
@@ -395,7 +395,7 @@ class Memory(RuleBasedStateMachine):
         if any(s.num_unverified for s in request.sequences):  # it returns when nothing is pending
             return
         before = state_of(self.cache, *request.sequences)
-        found = self.cache.find_swap_in_blocks(request)
+        found = self.cache.swapping.find_swap_in_blocks(request)
         assert state_of(self.cache, *request.sequences) == before
         there = all(self.sealed.get(b, (0,))[0] == seal for b, seal in request.shared_on_device.items())
         assert (found is not None) == there
@@ -407,7 +407,7 @@ class Memory(RuleBasedStateMachine):
         if found.num_needed > self.pool.num_available:
             return
         plan, available = StepPlan(), self.pool.num_available
-        self.cache.swap_in(request, found, plan)
+        self.cache.swapping.swap_in(request, found, plan)
         request.status = Status.RUNNING
         assert available - self.pool.num_available <= found.num_needed
         self.apply(plan)

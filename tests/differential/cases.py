@@ -5,10 +5,16 @@ from __future__ import annotations
 import random
 from itertools import combinations, product
 from typing import Any, NamedTuple
+from unittest import mock
 
+from octavo.core import planning
+from octavo.core.in_flight import InFlightStep
+from octavo.core.planning import plan_running
 from octavo.core.policy import PreemptionMode
+from octavo.core.preemption import preempt
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
+from octavo.core.step_draft import StepDraft
 from tests.models.tiny import KINDS
 
 
@@ -100,14 +106,18 @@ class PreemptingScheduler(Scheduler):
         self._preemptions_left = max_preemptions
         self._steps_until_next = self._random.randrange(2)
 
-    def _plan_running(self, draft: Any, window: int) -> bool:
+    def schedule(self) -> InFlightStep:
+        with mock.patch.object(planning, "plan_running", PreemptingScheduler._plan_running):
+            return super().schedule()
+
+    def _plan_running(self, draft: StepDraft, window: int) -> bool:
         if self.running and self._preemptions_left:
             if self._steps_until_next:
                 self._steps_until_next -= 1
             else:
                 victim: Request = self.running[-1]
                 draft.preempted = True
-                self.preempt(victim, victim, 0, draft.step)
+                preempt(self, victim, victim, 0, draft.step)
                 self._preemptions_left -= 1
                 self._steps_until_next = self._random.randrange(6)
-        return super()._plan_running(draft, window)
+        return plan_running(self, draft, window)

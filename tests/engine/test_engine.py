@@ -18,6 +18,7 @@ from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.preemption import preempt
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.engine import oom_backoff
@@ -762,7 +763,7 @@ def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
     held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
     plan = StepPlan()
-    scheduler.preempt(seq.request, seq.request, 0, InFlightStep(plan))
+    preempt(scheduler, seq.request, seq.request, 0, InFlightStep(plan))
     held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
     assert held["num_host_used"] == len(plan.swap_outs) > 0

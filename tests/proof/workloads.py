@@ -20,12 +20,13 @@ from typing import Any
 from unittest import mock
 
 from octavo.core import events as ev
-from octavo.core import scheduler as core_scheduler
+from octavo.core import preemption, scheduler_state
 from octavo.core.block_pool import BLOCKS_PER_SHARD
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepResult
 from octavo.core.policy import Policy, PreemptionChoice, PreemptionCosts, PreemptionMode, VictimPolicy
+from octavo.core.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
@@ -156,7 +157,8 @@ class GivingWay:
             self.rows[request.tenant] += request.width
         self.others = [*scheduler.swapped, *scheduler.waiting]
         waited = {r: self.step - since[r] for r in self.others if since.get(r, -1) >= 0}
-        self.late = {r for r, num in waited.items() if num >= core_scheduler.PATIENCE_STEPS and not self.rows[r.tenant]}
+        overdue = [r for r, num in waited.items() if num >= scheduler_state.PATIENCE_STEPS]
+        self.late = {r for r in overdue if not self.rows[r.tenant]}
         self.claims = [r for r in self.others if self._is_clear(r)]
 
     def _may(self, request: Request, claim: Request) -> bool:
@@ -189,7 +191,7 @@ class GivingWay:
         need(not self.claims or gone, Invariant, "no way was given", self.claims)
         for request in scheduler.running:
             if self.ends.get(request, 0) < 0:
-                self.ends[request] = len(request.sequences[0].token_ids) + core_scheduler.TURN_TOKENS
+                self.ends[request] = len(request.sequences[0].token_ids) + scheduler_state.TURN_TOKENS
         waiting = [r for r in scheduler.waiting if r.wait_reason in ("rows", "blocks")]
         for request in (*waiting, *gone):
             if self.since.get(request, -1) < 0:
@@ -620,11 +622,11 @@ def run(
     """Run the workload of this seed to its end. Raises the oracle's findings."""
     totals = Counter() if totals is None else totals
     world = World(seed, totals, kind=kind, speculates=speculates)
-    with mock.patch.object(core_scheduler, "PATIENCE_STEPS", world.fair.choice([2, 5, 64])):
+    with mock.patch.object(scheduler_state, "PATIENCE_STEPS", world.fair.choice([2, 5, 64])):
         world.run()
     totals.update(world.oracle.counts)
     totals.update(world.seen)
-    totals["prefix hits"] += world.cache.num_hits
+    totals["prefix hits"] += world.cache.prefixes.num_hits
     totals["blocks dropped"] += world.cache.num_dropped
     totals["workloads"] += 1
     return totals
@@ -645,27 +647,27 @@ def hunt(seconds: float, first: int = 0) -> str:
 
 @contextmanager
 def covering(totals: Counter[str]) -> Iterator[None]:
-    """Count events inside the core meanwhile, by wrapping its methods."""
-    whole: list[tuple[type, str, Any]] = []
+    """Count events inside the core meanwhile, by wrapping its functions."""
+    whole: list[tuple[Any, str, Any]] = []
 
-    def wrap(cls: type, name: str, note: Callable[..., None]) -> None:
-        inner = getattr(cls, name)
+    def wrap(owner: Any, name: str, note: Callable[..., None]) -> None:
+        inner = getattr(owner, name)
 
         def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
             note(self, *args)
             return inner(self, *args, **kwargs)
 
-        whole.append((cls, name, inner))
-        setattr(cls, name, outer)
+        whole.append((owner, name, inner))
+        setattr(owner, name, outer)
 
-    def preempt(scheduler: Scheduler, victim: Request, for_request: Request, *_: Any) -> None:
+    def preempt(_: Any, victim: Request, for_request: Request, *__: Any) -> None:
         totals["preempt a group" if len(victim.sequences) > 1 else "preempt one"] += 1
         totals["preempt in flight"] += victim.num_pending > 0
         totals["preempt drafts in flight"] += any(s.num_unverified > 0 for s in victim.sequences)
         totals["preempt a window in flight"] += any(s.num_pending > 1 for s in victim.sequences)
         totals["preempt itself"] += victim is for_request
 
-    wrap(Scheduler, "preempt", preempt)
+    wrap(preemption, "preempt", preempt)
 
     def shrink(cache: KVCacheManager, seq: Sequence, count: int) -> None:
         where = seq.request.status
@@ -682,13 +684,13 @@ def covering(totals: Counter[str]) -> Iterator[None]:
         totals["share a pin"] += any(b in s.block_ids for s in cache.pins.values() for b in prefix.block_ids[:1])
 
     wrap(KVCacheManager, "attach", attach)
-    wrap(KVCacheManager, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
+    wrap(PrefixIndex, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
     wrap(KVCacheManager, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
     try:
         yield
     finally:
-        for cls, name, inner in whole:
-            setattr(cls, name, inner)
+        for owner, name, inner in whole:
+            setattr(owner, name, inner)
 
 
 def main(first: int, last: int, *, speculates: bool = False) -> int:

@@ -146,7 +146,7 @@ def test_request_that_ends_before_forking_releases_all_chunks() -> None:
     scheduler.add(request("a", 5, 7, n=3))
     scheduler.schedule()
     scheduler.abort("a")
-    assert cache.pool.num_free == 16 and not cache._spare_chunks and not cache._holders
+    assert cache.pool.num_free == 16 and not cache._spare_chunks and not cache.holders
 
 
 def test_dropped_beams_hand_over_their_chunks() -> None:

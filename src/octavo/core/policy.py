@@ -159,7 +159,7 @@ class Policy:
         return min(reversed(later), key=lambda r: self._resume_s(r, cache))
 
     def _resume_s(self, victim: Request, cache: KVCacheManager) -> float:
-        num_blocks, num_positions = cache.count_private_blocks(victim)
+        num_blocks, num_positions = cache.swapping.count_private_blocks(victim)
         if not self.costs.known:
             return num_positions
         swap_s, recompute_s = self.costs.swap_s(num_blocks), self.costs.recompute_s(num_positions)

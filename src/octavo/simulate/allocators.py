@@ -17,7 +17,8 @@ from typing import NamedTuple, cast
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.events import EventStream
-from octavo.core.kv_cache_manager import KVCacheManager, Prefix
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.prefix_index import Prefix
 from octavo.core.request import Request, Sequence
 from octavo.core.types import BlockId
 
@@ -177,8 +178,8 @@ class ContiguousCache(KVCacheManager):
 
     def _assign(self, sequence: Sequence, chunk: list[BlockId]) -> None:
         sequence.block_ids, sequence.room = chunk, len(chunk) * self.block_size
-        self._holders[sequence] = None
-        self._set_seals(sequence, [])
+        self.holders[sequence] = None
+        self.prefixes.set_seals(sequence, [])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Copies, since nothing is shared. New beams are forked before dropped ones are freed, and wait for their
@@ -195,7 +196,7 @@ class ContiguousCache(KVCacheManager):
         if not chunk:
             return
         sequence.block_ids, sequence.room, sequence.num_computed = [], 0, 0
-        self._holders.pop(sequence, None)
+        self.holders.pop(sequence, None)
         if waiting := self._waiting_beams.get(request):
             self._assign(waiting.pop(), chunk)
         elif request.select_beams is not None and any(s.block_ids for s in request.sequences):
@@ -236,13 +237,13 @@ class BatchCache(ContiguousCache):
         self.batches: list[list[str]] = []  # request ids of each batch
 
     def blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
-        started = any(len(s.token_ids) > len(s.request.prompt_token_ids) for s in self._holders)
-        if started or (self._holders and len(self.batches[-1]) >= self.batch_size):
+        started = any(len(s.token_ids) > len(s.request.prompt_token_ids) for s in self.holders)
+        if started or (self.holders and len(self.batches[-1]) >= self.batch_size):
             return self.buddies.num_free + 1
         return super().blocks_to_admit(sequence, prefix)
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
-        if not self._holders:
+        if not self.holders:
             self.batches.append([])
         self.batches[-1].append(sequence.request.request_id)
         super().attach(sequence, prefix)

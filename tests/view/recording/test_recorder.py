@@ -21,7 +21,7 @@ import pytest
 from octavo.cli.main import run as octavo
 from octavo.config import EngineArgs
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.process.thread import EngineThread
@@ -401,14 +401,14 @@ def test_crash_is_reproduced_by_the_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = replica_of()
-    seal = KVCacheManager.seal
+    seal = PrefixIndex.seal
 
-    def buggy(self: KVCacheManager, sequence: Sequence) -> None:
+    def buggy(self: PrefixIndex, sequence: Sequence) -> None:
         if len(sequence.token_ids) >= 12:
             raise PlantedError("12 tokens")
         seal(self, sequence)
 
-    monkeypatch.setattr(KVCacheManager, "seal", buggy)
+    monkeypatch.setattr(PrefixIndex, "seal", buggy)
     replica.engine.recorder = FlightRecorder(replica.engine, tmp_path)
 
     async def until_it_dies() -> None:

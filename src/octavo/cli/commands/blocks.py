@@ -16,7 +16,8 @@ from typing import Annotated, TextIO
 import typer
 
 from octavo.cli.terminal import on_terminal, read_line
-from octavo.core.kv_cache_manager import KVCacheManager, KVStats
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_stats import KVStats
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence
 from octavo.errors import UsageError
@@ -77,11 +78,11 @@ class Session:
         request = Request(name, tokens, SamplingParams(max_tokens=MAX_LEN))
         request.begin(0, (0, 0), MAX_LEN)
         sequence = request.sequences[0]
-        prefix = self.kv.lookup(sequence)
+        prefix = self.kv.prefixes.lookup(sequence)
         needs = self.kv.blocks_to_admit(sequence, prefix)
         if needs > self.kv.pool.num_available:
             return [self._no_room(needs)]
-        self.kv.count_lookup(sequence, prefix)
+        self.kv.prefixes.count_lookup(sequence, prefix)
         self.kv.attach(sequence, prefix)
         self._compute(sequence, len(tokens) - sequence.num_computed)
         self.sequences[name] = sequence
@@ -139,7 +140,7 @@ class Session:
         plan = StepPlan()
         self.kv.grow(sequence, count, plan)
         sequence.num_computed += count
-        self.kv.seal(sequence)
+        self.kv.prefixes.seal(sequence)
         return plan
 
     def _table(self, name: str, sequence: Sequence) -> list[str]:

@@ -174,7 +174,8 @@ class Playground:
         if how not in ("swap", "recompute"):
             raise invalid(f"preempt takes swap or recompute, not {how[:40]!r}")
         group = self._running(name).request
-        names, num_blocks = list_of(self.names[s] for s in group.sequences), self.kv.count_private_blocks(group)[0]
+        names = list_of(self.names[s] for s in group.sequences)
+        num_blocks, _ = self.kv.swapping.count_private_blocks(group)
         if how == "recompute":
             for sequence in group.sequences:
                 self.kv.free(sequence)
@@ -185,7 +186,7 @@ class Playground:
                 "cache meanwhile are not recomputed.",
             )
         else:
-            if not self.kv.swap_out(group, StepPlan()):
+            if not self.kv.swapping.swap_out(group, StepPlan()):
                 raise RefusedError(
                     f"The host has room for {count_of(self.kv.swap_space.num_free, 'block')}; {num_blocks} are needed.",
                     "A group is swapped out whole or not at all. Preempt by recompute, or use more host blocks.",
@@ -209,9 +210,9 @@ class Playground:
             raise RefusedError(f"{name} is running.", "Only preempted sequences can be resumed.")
         names, size = list_of(self.names[s] for s in group.sequences), self.pool.block_size
         if group.status is Status.SWAPPED:
-            if (found := self.kv.find_swap_in_blocks(group)) is not None:
+            if (found := self.kv.swapping.find_swap_in_blocks(group)) is not None:
                 self._check_room(found.num_needed)
-                self.kv.swap_in(group, found, StepPlan())
+                self.kv.swapping.swap_in(group, found, StepPlan())
                 explanation = Explanation(
                     f"{names} swapped in with {count_of(len(found.host_ids), 'block')}"
                     + (f", and share {len(found.shared_on_device)} again." if found.shared_on_device else "."),
@@ -224,7 +225,8 @@ class Playground:
             group.status, group.shared_on_device = Status.WAITING, {}
         num_found = num_computed = 0
         for sequence in group.sequences:
-            prefix = max(self.kv.lookup(sequence), self.kv.sibling_prefix(sequence), key=lambda p: p.num_positions)
+            found_here, at_sibling = self.kv.prefixes.lookup(sequence), self.kv.prefixes.sibling_prefix(sequence)
+            prefix = max(found_here, at_sibling, key=lambda p: p.num_positions)
             self._check_room(self.kv.blocks_to_admit(sequence, prefix))
             self.kv.attach(sequence, prefix)
             num_found += len(prefix.block_ids)
@@ -252,11 +254,11 @@ class Playground:
         request.begin(0, (0, 0), MAX_LEN)
         request.status = Status.RUNNING
         (sequence,) = request.sequences
-        prefix = self.kv.lookup(sequence)
+        prefix = self.kv.prefixes.lookup(sequence)
         self._check_room(self.kv.blocks_to_admit(sequence, prefix))
         self._name(sequence, name)
         self._num_named += 1
-        self.kv.count_lookup(sequence, prefix)
+        self.kv.prefixes.count_lookup(sequence, prefix)
         for block in prefix.block_ids:
             self.phases.add("hit", f"block {block} already holds these tokens", name, block)
         self.kv.attach(sequence, prefix)
@@ -331,7 +333,7 @@ class Playground:
     def _set_running(self, group: Request) -> None:
         group.status = Status.RUNNING
         for sequence in group.sequences:
-            self.kv.seal(sequence)
+            self.kv.prefixes.seal(sequence)
             self.contiguous.add(self.names[sequence])
 
     def _compute(self, sequence: Sequence, count: int) -> None:
@@ -349,7 +351,7 @@ class Playground:
             self.phases.add(
                 "write", f"{name} writes {count_of(count, 'token')}, the last into block {last}", name, last
             )
-        self.kv.seal(sequence)
+        self.kv.prefixes.seal(sequence)
 
     def _check_num_tokens(self, num_more: int) -> None:
         num_held = sum(len(sequence.token_ids) for sequence in self.sequences.values()) + num_more
