@@ -269,6 +269,15 @@ def test_errors_of_logit_bias_name_the_keys(peer: Peer) -> None:
             assert all(text in json.loads(response.body)["error"]["message"] for text in texts)
 
 
+def test_responses_take_penalties(peer: Peer) -> None:
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 2, "frequency_penalty": 2}
+    want, plain = chat(peer, **penalties), chat(peer)
+    ask = {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "ignore_eos": True}
+    texts = [good(peer, R, ask | more)["output"][0]["content"][0]["text"] for more in (penalties, {})]
+    assert texts == [body["choices"][0]["message"]["content"] for body in (want, plain)] and texts[0] != texts[1]
+    assert peer.post(R, ask | {"presence_penalty": 3}).error == (400, "decimal_out_of_range", "presence_penalty")
+
+
 def test_null_means_not_set_in_responses(peer: Peer) -> None:
     document = json.loads(peer.send("GET", "/openapi.json").body)
     names = document["components"]["schemas"]["ResponseRequest"]["properties"].keys() - {"input"}
