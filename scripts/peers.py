@@ -3,8 +3,8 @@
     python scripts/clients.py peers [--vllm PATH] [--llama-cpp PATH] [--sglang PATH] [-k WORDS] [--output FILE]
 
 PATH is a checkout or an unpacked source distribution (vllm and llama_cpp_python are on PyPI); nothing but pip packages
-is fetched. tests/clients/peer_suites replaces what starts the peer's server. The table of cases, passed, failed and
-not applicable with the reason, goes to FILE (.scratch/peers.md). The exit code is 1 if a case fails.
+is fetched. tests/clients/peer_suites replaces what starts the peer's server. The table of cases and reasons goes to
+FILE (.scratch/peers.md), its groups are printed. The exit code is 1 if a case fails without a reason.
 """
 
 from __future__ import annotations
@@ -38,29 +38,33 @@ PACKAGES = [
 CASE_S = 120
 
 
+LLAMA_CPP_OWN = ("completion", "ctx_shift", "infill", "slot_save", "speculative", "tokenize", "tool_call", "lora")
+Groups = tuple[tuple[str, str], ...]
+"""(patterns with spaces between them, reason) pairs."""
+
+
 @dataclass(frozen=True)
 class Suite:
-    """A peer's tests.
+    """A peer's tests. Each group of cases is a pattern, or several, and a reason.
 
     tests           folders and files, relative to `root`
-    not_applicable  patterns of cases, and why they do not apply
+    not_applicable  about the peer's own code, model or machine; they are not run
+    missing         about what is not offered here; they are not run
+    differs         what is done differently: a failure is expected
     """
 
     plugin: str
     root: str
     tests: tuple[str, ...]
-    not_applicable: tuple[tuple[str, str], ...]
+    not_applicable: Groups = ()
+    missing: Groups = ()
+    differs: Groups = ()
 
+    def reasons(self) -> list[tuple[str, str, str]]:
+        """(pattern, outcome, reason); the first pattern that matches counts."""
+        groups = (("differs", self.differs), ("missing", self.missing), ("not applicable", self.not_applicable))
+        return [(p, outcome, reason) for outcome, pairs in groups for ps, reason in pairs for p in ps.split()]
 
-WIT = "expects an answer that SmolLM2-135M does not give"
-PYDANTIC = "expects pydantic's words"
-REASONS = "needs a model that reasons"
-LORA = "LoRA adapters are not served"
-MODALITIES = "text is the only modality"
-HARMONY = "gpt-oss and its Harmony format are not served"
-
-LLAMA_CPP_OWN = ("completion", "ctx_shift", "infill", "slot_save", "speculative", "tokenize", "tool_call")
-LLAMA_CPP_OWN += ("embedding", "rerank", "lora")
 
 SUITES = {
     "vllm": Suite(
@@ -73,98 +77,109 @@ SUITES = {
             "tests/tool_use",
             "tests/samplers",
         ),
-        (
-            ("*lora*", LORA),
-            ("*harmony*", HARMONY),
-            ("*prompt_embeds*", "a prompt is text or token ids"),
-            ("*_vlm*", MODALITIES),
-            ("*multimodal*", MODALITIES),
-            ("*test_extra_content_fields*", MODALITIES),
-            ("*test_run_batch*", "a command line of vLLM's own"),
-            ("*test_cli_args*", "a command line of vLLM's own"),
-            ("*sagemaker*", "SageMaker's routes are not served"),
-            ("*test_collective_rpc*", "vLLM's workers"),
-            ("*test_sleep*", "vLLM's sleep mode"),
-            ("*test_tensorizer*", "vLLM's weight loader"),
-            ("*test_return_routed_experts*", "vLLM's experts"),
-            ("*test_dp_supervisor*", "vLLM's data parallelism"),
-            ("*test_multi_api_servers*", "vLLM's data parallelism"),
-            ("*test_shutdown*", "vLLM's processes"),
-            ("*/correctness/*", "measures a large model"),
-            ("*test_accuracy*", "measures a large model"),
+        not_applicable=(
+            ("*test_cli_args*", "vLLM's own parser of its command line"),
+            ("*test_collective_rpc*", "vLLM's own workers"),
+            ("*test_shutdown*", "vLLM's own processes"),
+            ("*test_error_sanitization.py*", "reads vLLM's source"),
+            ("*/correctness/* *test_accuracy*", "measures a large model"),
             ("*test_gpu_utilization*", "needs a GPU"),
             ("*test_offline_mode*", "downloads from the hub"),
-            ("*test_mcp_tools*", HARMONY),
-            ("*test_completion.py::test_single_completion*", "counts the tokens of OPT's tokenizer"),
-            ("*test_models.py::test_check_models", LORA),
-            ("*test_chat.py::test_single_chat_session*", "counts the tokens of Zephyr's tokenizer"),
-            ("*test_chat.py::test_structured_outputs_json_chat", WIT),
-            ("*test_chat.py::test_response_format_json_object", WIT),
-            ("*test_chat.py::test_response_format_json_schema", WIT),
-            ("*test_chat.py::test_complex_message_content", WIT),
-            ("*test_chat_echo.py::test_chat_session_with_echo_and_continue_final_message[[]test_case1[]]", WIT),
-            ("*test_root_path.py::*[[]test_case2[]]", WIT),
-            ("*test_chat.py::test_long_seed", PYDANTIC),
-            ("*test_chat.py::test_invocations", "SageMaker's routes are not served"),
-            ("*test_batched_chat_completions.py*", "a route of vLLM's own, /v1/chat/completions/batch"),
-            ("*test_parsable_context.py*", HARMONY),
-            ("*test_completion_with_function_calling.py::test_function_tool_use[[]True-*", REASONS),
-            ("*test_completion_with_function_calling.py::test_function_tool_use[[]False-auto-*", WIT),
-            ("*test_function_call.py::test_function_tool_use[[]auto-*", WIT),
-            ("*test_function_call.py::test_function_tool_use[[]required-*", REASONS),
-            ("*test_function_call.py::test_function_calling_with_streaming_expected_arguments*", WIT),
-            ("*test_function_call.py::test_function_calling_with_streaming_types[[]False-auto-*", WIT),
-            ("*test_function_call.py::test_function_calling_with_streaming_forced_tool_choice[[]auto-*", WIT),
-            ("*test_namespace_tool_separator.py*", "functions are the only tools, see docs/clients.md"),
-            ("*responses/test_basic.py::test_simple_input", WIT),
-            ("*responses/test_basic.py::test_instructions", WIT),
-            ("*responses/test_basic.py::test_chat", WIT),
-            ("*test_structured_output.py::test_structured_output", WIT),
-            ("*test_simple.py::test_reasoning_item*", REASONS),
-            ("*test_simple.py::test_enable_response_messages*", "a parameter of vLLM's own, enable_response_messages"),
-            ("*test_no_bad_words.py*", "expects the tokens of its model"),
-            ("*test_prompt_validation.py::test_require_mm_embeds*", MODALITIES),
-            ("*test_simple.py::test_*_reasoning_tokens_e2e*", REASONS),
-            ("*test_stateful.py*", "responses are not stored, see docs/clients.md"),
             ("*test_basic.py::test_request_cancellation*", "needs a context of 10,100 tokens"),
-            ("*::test_v2_endpoint_accepts*", "a route of vLLM's own, /v2/embed"),
-            ("*::test_no_request_id_header", "every response has X-Request-Id, see docs/clients.md"),
-            ("*::test_tokenizer_info*", "a route of vLLM's own, /tokenizer_info"),
-            ("*::test_server_load*", "a route of vLLM's own, /load"),
-            ("*test_orca_metrics.py*", "ORCA's header endpoint-load-metrics is not offered"),
-            ("*test_error_sanitization.py*", "reads vLLM's source"),
-            ("*test_thinking_token_budget.py*", REASONS),
-            ("*test_include_reasoning.py*", REASONS),
+            (
+                "*test_completion.py::test_single_completion* *test_chat.py::test_single_chat_session*"
+                " *test_no_bad_words.py* *test_chat.py::test_more_than_one_prompt_logprobs_chat*",
+                "counts or expects the tokens of its model",
+            ),
+            (
+                "*test_chat.py::test_structured_outputs_json_chat *test_chat.py::test_response_format_json_object"
+                " *test_chat.py::test_structured_outputs_regex_chat"
+                " *test_chat.py::test_response_format_json_schema *test_chat.py::test_complex_message_content"
+                " *test_chat_echo.py::test_chat_session_with_echo_and_continue_final_message[[]test_case1[]]"
+                " *test_root_path.py::*[[]test_case2[]] *responses/test_basic.py::test_simple_input"
+                " *responses/test_basic.py::test_instructions *responses/test_basic.py::test_chat"
+                " *test_structured_output.py::test_structured_output"
+                " *test_completion_with_function_calling.py::test_function_tool_use[[]False-auto-*"
+                " *test_function_call.py::test_function_tool_use[[]auto-*"
+                " *test_function_call.py::test_function_calling_with_streaming_expected_arguments*"
+                " *test_function_call.py::test_function_calling_with_streaming_types[[]False-auto-*"
+                " *test_function_call.py::test_function_calling_with_streaming_forced_tool_choice[[]auto-*",
+                "expects an answer that SmolLM2-135M does not give",
+            ),
+            (
+                "*test_completion_with_function_calling.py::test_function_tool_use[[]True-*"
+                " *test_function_call.py::test_function_tool_use[[]required-* *test_simple.py::test_reasoning_item*"
+                " *test_simple.py::test_*_reasoning_tokens_e2e* *test_include_reasoning.py*",
+                "needs a model that reasons",
+            ),
+        ),
+        missing=(
+            ("*lora* *test_models.py::test_check_models", "LoRA adapters"),
+            (
+                "*_vlm* *multimodal* *test_extra_content_fields* *test_prompt_validation.py::test_require_mm_embeds*",
+                "images, audio and video",
+            ),
+            ("*prompt_embeds*", "prompts as embeddings"),
+            ("*harmony* *test_mcp_tools* *test_parsable_context*", "gpt-oss, its Harmony format and its tools"),
+            ("*test_run_batch*", "the command run-batch"),
+            ("*sagemaker* *test_chat.py::test_invocations", "SageMaker's routes"),
+            ("*test_sleep*", "sleep mode"),
+            ("*test_tensorizer*", "weights in Tensorizer's format"),
+            ("*test_return_routed_experts*", "models with experts"),
+            ("*test_dp_supervisor* *test_multi_api_servers*", "data parallelism"),
+            ("*test_batched_chat_completions.py*", "batched chats, /v1/chat/completions/batch"),
+            ("*test_stateful.py*", "stored responses"),
+            ("*test_simple.py::test_enable_response_messages*", "enable_response_messages of responses"),
+            ("*test_namespace_tool_separator.py*", "tools other than functions"),
+            ("*::test_v2_endpoint_accepts*", "embeddings, /v2/embed"),
+            ("*test_orca_metrics.py*", "ORCA's header endpoint-load-metrics"),
+            ("*test_thinking_token_budget.py*", "thinking_token_budget"),
+            ("*::test_logprob_token_ids_[rs]* *test_completion.py::test_logprob_token_ids*", "logprob_token_ids"),
+        ),
+        differs=(
+            (
+                "*test_chat.py::test_extra_fields_allowed",
+                "unknown parameters are refused, unless --unknown-params warn",
+            ),
+            ("*test_chat.py::test_long_seed", "the wording of errors is not pydantic's"),
+            ("*::test_no_request_id_header", "every response has X-Request-Id"),
         ),
     ),
     "llama-cpp": Suite(
         "peer_llama_cpp",
         "tools/server/tests",
         ("unit",),
-        (
-            *((f"unit/test_{name}.py*", "llama.cpp's own routes and options") for name in LLAMA_CPP_OWN),
-            ("unit/test_basic.py::test_server_props", "a route of llama.cpp's own, /props"),
-            ("unit/test_basic.py::test_server_slots", "a route of llama.cpp's own, /slots"),
-            ("unit/test_basic.py::test_load_split_model", "a route of llama.cpp's own, /completion"),
-            ("unit/test_basic.py::test_no_webui", "a page of llama.cpp's own"),
-            ("unit/test_chat_completion.py::test_chat_completion[[]*", "expects the words and tokens of its model"),
-            ("unit/test_chat_completion.py::test_chat_completion_stream*", "expects the words and tokens of its model"),
-            ("unit/test_chat_completion.py::*with_timings_per_token", "a parameter of llama.cpp's own"),
-            ("unit/test_chat_completion.py::*with_json_schema*", "a parameter of llama.cpp's own, json_schema"),
-            ("unit/test_chat_completion.py::*with_grammar*", "a parameter of llama.cpp's own, grammar"),
+        not_applicable=(
+            (
+                " ".join(f"unit/test_{name}.py*" for name in LLAMA_CPP_OWN)
+                + " unit/test_basic.py::test_server_props unit/test_basic.py::test_server_slots"
+                " unit/test_basic.py::test_load_split_model unit/test_basic.py::test_no_webui"
+                " unit/test_security.py::test_correct_api_key unit/test_chat_completion.py::*with_timings_per_token"
+                " unit/test_chat_completion.py::*with_json_schema* unit/test_chat_completion.py::*with_grammar*",
+                "llama.cpp's own routes, parameters and options",
+            ),
+            (
+                "unit/test_chat_completion.py::test_chat_completion[[]*"
+                " unit/test_chat_completion.py::test_chat_completion_stream*",
+                "expects the words and tokens of its model",
+            ),
             ("unit/test_basic.py::test_server_models", "counts models; other cases need a server with three names"),
-            ("unit/test_chat_completion.py::*with_openai_library", "expects llama.cpp's fingerprint"),
-            ("unit/test_chat_completion.py::test_logprobs_stream", "OpenAI's chunk with the role has no logprobs"),
+        ),
+        missing=(("unit/test_embedding.py* unit/test_rerank.py*", "embeddings and reranking"),),
+        differs=(
+            ("unit/test_chat_completion.py::*with_openai_library", "fingerprints begin with octavo-"),
+            ("unit/test_chat_completion.py::test_logprobs_stream", "as at OpenAI, the role's chunk has no logprobs"),
             ("unit/test_security.py::*Allow-Credentials*", "pages send no cookies"),
-            ("unit/test_security.py::*Allow-Headers*", "the answer names the headers that were asked for"),
-            ("unit/test_basic.py::test_server_start_simple", "expects a body of /health"),
-            ("unit/test_security.py::*[[]/health[]]", "expects a body of /health"),
+            ("unit/test_security.py::*Allow-Headers*", "CORS answers name the headers that were asked for"),
+            (
+                "unit/test_basic.py::test_server_start_simple unit/test_security.py::*[[]/health[]]",
+                "/health has no body",
+            ),
             ("unit/test_security.py::*[[]/models[]]", "every route of OpenAI's needs the key"),
-            ("unit/test_security.py::test_openai_library_*", "OpenAI's routes are at /v1 only, see docs/clients.md"),
-            ("unit/test_security.py::test_correct_api_key", "the answer of llama.cpp's own /completions"),
+            ("unit/test_security.py::test_openai_library_*", "OpenAI's routes are at /v1 only"),
         ),
     ),
-    "sglang": Suite("peer_sglang", "test", ("registered/openai_server", "srt/openai_server"), ()),
+    "sglang": Suite("peer_sglang", "test", ("registered/openai_server", "srt/openai_server")),
 }
 
 
@@ -203,7 +218,7 @@ def run(name: str, path: Path, python: Path, words: str, base_model: Path) -> li
         "PYTHONDONTWRITEBYTECODE": "1",
         "PEER_ROOT": str(root),
         "PEER_REPORT": str(report),
-        "PEER_NOT_APPLICABLE": json.dumps(suite.not_applicable),
+        "PEER_REASONS": json.dumps(suite.reasons()),
         "PEER_BASE_MODEL": str(base_model),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -229,12 +244,23 @@ def run(name: str, path: Path, python: Path, words: str, base_model: Path) -> li
     return list(cases.values())
 
 
-def table(name: str, cases: list[dict[str, str]]) -> str:
+OUTCOMES = ("passed", "failed", "differs", "missing", "not applicable")
+
+
+def summary(name: str, cases: list[dict[str, str]]) -> str:
+    """The groups of cases that did not pass, with their reasons."""
     counts = Counter(case["outcome"] for case in cases)
-    lines = [f"## {name}: " + ", ".join(f"{counts[o]} {o}" for o in ("passed", "failed", "not applicable")), ""]
-    lines += ["| case | outcome | why |", "|---|---|---|"]
-    order = {"failed": 0, "passed": 1, "not applicable": 2}
-    for case in sorted(cases, key=lambda case: (order[case["outcome"]], case["case"])):
+    groups = Counter((case["outcome"], case["message"]) for case in cases if case["outcome"] != "passed")
+    lines = [f"## {name}: " + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES), ""]
+    lines += ["| cases | outcome | reason |", "|--:|---|---|"]
+    for (outcome, reason), count in sorted(groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -g[1], g[0][1])):
+        lines.append(f"| {count} | {outcome} | {reason.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def table(name: str, cases: list[dict[str, str]]) -> str:
+    lines = [f"## {name}: every case", "", "| case | outcome | why |", "|---|---|---|"]
+    for case in sorted(cases, key=lambda case: (OUTCOMES.index(case["outcome"]), case["case"])):
         lines.append(f"| {case['case']} | {case['outcome']} | {case['message'].replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
@@ -257,6 +283,6 @@ def main(arguments: list[str]) -> int:
         base = make_talking_checkpoint(Path(directory) / "base", max_position_embeddings=8192)
         found = {name: run(name, path, python, options.k, base) for name, path in paths.items()}
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text("\n".join(table(name, cases) for name, cases in found.items()))
-    print(options.output.read_text())
+    options.output.write_text("\n".join(part(n, cases) for part in (summary, table) for n, cases in found.items()))
+    print("\n".join(summary(name, cases) for name, cases in found.items()))
     return int(any(case["outcome"] == "failed" for cases in found.values() for case in cases))

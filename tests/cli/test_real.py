@@ -87,7 +87,7 @@ def test_seed_makes_sampling_reproducible(call: Call, model: str) -> None:
         (("-p", "x" * 40_000), 2, "maximum context length is"),
         (("--num-gpu-blocks-override", "2", "-p", "x" * 99), 2, "99"),
         (("--num-gpu-blocks-override", "2", "--max-model-len", "64"), 1, "max_model_len"),
-        (("--logit-bias", "99999=1"), 2, "--logit-bias: logit_bias has token 99999, and the largest token id is 96"),
+        (("--logit-bias", "99999=1"), 2, "--logit-bias: logit_bias has token 99999, the vocabulary has 97 tokens"),
         (("--logprobs", "21"), 2, "--logprobs: logprobs is 21, and the limit is 20; raise max_logprobs"),
         (("--chat-template", "/absent.jinja"), 1, "cannot read the chat template /absent.jinja: No such file"),
     ],

@@ -53,6 +53,17 @@ async def serving(built: BuiltEngine) -> AsyncIterator[AsyncLLM]:
             assert not engine.transport.queues
 
 
+async def test_max_tokens_beyond_the_models_length_ends_there(built: BuiltEngine) -> None:
+    async with serving(built) as engine:
+        for params in (
+            SamplingParams(max_tokens=10_000, ignore_eos=True),
+            SamplingParams(max_tokens=10_000, min_tokens=9_000),
+        ):
+            output = await last_of(engine, "Hello", params)
+            assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == engine.max_model_len
+            assert output.outputs[0].finish_reason == "length"
+
+
 async def last_of(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
     outputs = [output async for output in engine.generate(prompt, params, **options)]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]

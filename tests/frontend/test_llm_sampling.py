@@ -66,10 +66,10 @@ def same(ours: Any, wanted: Any) -> bool:
 # -- rejected values --------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"stop_token_ids": [97]}, "invalid_token_id", "stop_token_ids has token 97, and the largest token id is 96"),
+    ({"stop_token_ids": [97]}, "invalid_token_id", "stop_token_ids has token 97, the vocabulary has 97 tokens"),
     ({"allowed_token_ids": [5, 1 << 30]}, "invalid_token_id", "allowed_token_ids has token 1073741824, "),
     ({"bad_words_token_ids": [[5], [6, 97]]}, "invalid_token_id", "bad_words_token_ids has token 97, "),
-    ({"logit_bias": {97: 1}}, "invalid_logit_bias", "logit_bias has token 97, and the largest token id is 96"),
+    ({"logit_bias": {97: 1}}, "invalid_logit_bias", "logit_bias has token 97, the vocabulary has 97 tokens"),
     ({"logprobs": 21}, "invalid_value", "logprobs is 21, and the limit is 20; raise max_logprobs"),
     ({"logprobs": -1}, "invalid_value", "logprobs is -1, and the limit is 20; raise max_logprobs"),
     ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs is 21, and the limit is 20"),

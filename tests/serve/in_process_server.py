@@ -92,6 +92,7 @@ async def serving(
     args = EngineArgs(model=model, **({"chat_template": TEMPLATE} | options))
     built = build(args)
     async with AsyncLLM(built.engine, built.tokenizer) as engine:
+        engine.cuts_max_tokens = False  # as the client of `octavo serve`
         limits = EngineLimits(args.max_num_seqs, args.max_logprobs, args.scheduling_policy == "priority")
         serve_args = ServeArgs(**({"served_model_name": [NAME]} | settings))
         service = Service(engine, serve_args, model, limits, tracing)

@@ -144,7 +144,7 @@ class RequestBuilder:
         for name, ids in id_lists.items():
             if (largest := max(ids, default=0)) >= self._limits.vocab_size:
                 code = "invalid_logit_bias" if name == "logit_bias" else "invalid_token_id"
-                text = f"{name} has token {largest}, and the largest token id is {self._limits.vocab_size - 1}"
+                text = f"{name} has token {largest}, the vocabulary has {self._limits.vocab_size} tokens"
                 raise ParameterError(text, param=name, code=code)
         max_logprobs = self._limits.vocab_size if self._limits.max_logprobs < 0 else self._limits.max_logprobs
         for name, num in (("logprobs", logprobs), ("prompt_logprobs", params.prompt_logprobs)):

@@ -26,6 +26,8 @@ class AsyncLLM(EngineClient[EngineThread]):
     The object owns `engine`. It serves several event loops; an iterator belongs to the loop on which it started.
     """
 
+    cuts_max_tokens = True
+
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
         text = InputProcessor(tokenizer, engine.limits.vocab_size, engine.limits.max_model_len)
         super().__init__(EngineThread(engine, text), text, engine.default_params)

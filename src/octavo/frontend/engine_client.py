@@ -78,7 +78,12 @@ T = TypeVar("T", bound=Transport)
 
 
 class EngineClient(Generic[T]):
-    """An engine for callers on an event loop. Any number of requests run at once, each as an async iterator."""
+    """An engine for callers on an event loop. Any number of requests run at once, each as an async iterator.
+
+    cuts_max_tokens   a max_tokens beyond the model's length ends there; otherwise it is refused
+    """
+
+    cuts_max_tokens = False
 
     def __init__(self, transport: T, input_processor: InputProcessor, default_params: SamplingParams) -> None:
         self.transport = transport
@@ -125,7 +130,7 @@ class EngineClient(Generic[T]):
         request = EngineRequest(
             f"octavo-{next(self._names)}" if request_id is None else request_id,
             token_ids,
-            params,
+            self.input_processor.cut_to_fit(params, len(token_ids)) if self.cuts_max_tokens else params,
             prompt=text,
             priority=priority,
             salt=salt,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
 
 from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from octavo.text.grammar import Compilation, Grammar, GrammarCompiler
 
 logger = logging.getLogger("octavo")
+P = TypeVar("P", bound="SamplingParams | BeamSearchParams")
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; {"prompt": text}, with "parse_special": True to encode special tokens in it; or
@@ -174,6 +176,13 @@ class InputProcessor:
         words = [*(params.bad_words_token_ids or ()), *map(tuple, self.encode_bad_words(params.bad_words))]
         params.bad_words_token_ids = tuple(dict.fromkeys(words))
         return params
+
+    def cut_to_fit(self, params: P, num_prompt: int) -> P:
+        """The parameters with a `max_tokens` that ends where the model's length does, as vLLM's engines end."""
+        room = 0 if self._max_model_len is None else self._max_model_len - num_prompt
+        if isinstance(params, BeamSearchParams) or room < 1 or params.max_tokens is None or params.max_tokens <= room:
+            return params
+        return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of bad words, each at the beginning of a text and after a space."""

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import TracebackType
 from typing import Any, cast
 
@@ -209,7 +209,10 @@ class LLM:
         """Queue all requests, or none if one is invalid; returns their ids."""
         encoded = [self.input_processor.encode(p) for p in prompt_list(prompts)]
         params = self._params_of(sampling_params, len(encoded))
-        params = [self._cut_to_fit(p, len(token_ids)) for p, (_, token_ids) in zip(params, encoded, strict=True)]
+        params = [
+            self.input_processor.cut_to_fit(p, len(token_ids))
+            for p, (_, token_ids) in zip(params, encoded, strict=True)
+        ]
         grammars = [self.input_processor.compile_grammar(p) for p in params]
         if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
             raise ParameterError(f"priority must be a list of integers, not {priority!r}", param="priority")
@@ -252,13 +255,6 @@ class LLM:
         if len(params) != num:
             raise ParameterError(f"{len(params)} sampling_params for {num} prompts; pass one for all or one per prompt")
         return [self.input_processor.prepare_params(p) for p in params]
-
-    def _cut_to_fit(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """The parameters with a `max_tokens` that ends where the model's length does, as vLLM's offline engine ends."""
-        room = self.config.max_model_len - num_prompt
-        if isinstance(params, BeamSearchParams) or room < 1 or params.max_tokens is None or params.max_tokens <= room:
-            return params
-        return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
         """Run steps until these requests have finished. Closing the generator aborts them, also before its first

@@ -57,8 +57,9 @@ class SamplingParams(ValidatedParams):
     min_tokens                  tokens to generate before a stop token or stop string can end the output
     seed                        any int64. Noise is a function of (seed, sample index, position) only, independent of
                                 batch, decode window and preemption. None: the engine picks a seed
-    max_tokens                  tokens to generate; None: as many as fit. Of a number that does not fit, `LLM` generates
-                                what fits, and a server refuses it. 0: the prompt only, with echo or prompt_logprobs
+    max_tokens                  tokens to generate; None: as many as fit. Of a number that does not fit, `LLM` and
+                                `AsyncLLM` generate what fits, and a server refuses it. 0: the prompt only, with echo or
+                                prompt_logprobs
     stop                        strings that end the output
     stop_token_ids              token ids that end the output
     ignore_eos                  continue after the model's end-of-sequence tokens

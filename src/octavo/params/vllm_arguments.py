@@ -207,7 +207,8 @@ SERVER: tuple[Argument, ...] = (
         " trust_request_chat_template default_chat_template_kwargs tool_call_parser host port uds uvicorn_log_level"
         " disable_access_log_for_endpoints allowed_origins api_key ssl_keyfile ssl_certfile ssl_ca_certs root_path"
         " enable_log_requests enable_auto_tool_choice enable_prompt_tokens_details enable_request_id_headers"
-        " max_num_queued_reqs max_num_queued_tokens sse_keep_alive_interval"),
+        " max_num_queued_reqs max_num_queued_tokens sse_keep_alive_interval return_tokens_as_token_ids"
+        " enable_force_include_usage enable_tokenizer_info_endpoint"),
     *_only("server", "the server is one process", data_parallel_supervisor_port=9256,
         dp_supervisor_probe_interval_s=5.0, dp_supervisor_probe_timeout_s=5.0, dp_supervisor_probe_failure_threshold=3,
         api_server_count=1, headless=False, grpc=False),
@@ -215,9 +216,8 @@ SERVER: tuple[Argument, ...] = (
     *_only("server", "options come from the command line", "config log_config_file"),
     *_only("server", "no code of others runs in the server", "middleware tool_parser_plugin tool_server"),
     *_only("server", "the server answers as OpenAI's", chat_template_content_format=("auto", "string", "openai"),
-        response_role="assistant", return_tokens_as_token_ids=False, exclude_tools_when_tool_choice_none=False,
-        enable_force_include_usage=False, enable_tokenizer_info_endpoint=False, enable_per_request_metrics=False,
-        enable_server_load_tracking=False),
+        response_role="assistant", exclude_tools_when_tool_choice_none=False, enable_per_request_metrics=False),
+    *_any("server", "/load always counts the requests in progress", flags="enable_server_load_tracking"),
     *_only("server", "texts of requests are not logged", "max_log_len", enable_log_outputs=False, log_error_stack=False,
         disable_uvicorn_access_log=False),
     *_only("server", "responses carry one fingerprint", "fingerprint_value", fingerprint_mode="full"),
@@ -235,8 +235,8 @@ SAMPLING: tuple[Argument, ...] = (
         " stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize"
         " skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind structured_outputs"
         " logit_bias allowed_token_ids bad_words skip_reading_prefix_cache"),
-    *_only("sampling", "use logprobs, which gives the top tokens", "logprob_token_ids"),
-    *_only("sampling", "log-probabilities are dicts by token id", flat_logprobs=False),
+    *_only("sampling", "the sampler ranks the top tokens only; use logprobs", "logprob_token_ids"),
+    *_any("sampling", "log-probabilities are a list of dicts, which reads the same", flags="flat_logprobs", warns=True),
     *_any("sampling", "parameters are copied when they are used", "skip_clone"),
     *_only("sampling", "it is not supported", "extra_args thinking_token_budget repetition_detection"),
     *_only("sampling", "no family here has experts", routed_experts_prompt_start=0),

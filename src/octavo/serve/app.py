@@ -79,6 +79,8 @@ class App:
         self._add(app, "GET", "/v1/models/{model:path}", self.model)
         self._add(app, "POST", "/tokenize", self.tokenize)
         self._add(app, "POST", "/detokenize", self.detokenize)
+        if settings.enable_tokenizer_info_endpoint:
+            self._add(app, "GET", "/tokenizer_info", self.tokenizer_info)
         self._add(app, "GET", "/health", self.health)
         self._add(app, "GET", "/ping", self.health)
         self._add(app, "GET", "/ready", self.ready)
@@ -266,6 +268,12 @@ class App:
         service.request_parser.resolve_model(body)
         service.check_ids(body.tokens, "tokens")
         return json_response({"prompt": await service.decode(body.tokens, False, context.tenant.number)})
+
+    async def tokenizer_info(self, context: RequestContext) -> HttpResponse:
+        """What clients read that tokenize through the server, lm-eval for example."""
+        tokenizer = self.service.tokenizer
+        info = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": self.service.backend.max_model_len}
+        return json_response({**info, **tokenizer.special_tokens, "chat_template": tokenizer.chat_template})
 
     # -- models and state ----------------------------------------------------------------------------------------------
 

@@ -55,6 +55,9 @@ class ServeArgs(ValidatedParams):
                                  8 MiB
     unknown_params               refuse a request with an unknown parameter, or warn and ignore the parameter
     strict_openai                apply OpenAI's narrower limits: model required, 4 stop strings, 5 logprobs
+    return_tokens_as_token_ids   tokens of log-probabilities are written token_id:N, unless a request chooses
+    enable_force_include_usage   every chunk of a stream has the usage so far, and a last one the whole
+    enable_tokenizer_info_endpoint  answer /tokenizer_info: special tokens and the chat template
     trust_request_chat_template  allow chat templates in requests
     default_chat_template_kwargs  chat template variables as JSON, unless a request sets them
     tool_call_parser             format of the model's tool calls; auto: detected from its chat template
@@ -101,6 +104,9 @@ class ServeArgs(ValidatedParams):
     max_body_bytes: int | None = None
     unknown_params: UnknownParams = "refuse"
     strict_openai: bool = False
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     tool_call_parser: ToolFormat = "auto"
@@ -128,7 +134,8 @@ class ServeArgs(ValidatedParams):
         for name in ("queue_timeout", "shutdown_timeout", "sse_keep_alive_interval"):
             self._check_number(name, 0.0, 1e6)
         self._check_bool("insecure", "strict_openai", "trust_request_chat_template", "metrics_public", "view_text")
-        self._check_bool("enable_log_requests", "disable_log_stats")
+        self._check_bool("enable_log_requests", "disable_log_stats", "return_tokens_as_token_ids")
+        self._check_bool("enable_force_include_usage", "enable_tokenizer_info_endpoint")
         self._check_choice("unknown_params", ("refuse", "warn"))
         self._check_choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
         self._check_choice("reasoning_parser", ("auto", "think", "none"))

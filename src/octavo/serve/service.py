@@ -119,6 +119,8 @@ class Service:
             allow_request_templates=settings.trust_request_chat_template,
             template_kwargs=settings.default_chat_template_kwargs or {},
             max_json_whitespace=settings.max_json_whitespace,
+            tokens_as_ids=settings.return_tokens_as_token_ids,
+            force_usage=settings.enable_force_include_usage,
         )
         self.fingerprint = "octavo-" + hashlib.sha256(f"{self.model_names[0]} {self.started}".encode()).hexdigest()[:8]
 

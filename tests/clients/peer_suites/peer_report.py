@@ -1,4 +1,4 @@
-"""A pytest plugin that skips the cases that do not apply, and writes each case's outcome to $PEER_REPORT as JSON."""
+"""A pytest plugin that skips the cases that cannot pass, and writes each case's outcome to $PEER_REPORT as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import Any
 import octavo_server
 import pytest
 
-NOT_APPLICABLE: list[list[str]] = json.loads(os.environ["PEER_NOT_APPLICABLE"])
+REASONS: list[list[str]] = json.loads(os.environ["PEER_REASONS"])
+"""(pattern, outcome, reason)"""
+SKIPPED = ("missing", "not applicable")
 ROOT = Path(os.environ["PEER_ROOT"])
 MAX_MESSAGE_CHARS = 300
 
 
-def reason_against(case: str) -> str:
-    return next((reason for pattern, reason in NOT_APPLICABLE if fnmatch.fnmatchcase(case, pattern)), "")
+def reason_against(case: str) -> tuple[str, str]:
+    """The outcome that is known before, and its reason; empty if there is none."""
+    found = ((outcome, reason) for pattern, outcome, reason in REASONS if fnmatch.fnmatchcase(case, pattern))
+    return next(found, ("", ""))
 
 
 def write(case: str, outcome: str, message: str = "") -> None:
@@ -31,17 +35,17 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     name = str(collection_path.relative_to(ROOT))
-    reason = reason_against(name)
-    if reason:
-        write(name, "not applicable", reason)
+    outcome, reason = reason_against(name)
+    if outcome in SKIPPED:
+        write(name, outcome, reason)
         return True
     return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        reason = reason_against(item.nodeid)
-        if reason:
+        outcome, reason = reason_against(item.nodeid)
+        if outcome in SKIPPED:
             item.add_marker(pytest.mark.skip(reason=reason), append=False)
 
 
@@ -60,10 +64,13 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
+    outcome, why = reason_against(report.nodeid)
     if report.outcome == "skipped":
         reason = getattr(report, "wasxfail", None)
         text = f"the suite expects a failure: {reason}" if reason is not None else report.longrepr[2]
-        write(report.nodeid, "not applicable", text.removeprefix("Skipped: "))
+        write(report.nodeid, outcome if outcome in SKIPPED else "not applicable", text.removeprefix("Skipped: "))
+    elif report.outcome == "failed" and outcome == "differs":
+        write(report.nodeid, outcome, why)
     elif report.outcome == "failed":
         crash = getattr(report.longrepr, "reprcrash", None)
         place = f"{crash.path.rsplit('/', 1)[-1]}:{crash.lineno} " if crash else ""

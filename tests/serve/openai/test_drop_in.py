@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.clients.tiny_server import serving
-from tests.serve.openai.test_error_table import JSON, MESSAGES, C, H, Peer, R, functions
+from tests.clients.tiny_server import TEMPLATE, serving
+from tests.serve.openai.test_error_table import JSON, MESSAGES, VOCAB, C, H, Peer, R, functions
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 4}
 BOS, A = 1, 67
@@ -19,6 +19,14 @@ BOS, A = 1, 67
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
     with serving(tmp_path_factory.mktemp("server"), "--root-path", "/api", "--unknown-params", "warn") as url:
+        yield Peer(url)
+
+
+@pytest.fixture(scope="module")
+def flagged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
+    flags = ["--return-tokens-as-token-ids", "--enable-force-include-usage", "--enable-tokenizer-info-endpoint"]
+    flags += ["--enable-server-load-tracking", "--max-logprobs", "-1"]
+    with serving(tmp_path_factory.mktemp("flagged"), *flags) as url:
         yield Peer(url)
 
 
@@ -174,7 +182,7 @@ def test_a_forced_tool_call_drops_the_format_of_content(peer: Peer) -> None:
     ask = {"tools": functions({"name": "f"}), "tool_choice": "required", "max_tokens": 60, "ignore_eos": False}
     for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}):
         message = chat(peer, **ask, response_format=form)["choices"][0]["message"]
-        assert message["tool_calls"][0]["function"]["name"] == "f"
+        assert message["tool_calls"][0]["function"]["name"] == "f" and message["content"] == ""
 
 
 def test_responses_have_log_probabilities(peer: Peer) -> None:
@@ -200,6 +208,74 @@ def test_responses_have_log_probabilities(peer: Peer) -> None:
     entries = answer["output"][0]["content"][0]["logprobs"]
     assert len(entries) == answer["usage"]["output_tokens"] > len("7")  # the last token has no text
     assert peer.post(R, body | {"top_logprobs": 21}).error == (400, "invalid_value", "top_logprobs")
+
+
+def test_flags_of_vllm_change_the_defaults_of_requests(flagged: Peer) -> None:
+    for ask, is_id in (({}, True), ({"return_tokens_as_token_ids": False}, False)):
+        (entry, *_) = chat(flagged, logprobs=True, top_logprobs=1, **ask)["choices"][0]["logprobs"]["content"]
+        tokens = [entry["token"], entry["top_logprobs"][0]["token"]]
+        tokens += completed(flagged, "Hi", logprobs=0, **ask)["logprobs"]["tokens"]
+        assert {token.startswith("token_id:") for token in tokens} == {is_id}
+    for path in (C, H):
+        for ask in ({}, {"stream_options": {"include_usage": False}}):
+            *chunks, last = [chunk["usage"] for chunk in streamed(flagged, path, **ask)]
+            assert last["completion_tokens"] == 4 and {usage["prompt_tokens"] for usage in chunks} == {
+                last["prompt_tokens"]
+            }
+    assert json.loads(flagged.send("GET", "/load").body) == {"server_load": 0}
+
+
+def test_tokenizer_info(flagged: Peer, peer: Peer) -> None:
+    info = json.loads(flagged.send("GET", "/tokenizer_info").body)
+    assert info == {
+        "tokenizer_class": "Tokenizer",
+        "model_max_length": 512,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": TEMPLATE,
+    }
+    assert flagged.send("GET", "/tokenizer_info", auth=False).error == (401, "invalid_api_key", None)
+    assert peer.send("GET", "/tokenizer_info").error == (404, "not_found", None)
+
+
+def test_minus_one_asks_for_the_whole_vocabularys_log_probabilities(flagged: Peer, peer: Peer) -> None:
+    body = chat(flagged, prompt_logprobs=-1, logprobs="true", top_logprobs=-1)
+    assert {len(entries) for entries in body["prompt_logprobs"][1:]} == {VOCAB}
+    assert {len(entry["top_logprobs"]) for entry in body["choices"][0]["logprobs"]["content"]} == {VOCAB}
+    assert {len(top) for top in completed(flagged, "Hi", logprobs=-1)["logprobs"]["top_logprobs"]} == {VOCAB}
+    assert chat(peer, logprobs="false")["choices"][0]["logprobs"] is None
+    for change in ({"prompt_logprobs": -1}, {"logprobs": "true", "top_logprobs": -1}, {"logprobs": "yes"}):
+        name = "top_logprobs" if "top_logprobs" in change else next(iter(change))
+        assert peer.post(H, {"messages": MESSAGES, **change}).error == (400, "invalid_value", name)
+    error = flagged.post(C, {"prompt": [5] * 400, "max_tokens": 100, "logprobs": -1, "echo": True, "n": 16}).error
+    assert error[:2] == (400, "request_too_large")
+
+
+def test_the_template_gets_other_roles_as_they_are(peer: Peer) -> None:
+    message = {"role": "critic", "content": "Hi"}
+    assert good(peer, "/tokenize", {"messages": [message]})["count"] == len("critic:Hi;a:")
+    assert chat(peer, messages=[message])["usage"]["prompt_tokens"] == len("critic:Hi;a:")
+    assert peer.post(H, {"messages": [{"role": "critic", "content": None}]}).error[0] == 400
+
+
+def test_errors_of_logit_bias_name_the_keys(peer: Peer) -> None:
+    for path, prompt in ((C, {"prompt": "Hi"}), (H, {"messages": MESSAGES})):
+        for biases, texts in (
+            ({"bad1": 1, "5": 1, "bad2": 2}, ["'bad1', 'bad2'"]),
+            ({str(VOCAB + 1): 1}, ["98", "97"]),
+        ):
+            response = peer.post(path, {**prompt, "logit_bias": biases})
+            assert response.error == (400, "invalid_logit_bias", "logit_bias")
+            assert all(text in json.loads(response.body)["error"]["message"] for text in texts)
+
+
+def test_responses_take_penalties(peer: Peer) -> None:
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 2, "frequency_penalty": 2}
+    want, plain = chat(peer, **penalties), chat(peer)
+    ask = {"input": "Hi", "max_output_tokens": 4, "temperature": 0, "ignore_eos": True}
+    texts = [good(peer, R, ask | more)["output"][0]["content"][0]["text"] for more in (penalties, {})]
+    assert texts == [body["choices"][0]["message"]["content"] for body in (want, plain)] and texts[0] != texts[1]
+    assert peer.post(R, ask | {"presence_penalty": 3}).error == (400, "decimal_out_of_range", "presence_penalty")
 
 
 def test_null_means_not_set_in_responses(peer: Peer) -> None:

@@ -274,7 +274,7 @@ CHATS: list[Case] = [
     *each(59, "invalid_type", "messages", "Hi", {}, ["Hi"], [7], [None], [[]]),
     *turn(
         *(60, "invalid_value", "role"),
-        *({"role": role, "content": "a"} for role in ("king", "__proto__", "", None, 7, [])),
+        *({"role": role, "content": "a"} for role in ("a king", "<s>", "k" * 65, "", None, 7, [])),
     ),
     (60, {"messages": [*MESSAGES, {"content": "a"}]}, "invalid_value", "messages[1].role"),
     *turn(60, "invalid_value", "content", {"content": None}, {}),

@@ -42,6 +42,7 @@ MAX_ARGUMENT_BYTES = 1 << 20
 MAX_TOP_LOGPROBS = 20
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts, and their fields with text."""
+TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")
 SAMPLING = tuple(schema.Sampling.__annotations__)
 BEAM_SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
 BEAM_SEARCH_UNSUPPORTED = {*SAMPLING, "echo", "response_format", "structured_outputs"} - BEAM_SAMPLING
@@ -109,6 +110,8 @@ class RequestParser:
     num_ids              size of the vocabulary; None: not known here
     priority_scheduling  the scheduler orders requests by priority
     has_tools            the model's tool calls are parsed; otherwise `no_tools_reason` tells why not
+    tokens_as_ids        default of return_tokens_as_token_ids
+    force_usage          streams have the usage on every chunk
     """
 
     model_names: tuple[str, ...]
@@ -124,6 +127,8 @@ class RequestParser:
     allow_request_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_json_whitespace: int = 12
+    tokens_as_ids: bool = False
+    force_usage: bool = False
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
@@ -152,8 +157,9 @@ class RequestParser:
         messages = parse_messages(body.messages) if messages is None else messages
         template = self.chat_template_options(body)
         tools, required = self._choose_tools(parse_tools(body.tools) if tools is None else tools, body.tool_choice)
-        top = self._check_count("top_logprobs", body.top_logprobs, min(MAX_TOP_LOGPROBS, self.max_logprobs))
-        if top and not body.logprobs:
+        limit = MAX_TOP_LOGPROBS if self.strict_openai else self.max_logprobs
+        top, has_logprobs = self._check_count("top_logprobs", body.top_logprobs, limit), body.logprobs in (True, "true")
+        if top and not has_logprobs:
             raise bad_request("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
         given, echo = _given(body, ChatRequest), body.echo is True
         given.pop("echo", None)  # not the rendered prompt, as for completions, but the last message
@@ -163,7 +169,7 @@ class RequestParser:
         request = self._parse_common(
             given,
             model,
-            (top or 0) if body.logprobs else None,
+            (top or 0) if has_logprobs else None,
             max_tokens=getattr(body, name),
             default_max_tokens=None,
             param_aliases={"max_tokens": name, "logprobs": "logprobs" if top is None else "top_logprobs"},
@@ -230,6 +236,7 @@ class RequestParser:
         param_aliases: Mapping[str, str] | None = None,
     ) -> ParsedRequest:
         stream = given.get("stream", False)
+        forced = stream and self.force_usage
         options = given.get("stream_options")
         if options is not None and not stream:
             raise bad_request("invalid_value", "stream_options needs stream to be true", "stream_options")
@@ -261,8 +268,8 @@ class RequestParser:
             model=model,
             params=params,
             stream=stream,
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+            include_usage=forced or bool(options and options.include_usage),
+            continuous_usage=forced or bool(options and options.include_usage and options.continuous_usage_stats),
             top_logprobs=logprobs,
             prompt_logprobs="prompt_logprobs" in given,
             echo=given.get("echo", False),
@@ -272,7 +279,7 @@ class RequestParser:
             truncate=given.get("truncate_prompt_tokens"),
             truncation_side=given.get("truncation_side", "left"),
             return_token_ids=given.get("return_token_ids", False),
-            return_tokens_as_ids=given.get("return_tokens_as_token_ids", False),
+            return_tokens_as_ids=given.get("return_tokens_as_token_ids", self.tokens_as_ids),
             n=n,
             param_aliases=aliases,
         )
@@ -286,6 +293,8 @@ class RequestParser:
             if given.get("stream"):
                 raise bad_request("invalid_value", "prompt_logprobs are not streamed; remove stream", "prompt_logprobs")
             values["prompt_logprobs"] = num
+        if "logit_bias" in given:
+            values["logit_bias"] = parse_logit_bias(given["logit_bias"])
         if "best_of" in given:
             if given.get("stream") and given["best_of"] > 1:
                 raise bad_request("invalid_value", "best_of cannot be streamed; remove stream", "best_of")
@@ -384,9 +393,11 @@ class RequestParser:
         return {**structured_output, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{limit}}}"}
 
     def _check_count(self, name: str, value: int | None, limit: int) -> int | None:
-        if value is not None and (value < 0 or (value > limit and limit >= 0)):
+        """A number of log-probabilities; -1 asks for the whole vocabulary's."""
+        count = self.num_ids if value == -1 and self.num_ids is not None else value
+        if count is not None and (count < 0 or (count > limit and limit >= 0)):
             raise bad_request("invalid_value", f"{name} is {value}; it must be from 0 to {limit}", name)
-        return value
+        return count
 
     def _priority(self, value: int) -> int:
         if value and not self.priority_scheduling:
@@ -443,6 +454,13 @@ def parse_prompts(value: str | list[Any]) -> list[str | list[int]]:
     if kinds == {list} and not all(value):
         raise bad_request("empty_array", "prompt has an empty array; send at least one token id", "prompt")
     return value
+
+
+def parse_logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    if wrong := [key for key in biases if TOKEN_ID.match(key) is None]:
+        names = ", ".join(repr(cut(key, 60)) for key in wrong[:8])
+        raise bad_request("invalid_logit_bias", f"logit_bias has keys that are not token ids: {names}", "logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def parse_messages(messages: Sequence[schema.Message]) -> list[dict[str, Any]]:

@@ -447,7 +447,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
             _join(message, *TEXT_FIELDS)
             for call in message.get("tool_calls", ()):
                 _join(call["function"], "arguments")
-            if message["content"] is None and "tool_calls" not in message:
+            if message["content"] is None and ("tool_calls" not in message or self.request.required_tool is not None):
                 message["content"] = ""
         yield from super().build()
 

@@ -45,6 +45,8 @@ class ToolCall(Struct, gc=False):
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+CustomRole = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
+"""OpenAI's roles, and others that the chat template knows."""
 Content = str | list[ContentPart] | None
 
 
@@ -52,7 +54,7 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A chat message. The model does not get the fields after `reasoning_content`, which responses and marks of other
     servers' caches have."""
 
-    role: Role
+    role: CustomRole
     content: Content = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -193,7 +195,7 @@ class Sampling(Body, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     min_tokens: int | None = None
@@ -244,7 +246,7 @@ LenientMessages = Annotated[list[LenientMessage], Meta(min_length=1, max_length=
 class ChatRequest(Generation, kw_only=True):
     messages: Messages
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
+    logprobs: bool | Literal["true", "false"] | None = None
     top_logprobs: int | None = None
     tools: Unread = UNSET
     tool_choice: str | ToolChoice | None = None
@@ -275,6 +277,9 @@ class ResponseRequest(Body, kw_only=True):
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     ignore_eos: bool | None = None
     stop: str | list[str] | None = None
     chat_template_kwargs: Unread = UNSET
