@@ -30,7 +30,7 @@ from octavo.engine.executor import StepHandle
 from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs, RowState
-from octavo.runner.executor import Executor
+from octavo.runner.executor import Executor, make_executor
 from octavo.runner.graphs import Model
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import Platform
@@ -239,7 +239,7 @@ def tag(llm: LLM, platform: Platform, *, graphs: bool = True) -> Tags:
         vocab_size=engine.limits.vocab_size,
         graphs=graphs,
     )
-    executor = platform.executor(runner)
+    executor = make_executor(runner)
     losses, schedule = LostBlocks(), engine.scheduler.schedule
 
     def next_turn() -> InFlightStep:

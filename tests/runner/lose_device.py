@@ -27,8 +27,7 @@ from octavo.errors import EngineError
 from octavo.frontend.build import BuiltEngine, build
 from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.process_transport import process_client
-from octavo.runner.executor import Advance
-from octavo.runner.model_runner import ModelRunner
+from octavo.runner.model_runner import Advance, ModelRunner
 from octavo.runner.output_buffers import StepOutput
 from tests.runner.stub_platform import use_stub_platform
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo import LLM
 from octavo.kernels import reference
 from octavo.kernels.row_state import DecodeInputs
+from octavo.runner.executor import make_executor
 from octavo.runner.graphs import Graphs
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import Platform
@@ -74,7 +75,7 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
         graphs=True,
     )
     llm.engine.executor.close()
-    llm.engine.executor = platform.executor(runner)
+    llm.engine.executor = make_executor(runner)
     return llm
 
 

@@ -14,9 +14,18 @@ import pytest
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
 from octavo.errors import StepError
-from octavo.runner.executor import ThreadedExecutor
+from octavo.runner.executor import ThreadedExecutor, make_executor
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
 from octavo.runner.platform import CpuPlatform
+from tests.runner.handwritten_plans import NextTokenModel, make_runner
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 8])
+def test_a_started_executor_returns_its_capacity(num_host_blocks: int) -> None:
+    executor = make_executor(make_runner(NextTokenModel(), CpuPlatform(), num_host_blocks))
+    capacity = executor.start()
+    executor.close()
+    assert capacity[:2] == (8, num_host_blocks) and (capacity.move_s > 0) == (num_host_blocks > 0)
 
 
 class FakeRunner:

@@ -19,8 +19,8 @@ from octavo import LLM, SamplingParams
 from octavo.cli.main import FAILED, explain
 from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, StepError
-from octavo.runner.executor import Advance, Executor
-from octavo.runner.model_runner import ModelRunner
+from octavo.runner.executor import Executor
+from octavo.runner.model_runner import Advance, ModelRunner
 from octavo.runner.output_buffers import StepOutput
 from octavo.runner.platform import CudaPlatform
 from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner

@@ -17,7 +17,8 @@ from octavo.core.plan import StepPlan
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import request_failed_error
 from octavo.errors import StepError, StepMemoryError
-from octavo.runner.executor import Executor, ThreadedExecutor, step_error
+from octavo.runner.executor import Executor, ThreadedExecutor
+from octavo.runner.failures import step_error
 from octavo.runner.platform import CpuPlatform
 from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 from tests.runner.stub_platform import StubPlatform, use_stub_platform

@@ -6,30 +6,22 @@ import ctypes
 import queue
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import GrammarBitmask
-from octavo.errors import DeviceLostError, StepError, StepMemoryError
-
-if TYPE_CHECKING:
-    from octavo.runner.model_runner import ModelRunner
-    from octavo.runner.output_buffers import StepOutput
+from octavo.engine.executor import Capacity, GrammarBitmask
+from octavo.errors import StepError
+from octavo.runner.failures import device_lost, step_error
+from octavo.runner.memory.budget import LESS_SWAP
+from octavo.runner.memory.profile import Precompile
+from octavo.runner.model_runner import Advance, ModelRunner
+from octavo.runner.output_buffers import StepOutput
 
 WAIT_INTERVAL_S = 0.2
 """Longest single wait for a thread: the caller's thread handles signals between two waits."""
 POLL_INTERVAL_S = 5e-5
 """Pause between two queries of the device in a wait with a timeout."""
-OUT_OF_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-"""Parts of error messages of torch on a CPU, CUDA's driver and its libraries, which have no error type for this."""
 CLOSE_TIMEOUT_S = 60.0
 """Longest wait for the running step in `ThreadedExecutor.close`."""
-Advance = Callable[[GrammarBitmask | None], None]
-"""Queues the rest of a plan. Called once for each column with grammar bitmasks, or once with None."""
 
 
 class StepHandle:
@@ -112,6 +104,16 @@ class Executor:
         self.runner = runner
         self._failed = False
         self._closed = False
+
+    def start(self, precompile: Precompile | None = None) -> Capacity:
+        """Compile kernels, capture graphs and time swaps. Call it before the first plan: it overwrites blocks."""
+        runner, move_s = self.runner, 0.0
+        runner.capture(precompile)
+        num_blocks, num_host_blocks = (len(pool) - 1 for pool in (runner.kv, runner.swapper.host_kv))
+        if num_host_blocks:
+            with runner.platform.startup_errors("moving blocks to the host", lambda _: LESS_SWAP):
+                move_s = runner.measure_swap()
+        return Capacity(num_blocks, num_host_blocks, move_s)
 
     def submit(self, plan: StepPlan) -> StepHandle:
         assert not self._closed
@@ -266,40 +268,6 @@ class ThreadedExecutor(Executor):
         self.thread.join(timeout=CLOSE_TIMEOUT_S)
 
 
-MAX_MESSAGE = 300
-"""Characters of an error message: CUDA's go on with advice for debugging, compilers' with source code."""
-
-
-def step_error(error: BaseException) -> StepError:
-    """The `StepError` for an error in a step.
-
-    If memory ran out, the frames of the error are cleared: they keep the step's tensors alive.
-    """
-    kind = StepMemoryError if is_out_of_memory(error) else StepError
-    if kind is StepMemoryError:
-        clear_tracebacks(error)
-    return kind(f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_MESSAGE]}")
-
-
-def device_lost(cause: BaseException) -> DeviceLostError:
-    """The error that ends the engine, with the first line of CUDA's message: the others are debugging advice."""
-    message = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-    return DeviceLostError(f"the GPU no longer answers this process, only a new process can use it: {message}")
-
-
-def clear_tracebacks(error: BaseException | None) -> None:
-    """Drop the local variables in the frames of an error and of its causes."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if the error or one of its causes is a lack of memory: handling one may raise another error."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def make_executor(runner: ModelRunner) -> Executor:
+    """The kind of executor that the runner's platform needs."""
+    return ThreadedExecutor(runner) if runner.platform.is_host else Executor(runner)

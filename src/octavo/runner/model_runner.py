@@ -24,7 +24,6 @@ from octavo.integers import cdiv
 from octavo.kernels.row_state import NUM_COLUMNS, DecodeInputs, RowState
 from octavo.runner.checksums import NO_SWAP_IN_CHECK, SwapInCheck
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.executor import Advance
 from octavo.runner.graphs import Graphs, Model
 from octavo.runner.input_buffers import (
     EMPTY_PAIR,
@@ -59,6 +58,8 @@ MAX_GRAPH_CANDIDATES = 64
 """Most beam candidates per row that a graph finds."""
 Work = Generator[None, GrammarBitmask | None, None]
 """Queues a plan. Yields for the bitmask of each column that waits for one, once if none does."""
+Advance = Callable[[GrammarBitmask | None], None]
+"""Queues the rest of a plan. Called once for each column with grammar bitmasks, or once with None."""
 
 
 class GraphKey(NamedTuple):
