@@ -203,7 +203,7 @@ def test_prompt_logits_are_computed_in_parts(
                     max_rows = max(max_rows, len(set(logits_rows.tolist())) - batch.num_seqs)
                 return inner.forward(token_ids, batch, kv, logits_rows)
 
-        runner.model, runner.forward_graphs = Counting(), None  # recorded passes would not call it
+        runner.model, runner.graphs.captured = Counting(), None  # recorded passes would not call it
         check(llm.generate(expected.prompts, PARAMS, use_tqdm=False), expected)
         assert max_rows in (room - 1, room)  # a sequence in the middle of its prompt samples nothing
 

@@ -51,7 +51,7 @@ class WrappedModel:
         self.inner = self.runner.model
         self.before, self.after = before, after
         self.num_passes = 0
-        self.runner.model, self.runner.forward_graphs = self, None  # recorded passes would not call it
+        self.runner.model, self.runner.graphs.captured = self, None  # recorded passes would not call it
 
     def forward(self, token_ids: Tensor, batch: Any, kv: Tensor, logits_rows: Tensor) -> Tensor:
         assert threading.current_thread() is not threading.main_thread()

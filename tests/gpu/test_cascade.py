@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.runner.model_runner import GraphKey, ModelRunner
+from octavo.runner.model_runner import ModelRunner
+from octavo.runner.pass_shape import PassShape
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -59,7 +60,7 @@ def test_cascade_attention_gives_the_same_tokens(
     num_passes: Counter[bool] = Counter()
     run = ModelRunner._run_decode
 
-    def counted(self: ModelRunner, num_slices: int, key: GraphKey) -> None:
+    def counted(self: ModelRunner, num_slices: int, key: PassShape) -> None:
         num_passes[key.cascade] += 1
         run(self, num_slices, key)
 

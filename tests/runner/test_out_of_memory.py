@@ -54,9 +54,7 @@ class LimitedModel:
 def limit_memory(llm: LLM, room: int, never: int = -1) -> LimitedModel:
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
     found = LimitedModel(runner.model, room, never)
-    runner.model, runner.forward_graphs = found, None  # recorded passes would not call it
-    if hasattr(runner, "host_sampling"):
-        runner = found
+    runner.model, runner.graphs.captured = found, None  # recorded passes would not call it
     return found
 
 

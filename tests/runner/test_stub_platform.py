@@ -241,8 +241,8 @@ def test_masked_sampling_and_the_next_pass_are_one_graph(model: str, monkeypatch
     _, expected = generate(model, params, stub_platform=False, decode_window=4)
     _, outputs = generate(model, params, stub_platform=True, fake_graphs=True, decode_window=4)
     assert completions(outputs) == completions(expected)
-    decodes = [name for name in replayed if name[0] in ("masked", "masked pass") and isinstance(name[1], int)]
-    assert sum(name[0] == "masked pass" for name in decodes) >= len(decodes) // 2 > 3
+    decodes = [shape for shape in replayed if shape.part.startswith("sample") and isinstance(shape.size, int)]
+    assert sum(shape.part == "sample and logits" for shape in decodes) >= len(decodes) // 2 > 3
 
 
 @pytest.mark.parametrize("fake_graphs", [False, True], ids=["eager", "graphs"])

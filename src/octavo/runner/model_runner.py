@@ -8,7 +8,7 @@ decode window of n positions replays the same graph n times.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +24,8 @@ from octavo.integers import cdiv
 from octavo.kernels.row_state import NUM_COLUMNS, DecodeInputs, RowState
 from octavo.runner.checksums import NO_SWAP_IN_CHECK, SwapInCheck
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.graphs import Graphs, Model
+from octavo.runner.graph_cache import GraphCache
+from octavo.runner.graphs import Model
 from octavo.runner.input_buffers import (
     EMPTY_PAIR,
     InputBuffers,
@@ -39,6 +40,7 @@ from octavo.runner.kv_swap import KVSwapper
 from octavo.runner.memory.budget import time_swaps
 from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
+from octavo.runner.pass_shape import PLAIN, PassShape
 from octavo.runner.platform import Platform
 from octavo.runner.prefill_batch import (
     PrefillBatch,
@@ -54,23 +56,13 @@ from octavo.runner.sampling.host_sampling import HostSampler, PassLogits
 from octavo.runner.sampling.logits_state import LogitsProcessors
 from octavo.runner.shared_prefixes import SharedPrefixes
 
+CASCADE = PLAIN._replace(cascade=True)
 MAX_GRAPH_CANDIDATES = 64
 """Most beam candidates per row that a graph finds."""
 Work = Generator[None, GrammarBitmask | None, None]
 """Queues a plan. Yields for the bitmask of each column that waits for one, once if none does."""
 Advance = Callable[[GrammarBitmask | None], None]
 """Queues the rest of a plan. Called once for each column with grammar bitmasks, or once with None."""
-
-
-class GraphKey(NamedTuple):
-    """Graph variant: uses logits processors, returns logprobs, uses cascade attention."""
-
-    logits_processors: bool = False
-    logprobs: bool = False
-    cascade: bool = False
-
-
-PLAIN = GraphKey()
 
 
 class Prefill(NamedTuple):
@@ -92,7 +84,7 @@ class Passes(NamedTuple):
     prefills: list[Prefill]
     slices: Seq[int]
     num_columns: int
-    key: GraphKey
+    key: PassShape
 
 
 class ModelRunner:
@@ -137,11 +129,10 @@ class ModelRunner:
         self._decode_inputs = DecodeInputs.allocate(
             inputs.step_counter, inputs.rows, inputs.starts, inputs.ends, max_blocks=max_blocks, block_size=block_size
         )
-        made = platform.make_graphs(self._decode_inputs) if graphs else None
-        self.graphs: Graphs | None = made if made is not None and made.whole_passes else None
-        self.forward_graphs: Graphs | None = made if self.graphs is None else None
         self._decode_sizes, self._cascade_sizes = decode_sizes(num_rows), cascade_sizes(num_rows)
         self._prefill_sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
+        captured = platform.make_graphs(self._decode_inputs) if graphs else None
+        self.graphs = GraphCache(captured, self._prefill_sizes.sizes)
         self._prefill_buffers: dict[PrefillSize, Tensor] = {}  # inputs of prefill graphs
         self.bitmask = BitmaskBuffer(self._max_lines, vocab_size, platform)
         self._logits = torch.empty(0, 0)  # [max_lines, vocab_size] float32: see `_store_logits`
@@ -149,15 +140,15 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, precompile: Precompile | None = None) -> None:
         """Compile kernels and capture graphs before the first request."""
-        if self.graphs is not None:
+        if self.graphs.whole_passes:
             if precompile is not None:
                 precompile(self._run_all_variants)
             for size in sorted(self._prefill_sizes.sizes, reverse=True):
-                self._capture_prefill(self.graphs, size)
+                self._capture_prefill(size)
             for num_slices in reversed(self._decode_sizes):
-                self._capture_decode(self.graphs, num_slices)
+                self._capture_decode(PassShape(num_slices))
             for num_slices in reversed(self._cascade_sizes):
-                self._capture_decode(self.graphs, num_slices, GraphKey(cascade=True))
+                self._capture_decode(PassShape(num_slices, cascade=True))
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
@@ -173,7 +164,7 @@ class ModelRunner:
         host.apply(plan)
         num_logprobs = processors.slice_logprobs(plan)
         on_host = host.is_needed(plan) or bool(num_logprobs and plan.bitmask_slices)
-        key = GraphKey(processors.applies_to(plan), bool(num_logprobs))
+        key = PassShape(0, logits_processors=processors.applies_to(plan), logprobs=bool(num_logprobs))
         output = self.output_buffers.new_output(len(plan.rows), num_logprobs)
         passes = self._prepare(plan, output, key, on_host)
         if on_host:
@@ -184,7 +175,7 @@ class ModelRunner:
         next(work, None)
         return output, partial(_advance, work)
 
-    def _prepare(self, plan: StepPlan, output: StepOutput, key: GraphKey, on_host: bool) -> Passes:
+    def _prepare(self, plan: StepPlan, output: StepOutput, key: PassShape, on_host: bool) -> Passes:
         """Copy a plan to the device, and apply its changes to rows and blocks."""
         rows, starts, counts, num_sampled = (int64(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled))
         batches, host_tokens = list[PrefillBatch](), EMPTY_PAIR
@@ -221,7 +212,7 @@ class ModelRunner:
         return on_host and self.host_sampler.has_prompt_logprobs(plan)
 
     def _padded_size(self, size: PrefillSize) -> PrefillSize:
-        return (self._prefill_sizes.bucket_for(size) if self.graphs is not None else None) or size
+        return (self._prefill_sizes.bucket_for(size) if self.graphs.whole_passes else None) or size
 
     def _prefill_batches(
         self,
@@ -291,7 +282,7 @@ class ModelRunner:
                 self.output_buffers.record_column(output, batch.sample_slices)
         self._run_decode_passes(output, passes.slices, passes.num_columns - len(passes.prefills), passes.key)
 
-    def _run_decode_passes(self, output: StepOutput, slices: Seq[int], num_columns: int, key: GraphKey) -> None:
+    def _run_decode_passes(self, output: StepOutput, slices: Seq[int], num_columns: int, key: PassShape) -> None:
         """The decode passes at the end of a plan, one for each column."""
         for _ in range(num_columns):
             slices = self._live_slices(slices)
@@ -321,9 +312,8 @@ class ModelRunner:
         """
         slices, key, num_columns = passes.slices, passes.key, plan.num_bitmask_columns
         sample_and_decode = None
-        if self.graphs is not None and num_columns > 1:
-            name = self._sample_and_decode_graph(self.graphs, len(slices), key)
-            sample_and_decode = partial(self.graphs.replay, name)
+        if self.graphs.whole_passes and num_columns > 1:
+            sample_and_decode = partial(self.graphs.replay, self._sample_and_decode_graph(len(slices), key))
         if passes.prefills:
             batch, size, packed = passes.prefills[0]
             column_slices: Seq[int] = batch.sample_slices
@@ -343,44 +333,43 @@ class ModelRunner:
                 sample = self._launch_decode_logits(len(slices), key)
         self._run_decode_passes(output, slices, passes.num_columns - num_columns, key)
 
-    def _launch_prefill_logits(self, size: PrefillSize, packed: Tensor, key: GraphKey) -> Callable[[], object]:
+    def _launch_prefill_logits(self, size: PrefillSize, packed: Tensor, key: PassShape) -> Callable[[], object]:
         """Queue a prefill pass without its sampling. Returns the function that queues it, with `self.bitmask`."""
-        graphs = self.graphs
-        if graphs is None or size not in self._prefill_sizes.sizes:
+        graphs, shape = self.graphs, key._replace(size=size, part="sample")
+        if not graphs.takes(shape):
             return partial(self._sample, self._prefill_logits(size, packed), key, self.bitmask)
-        name = ("masked", size, key)
-        if name not in graphs:  # captured after a pass with only inactive rows
+        if shape not in graphs:  # captured after a pass with only inactive rows
             self.bitmask.clear()
             self._prefill_logits(size, self._prefill_buffer(size))
             inputs = PrefillInputs(*unpack(self._prefill_buffers[size], size))
-            graphs.capture(name, lambda: self._sample(self._pass_logits(self._logits, inputs), key, self.bitmask))
+            graphs.capture(shape, lambda: self._sample(self._pass_logits(self._logits, inputs), key, self.bitmask))
         self._prefill_buffers[size].copy_(packed)
-        graphs.replay(("logits", size))
-        return partial(graphs.replay, name)
+        graphs.replay(PassShape(size, "logits"))
+        return partial(graphs.replay, shape)
 
-    def _launch_decode_logits(self, num_slices: int, key: GraphKey) -> Callable[[], object]:
+    def _launch_decode_logits(self, num_slices: int, key: PassShape) -> Callable[[], object]:
         """As `_launch_prefill_logits`, of a decode pass."""
         graphs = self.graphs
         if not num_slices:
             return lambda: None
-        if graphs is None:
+        if not graphs.whole_passes:
             return partial(self._sample, self._decode_logits(num_slices), key, self.bitmask)
         size = self._decode_size(num_slices)
-        name = ("masked", size, key)
-        if name not in graphs:
+        shape = key._replace(size=size, part="sample")
+        if shape not in graphs:
             self.bitmask.clear()
             with self._no_decode_work():
                 logits = self._decode_logits(num_slices)
-                graphs.capture(name, lambda: self._sample(logits, key, self.bitmask))
-        graphs.replay(("logits", size))
-        return partial(graphs.replay, name)
+                graphs.capture(shape, lambda: self._sample(logits, key, self.bitmask))
+        graphs.replay(PassShape(size, "logits"))
+        return partial(graphs.replay, shape)
 
-    def _sample_and_decode_graph(self, graphs: Graphs, num_slices: int, key: GraphKey) -> Hashable:
+    def _sample_and_decode_graph(self, num_slices: int, key: PassShape) -> PassShape:
         """The graph that samples decoding rows and computes their next pass. Call this before the first pass: capturing
         it computes a pass."""
         size = self._decode_size(num_slices)
-        name = ("masked pass", size, key)
-        if name not in graphs:
+        shape = key._replace(size=size, part="sample and logits")
+        if shape not in self.graphs:
             self.bitmask.clear()
             with self._no_decode_work():
                 logits = self._decode_logits(num_slices)
@@ -389,8 +378,8 @@ class ModelRunner:
                     self._sample(logits, key, self.bitmask)
                     self._store_decode_logits(size)
 
-                graphs.capture(name, work)
-        return name
+                self.graphs.capture(shape, work)
+        return shape
 
     def _sample_on_host(self, plan: StepPlan, passes: Passes, output: StepOutput) -> Work:
         """The passes of a plan that the host samples. The first one is queued before the first bitmask."""
@@ -438,44 +427,39 @@ class ModelRunner:
 
     # -- decode passes -------------------------------------------------------------------------------------------------
 
-    def _run_decode(self, num_slices: int, key: GraphKey) -> None:
-        if self.graphs is None:
+    def _run_decode(self, num_slices: int, key: PassShape) -> None:
+        if not self.graphs.whole_passes:
             self._decode(num_slices, key)
             return
-        size = self._decode_size(num_slices, key.cascade)
-        if (size, key) not in self.graphs:
-            self._capture_decode(self.graphs, size, key)
-        self.graphs.replay((size, key))
+        shape = key._replace(size=self._decode_size(num_slices, key.cascade))
+        if shape not in self.graphs:
+            self._capture_decode(shape)
+        self.graphs.replay(shape)
 
     def _decode_logits(self, num_slices: int) -> PassLogits:
         """Logits of a decode pass without its sampling. `commit_sampled_tokens` must follow."""
-        if self.graphs is None:
+        if not self.graphs.whole_passes:
             inputs = self._decode_inputs.first(num_slices)
             return PassLogits(self._forward_decode(inputs).float(), inputs.live_rows, inputs.sampling)
         size = self._decode_size(num_slices)
         inputs = self._decode_inputs.first(size)
-        name = ("logits", size)
-        if name not in self.graphs:
-            with self._no_decode_work():
-                self.graphs.capture(name, lambda: self._store_decode_logits(size))
-        self.graphs.replay(name)
+        self.graphs.capture(PassShape(size, "logits"), lambda: self._store_decode_logits(size), self._no_decode_work)
+        self.graphs.replay(PassShape(size, "logits"))
         return PassLogits(self._logits, inputs.live_rows, inputs.sampling)
 
     def _top_candidates(self, num_slices: int, num: int) -> Tensor:
         """`packed_top_logprobs` of a decode pass. The next pass overwrites it."""
-        size = num_slices if self.graphs is None else self._decode_size(num_slices)
-        name = ("candidates", size, num)
+        size = self._decode_size(num_slices) if self.graphs.whole_passes else num_slices
+        shape = PassShape(size, "candidates", num_candidates=num)
 
         def work() -> Tensor:
             logits = self._forward_decode(self._decode_inputs.first(size))
             return self.ops.packed_top_logprobs(logits, num)
 
-        if self.graphs is None:
+        if not self.graphs.whole_passes:
             return work()
-        if name not in self.graphs:
-            with self._no_decode_work():
-                self.graphs.capture(name, work)
-        found = self.graphs.replay(name)
+        self.graphs.capture(shape, work, self._no_decode_work)
+        found = self.graphs.replay(shape)
         assert found is not None
         return found
 
@@ -483,9 +467,10 @@ class ModelRunner:
         sizes = self._cascade_sizes if cascade else self._decode_sizes
         return sizes[bisect_left(sizes, num_slices)]
 
-    def _capture_decode(self, graphs: Graphs, num_slices: int, key: GraphKey = PLAIN) -> None:
-        with self._no_decode_work():
-            graphs.capture((num_slices, key), lambda: self._decode(num_slices, key))
+    def _capture_decode(self, shape: PassShape) -> None:
+        size = shape.size
+        assert isinstance(size, int)
+        self.graphs.capture(shape, lambda: self._decode(size, shape), self._no_decode_work)
 
     def _run_all_variants(self) -> None:
         """Run a pass of each variant that `capture` captures, with inactive rows.
@@ -495,11 +480,11 @@ class ModelRunner:
         for size in self._prefill_sizes.sizes:
             self._prefill(size, self._prefill_buffer(size), PLAIN)
         with self._no_decode_work():
-            for key, sizes in ((PLAIN, self._decode_sizes), (GraphKey(cascade=True), self._cascade_sizes)):
+            for key, sizes in ((PLAIN, self._decode_sizes), (CASCADE, self._cascade_sizes)):
                 by_power = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(sizes)}
                 for num_slices in by_power.values():
                     self._decode(num_slices, key)
-            self._decode(self._decode_sizes[-1], GraphKey(logprobs=True))  # compiled here, captured on first use
+            self._decode(self._decode_sizes[-1], PLAIN._replace(logprobs=True))  # compiled here, captured on first use
 
     @contextmanager
     def _no_decode_work(self) -> Iterator[None]:
@@ -511,7 +496,7 @@ class ModelRunner:
         finally:
             self._decode_inputs.ends.copy_(ends)
 
-    def _decode(self, num_slices: int, key: GraphKey) -> None:
+    def _decode(self, num_slices: int, key: PassShape) -> None:
         """Compute and sample one position of each slice. Reads no tensor values, so it can be captured."""
         inputs = self._decode_inputs.first(num_slices, cascade=key.cascade)
         self._sample(PassLogits(self._forward_decode(inputs), inputs.live_rows, inputs.sampling), key)
@@ -519,15 +504,14 @@ class ModelRunner:
     def _forward_decode(self, inputs: DecodeInputs) -> Tensor:
         self.ops.prepare_decode_inputs(self.state, inputs, self.block_size)
         forward = partial(self.model.forward, inputs.token_ids, inputs.batch, self.kv, None)
-        graphs, size = self.forward_graphs, len(inputs.rows)
-        if graphs is None or size > graphs.max_slices:
+        shape = PassShape(len(inputs.rows), "model")
+        if not self.graphs.takes(shape):
             return forward()
-        if size not in graphs:
-            graphs.capture(size, forward)
-        logits = graphs.replay(size) if size in graphs else None
+        self.graphs.capture(shape, forward)
+        logits = self.graphs.replay(shape) if shape in self.graphs else None
         return forward() if logits is None else logits
 
-    def _sample(self, pass_logits: PassLogits, key: GraphKey, bitmask: BitmaskBuffer | None = None) -> None:
+    def _sample(self, pass_logits: PassLogits, key: PassShape, bitmask: BitmaskBuffer | None = None) -> None:
         """Sample a token from each line of logits, for its row and for the host."""
         assert bitmask is None or not key.logprobs, "a bitmask changes the logits in place"
         rows, sampling = pass_logits.rows, pass_logits.sampling
@@ -562,32 +546,33 @@ class ModelRunner:
 
     # -- prefill passes ------------------------------------------------------------------------------------------------
 
-    def _run_prefill(self, size: PrefillSize, packed: Tensor, key: GraphKey) -> None:
-        if self.graphs is None or size not in self._prefill_sizes.sizes:
+    def _run_prefill(self, size: PrefillSize, packed: Tensor, key: PassShape) -> None:
+        shape = key._replace(size=size)
+        if not self.graphs.takes(shape):
             self._prefill(size, packed, key)
             return
-        if (size, key) not in self.graphs:
-            self._capture_prefill(self.graphs, size, key)
+        if shape not in self.graphs:
+            self._capture_prefill(size, key)
         self._prefill_buffers[size].copy_(packed)
-        self.graphs.replay((size, key))
+        self.graphs.replay(shape)
 
     def _prefill_logits(self, size: PrefillSize, packed: Tensor) -> PassLogits:
         """Logits of a prefill pass without its sampling. `commit_sampled_tokens` must follow."""
         inputs = PrefillInputs(*unpack(packed, size))
-        if self.graphs is None or size not in self._prefill_sizes.sizes:
+        shape = PassShape(size, "logits")
+        if not self.graphs.takes(shape):
             logits = self._forward_prefill(size, packed).float()
             return self._pass_logits(logits, inputs)
-        name = ("logits", size)
-        if name not in self.graphs:
+        if shape not in self.graphs:
             buffer = self._prefill_buffer(size)
-            self.graphs.capture(name, lambda: self._store_logits(self._forward_prefill(size, buffer)))
+            self.graphs.capture(shape, lambda: self._store_logits(self._forward_prefill(size, buffer)))
         self._prefill_buffers[size].copy_(packed)
-        self.graphs.replay(name)
+        self.graphs.replay(shape)
         return self._pass_logits(self._logits, inputs)
 
-    def _capture_prefill(self, graphs: Graphs, size: PrefillSize, key: GraphKey = PLAIN) -> None:
+    def _capture_prefill(self, size: PrefillSize, key: PassShape = PLAIN) -> None:
         buffer = self._prefill_buffer(size)
-        graphs.capture((size, key), lambda: self._prefill(size, buffer, key))
+        self.graphs.capture(key._replace(size=size), lambda: self._prefill(size, buffer, key))
 
     def _prefill_buffer(self, size: PrefillSize) -> Tensor:
         """The packed inputs of graphs of that size, filled with a batch of padding."""
@@ -596,7 +581,7 @@ class ModelRunner:
             self._prefill_buffers[size] = torch.empty_like(padding, device=self.platform.device)
         return self._prefill_buffers[size].copy_(padding)
 
-    def _prefill(self, size: PrefillSize, packed: Tensor, key: GraphKey) -> None:
+    def _prefill(self, size: PrefillSize, packed: Tensor, key: PassShape) -> None:
         """Compute and sample a prefill pass. Reads no tensor values, so it can be captured."""
         logits = self._forward_prefill(size, packed)
         if size.num_samples:
