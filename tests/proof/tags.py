@@ -223,7 +223,7 @@ def tag(llm: LLM, platform: Platform, *, graphs: bool = True) -> Tags:
     """Give a new engine a KV pool with tags, and a runner on this platform that checks them."""
     engine, args = llm.engine, llm.config.args
     old: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]
-    kv, host_kv = _with_tags(old.kv), _with_tags(old.swapper.host_kv)
+    kv, host_kv = _with_tags(old.state.kv), _with_tags(old.state.swapper.host_kv)
     num_rows, max_len = args.max_num_seqs or 1, llm.config.max_model_len
     tags = Tags(kv, num_rows, max_len + 1)
     platform.ops = TaggedOps(platform.ops, tags)  # type: ignore[assignment]

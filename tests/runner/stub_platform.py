@@ -64,10 +64,10 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
     old: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
     runner = ModelRunner(
         old.model,
-        old.kv,
-        old.swapper.host_kv,
+        old.state.kv,
+        old.state.swapper.host_kv,
         platform,
-        num_rows=old.state.null_row,
+        num_rows=old.state.rows.null_row,
         max_model_len=llm.config.max_model_len,
         max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
         max_decode_steps=llm.config.args.decode_window or 1,

@@ -175,7 +175,7 @@ class Device:
         """Flip a bit of a host block that has its checksum."""
         for handle in self._handles.values():
             self.executor.wait_for_end(handle)
-        self.executor.runner.swapper.checksums._thread.submit(int).result()  # the blocks before it are done
+        self.executor.runner.state.swapper.checksums._thread.submit(int).result()  # the blocks before it are done
         self.host_kv[block].view(torch.uint8).view(-1)[self._flips.randrange(self.host_kv[block].nbytes)] ^= 4
         self.counts["flipped bits"] += 1
 

@@ -74,12 +74,12 @@ def lose_a_copy(tags: t.Tags, runner: Any) -> None:
 
 
 def swap_to_the_wrong_block(tags: t.Tags, runner: Any) -> None:
-    move = runner.swapper.move
+    move = runner.state.swapper.move
 
     def wrong(outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> Any:
-        return move(outs, [(src, dst % (len(runner.kv) - 1) + 1) for src, dst in ins[:1]] + ins[1:])
+        return move(outs, [(src, dst % (len(runner.state.kv) - 1) + 1) for src, dst in ins[:1]] + ins[1:])
 
-    runner.swapper.move = wrong
+    runner.state.swapper.move = wrong
 
 
 def write_one_slot_off(tags: t.Tags, runner: Any) -> None:

@@ -107,12 +107,12 @@ class Executor:
 
     def start(self, precompile: Precompile | None = None) -> Capacity:
         """Compile kernels, capture graphs and time swaps. Call it before the first plan: it overwrites blocks."""
-        runner, move_s = self.runner, 0.0
+        runner, state, move_s = self.runner, self.runner.state, 0.0
         runner.capture(precompile)
-        num_blocks, num_host_blocks = (len(pool) - 1 for pool in (runner.kv, runner.swapper.host_kv))
+        num_blocks, num_host_blocks = (len(pool) - 1 for pool in (state.kv, state.swapper.host_kv))
         if num_host_blocks:
             with runner.platform.startup_errors("moving blocks to the host", lambda _: LESS_SWAP):
-                move_s = runner.measure_swap()
+                move_s = state.measure_swap()
         return Capacity(num_blocks, num_host_blocks, move_s)
 
     def submit(self, plan: StepPlan) -> StepHandle:

@@ -20,41 +20,19 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
-from octavo.integers import cdiv
-from octavo.kernels.row_state import NUM_COLUMNS, DecodeInputs, RowState
-from octavo.runner.checksums import NO_SWAP_IN_CHECK, SwapInCheck
+from octavo.kernels.row_state import DecodeInputs
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.device_state import NUM_PARTS, DeviceState
 from octavo.runner.graph_cache import GraphCache
 from octavo.runner.graphs import Model
-from octavo.runner.input_buffers import (
-    EMPTY_PAIR,
-    InputBuffers,
-    int64,
-    is_decode_only,
-    next_tokens,
-    pack_pairs,
-    pack_setups,
-    table_writes,
-)
-from octavo.runner.kv_swap import KVSwapper
-from octavo.runner.memory.budget import time_swaps
+from octavo.runner.input_buffers import EMPTY_PAIR, InputBuffers, int64, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
 from octavo.runner.pass_shape import PLAIN, PassShape
 from octavo.runner.platform import Platform
-from octavo.runner.prefill_batch import (
-    PrefillBatch,
-    PrefillInputs,
-    PrefillSize,
-    PrefillSizes,
-    SlicePart,
-    split_parts,
-    unpack,
-)
+from octavo.runner.prefill_batch import PrefillBatch, PrefillInputs, PrefillSize, PrefillSizes, make_batches, unpack
 from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
 from octavo.runner.sampling.host_sampling import HostSampler, PassLogits
-from octavo.runner.sampling.logits_state import LogitsProcessors
-from octavo.runner.shared_prefixes import SharedPrefixes
 
 CASCADE = PLAIN._replace(cascade=True)
 MAX_GRAPH_CANDIDATES = 64
@@ -113,19 +91,18 @@ class ModelRunner:
         graphs: bool,
     ) -> None:
         self.model = model
-        self.kv = kv
         self.platform = platform
-        block_size = self.block_size = kv.shape[4]
         self.ops = platform.ops
-        max_blocks = cdiv(max_model_len, block_size)
-        self.state = RowState.empty(num_rows, max_blocks, platform.device)
-        self.shared_prefixes = SharedPrefixes(num_rows, max_blocks, block_size, kv[0, 0].nbytes // block_size)
+        state = self.state = DeviceState(
+            kv, host_kv, platform, num_rows=num_rows, max_model_len=max_model_len, vocab_size=vocab_size
+        )
+        self.kv, self.swapper = kv, state.swapper
+        self.host_sampler = HostSampler(state.rows, state.processors, platform)
+        max_blocks, block_size = state.rows.block_tables.shape[1], kv.shape[4]
+        self.block_size = block_size
         inputs = self.input_buffers = InputBuffers(num_rows, platform)
         self._max_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits of a pass, with the padding of graphs
         self.output_buffers = OutputBuffers(max_decode_steps, self._max_lines, platform)
-        self.swapper = KVSwapper(kv, host_kv, platform)
-        self.logits_processors = LogitsProcessors(self.state, max_model_len + 1, vocab_size, platform)
-        self.host_sampler = HostSampler(self.state, self.logits_processors, platform)
         self._decode_inputs = DecodeInputs.allocate(
             inputs.step_counter, inputs.rows, inputs.starts, inputs.ends, max_blocks=max_blocks, block_size=block_size
         )
@@ -159,7 +136,7 @@ class ModelRunner:
         The caller must call it, once or for each column with bitmasks, before the next plan.
         """
         assert max(plan.num_sampled, default=0) <= self.output_buffers.num_columns, plan.num_sampled
-        host, processors = self.host_sampler, self.logits_processors
+        host, processors = self.host_sampler, self.state.processors
         processors.apply(plan)
         host.apply(plan)
         num_logprobs = processors.slice_logprobs(plan)
@@ -175,101 +152,50 @@ class ModelRunner:
         next(work, None)
         return output, partial(_advance, work)
 
+    def _batches(self, plan: StepPlan, on_host: bool) -> list[PrefillBatch]:
+        """The prefill passes of a plan. None if only decode passes are needed."""
+        if not plan.host_tokens:
+            return []
+        host = self.host_sampler
+        prompt_logits = host.sampler.num_prompt_logits if on_host and host.has_prompt_logprobs(plan) else None
+        if prompt_logits is None and not plan.num_samples and is_decode_only(plan.counts, plan.num_sampled):
+            return []
+        # On the host, one line of logits serves all candidates of a beam.
+        num_samples = {i: n for i, n in plan.num_samples.items() if not (on_host and host.is_beam(plan.rows[i]))}
+        done = self.state.rows.done.numpy() if self.platform.is_host else None
+        return make_batches(plan, num_samples, prompt_logits, done)
+
     def _prepare(self, plan: StepPlan, output: StepOutput, key: PassShape, on_host: bool) -> Passes:
         """Copy a plan to the device, and apply its changes to rows and blocks."""
+        batches = self._batches(plan, on_host)
         rows, starts, counts, num_sampled = (int64(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled))
-        batches, host_tokens = list[PrefillBatch](), EMPTY_PAIR
-        slices: Seq[int] = range(len(plan.rows))
-        if plan.host_tokens:
-            if plan.num_samples or not is_decode_only(counts, num_sampled) or self._has_prompt_logprobs(plan, on_host):
-                batches = list(self._prefill_batches(plan, rows, starts, counts, num_sampled, on_host))
-                slices = np.flatnonzero(num_sampled > 1).tolist()
-            else:  # the next token of rows that decode
-                host_tokens = next_tokens(plan)
         ends = starts + counts
         first = ends - num_sampled  # decode pass p computes position first + p
+        slices: Seq[int] = range(len(rows))
         if batches:
+            slices = np.flatnonzero(num_sampled > 1).tolist()
             rows, first, ends = rows[slices], first[slices], ends[slices]
-        writes = table_writes(plan.table_writes, self.state.block_tables.shape[1])
-        if self.platform.has_cascade:
-            self.shared_prefixes.update(*writes)
-            order = None if on_host or plan.bitmask_slices else self.shared_prefixes.order(rows, first)
-            if order is not None:
-                rows, first, ends = rows[order], first[order], ends[order]
-                slices = [slices[i] for i in order.tolist()]
-                key = key._replace(cascade=True)
-        setups, copies = pack_setups(plan.row_setups, self.logits_processors.num_logprobs), pack_pairs(plan.copies)
+        changes = self.state.pack(plan)
+        order = None
+        if (prefixes := self.state.shared_prefixes) is not None and not on_host and not plan.bitmask_slices:
+            order = prefixes.order(rows, first)
+        if order is not None:
+            rows, first, ends = rows[order], first[order], ends[order]
+            slices = [slices[i] for i in order.tolist()]
+            key = key._replace(cascade=True)
+        null_row = self.state.rows.null_row
         sizes = [self._padded_size(batch.size) for batch in batches]
-        packed = [batch.pack(size, self.state.null_row) for batch, size in zip(batches, sizes, strict=True)]
-        parts = [*setups, *writes, *copies, *host_tokens, *packed]
-        column = self.output_buffers.first_column
-        uploaded = self.input_buffers.upload(column, rows, first, ends, self.state.null_row, parts)
-        output.swap_in_check = self._apply(plan, uploaded[:8])
-        prefills = [Prefill(*prefill) for prefill in zip(batches, sizes, uploaded[8:], strict=True)]
+        packed = [batch.pack(size, null_row) for batch, size in zip(batches, sizes, strict=True)]
+        tokens = EMPTY_PAIR if batches or not plan.host_tokens else next_tokens(plan)
+        parts = [*changes, *tokens, *packed]
+        uploaded = self.input_buffers.upload(self.output_buffers.first_column, rows, first, ends, null_row, parts)
+        changed, inputs = uploaded[:NUM_PARTS], uploaded[NUM_PARTS + 2 :]
+        output.swap_in_check = self.state.apply(plan, changed, *uploaded[NUM_PARTS : NUM_PARTS + 2])
+        prefills = [Prefill(*prefill) for prefill in zip(batches, sizes, inputs, strict=True)]
         return Passes(prefills, slices, max(plan.num_sampled, default=0), key)
-
-    def _has_prompt_logprobs(self, plan: StepPlan, on_host: bool) -> bool:
-        return on_host and self.host_sampler.has_prompt_logprobs(plan)
 
     def _padded_size(self, size: PrefillSize) -> PrefillSize:
         return (self._prefill_sizes.bucket_for(size) if self.graphs.whole_passes else None) or size
-
-    def _prefill_batches(
-        self,
-        plan: StepPlan,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        num_sampled: np.ndarray,
-        on_host: bool,
-    ) -> Iterator[PrefillBatch]:
-        host, tokens = self.host_sampler, plan.host_tokens
-        # On the host, one line of logits serves all candidates of a beam.
-        num_samples = {i: n for i, n in plan.num_samples.items() if not (on_host and host.is_beam(plan.rows[i]))}
-        counts = counts - np.maximum(num_sampled - 1, 0)  # without the positions of later decode passes
-        is_done = self.state.done.numpy()[rows] if self.platform.is_host else None
-        skips = is_done is not None and is_done.any()
-        if not skips and not self._has_prompt_logprobs(plan, on_host):
-            yield PrefillBatch(rows, starts, counts, num_sampled > 0, tokens, num_samples)
-            return
-        num_logits = host.sampler.num_prompt_logits
-        parts = [
-            SlicePart(
-                i, row, start, tokens[i][:count] if i in tokens else (-1,), num_logits(row, start, count), sampled > 0
-            )
-            for i, (row, start, count, sampled) in enumerate(
-                zip(plan.rows, plan.starts, counts.tolist(), plan.num_sampled, strict=True)
-            )
-            if i in tokens or is_done is None or not is_done[i]
-        ]
-        for some in split_parts(parts):
-            yield PrefillBatch.of_parts(some, num_samples)
-
-    def _apply(self, plan: StepPlan, parts: Seq[Tensor]) -> SwapInCheck:
-        """Apply the plan's changes to rows and blocks."""
-        setup_rows, setups, indices, block_ids, copy_src, copy_dst, token_rows, tokens = parts
-        if len(setup_rows):
-            self.state.sampling_params.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
-        if len(indices):
-            self.state.block_tables.view(-1).index_copy_(0, indices, block_ids.int())
-        if len(token_rows):
-            self.state.last_token.index_copy_(0, token_rows, tokens)
-            self.state.done.index_fill_(0, token_rows, False)
-        check = NO_SWAP_IN_CHECK
-        if plan.swap_outs or plan.swap_ins:
-            check = self.swapper.move(plan.swap_outs, plan.swap_ins)
-        if plan.copies:
-            self.ops.block_copy(self.kv, copy_src, copy_dst)
-        return check
-
-    def measure_swap(self) -> float:
-        """Seconds that a block takes to swap; see `memory.budget.time_swaps`. Overwrites blocks: call it at start."""
-
-        def move(pairs: list[tuple[int, int]]) -> None:
-            self.swapper.queue(pairs, [])
-            self.platform.synchronize()
-
-        return time_swaps(move, len(self.swapper.host_kv) - 1)
 
     # -- columns of tokens ---------------------------------------------------------------------------------------------
 
@@ -292,17 +218,9 @@ class ModelRunner:
         self.output_buffers.finish(output)
 
     def _live_slices(self, slices: Seq[int]) -> Seq[int]:
-        """The slices that the next decode pass computes, where the host sees them. Elsewhere the others are padding."""
-        if not self.platform.is_host or not slices:
+        if not self.platform.is_host:
             return slices
-        head = self.input_buffers.head  # [3, num_slices]: rows, starts, ends
-        rows, starts, ends = head[:, : len(slices)]
-        live = (starts + self.input_buffers.num_passes < ends) & ~self.state.done.numpy()[rows]
-        if live.all():
-            return slices
-        keep = np.flatnonzero(live)
-        head[:, : len(keep)] = head[:, keep]
-        return [slices[i] for i in keep.tolist()]
+        return self.input_buffers.live_slices(self.state.rows.done, slices)
 
     def _run_masked(self, plan: StepPlan, passes: Passes, output: StepOutput) -> Work:
         """The passes of a plan with grammar bitmasks.
@@ -403,7 +321,7 @@ class ModelRunner:
             if logits is not None:
                 specs = host.samples_of(plan, slices, column)
                 result, (rows, tokens, positions) = host.sample(plan, logits, specs, bitmask)
-                self.logits_processors.update_token_counts(rows, positions, tokens)
+                self.state.processors.update_token_counts(rows, positions, tokens)
                 self._commit(rows, tokens)
             record(result)
 
@@ -422,7 +340,7 @@ class ModelRunner:
             continued.append(torch.stack((rows, positions, tokens)))
             self.output_buffers.record_result(output, result)
         rows, positions, tokens = torch.cat(continued, 1) if len(continued) > 1 else continued[0]
-        self.logits_processors.update_token_counts(rows, positions, tokens)
+        self.state.processors.update_token_counts(rows, positions, tokens)
         self._commit(rows, tokens)
 
     # -- decode passes -------------------------------------------------------------------------------------------------
@@ -502,8 +420,8 @@ class ModelRunner:
         self._sample(PassLogits(self._forward_decode(inputs), inputs.live_rows, inputs.sampling), key)
 
     def _forward_decode(self, inputs: DecodeInputs) -> Tensor:
-        self.ops.prepare_decode_inputs(self.state, inputs, self.block_size)
-        forward = partial(self.model.forward, inputs.token_ids, inputs.batch, self.kv, None)
+        self.ops.prepare_decode_inputs(self.state.rows, inputs, self.block_size)
+        forward = partial(self.model.forward, inputs.token_ids, inputs.batch, self.state.kv, None)
         shape = PassShape(len(inputs.rows), "model")
         if not self.graphs.takes(shape):
             return forward()
@@ -518,22 +436,22 @@ class ModelRunner:
         logits = pass_logits.logits[: len(rows)]
         tensors = None if bitmask is None else (bitmask.mask_index[: len(rows)], bitmask.bitmask)
         if key.logits_processors:
-            tokens = self.logits_processors.sample(logits, rows, sampling, tensors, keep_logits=key.logprobs)
+            tokens = self.state.processors.sample(logits, rows, sampling, tensors, keep_logits=key.logprobs)
         else:
             tokens = self.ops.sample_checked(logits, sampling, tensors)
         if key.logprobs:
             ring, step_counter = self.output_buffers.logprobs, self.input_buffers.step_counter
-            self.ops.write_logprobs(self.state, rows, logits, tokens, ring, step_counter)
+            self.ops.write_logprobs(self.state.rows, rows, logits, tokens, ring, step_counter)
         if key.logits_processors:
             counted = tokens
             if (indices := pass_logits.indices) is not None:
-                counted = torch.where((indices < 0) & ~self.state.done[rows], tokens, -1)
-            self.logits_processors.update_token_counts(rows, sampling.position, counted)
+                counted = torch.where((indices < 0) & ~self.state.rows.done[rows], tokens, -1)
+            self.state.processors.update_token_counts(rows, sampling.position, counted)
         self._commit(rows, tokens)
 
     def _commit(self, rows: Tensor, tokens: Tensor) -> None:
         ring, step_counter = self.output_buffers.tokens, self.input_buffers.step_counter
-        self.ops.commit_sampled_tokens(self.state, rows, tokens, ring, step_counter)
+        self.ops.commit_sampled_tokens(self.state.rows, rows, tokens, ring, step_counter)
 
     def _store_decode_logits(self, num_slices: int) -> None:
         self._store_logits(self._forward_decode(self._decode_inputs.first(num_slices)))
@@ -576,7 +494,7 @@ class ModelRunner:
 
     def _prefill_buffer(self, size: PrefillSize) -> Tensor:
         """The packed inputs of graphs of that size, filled with a batch of padding."""
-        padding = torch.from_numpy(PrefillBatch.empty().pack(size, self.state.null_row))
+        padding = torch.from_numpy(PrefillBatch.empty().pack(size, self.state.rows.null_row))
         if size not in self._prefill_buffers:
             self._prefill_buffers[size] = torch.empty_like(padding, device=self.platform.device)
         return self._prefill_buffers[size].copy_(padding)
@@ -592,15 +510,15 @@ class ModelRunner:
         inputs = PrefillInputs(*unpack(packed, size))
         rows, starts, host_tokens = inputs.rows, inputs.starts, inputs.host_tokens
         batch, token_ids = inputs.batch(size, self.block_size), torch.zeros_like(host_tokens)
-        self.ops.prepare_prefill_inputs(self.state, rows, starts, host_tokens, batch, token_ids, self.block_size)
+        self.ops.prepare_prefill_inputs(self.state.rows, rows, starts, host_tokens, batch, token_ids, self.block_size)
         if size.num_samples <= size.num_slices or not self.platform.is_host:
-            return self.model.forward(token_ids, batch, self.kv, inputs.logits_indices)
+            return self.model.forward(token_ids, batch, self.state.kv, inputs.logits_indices)
         # Samples of one slice share its logits. A device cannot know how many differ before it runs.
         indices, lines = torch.unique_consecutive(inputs.logits_indices, return_inverse=True)
-        return self.model.forward(token_ids, batch, self.kv, indices)[lines]
+        return self.model.forward(token_ids, batch, self.state.kv, indices)[lines]
 
     def _pass_logits(self, logits: Tensor, inputs: PrefillInputs) -> PassLogits:
-        sampling = self.state.sampling(inputs.sample_rows, inputs.sample_indices, inputs.sample_positions)
+        sampling = self.state.rows.sampling(inputs.sample_rows, inputs.sample_indices, inputs.sample_positions)
         return PassLogits(logits, inputs.sample_rows, sampling, inputs.sample_indices)
 
 

@@ -168,8 +168,9 @@ def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
 
     def fake_runner(model: Any, kv: Any, host_kv: Any, platform: Any, **_: Any) -> Any:
         capture = raising(error) if name == "graphs" else lambda _: None
-        pools: dict[str, Any] = {"kv": range(2), "swapper": SimpleNamespace(host_kv=range(2))}
-        return SimpleNamespace(platform=platform, capture=capture, measure_swap=raising(error), **pools)
+        swapper = SimpleNamespace(host_kv=range(2))
+        state = SimpleNamespace(kv=range(2), swapper=swapper, measure_swap=raising(error))
+        return SimpleNamespace(platform=platform, capture=capture, state=state)
 
     zeros, empty, load = torch.zeros, torch.empty, build._load
     patch.setattr(build, "find_platform", FakeGPU)
