@@ -228,7 +228,7 @@ def tag(llm: LLM, platform: Platform, *, graphs: bool = True) -> Tags:
     tags = Tags(kv, num_rows, max_len + 1)
     platform.ops = TaggedOps(platform.ops, tags)  # type: ignore[assignment]
     runner = ModelRunner(
-        TaggedModel(old.model, tags),
+        TaggedModel(old.passes.model, tags),
         kv,
         host_kv,
         platform,

@@ -51,9 +51,9 @@ class Recorder:
         self.is_replaying = False
         use_platform(llm, RecordedPlatform(self))
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-        runner.model = ScoreModel()
+        runner.passes.model = ScoreModel()
         self._follow_columns(runner.output_buffers)
-        self._follow_bitmasks(runner.bitmask)
+        self._follow_bitmasks(runner.passes.pipeline.bitmask)
 
     def _follow_columns(self, ring: Any) -> None:
         outputs: list[StepOutput] = []

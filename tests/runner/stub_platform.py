@@ -63,7 +63,7 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
     """The engine, on another platform, without the graphs that are captured at start."""
     old: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
     runner = ModelRunner(
-        old.model,
+        old.passes.model,
         old.state.kv,
         old.state.swapper.host_kv,
         platform,

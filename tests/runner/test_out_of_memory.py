@@ -53,8 +53,8 @@ class LimitedModel:
 
 def limit_memory(llm: LLM, room: int, never: int = -1) -> LimitedModel:
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-    found = LimitedModel(runner.model, room, never)
-    runner.model, runner.graphs.captured = found, None  # recorded passes would not call it
+    found = LimitedModel(runner.passes.model, room, never)
+    runner.passes.replace_model(found)
     return found
 
 

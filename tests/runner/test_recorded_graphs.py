@@ -110,7 +110,7 @@ def test_other_passes_are_computed_by_the_model(tmp_path: Path) -> None:
     for options in ({}, {"enforce_eager": True}):
         with LLM(model, **always, **options) as llm:
             runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-            if graphs := runner.graphs.captured:
+            if graphs := runner.passes.graphs.captured:
                 replay = graphs.replay
                 graphs.replay = lambda name, replay=replay: [replays.append(name), replay(name)][1]
             for num in (2, len(prompts)):

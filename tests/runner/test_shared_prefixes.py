@@ -124,7 +124,7 @@ def test_reordered_rows_get_the_same_tokens(
             use_stub_platform(llm, fake_graphs=fake_graphs)
             runner = llm.engine.executor.runner  # type: ignore[attr-defined]
             runner.state.shared_prefixes.min_saved_tokens = -1000
-            ops = runner.ops = CheckedOps()
+            ops = runner.platform.ops = CheckedOps()
         with llm:
             found.append(completions(llm.generate(prompts, params, use_tqdm=False)))
     assert found[0] == found[1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
-from octavo.runner.prefill_batch import PrefillSize
+from torch import Tensor
+
+from octavo.runner.prefill_batch import PrefillBatch, PrefillSize
 
 Part = Literal["pass", "logits", "sample", "sample and logits", "candidates", "model"]
 """What of a pass: all of it; up to its logits, which are kept; the sampling of kept logits; that and the next decode
@@ -30,3 +33,22 @@ class PassShape(NamedTuple):
 
 
 PLAIN = PassShape(0)
+
+
+class Pass(NamedTuple):
+    """A forward pass whose inputs are on the device.
+
+    slices  the slice of each line of logits that it samples
+    size    of a prefill pass, with padding. None: a decode pass, of the slices in the head of `InputBuffers`
+    packed  inputs of a prefill pass
+    batch   likewise, on the host
+    """
+
+    slices: Seq[int]
+    size: PrefillSize | None = None
+    packed: Tensor | None = None
+    batch: PrefillBatch | None = None
+
+
+Column = list[Pass]
+"""The passes that give the next column of tokens: one, or several prefill passes for many prompt logits."""
