@@ -28,6 +28,22 @@ def test_a_started_executor_returns_its_capacity(num_host_blocks: int) -> None:
     assert capacity[:2] == (8, num_host_blocks) and (capacity.move_s > 0) == (num_host_blocks > 0)
 
 
+class FakeStep:
+    def __init__(self, runner: FakeRunner, plan: StepPlan, output: StepOutput) -> None:
+        self.runner, self.plan, self.output = runner, plan, output
+        self.is_queued = False
+        self.work = runner.work(plan, output)
+        next(self.work)
+        self.num_left = max(1, plan.num_bitmask_columns)
+
+    def advance(self, bitmask: GrammarBitmask | None) -> None:
+        if self.plan.num_bitmask_columns:
+            self.runner.bitmasks.append(bitmask)
+        self.num_left -= 1
+        next(self.work, None)
+        self.is_queued = not self.num_left
+
+
 class FakeRunner:
     """Runs the actions registered for a plan's `step`, and records the order."""
 
@@ -44,15 +60,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> Any:
         self.ran.append(plan.step)
         output = self.output_buffers.new_output(len(plan.rows))
-        work = self.work(plan, output)
-        next(work)
-
-        def advance(bitmask: GrammarBitmask | None) -> None:
-            if plan.num_bitmask_columns:
-                self.bitmasks.append(bitmask)
-            next(work, None)
-
-        return output, advance
+        return FakeStep(self, plan, output)
 
     def work(self, plan: StepPlan, output: StepOutput) -> Iterator[None]:
         columns = self.columns.get(plan.step, [[[plan.step]]])

@@ -47,8 +47,9 @@ def runner(executor: Executor) -> ModelRunner:
 
 def run(runner: ModelRunner, plan: StepPlan) -> list[StepResult]:
     """The result of each column."""
-    output, advance = runner.execute(plan)
-    advance(None)
+    step = runner.execute(plan)
+    step.advance(None)
+    output = step.output
     return [output.read(i, i + 1) for i in range(len(output.events))]
 
 

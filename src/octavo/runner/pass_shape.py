@@ -49,6 +49,11 @@ class Pass(NamedTuple):
     packed: Tensor | None = None
     batch: PrefillBatch | None = None
 
+    @property
+    def has_work(self) -> bool:
+        """False for a decode pass without slices: all of them are done."""
+        return bool(self.slices) or self.size is not None
+
 
 Column = list[Pass]
 """The passes that give the next column of tokens: one, or several prefill passes for many prompt logits."""
