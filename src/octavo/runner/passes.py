@@ -48,7 +48,7 @@ class Passes:
         self._block_size = state.kv.shape[4]
         self._prefill_sizes = prefill_sizes
         self._decode_sizes, self._cascade_sizes = (sizes(len(inputs.rows)) for sizes in (decode_sizes, cascade_sizes))
-        self._prefill_buffers: dict[PrefillSize, Tensor] = {}  # inputs of prefill graphs
+        self._prefill_buffers: dict[int | PrefillSize, Tensor] = {}  # inputs of prefill graphs
         self._kept = torch.empty(0, 0)  # [max_lines, vocab_size] float32: logits that graphs keep for others
 
     def replace_model(self, model: Model) -> None:
@@ -79,7 +79,7 @@ class Passes:
             if not self.graphs.takes(shape):
                 return self._compute(shape, packed, lines)
             self._capture(shape)
-        if isinstance(shape.size, PrefillSize) and packed is not None:
+        if packed is not None:
             self._prefill_buffers[shape.size].copy_(packed)
         return self.graphs.replay(shape)
 
@@ -135,10 +135,13 @@ class Passes:
         shapes.append(PassShape(self._decode_sizes[-1], logprobs=True))  # compiled here, captured on first use
         for shape in shapes:
             with self._harmless(shape):
-                self._compute(shape, self._buffer(shape))
+                self._compute(shape, self._prefill_buffers.get(shape.size))
 
     def _capture(self, shape: PassShape) -> None:
-        self.graphs.capture(shape, lambda: self._compute(shape, self._buffer(shape)), partial(self._harmless, shape))
+        def work() -> Tensor | None:
+            return self._compute(shape, self._prefill_buffers.get(shape.size))
+
+        self.graphs.capture(shape, work, partial(self._harmless, shape))
 
     @contextmanager
     def _harmless(self, shape: PassShape) -> Iterator[None]:
@@ -162,9 +165,6 @@ class Passes:
         if size not in self._prefill_buffers:
             self._prefill_buffers[size] = torch.empty_like(padding, device=self._platform.device)
         self._prefill_buffers[size].copy_(padding)
-
-    def _buffer(self, shape: PassShape) -> Tensor | None:
-        return self._prefill_buffers[shape.size] if isinstance(shape.size, PrefillSize) else None
 
     # -- work. Reads no tensor values, so that it can be captured ------------------------------------------------------
 
