@@ -190,7 +190,7 @@ def test_preemption_changes_no_tokens(
 def test_prompt_logits_are_computed_in_parts(
     tiny_model: Callable[[str], TinyModel], expected: Expected, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    monkeypatch.setattr("octavo.runner.prefill_batch.MAX_PROMPT_LOGITS", room)
+    monkeypatch.setattr("octavo.runner.passes.prefill_batch.MAX_PROMPT_LOGITS", room)
     with make(tiny_model("llama"), decode_window=3) as llm:
         max_rows = 0
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.runner.pass_shape import PassShape
-from octavo.runner.passes import Passes
+from octavo.runner.passes.pass_shape import PassShape
+from octavo.runner.passes.passes import Passes
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {

@@ -31,8 +31,8 @@ from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner.executor import Executor, make_executor
-from octavo.runner.graphs import Model
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.passes.graphs import Model
 from octavo.runner.platform import Platform
 from tests.proof.oracle import ReadBack
 from tests.proof.workloads import World

@@ -14,10 +14,10 @@ from octavo.engine.executor import GrammarBitmask
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs
-from octavo.runner.graphs import Graphs
 from octavo.runner.output_buffers import StepOutput
-from octavo.runner.pass_shape import PassShape
-from octavo.runner.prefill_batch import PrefillSize
+from octavo.runner.passes.graphs import Graphs
+from octavo.runner.passes.pass_shape import PassShape
+from octavo.runner.passes.prefill_batch import PrefillSize
 from tests.models.tiny import VOCAB_SIZE
 from tests.runner.stub_platform import FakeGraphs, StubPlatform, use_platform
 

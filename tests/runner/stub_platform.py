@@ -16,8 +16,8 @@ from octavo import LLM
 from octavo.kernels import reference
 from octavo.kernels.row_state import DecodeInputs
 from octavo.runner.executor import make_executor
-from octavo.runner.graphs import Graphs
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.passes.graphs import Graphs
 from octavo.runner.platform import Platform
 
 

@@ -13,13 +13,13 @@ from octavo.core.plan import BlockCopy, RowSetup, StepPlan, StepResult, SwapIn, 
 from octavo.errors import StepError
 from octavo.kernels.row_state import IN_PROMPT, MAX_STOP_IDS
 from octavo.params.sampling_params import SamplingParams
-from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.executor import Executor
 from octavo.runner.input_buffers import table_writes
 from octavo.runner.kv_swap import runs
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.passes.prefill_batch import PrefillSize, PrefillSizes
 from octavo.runner.platform import CpuPlatform
-from octavo.runner.prefill_batch import PrefillSize, PrefillSizes
 from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from tests.runner.handwritten_plans import VOCAB, NextTokenModel, Plan, make_runner
 from tests.runner.stub_platform import StubPlatform
@@ -410,7 +410,7 @@ def test_prompt_logprobs_of_prefill_chunks(
     runner: ModelRunner, fake_model: NextTokenModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One entry for each prompt token but the first, over chunks and passes; none for output tokens."""
-    monkeypatch.setattr("octavo.runner.prefill_batch.MAX_PROMPT_LOGITS", 2)
+    monkeypatch.setattr("octavo.runner.passes.prefill_batch.MAX_PROMPT_LOGITS", 2)
     prompt = [1, 2, 3, 9, 10, 0]
     plan = Plan().give(0, (5, 6, 7), known=prompt, prompt_logprobs=1).slice(0, 0, 5, 0, prompt[:5])
     plan.give(1, (8,)).slice(1, 0, 1, 1, [4])

@@ -19,8 +19,8 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs
 from octavo.models.decoder import Decoder
 from octavo.models.linear_methods import PackedMethod
-from octavo.runner.pass_shape import PassShape
-from octavo.runner.recorded_graphs import RecordedGraphs
+from octavo.runner.passes.pass_shape import PassShape
+from octavo.runner.passes.recorded_graphs import RecordedGraphs
 from tests.models.tiny import load_tiny, make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")

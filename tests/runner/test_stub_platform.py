@@ -14,7 +14,7 @@ import torch
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.kernels import reference
-from octavo.runner import prefill_batch
+from octavo.runner.passes import prefill_batch
 from octavo.runner.sampling.host_sampling import HostSampler
 from octavo.runner.sampling.sampler import NOT_FINITE
 from tests.runner.stub_platform import FakeGraphs, use_stub_platform

@@ -20,14 +20,14 @@ from octavo.core.plan import StepPlan
 from octavo.kernels.row_state import DecodeInputs
 from octavo.runner.checksums import SwapInCheck
 from octavo.runner.device_state import NUM_PARTS, DeviceState
-from octavo.runner.graphs import Model
 from octavo.runner.input_buffers import EMPTY_PAIR, InputBuffers, int64, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers
-from octavo.runner.pass_shape import Column, Pass, PassShape
-from octavo.runner.passes import Passes
+from octavo.runner.passes.graphs import Model
+from octavo.runner.passes.pass_shape import Column, Pass, PassShape
+from octavo.runner.passes.passes import Passes
+from octavo.runner.passes.prefill_batch import PrefillBatch, PrefillSizes, make_batches
 from octavo.runner.platform import Platform
-from octavo.runner.prefill_batch import PrefillBatch, PrefillSizes, make_batches
 from octavo.runner.sampling.device_columns import DeviceColumns
 from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
 from octavo.runner.sampling.host_columns import HostColumns

@@ -24,10 +24,10 @@ from octavo.kernels.cpu import native, packed_linear
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.ops import Ops
 from octavo.kernels.row_state import DecodeInputs
-from octavo.runner.cuda_graphs import CudaGraphs
-from octavo.runner.graphs import Graphs, Model
 from octavo.runner.memory import diagnostics, profile
-from octavo.runner.recorded_graphs import RecordedGraphs
+from octavo.runner.passes.cuda_graphs import CudaGraphs
+from octavo.runner.passes.graphs import Graphs, Model
+from octavo.runner.passes.recorded_graphs import RecordedGraphs
 from octavo.runner.streams import CompletedEvent, CudaStream, RecordableEvent, SideStream
 
 if TYPE_CHECKING:

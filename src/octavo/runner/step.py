@@ -11,7 +11,7 @@ import torch
 from octavo.core.plan import StepPlan
 from octavo.engine.executor import GrammarBitmask
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
-from octavo.runner.pass_shape import Column, Pass
+from octavo.runner.passes.pass_shape import Column, Pass
 
 LiveSlices = Callable[[Seq[int]], Seq[int]]
 

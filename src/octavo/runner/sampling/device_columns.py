@@ -6,8 +6,8 @@ from functools import partial
 
 from octavo.engine.executor import GrammarBitmask
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
-from octavo.runner.pass_shape import Column, Part, PassShape
-from octavo.runner.passes import Passes
+from octavo.runner.passes.pass_shape import Column, Part, PassShape
+from octavo.runner.passes.passes import Passes
 from octavo.runner.sampling.pipeline import Lines
 
 

@@ -7,8 +7,8 @@ import torch
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
-from octavo.runner.pass_shape import Column, Pass
-from octavo.runner.passes import Passes
+from octavo.runner.passes.pass_shape import Column, Pass
+from octavo.runner.passes.passes import Passes
 from octavo.runner.sampling.host_sampling import Continued, HostSampler
 from octavo.runner.sampling.pipeline import Lines
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.row_state import RowState
+from octavo.runner.passes.prefill_batch import SlicePart
 from octavo.runner.platform import Platform
-from octavo.runner.prefill_batch import SlicePart
 from octavo.runner.sampling.logits_state import LogitsProcessors
 from octavo.runner.sampling.pipeline import Lines
 from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec

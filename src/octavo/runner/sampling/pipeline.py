@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.kernels.metadata import SamplingTensors
 from octavo.runner.device_state import DeviceState
 from octavo.runner.output_buffers import OutputBuffers
-from octavo.runner.pass_shape import PassShape
+from octavo.runner.passes.pass_shape import PassShape
 from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
 
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from octavo.runner.graphs import Graphs
-from octavo.runner.pass_shape import PassShape
-from octavo.runner.prefill_batch import PrefillSize
+from octavo.runner.passes.graphs import Graphs
+from octavo.runner.passes.pass_shape import PassShape
+from octavo.runner.passes.prefill_batch import PrefillSize
 
 
 class GraphCache:

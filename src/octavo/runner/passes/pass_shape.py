@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from octavo.runner.prefill_batch import PrefillBatch, PrefillSize
+from octavo.runner.passes.prefill_batch import PrefillBatch, PrefillSize
 
 Part = Literal["pass", "logits", "sample", "sample and logits", "candidates", "model"]
 """What of a pass: all of it; up to its logits, which are kept; the sampling of kept logits; that and the next decode

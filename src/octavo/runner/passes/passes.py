@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.row_state import DecodeInputs
-from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.device_state import DeviceState
-from octavo.runner.graph_cache import GraphCache
-from octavo.runner.graphs import Model
-from octavo.runner.pass_shape import PLAIN, Part, Pass, PassShape
+from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.passes.graph_cache import GraphCache
+from octavo.runner.passes.graphs import Model
+from octavo.runner.passes.pass_shape import PLAIN, Part, Pass, PassShape
+from octavo.runner.passes.prefill_batch import PrefillBatch, PrefillInputs, PrefillSize, PrefillSizes, unpack
 from octavo.runner.platform import Platform
-from octavo.runner.prefill_batch import PrefillBatch, PrefillInputs, PrefillSize, PrefillSizes, unpack
 from octavo.runner.sampling.pipeline import Lines, Pipeline
 
 
