@@ -21,9 +21,9 @@ from octavo.kernels import reference
 from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.config import spec_from_config
 from octavo.models.loading.loader import empty_model
-from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.memory.budget import FreeMemory
-from octavo.runner.prefill_batch import PrefillSizes
+from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.passes.prefill_batch import PrefillSizes
 from tests.cli.conftest import Call, call
 from tests.models.tiny import num_bytes
 from tests.test_project import loaded_by

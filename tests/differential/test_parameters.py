@@ -190,11 +190,11 @@ def test_preemption_changes_no_tokens(
 def test_prompt_logits_are_computed_in_parts(
     tiny_model: Callable[[str], TinyModel], expected: Expected, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    monkeypatch.setattr("octavo.runner.prefill_batch.MAX_PROMPT_LOGITS", room)
+    monkeypatch.setattr("octavo.runner.passes.prefill_batch.MAX_PROMPT_LOGITS", room)
     with make(tiny_model("llama"), decode_window=3) as llm:
         max_rows = 0
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-        inner = runner.model
+        inner = runner.passes.model
 
         class Counting:
             def forward(self, token_ids: Any, batch: Any, kv: Any, logits_rows: Any) -> Any:
@@ -203,7 +203,7 @@ def test_prompt_logits_are_computed_in_parts(
                     max_rows = max(max_rows, len(set(logits_rows.tolist())) - batch.num_seqs)
                 return inner.forward(token_ids, batch, kv, logits_rows)
 
-        runner.model, runner.forward_graphs = Counting(), None  # recorded passes would not call it
+        runner.passes.replace_model(Counting())
         check(llm.generate(expected.prompts, PARAMS, use_tqdm=False), expected)
         assert max_rows in (room - 1, room)  # a sequence in the middle of its prompt samples nothing
 

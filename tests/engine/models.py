@@ -48,10 +48,10 @@ class WrappedModel:
         after: Callable[[int, list[int], Tensor], None] = lambda number, tokens, logits: None,
     ) -> None:
         self.runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-        self.inner = self.runner.model
+        self.inner = self.runner.passes.model
         self.before, self.after = before, after
         self.num_passes = 0
-        self.runner.model, self.runner.forward_graphs = self, None  # recorded passes would not call it
+        self.runner.passes.replace_model(self)
 
     def forward(self, token_ids: Tensor, batch: Any, kv: Tensor, logits_rows: Tensor) -> Tensor:
         assert threading.current_thread() is not threading.main_thread()

@@ -17,9 +17,9 @@ from octavo.core.plan import StepPlan
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.structured_output import RequestGrammar
 from octavo.errors import ParameterError, RequestFailedError
-from octavo.runner import prefill_batch
 from octavo.runner.executor import StepHandle, ThreadedExecutor
 from octavo.runner.output_buffers import OutputBuffers
+from octavo.runner.passes import prefill_batch
 from octavo.text import grammar
 from octavo.text.grammar import Matcher
 from tests.engine.models import WrappedModel, make_talking_checkpoint

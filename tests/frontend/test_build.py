@@ -106,7 +106,7 @@ def test_loading_leaves_no_thread(bfloat16_model: Path) -> None:
 def test_explicit_float16_is_used(bfloat16_model: Path) -> None:
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     with open_llm(bfloat16_model, dtype="float16") as llm:
-        assert llm.engine.executor.runner.kv.dtype == torch.float16
+        assert llm.engine.executor.runner.state.kv.dtype == torch.float16
         assert len(llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 

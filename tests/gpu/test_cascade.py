@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.runner.model_runner import GraphKey, ModelRunner
+from octavo.runner.passes.pass_shape import PassShape
+from octavo.runner.passes.passes import Passes
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -57,16 +58,16 @@ def test_cascade_attention_gives_the_same_tokens(
         expected = tokens_of(llm)
     monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_SAVED_BYTES", -(10**12))  # for every shared prefix
     num_passes: Counter[bool] = Counter()
-    run = ModelRunner._run_decode
+    run = Passes.run
 
-    def counted(self: ModelRunner, num_slices: int, key: GraphKey) -> None:
-        num_passes[key.cascade] += 1
-        run(self, num_slices, key)
+    def counted(self: Passes, shape: PassShape, *inputs: Any) -> Any:
+        num_passes[shape.cascade] += 1
+        return run(self, shape, *inputs)
 
-    monkeypatch.setattr(ModelRunner, "_run_decode", counted)
+    monkeypatch.setattr(Passes, "run", counted)
     with LLM(model, **(OPTIONS | options)) as llm:
         found = tokens_of(llm)
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-        common = runner._decode_inputs.batch.common_prefix_lens.cpu().numpy()
+        common = runner.passes.inputs.batch.common_prefix_lens.cpu().numpy()
     assert found == expected
     assert num_passes[True] > 20 and np.isin(common, (0, *range(256, 305, 16))).all() and (common > 0).any()

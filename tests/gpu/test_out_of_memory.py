@@ -28,8 +28,8 @@ class LargeModel:
 
     def __init__(self, llm: LLM, never: int = -1) -> None:
         runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-        self.inner, self.never = runner.model, never
-        runner.model = self
+        self.inner, self.never = runner.passes.model, never
+        runner.passes.model = self
 
     def forward(self, token_ids: Tensor, *rest: Any) -> Tensor:
         tokens = 1 << 20 if bool((token_ids == self.never).any()) else len(token_ids)

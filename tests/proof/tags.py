@@ -30,9 +30,9 @@ from octavo.engine.executor import StepHandle
 from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs, RowState
-from octavo.runner.executor import Executor
-from octavo.runner.graphs import Model
+from octavo.runner.executor import Executor, make_executor
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.passes.graphs import Model
 from octavo.runner.platform import Platform
 from tests.proof.oracle import ReadBack
 from tests.proof.workloads import World
@@ -223,12 +223,12 @@ def tag(llm: LLM, platform: Platform, *, graphs: bool = True) -> Tags:
     """Give a new engine a KV pool with tags, and a runner on this platform that checks them."""
     engine, args = llm.engine, llm.config.args
     old: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]
-    kv, host_kv = _with_tags(old.kv), _with_tags(old.swapper.host_kv)
+    kv, host_kv = _with_tags(old.state.kv), _with_tags(old.state.swapper.host_kv)
     num_rows, max_len = args.max_num_seqs or 1, llm.config.max_model_len
     tags = Tags(kv, num_rows, max_len + 1)
     platform.ops = TaggedOps(platform.ops, tags)  # type: ignore[assignment]
     runner = ModelRunner(
-        TaggedModel(old.model, tags),
+        TaggedModel(old.passes.model, tags),
         kv,
         host_kv,
         platform,
@@ -239,7 +239,7 @@ def tag(llm: LLM, platform: Platform, *, graphs: bool = True) -> Tags:
         vocab_size=engine.limits.vocab_size,
         graphs=graphs,
     )
-    executor = platform.executor(runner)
+    executor = make_executor(runner)
     losses, schedule = LostBlocks(), engine.scheduler.schedule
 
     def next_turn() -> InFlightStep:

@@ -34,7 +34,7 @@ class BitFlipper:
     def __init__(self, llm: LLM, max_flips: int = 3) -> None:
         self.engine = engine = llm.engine
         runner = engine.executor.runner  # type: ignore[attr-defined]
-        self.host_kv = (runner if hasattr(runner, "host_kv") else runner.swapper).host_kv
+        self.host_kv = runner.state.swapper.host_kv
         self.blocks: list[int] = []
         self.max_flips = max_flips
         schedule = engine.scheduler.schedule

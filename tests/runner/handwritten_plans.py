@@ -84,8 +84,9 @@ class Plan(StepPlan):
         return self
 
 
-def make_runner(model: Any, platform: Platform) -> ModelRunner:
+def make_runner(model: Any, platform: Platform, num_host_blocks: int = 8) -> ModelRunner:
     """A runner with 8 usable blocks."""
     kv = torch.zeros(9, 1, 2, 1, SIZE, 1)
+    host_kv = torch.zeros(1 + num_host_blocks, *kv.shape[1:])
     sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": VOCAB}
-    return ModelRunner(model, kv, torch.zeros_like(kv), platform, graphs=False, **sizes)
+    return ModelRunner(model, kv, host_kv, platform, graphs=False, **sizes)

@@ -27,9 +27,8 @@ from octavo.errors import EngineError
 from octavo.frontend.build import BuiltEngine, build
 from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.process_transport import process_client
-from octavo.runner.executor import Advance
 from octavo.runner.model_runner import ModelRunner
-from octavo.runner.output_buffers import StepOutput
+from octavo.runner.step import Step
 from tests.runner.stub_platform import use_stub_platform
 
 OPTIONS: dict[str, Any] = {
@@ -64,7 +63,7 @@ def lose(runner: ModelRunner, harm: str) -> None:
     def raise_cuda_error(*_: Any) -> Any:
         raise RuntimeError(f"{MESSAGES[harm]}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` ...\n")
 
-    def broken(plan: StepPlan) -> tuple[StepOutput, Advance]:
+    def broken(plan: StepPlan) -> Step:
         nonlocal num_launched
         num_launched += 1
         if num_launched > AT and harm == "fake":

@@ -15,8 +15,9 @@ from torch import Tensor
 from octavo import LLM
 from octavo.kernels import reference
 from octavo.kernels.row_state import DecodeInputs
-from octavo.runner.graphs import Graphs
+from octavo.runner.executor import make_executor
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.passes.graphs import Graphs
 from octavo.runner.platform import Platform
 
 
@@ -62,11 +63,11 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
     """The engine, on another platform, without the graphs that are captured at start."""
     old: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
     runner = ModelRunner(
-        old.model,
-        old.kv,
-        old.swapper.host_kv,
+        old.passes.model,
+        old.state.kv,
+        old.state.swapper.host_kv,
         platform,
-        num_rows=old.state.null_row,
+        num_rows=old.state.rows.null_row,
         max_model_len=llm.config.max_model_len,
         max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
         max_decode_steps=llm.config.args.decode_window or 1,
@@ -74,7 +75,7 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
         graphs=True,
     )
     llm.engine.executor.close()
-    llm.engine.executor = platform.executor(runner)
+    llm.engine.executor = make_executor(runner)
     return llm
 
 

@@ -150,7 +150,7 @@ def test_a_plan_of_swaps_only_reports_corrupt_blocks() -> None:
     runner = make_runner(NextTokenModel(), CpuPlatform())
     executor = Executor(runner)
     assert executor.submit(out).result() == StepResult([])
-    runner.swapper.host_kv[4] += 1
+    runner.state.swapper.host_kv[4] += 1
     assert executor.submit(back).result() == StepResult([], corrupt=[4])
 
 

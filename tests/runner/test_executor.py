@@ -14,9 +14,34 @@ import pytest
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
 from octavo.errors import StepError
-from octavo.runner.executor import ThreadedExecutor
+from octavo.runner.executor import ThreadedExecutor, make_executor
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
 from octavo.runner.platform import CpuPlatform
+from tests.runner.handwritten_plans import NextTokenModel, make_runner
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 8])
+def test_a_started_executor_returns_its_capacity(num_host_blocks: int) -> None:
+    executor = make_executor(make_runner(NextTokenModel(), CpuPlatform(), num_host_blocks))
+    capacity = executor.start()
+    executor.close()
+    assert capacity[:2] == (8, num_host_blocks) and (capacity.move_s > 0) == (num_host_blocks > 0)
+
+
+class FakeStep:
+    def __init__(self, runner: FakeRunner, plan: StepPlan, output: StepOutput) -> None:
+        self.runner, self.plan, self.output = runner, plan, output
+        self.is_queued = False
+        self.work = runner.work(plan, output)
+        next(self.work)
+        self.num_left = max(1, plan.num_bitmask_columns)
+
+    def advance(self, bitmask: GrammarBitmask | None) -> None:
+        if self.plan.num_bitmask_columns:
+            self.runner.bitmasks.append(bitmask)
+        self.num_left -= 1
+        next(self.work, None)
+        self.is_queued = not self.num_left
 
 
 class FakeRunner:
@@ -35,15 +60,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> Any:
         self.ran.append(plan.step)
         output = self.output_buffers.new_output(len(plan.rows))
-        work = self.work(plan, output)
-        next(work)
-
-        def advance(bitmask: GrammarBitmask | None) -> None:
-            if plan.num_bitmask_columns:
-                self.bitmasks.append(bitmask)
-            next(work, None)
-
-        return output, advance
+        return FakeStep(self, plan, output)
 
     def work(self, plan: StepPlan, output: StepOutput) -> Iterator[None]:
         columns = self.columns.get(plan.step, [[[plan.step]]])

@@ -19,10 +19,10 @@ from octavo import LLM, SamplingParams
 from octavo.cli.main import FAILED, explain
 from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, StepError
-from octavo.runner.executor import Advance, Executor
+from octavo.runner.executor import Executor
 from octavo.runner.model_runner import ModelRunner
-from octavo.runner.output_buffers import StepOutput
 from octavo.runner.platform import CudaPlatform
+from octavo.runner.step import Step
 from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 from tests.runner.lose_device import MESSAGES, PARAMS, PROMPTS, check_engine_process, check_process
 from tests.runner.stub_platform import StubPlatform, use_stub_platform
@@ -59,7 +59,7 @@ def lose(runner: ModelRunner, where: str, after: int = 0) -> None:
     """Lose the device after some steps. The error appears at `where`; "afterwards": after another error."""
     execute, num_launched = runner.execute, 0
 
-    def broken(plan: StepPlan) -> tuple[StepOutput, Advance]:
+    def broken(plan: StepPlan) -> Step:
         nonlocal num_launched
         num_launched += 1
         if num_launched <= after:
@@ -69,15 +69,17 @@ def lose(runner: ModelRunner, where: str, after: int = 0) -> None:
             raise_cuda_error()
         if where == "afterwards":
             raise ValueError("a bug")
-        output, advance = execute(plan)
+        step = execute(plan)
+        advance = step.advance
 
         def advance_broken(bitmask: Any) -> None:
             if where == "finish":
                 raise_cuda_error()
             advance(bitmask)
-            output.events = [Broken(where) for _ in output.events]
+            step.output.events = [Broken(where) for _ in step.output.events]
 
-        return output, advance_broken
+        step.advance = advance_broken  # type: ignore[method-assign]
+        return step
 
     runner.execute = broken  # type: ignore[method-assign]
 

@@ -13,13 +13,13 @@ from octavo.core.plan import BlockCopy, RowSetup, StepPlan, StepResult, SwapIn, 
 from octavo.errors import StepError
 from octavo.kernels.row_state import IN_PROMPT, MAX_STOP_IDS
 from octavo.params.sampling_params import SamplingParams
-from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.executor import Executor
 from octavo.runner.input_buffers import table_writes
 from octavo.runner.kv_swap import runs
 from octavo.runner.model_runner import ModelRunner
+from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.passes.prefill_batch import PrefillSize, PrefillSizes
 from octavo.runner.platform import CpuPlatform
-from octavo.runner.prefill_batch import PrefillSize, PrefillSizes
 from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from tests.runner.handwritten_plans import VOCAB, NextTokenModel, Plan, make_runner
 from tests.runner.stub_platform import StubPlatform
@@ -47,8 +47,9 @@ def runner(executor: Executor) -> ModelRunner:
 
 def run(runner: ModelRunner, plan: StepPlan) -> list[StepResult]:
     """The result of each column."""
-    output, advance = runner.execute(plan)
-    advance(None)
+    step = runner.execute(plan)
+    step.advance(None)
+    output = step.output
     return [output.read(i, i + 1) for i in range(len(output.events))]
 
 
@@ -64,7 +65,7 @@ def test_only_steps_of_plain_beams_return_candidates_from_a_graph(executor: Exec
     other = [RowSetup(3, SamplingParams(logit_bias={1: 2.0}), 0, 0, frozenset(), 1, None, True)]
     plan = StepPlan()
     plan.row_setups = [*plain, *other]
-    executor.runner.logits_processors.apply(plan)
+    executor.runner.state.processors.apply(plan)
     host_sampling.apply(plan)
 
     def num_candidates(rows: list[int], num_samples: dict[int, int], bitmask_slices: tuple[int, ...] = ()) -> int:
@@ -170,15 +171,15 @@ def test_logprobs_come_with_their_tokens(executor: Executor) -> None:
             assert [entry.logprob, *entry.top[1:]] == pytest.approx(expected[: lengths[0]].tolist(), abs=1e-6)
     assert [set(result.logprobs) for result in rest] == [{0}, {0}, set(), set()]
     assert [result.logprobs[0][0].top_ids[0] for result in rest[:2]] == [result.tokens[0][0] for result in rest[:2]]
-    assert not executor.runner.logits_processors.rows
+    assert not executor.runner.state.processors.rows
 
 
 @on_the_stub
 def test_host_sampling_commits_stop_tokens_to_the_device(executor: Executor) -> None:
     plan = Plan().give(0, (1, 2), stops=(4,), logprobs=21).slice(0, 0, 1, 1, [3])
     assert tokens_of(executor, plan) == [[4]]
-    assert executor.runner.state.done.tolist() == [True, False, False, False, True]
-    assert int(executor.runner.state.last_token[0]) == 4
+    assert executor.runner.state.rows.done.tolist() == [True, False, False, False, True]
+    assert int(executor.runner.state.rows.last_token[0]) == 4
 
 
 def test_more_stop_ids_than_the_device_keeps_do_not_fail(executor: Executor) -> None:
@@ -198,7 +199,7 @@ def test_non_finite_logits_fail_one_slice(executor: Executor, fake_model: NextTo
 
 
 def test_swaps_and_copies_run_in_order(executor: Executor) -> None:
-    kv, host = executor.runner.kv, executor.runner.swapper.host_kv
+    kv, host = executor.runner.state.kv, executor.runner.state.swapper.host_kv
     for i in range(9):
         kv[i], host[i] = i, -i
     plan = Plan()
@@ -316,7 +317,7 @@ def test_token_counts_of_a_row_with_penalties(executor: Executor) -> None:
     """Counted are the prompt, sampled tokens and host tokens, but not several samples before a fork, or a done row."""
 
     def counted() -> dict[int, int]:
-        counts = executor.runner.logits_processors._state().counts[0]
+        counts = executor.runner.state.processors._state().counts[0]
         return {token: int(counts[token]) for token in counts.nonzero().flatten().tolist()}
 
     plan = Plan().give(0, (1, 2), stops=(9,), presence_penalty=0.1).slice(0, 0, 2, 1, [5, 6], num_samples=3)
@@ -385,7 +386,7 @@ def test_a_plan_of_swaps_only_runs_no_pass(runner: ModelRunner, fake_model: Next
 
 @on_the_cpu
 def test_row_setups_host_tokens_and_samples_update_the_token_history(runner: ModelRunner) -> None:
-    processors = runner.logits_processors
+    processors = runner.state.processors
     plan = Plan().give(0, (5, 6, 7, 8), known=[1, 2, 3], repetition_penalty=2.0).slice(0, 0, 6, 4, [1, 2, 3])
     plan.give(1, (1, 2)).slice(1, 0, 1, 1, [9])
     run(runner, plan)
@@ -402,14 +403,14 @@ def test_row_setups_host_tokens_and_samples_update_the_token_history(runner: Mod
 def test_several_samples_before_a_fork_are_not_in_the_history(runner: ModelRunner) -> None:
     plan = Plan().give(0, (5, 6), known=[2, 3], presence_penalty=1.0, n=3, temperature=1.0)
     run(runner, plan.slice(0, 0, 2, 1, [2, 3], num_samples=3))
-    assert runner.logits_processors.history[0, :3].tolist() == [2, 3, 0]
+    assert runner.state.processors.history[0, :3].tolist() == [2, 3, 0]
 
 
 def test_prompt_logprobs_of_prefill_chunks(
     runner: ModelRunner, fake_model: NextTokenModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One entry for each prompt token but the first, over chunks and passes; none for output tokens."""
-    monkeypatch.setattr("octavo.runner.prefill_batch.MAX_PROMPT_LOGITS", 2)
+    monkeypatch.setattr("octavo.runner.passes.prefill_batch.MAX_PROMPT_LOGITS", 2)
     prompt = [1, 2, 3, 9, 10, 0]
     plan = Plan().give(0, (5, 6, 7), known=prompt, prompt_logprobs=1).slice(0, 0, 5, 0, prompt[:5])
     plan.give(1, (8,)).slice(1, 0, 1, 1, [4])

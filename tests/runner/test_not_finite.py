@@ -34,7 +34,7 @@ def poison_one(llm: LLM, prompts: Sequence[list[int]], late: Sequence[list[int]]
     """Set the blocks of one request to NaN after some tokens. Returns the outputs of the other `prompts`, then those of
     `late`, which reuse these blocks. The engine must be new."""
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-    kv, requests = runner.kv, llm.engine.scheduler.requests
+    kv, requests = runner.state.kv, llm.engine.scheduler.requests
     last_outputs: dict[int, RequestOutput] = {}
     poisoned: list[int] = []
     reused: set[int] = set()

@@ -26,7 +26,8 @@ from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner import checksums
-from octavo.runner.executor import Executor, StepHandle
+from octavo.runner.executor import StepHandle, make_executor
+from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import CpuPlatform, Platform
 from octavo.runner.streams import CompletedEvent, RecordableEvent
 from tests.proof import oracle as o
@@ -137,10 +138,11 @@ class Device:
         shape = 1, 2, 1, cache.block_size, 2  # one layer; a head of two float32 holds 64 bits
         kv = torch.zeros(cache.pool.num_blocks + 1, *shape)
         self.host_kv = torch.zeros(cache.swap_space.num_blocks + 1, *shape)
-        self.executor: Executor = platform.make_executor(
+        runner = ModelRunner(
             HashModel(cache.attention_window),
             kv,
             self.host_kv,
+            platform,
             num_rows=world.rows,
             max_model_len=MAX_LEN,
             max_num_tokens=world.scheduler.max_num_batched_tokens,
@@ -148,6 +150,8 @@ class Device:
             vocab_size=o.VOCAB,
             graphs=graphs,
         )
+        runner.capture()
+        self.executor = make_executor(runner)
         self.kv = kv
         self.poisoned: dict[int, set[int]] = {}  # unknown here: a wrong token shows it
         self.counts: Counter[str] = Counter()
@@ -171,7 +175,7 @@ class Device:
         """Flip a bit of a host block that has its checksum."""
         for handle in self._handles.values():
             self.executor.wait_for_end(handle)
-        self.executor.runner.swapper.checksums._thread.submit(int).result()  # the blocks before it are done
+        self.executor.runner.state.swapper.checksums._thread.submit(int).result()  # the blocks before it are done
         self.host_kv[block].view(torch.uint8).view(-1)[self._flips.randrange(self.host_kv[block].nbytes)] ^= 4
         self.counts["flipped bits"] += 1
 

@@ -17,7 +17,8 @@ from octavo.core.plan import StepPlan
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import request_failed_error
 from octavo.errors import StepError, StepMemoryError
-from octavo.runner.executor import Executor, ThreadedExecutor, step_error
+from octavo.runner.executor import Executor, ThreadedExecutor
+from octavo.runner.failures import step_error
 from octavo.runner.platform import CpuPlatform
 from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 from tests.runner.stub_platform import StubPlatform, use_stub_platform
@@ -52,10 +53,8 @@ class LimitedModel:
 
 def limit_memory(llm: LLM, room: int, never: int = -1) -> LimitedModel:
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-    found = LimitedModel(runner.model, room, never)
-    runner.model, runner.forward_graphs = found, None  # recorded passes would not call it
-    if hasattr(runner, "host_sampling"):
-        runner = found
+    found = LimitedModel(runner.passes.model, room, never)
+    runner.passes.replace_model(found)
     return found
 
 

@@ -19,7 +19,8 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs
 from octavo.models.decoder import Decoder
 from octavo.models.linear_methods import PackedMethod
-from octavo.runner.recorded_graphs import RecordedGraphs
+from octavo.runner.passes.pass_shape import PassShape
+from octavo.runner.passes.recorded_graphs import RecordedGraphs
 from tests.models.tiny import load_tiny, make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -109,13 +110,13 @@ def test_other_passes_are_computed_by_the_model(tmp_path: Path) -> None:
     for options in ({}, {"enforce_eager": True}):
         with LLM(model, **always, **options) as llm:
             runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-            if graphs := runner.forward_graphs:
+            if graphs := runner.passes.graphs.captured:
                 replay = graphs.replay
                 graphs.replay = lambda name, replay=replay: [replays.append(name), replay(name)][1]
             for num in (2, len(prompts)):
                 outputs = llm.generate(prompts[:num], params, use_tqdm=False)
                 found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[:2] == found[2:] and replays == [2] * 3
+    assert found[:2] == found[2:] and replays == [PassShape(2, "model")] * 3
 
 
 class PartlyRecorded:

@@ -123,8 +123,8 @@ def test_reordered_rows_get_the_same_tokens(
         if stub_platform:
             use_stub_platform(llm, fake_graphs=fake_graphs)
             runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-            runner.shared_prefixes.min_saved_tokens = -1000
-            ops = runner.ops = CheckedOps()
+            runner.state.shared_prefixes.min_saved_tokens = -1000
+            ops = runner.platform.ops = CheckedOps()
         with llm:
             found.append(completions(llm.generate(prompts, params, use_tqdm=False)))
     assert found[0] == found[1]

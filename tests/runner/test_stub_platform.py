@@ -14,7 +14,7 @@ import torch
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.kernels import reference
-from octavo.runner import prefill_batch
+from octavo.runner.passes import prefill_batch
 from octavo.runner.sampling.host_sampling import HostSampler
 from octavo.runner.sampling.sampler import NOT_FINITE
 from tests.runner.stub_platform import FakeGraphs, use_stub_platform
@@ -241,8 +241,8 @@ def test_masked_sampling_and_the_next_pass_are_one_graph(model: str, monkeypatch
     _, expected = generate(model, params, stub_platform=False, decode_window=4)
     _, outputs = generate(model, params, stub_platform=True, fake_graphs=True, decode_window=4)
     assert completions(outputs) == completions(expected)
-    decodes = [name for name in replayed if name[0] in ("masked", "masked pass") and isinstance(name[1], int)]
-    assert sum(name[0] == "masked pass" for name in decodes) >= len(decodes) // 2 > 3
+    decodes = [shape for shape in replayed if shape.part.startswith("sample") and isinstance(shape.size, int)]
+    assert sum(shape.part == "sample and logits" for shape in decodes) >= len(decodes) // 2 > 3
 
 
 @pytest.mark.parametrize("fake_graphs", [False, True], ids=["eager", "graphs"])

@@ -69,17 +69,17 @@ Plant: TypeAlias = Callable[[t.Tags, Any], None]
 
 
 def lose_a_copy(tags: t.Tags, runner: Any) -> None:
-    copy = runner.ops.block_copy
-    runner.ops.block_copy = lambda kv, src, dst: copy(kv, src[:-1], dst[:-1])
+    copy = runner.platform.ops.block_copy
+    runner.platform.ops.block_copy = lambda kv, src, dst: copy(kv, src[:-1], dst[:-1])
 
 
 def swap_to_the_wrong_block(tags: t.Tags, runner: Any) -> None:
-    move = runner.swapper.move
+    move = runner.state.swapper.move
 
     def wrong(outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> Any:
-        return move(outs, [(src, dst % (len(runner.kv) - 1) + 1) for src, dst in ins[:1]] + ins[1:])
+        return move(outs, [(src, dst % (len(runner.state.kv) - 1) + 1) for src, dst in ins[:1]] + ins[1:])
 
-    runner.swapper.move = wrong
+    runner.state.swapper.move = wrong
 
 
 def write_one_slot_off(tags: t.Tags, runner: Any) -> None:
@@ -96,14 +96,14 @@ def write_one_slot_off(tags: t.Tags, runner: Any) -> None:
 
 def use_a_block_of_another_sequence(tags: t.Tags, runner: Any) -> None:
     """The first block of a block table is another sequence's."""
-    prepare = runner.ops.prepare_decode_inputs
+    prepare = runner.platform.ops.prepare_decode_inputs
 
     def wrong(state: Any, inputs: Any, block_size: int) -> None:
         prepare(state, inputs, block_size)
         if len(inputs.rows) > 1:
             inputs.batch.block_tables[0, 0] = inputs.batch.block_tables[1, 0]
 
-    runner.ops.prepare_decode_inputs = wrong
+    runner.platform.ops.prepare_decode_inputs = wrong
 
 
 PLANTS: list[Plant] = [lose_a_copy, swap_to_the_wrong_block, write_one_slot_off, use_a_block_of_another_sequence]

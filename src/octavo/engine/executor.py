@@ -27,6 +27,19 @@ class GrammarBitmask(NamedTuple):
     bitmask: np.ndarray
 
 
+class Capacity(NamedTuple):
+    """What an executor has once it has started.
+
+    num_blocks       of the KV pool
+    num_host_blocks  of the swap space
+    move_s           seconds that a block takes to swap, measured; 0 without a swap space
+    """
+
+    num_blocks: int
+    num_host_blocks: int
+    move_s: float
+
+
 class StepHandle(Protocol):
     """A submitted plan."""
 

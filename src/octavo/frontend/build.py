@@ -20,23 +20,23 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
+from octavo.engine.executor import Capacity
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.config import read_spec
 from octavo.models.linear_methods import find_linear_method
 from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
-from octavo.runner.executor import Executor
-from octavo.runner.memory.budget import FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.executor import Executor, make_executor
+from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
+from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import Platform, find_platform
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.view.recording.recorder import FlightRecorder
 
 logger = logging.getLogger("octavo")
-
-LESS_SWAP = "lower swap_space, or set it to 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,9 @@ def build(args: EngineArgs) -> BuiltEngine:
         else:
             loaded = _load_and_measure(resolved, precompile, timer)
         config = _config(resolved, loaded.budget)
-        executor = _make_executor(resolved, loaded, config, precompile)
+        executor, capacity = _start_executor(resolved, loaded, config, precompile)
         timer.lap("pool" if loaded.profile is None else "pool and graphs")
-        engine = _assemble(resolved, config, executor)
+        engine = _assemble(resolved, config, executor, capacity)
     logger.info("%s", timer)
     return BuiltEngine(engine, config, resolved.spec, resolved.tokenizer, resolved.sampling_defaults)
 
@@ -207,9 +207,9 @@ def _config(resolved: ResolvedModel, budget: MemoryBudget) -> EngineConfig:
     )
 
 
-def _make_executor(
+def _start_executor(
     resolved: ResolvedModel, loaded: LoadedModel, config: EngineConfig, precompile: Precompile | None
-) -> Executor:
+) -> tuple[Executor, Capacity]:
     """The executor with its KV pool, swap space and graphs."""
     args, platform, profile, budget = resolved.args, resolved.platform, loaded.profile, loaded.budget
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
@@ -218,18 +218,20 @@ def _make_executor(
         with platform.startup_errors("pinning memory of the host for swap space", lambda _: LESS_SWAP):
             host_kv = platform.make_host_pool(config.kv, config.num_host_blocks)
         with platform.startup_errors("making the KV pool and CUDA graphs", smaller_pool):
-            return platform.make_executor(
+            runner = ModelRunner(
                 loaded.model,
                 platform.make_pool(config.kv, config.num_blocks),
                 host_kv,
+                platform,
                 num_rows=args.max_num_seqs,
                 max_model_len=config.max_model_len,
                 max_num_tokens=args.max_num_batched_tokens,
                 max_decode_steps=args.decode_window,
                 vocab_size=resolved.spec.vocab_size,
                 graphs=not args.enforce_eager,
-                precompile=precompile,
             )
+            executor = make_executor(runner)
+            return executor, executor.start(precompile)
     except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget}; lower num_gpu_blocks_override, "
@@ -237,13 +239,13 @@ def _make_executor(
         ) from error
 
 
-def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor) -> Engine:
-    """The engine around an executor."""
+def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor, capacity: Capacity) -> Engine:
+    """The engine around an executor that has started."""
     args, spec, tokenizer = resolved.args, resolved.spec, resolved.tokenizer
     scheduler = make_scheduler(config)
-    if config.num_host_blocks:
-        with resolved.platform.startup_errors("moving blocks to the host", lambda _: LESS_SWAP):
-            scheduler.policy.costs.move_s = executor.runner.measure_swap()
+    assert (config.num_blocks, config.num_host_blocks) == (capacity.num_blocks, capacity.num_host_blocks)
+    if capacity.num_host_blocks:
+        scheduler.policy.costs.move_s = capacity.move_s
     engine = Engine(
         scheduler,
         executor,

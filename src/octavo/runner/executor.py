@@ -6,30 +6,23 @@ import ctypes
 import queue
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import GrammarBitmask
-from octavo.errors import DeviceLostError, StepError, StepMemoryError
-
-if TYPE_CHECKING:
-    from octavo.runner.model_runner import ModelRunner
-    from octavo.runner.output_buffers import StepOutput
+from octavo.engine.executor import Capacity, GrammarBitmask
+from octavo.errors import StepError
+from octavo.runner.failures import device_lost, step_error
+from octavo.runner.memory.budget import LESS_SWAP
+from octavo.runner.memory.profile import Precompile
+from octavo.runner.model_runner import ModelRunner
+from octavo.runner.output_buffers import StepOutput
+from octavo.runner.step import Step
 
 WAIT_INTERVAL_S = 0.2
 """Longest single wait for a thread: the caller's thread handles signals between two waits."""
 POLL_INTERVAL_S = 5e-5
 """Pause between two queries of the device in a wait with a timeout."""
-OUT_OF_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-"""Parts of error messages of torch on a CPU, CUDA's driver and its libraries, which have no error type for this."""
 CLOSE_TIMEOUT_S = 60.0
 """Longest wait for the running step in `ThreadedExecutor.close`."""
-Advance = Callable[[GrammarBitmask | None], None]
-"""Queues the rest of a plan. Called once for each column with grammar bitmasks, or once with None."""
 
 
 class StepHandle:
@@ -38,15 +31,15 @@ class StepHandle:
     A plan with bitmask slices queues its sampling column by column, as the bitmasks arrive. The caller submits the next
     plan after the last of them, which keeps the stream order.
 
-    num_missing   calls of `advance` that are left
+    is_queued   all its work is queued, or has failed
     """
 
     def __init__(self, executor: Executor, plan: StepPlan) -> None:
         self.plan = plan
         self.output: StepOutput | None = None
-        self.advance: Advance | None = None
+        self.step: Step | None = None
         self.error: BaseException | None = None
-        self.num_missing = max(1, plan.num_bitmask_columns)
+        self.is_queued = False
         self.bitmasks: list[GrammarBitmask | None] = []  # one a column, where a thread takes them
         self.num_read = 0
         self._executor = executor
@@ -67,7 +60,7 @@ class StepHandle:
 
     @property
     def done(self) -> bool:
-        if self.output is not None and not self.num_missing and self.error is None:
+        if self.output is not None and self.is_queued and self.error is None:
             is_ready = self.num_ready == len(self.output.events)
             return self.error is not None or (is_ready and self.output.swap_in_check.done)
         return self.error is not None
@@ -78,7 +71,7 @@ class StepHandle:
             if self.error is not None or not self._executor.wait(self, deadline):
                 return None
         assert self.output is not None
-        if num_ready == len(self.output.events) and not self.num_missing:
+        if num_ready == len(self.output.events) and self.is_queued:
             return None
         first, self.num_read = self.num_read, num_ready
         return self._read(self.output, first, num_ready)
@@ -113,6 +106,16 @@ class Executor:
         self._failed = False
         self._closed = False
 
+    def start(self, precompile: Precompile | None = None) -> Capacity:
+        """Compile kernels, capture graphs and time swaps. Call it before the first plan: it overwrites blocks."""
+        runner, state, move_s = self.runner, self.runner.state, 0.0
+        runner.capture(precompile)
+        num_blocks, num_host_blocks = (len(pool) - 1 for pool in (state.kv, state.swapper.host_kv))
+        if num_host_blocks:
+            with runner.platform.startup_errors("moving blocks to the host", lambda _: LESS_SWAP):
+                move_s = state.measure_swap()
+        return Capacity(num_blocks, num_host_blocks, move_s)
+
     def submit(self, plan: StepPlan) -> StepHandle:
         assert not self._closed
         handle = StepHandle(self, plan)
@@ -121,30 +124,37 @@ class Executor:
 
     def _start(self, handle: StepHandle) -> None:
         self._execute(handle)
-        if not handle.plan.bitmask_slices:
-            self._advance(handle, None)
 
     def _execute(self, handle: StepHandle) -> None:
+        """Queue a plan up to its first bitmask."""
         try:
             if self._failed:
                 raise StepError("a step before it failed")
-            handle.output, handle.advance = self.runner.execute(handle.plan)
+            handle.step = self.runner.execute(handle.plan)
+            handle.output = handle.step.output  # before its columns are computed: readers wait for them
         except Exception as error:
             self._fail(handle, error)
+        if not handle.plan.bitmask_slices:
+            self._advance(handle, None)
 
     def _advance(self, handle: StepHandle, bitmask: GrammarBitmask | None) -> None:
-        if handle.error is None and handle.advance is not None:
+        """Queue it up to its next bitmask."""
+        if handle.error is None and handle.step is not None:
             try:
-                handle.advance(bitmask)
+                handle.step.advance(bitmask)
             except Exception as error:
                 self._fail(handle, error)
-        if handle.num_missing == 1:
-            handle.advance = None  # it keeps the pass's tensors alive
-        handle.num_missing -= 1
+        if handle.step is None or handle.step.is_queued:
+            self._end(handle)
 
     def _fail(self, handle: StepHandle, error: Exception) -> None:
         self._failed = True
         handle.error = error
+        self._end(handle)
+
+    def _end(self, handle: StepHandle) -> None:
+        handle.step = None  # it keeps the pass's tensors alive
+        handle.is_queued = True
 
     def put_bitmask(self, handle: StepHandle, bitmask: GrammarBitmask | None) -> None:
         self._advance(handle, bitmask)
@@ -153,7 +163,7 @@ class Executor:
         """Wait a while for a column of a plan. Returns False at the deadline, and if none can come."""
         if handle.output is None or not handle.output.events or time.perf_counter() >= deadline:
             return False
-        if handle.num_missing and handle.num_read < len(handle.output.events):
+        if not handle.is_queued and handle.num_read < len(handle.output.events):
             try:  # the device waits for the next bitmask, so do not sleep
                 handle.output.events[-1].synchronize()
             except RuntimeError as error:
@@ -215,15 +225,13 @@ class ThreadedExecutor(Executor):
     def _work(self) -> None:
         while (handle := self._queue.get()) is not None:
             self._execute(handle)
-            while handle.num_missing:
+            while not handle.is_queued:
                 self._advance(handle, self._next_bitmask(handle))
             self._notify()
             del handle  # its tensors are freed while the thread waits
 
     def _next_bitmask(self, handle: StepHandle) -> GrammarBitmask | None:
         """The next bitmask of a plan; waits for `put_bitmask`."""
-        if not handle.plan.bitmask_slices:
-            return None
         with self._changed:
             while not handle.bitmasks and handle.error is None:
                 if self._closed:
@@ -241,7 +249,7 @@ class ThreadedExecutor(Executor):
 
     def wait(self, handle: StepHandle, deadline: float) -> bool:
         with self._changed:
-            while handle.num_missing and handle.num_ready == handle.num_read:
+            while not handle.is_queued and handle.num_ready == handle.num_read:
                 remaining = deadline - time.perf_counter()
                 if remaining <= 0:
                     return False
@@ -250,7 +258,7 @@ class ThreadedExecutor(Executor):
 
     def wait_for_end(self, handle: StepHandle) -> None:
         with self._changed:
-            while handle.num_missing:
+            while not handle.is_queued:
                 self._changed.wait(WAIT_INTERVAL_S)
 
     def recover(self, error: BaseException | None) -> None:
@@ -266,40 +274,6 @@ class ThreadedExecutor(Executor):
         self.thread.join(timeout=CLOSE_TIMEOUT_S)
 
 
-MAX_MESSAGE = 300
-"""Characters of an error message: CUDA's go on with advice for debugging, compilers' with source code."""
-
-
-def step_error(error: BaseException) -> StepError:
-    """The `StepError` for an error in a step.
-
-    If memory ran out, the frames of the error are cleared: they keep the step's tensors alive.
-    """
-    kind = StepMemoryError if is_out_of_memory(error) else StepError
-    if kind is StepMemoryError:
-        clear_tracebacks(error)
-    return kind(f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_MESSAGE]}")
-
-
-def device_lost(cause: BaseException) -> DeviceLostError:
-    """The error that ends the engine, with the first line of CUDA's message: the others are debugging advice."""
-    message = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-    return DeviceLostError(f"the GPU no longer answers this process, only a new process can use it: {message}")
-
-
-def clear_tracebacks(error: BaseException | None) -> None:
-    """Drop the local variables in the frames of an error and of its causes."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if the error or one of its causes is a lack of memory: handling one may raise another error."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def make_executor(runner: ModelRunner) -> Executor:
+    """The kind of executor that the runner's platform needs."""
+    return ThreadedExecutor(runner) if runner.platform.is_host else Executor(runner)

@@ -56,10 +56,18 @@ class InputBuffers:
         self.rows, self.starts, self.ends = self.buffer[2 : self.head_size].view(3, stride)[:, :num_slices]
         self.head = self._arrays[0][2 : self.head_size].reshape(3, stride)
 
-    @property
-    def num_passes(self) -> int:
-        """Passes that the device has computed of the plan, where the host can read it."""
-        return int(self._arrays[0][1])
+    def live_slices(self, done: Tensor, slices: Seq[int]) -> Seq[int]:
+        """The slices that the next decode pass computes, moved to the front of the head. Only where the host sees the
+        device's memory; elsewhere the others are padding."""
+        if not slices:
+            return slices
+        rows, starts, ends = self.head[:, : len(slices)]
+        live = (starts + int(self._arrays[0][1]) < ends) & ~done.numpy()[rows]
+        if live.all():
+            return slices
+        keep = np.flatnonzero(live)
+        self.head[:, : len(keep)] = self.head[:, keep]
+        return [slices[i] for i in keep.tolist()]
 
     def upload(
         self, column: int, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, null_row: int, parts: Seq[np.ndarray]
@@ -100,9 +108,9 @@ def int64(numbers: Seq[int]) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-def is_decode_only(counts: np.ndarray, num_sampled: np.ndarray) -> bool:
+def is_decode_only(counts: Seq[int], num_sampled: Seq[int]) -> bool:
     """True if the first pass computes and samples one position of each slice."""
-    return bool(((counts - num_sampled == 0) & (num_sampled > 0)).all())
+    return all(count == num > 0 for count, num in zip(counts, num_sampled, strict=True))
 
 
 def next_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:

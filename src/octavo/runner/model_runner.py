@@ -1,5 +1,7 @@
 """Runs plans on any platform, whose device keeps the state of the rows: the host queues work and reads tokens.
 
+    plan -> one copy to the device -> changes of rows and blocks -> passes, column by column -> the ring of tokens
+
 A plan costs one copy to the device, of all that has changed, and one launch or a few for each forward pass. The device
 writes the sampled tokens of each pass to pinned host memory. With graphs of whole passes, a decode step is one graph; a
 decode window of n positions replays the same graph n times.
@@ -7,91 +9,31 @@ decode window of n positions replays the same graph n times.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Generator, Hashable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import GrammarBitmask
-from octavo.integers import cdiv
-from octavo.kernels.row_state import NUM_COLUMNS, DecodeInputs, RowState
-from octavo.runner.checksums import NO_SWAP_IN_CHECK, SwapInCheck
-from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.executor import Advance
-from octavo.runner.graphs import Graphs, Model
-from octavo.runner.input_buffers import (
-    EMPTY_PAIR,
-    InputBuffers,
-    int64,
-    is_decode_only,
-    next_tokens,
-    pack_pairs,
-    pack_setups,
-    table_writes,
-)
-from octavo.runner.kv_swap import KVSwapper
-from octavo.runner.memory.budget import time_swaps
+from octavo.core.plan import StepPlan
+from octavo.kernels.row_state import DecodeInputs
+from octavo.runner.checksums import SwapInCheck
+from octavo.runner.device_state import NUM_PARTS, DeviceState
+from octavo.runner.input_buffers import EMPTY_PAIR, InputBuffers, int64, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
-from octavo.runner.output_buffers import OutputBuffers, StepOutput
+from octavo.runner.output_buffers import OutputBuffers
+from octavo.runner.passes.graphs import Model
+from octavo.runner.passes.pass_shape import Column, Pass, PassShape
+from octavo.runner.passes.passes import Passes
+from octavo.runner.passes.prefill_batch import PrefillBatch, PrefillSizes, make_batches
 from octavo.runner.platform import Platform
-from octavo.runner.prefill_batch import (
-    PrefillBatch,
-    PrefillInputs,
-    PrefillSize,
-    PrefillSizes,
-    SlicePart,
-    split_parts,
-    unpack,
-)
+from octavo.runner.sampling.device_columns import DeviceColumns
 from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
-from octavo.runner.sampling.host_sampling import HostSampler, PassLogits
-from octavo.runner.sampling.logits_state import LogitsProcessors
-from octavo.runner.shared_prefixes import SharedPrefixes
-
-MAX_GRAPH_CANDIDATES = 64
-"""Most beam candidates per row that a graph finds."""
-Work = Generator[None, GrammarBitmask | None, None]
-"""Queues a plan. Yields for the bitmask of each column that waits for one, once if none does."""
-
-
-class GraphKey(NamedTuple):
-    """Graph variant: uses logits processors, returns logprobs, uses cascade attention."""
-
-    logits_processors: bool = False
-    logprobs: bool = False
-    cascade: bool = False
-
-
-PLAIN = GraphKey()
-
-
-class Prefill(NamedTuple):
-    """A prefill pass: its inputs on the host, its size with padding, and its packed inputs on the device."""
-
-    batch: PrefillBatch
-    size: PrefillSize
-    packed: Tensor
-
-
-class Passes(NamedTuple):
-    """The passes of a plan. Prefill passes give the first column together; decode passes one column each.
-
-    prefills     usually none or one; several for many prompt logits
-    slices       slices of the decode passes: all slices, or after prefill passes those that sample more tokens
-    num_columns  most tokens that a slice samples
-    """
-
-    prefills: list[Prefill]
-    slices: Seq[int]
-    num_columns: int
-    key: GraphKey
+from octavo.runner.sampling.host_columns import HostColumns
+from octavo.runner.sampling.host_sampling import HostSampler
+from octavo.runner.sampling.pipeline import Pipeline
+from octavo.runner.step import ColumnSampler, Step
 
 
 class ModelRunner:
@@ -119,506 +61,99 @@ class ModelRunner:
         vocab_size: int,
         graphs: bool,
     ) -> None:
-        self.model = model
-        self.kv = kv
         self.platform = platform
-        block_size = self.block_size = kv.shape[4]
-        self.ops = platform.ops
-        max_blocks = cdiv(max_model_len, block_size)
-        self.state = RowState.empty(num_rows, max_blocks, platform.device)
-        self.shared_prefixes = SharedPrefixes(num_rows, max_blocks, block_size, kv[0, 0].nbytes // block_size)
+        state = self.state = DeviceState(
+            kv, host_kv, platform, num_rows=num_rows, max_model_len=max_model_len, vocab_size=vocab_size
+        )
+        self.kv, self.swapper = kv, state.swapper
+        self.host_sampler = HostSampler(state.rows, state.processors, platform)
+        max_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits of a pass, with the padding of graphs
         inputs = self.input_buffers = InputBuffers(num_rows, platform)
-        self._max_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits of a pass, with the padding of graphs
-        self.output_buffers = OutputBuffers(max_decode_steps, self._max_lines, platform)
-        self.swapper = KVSwapper(kv, host_kv, platform)
-        self.logits_processors = LogitsProcessors(self.state, max_model_len + 1, vocab_size, platform)
-        self.host_sampler = HostSampler(self.state, self.logits_processors, platform)
-        self._decode_inputs = DecodeInputs.allocate(
+        self.output_buffers = OutputBuffers(max_decode_steps, max_lines, platform)
+        bitmask = BitmaskBuffer(max_lines, vocab_size, platform)
+        pipeline = Pipeline(state, bitmask, self.output_buffers, inputs.step_counter)
+        max_blocks, block_size = state.rows.block_tables.shape[1], kv.shape[4]
+        decode_inputs = DecodeInputs.allocate(
             inputs.step_counter, inputs.rows, inputs.starts, inputs.ends, max_blocks=max_blocks, block_size=block_size
         )
-        made = platform.make_graphs(self._decode_inputs) if graphs else None
-        self.graphs: Graphs | None = made if made is not None and made.whole_passes else None
-        self.forward_graphs: Graphs | None = made if self.graphs is None else None
-        self._decode_sizes, self._cascade_sizes = decode_sizes(num_rows), cascade_sizes(num_rows)
-        self._prefill_sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
-        self._prefill_buffers: dict[PrefillSize, Tensor] = {}  # inputs of prefill graphs
-        self.bitmask = BitmaskBuffer(self._max_lines, vocab_size, platform)
-        self._logits = torch.empty(0, 0)  # [max_lines, vocab_size] float32: see `_store_logits`
+        sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
+        self.passes = Passes(model, state, decode_inputs, sizes, pipeline, platform, max_lines=max_lines, graphs=graphs)
 
     @torch.inference_mode()
     def capture(self, precompile: Precompile | None = None) -> None:
         """Compile kernels and capture graphs before the first request."""
-        if self.graphs is not None:
+        if self.passes.graphs.whole_passes:
             if precompile is not None:
-                precompile(self._run_all_variants)
-            for size in sorted(self._prefill_sizes.sizes, reverse=True):
-                self._capture_prefill(self.graphs, size)
-            for num_slices in reversed(self._decode_sizes):
-                self._capture_decode(self.graphs, num_slices)
-            for num_slices in reversed(self._cascade_sizes):
-                self._capture_decode(self.graphs, num_slices, GraphKey(cascade=True))
-
-    # -- plans ---------------------------------------------------------------------------------------------------------
+                precompile(self.passes.run_all_variants)
+            self.passes.capture_all()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> tuple[StepOutput, Advance]:
-        """Queue a plan in stream order, up to its first sampling. The returned function queues the rest.
+    def execute(self, plan: StepPlan) -> Step:
+        """Queue a plan's changes, and its first pass if that waits for a bitmask. `Step.advance` queues the rest.
 
         The caller must call it, once or for each column with bitmasks, before the next plan.
         """
         assert max(plan.num_sampled, default=0) <= self.output_buffers.num_columns, plan.num_sampled
-        host, processors = self.host_sampler, self.logits_processors
+        host, processors, ring = self.host_sampler, self.state.processors, self.output_buffers
         processors.apply(plan)
         host.apply(plan)
         num_logprobs = processors.slice_logprobs(plan)
         on_host = host.is_needed(plan) or bool(num_logprobs and plan.bitmask_slices)
-        key = GraphKey(processors.applies_to(plan), bool(num_logprobs))
-        output = self.output_buffers.new_output(len(plan.rows), num_logprobs)
-        passes = self._prepare(plan, output, key, on_host)
+        output = ring.new_output(len(plan.rows), num_logprobs)
+        prefills, slices, cascade, output.swap_in_check = self._upload(plan, self._batches(plan, on_host), on_host)
+        sampler: ColumnSampler
         if on_host:
-            work = self._sample_on_host(plan, passes, output)
+            num_candidates = 0 if prefills else host.num_beam_candidates(plan)
+            sampler = HostColumns(host, self.passes, ring, output, plan, num_candidates=num_candidates)
         else:
             host.is_stale = True
-            work = self._run_masked(plan, passes, output) if plan.bitmask_slices else self._run_passes(passes, output)
-        next(work, None)
-        return output, partial(_advance, work)
+            variant = PassShape(0, "pass", processors.applies_to(plan), bool(num_logprobs), cascade)
+            sampler = DeviceColumns(self.passes, ring, output, variant, fuses=plan.num_bitmask_columns > 1)
+        live_slices = partial(self.input_buffers.live_slices, self.state.rows.done) if self.platform.is_host else None
+        return Step(plan, ring, output, sampler, prefills, slices, live_slices)
 
-    def _prepare(self, plan: StepPlan, output: StepOutput, key: GraphKey, on_host: bool) -> Passes:
-        """Copy a plan to the device, and apply its changes to rows and blocks."""
-        rows, starts, counts, num_sampled = (int64(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled))
-        batches, host_tokens = list[PrefillBatch](), EMPTY_PAIR
-        slices: Seq[int] = range(len(plan.rows))
-        if plan.host_tokens:
-            if plan.num_samples or not is_decode_only(counts, num_sampled) or self._has_prompt_logprobs(plan, on_host):
-                batches = list(self._prefill_batches(plan, rows, starts, counts, num_sampled, on_host))
-                slices = np.flatnonzero(num_sampled > 1).tolist()
-            else:  # the next token of rows that decode
-                host_tokens = next_tokens(plan)
-        ends = starts + counts
-        first = ends - num_sampled  # decode pass p computes position first + p
-        if batches:
-            rows, first, ends = rows[slices], first[slices], ends[slices]
-        writes = table_writes(plan.table_writes, self.state.block_tables.shape[1])
-        if self.platform.has_cascade:
-            self.shared_prefixes.update(*writes)
-            order = None if on_host or plan.bitmask_slices else self.shared_prefixes.order(rows, first)
-            if order is not None:
-                rows, first, ends = rows[order], first[order], ends[order]
-                slices = [slices[i] for i in order.tolist()]
-                key = key._replace(cascade=True)
-        setups, copies = pack_setups(plan.row_setups, self.logits_processors.num_logprobs), pack_pairs(plan.copies)
-        sizes = [self._padded_size(batch.size) for batch in batches]
-        packed = [batch.pack(size, self.state.null_row) for batch, size in zip(batches, sizes, strict=True)]
-        parts = [*setups, *writes, *copies, *host_tokens, *packed]
-        column = self.output_buffers.first_column
-        uploaded = self.input_buffers.upload(column, rows, first, ends, self.state.null_row, parts)
-        output.swap_in_check = self._apply(plan, uploaded[:8])
-        prefills = [Prefill(*prefill) for prefill in zip(batches, sizes, uploaded[8:], strict=True)]
-        return Passes(prefills, slices, max(plan.num_sampled, default=0), key)
-
-    def _has_prompt_logprobs(self, plan: StepPlan, on_host: bool) -> bool:
-        return on_host and self.host_sampler.has_prompt_logprobs(plan)
-
-    def _padded_size(self, size: PrefillSize) -> PrefillSize:
-        return (self._prefill_sizes.bucket_for(size) if self.graphs is not None else None) or size
-
-    def _prefill_batches(
-        self,
-        plan: StepPlan,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        num_sampled: np.ndarray,
-        on_host: bool,
-    ) -> Iterator[PrefillBatch]:
-        host, tokens = self.host_sampler, plan.host_tokens
+    def _batches(self, plan: StepPlan, on_host: bool) -> list[PrefillBatch]:
+        """The prefill passes of a plan. None if only decode passes are needed."""
+        if not plan.host_tokens:
+            return []
+        host = self.host_sampler
+        prompt_logits = host.sampler.num_prompt_logits if on_host and host.has_prompt_logprobs(plan) else None
+        if prompt_logits is None and not plan.num_samples and is_decode_only(plan.counts, plan.num_sampled):
+            return []
         # On the host, one line of logits serves all candidates of a beam.
         num_samples = {i: n for i, n in plan.num_samples.items() if not (on_host and host.is_beam(plan.rows[i]))}
-        counts = counts - np.maximum(num_sampled - 1, 0)  # without the positions of later decode passes
-        is_done = self.state.done.numpy()[rows] if self.platform.is_host else None
-        skips = is_done is not None and is_done.any()
-        if not skips and not self._has_prompt_logprobs(plan, on_host):
-            yield PrefillBatch(rows, starts, counts, num_sampled > 0, tokens, num_samples)
-            return
-        num_logits = host.sampler.num_prompt_logits
-        parts = [
-            SlicePart(
-                i, row, start, tokens[i][:count] if i in tokens else (-1,), num_logits(row, start, count), sampled > 0
-            )
-            for i, (row, start, count, sampled) in enumerate(
-                zip(plan.rows, plan.starts, counts.tolist(), plan.num_sampled, strict=True)
-            )
-            if i in tokens or is_done is None or not is_done[i]
-        ]
-        for some in split_parts(parts):
-            yield PrefillBatch.of_parts(some, num_samples)
+        done = self.state.rows.done.numpy() if self.platform.is_host else None
+        return make_batches(plan, num_samples, prompt_logits, done)
 
-    def _apply(self, plan: StepPlan, parts: Seq[Tensor]) -> SwapInCheck:
-        """Apply the plan's changes to rows and blocks."""
-        setup_rows, setups, indices, block_ids, copy_src, copy_dst, token_rows, tokens = parts
-        if len(setup_rows):
-            self.state.sampling_params.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
-        if len(indices):
-            self.state.block_tables.view(-1).index_copy_(0, indices, block_ids.int())
-        if len(token_rows):
-            self.state.last_token.index_copy_(0, token_rows, tokens)
-            self.state.done.index_fill_(0, token_rows, False)
-        check = NO_SWAP_IN_CHECK
-        if plan.swap_outs or plan.swap_ins:
-            check = self.swapper.move(plan.swap_outs, plan.swap_ins)
-        if plan.copies:
-            self.ops.block_copy(self.kv, copy_src, copy_dst)
-        return check
+    def _upload(
+        self, plan: StepPlan, batches: list[PrefillBatch], on_host: bool
+    ) -> tuple[Column, Seq[int], bool, SwapInCheck]:
+        """Copy a plan to the device, and queue its changes.
 
-    def measure_swap(self) -> float:
-        """Seconds that a block takes to swap; see `memory.budget.time_swaps`. Overwrites blocks: call it at start."""
-
-        def move(pairs: list[tuple[int, int]]) -> None:
-            self.swapper.queue(pairs, [])
-            self.platform.synchronize()
-
-        return time_swaps(move, len(self.swapper.host_kv) - 1)
-
-    # -- columns of tokens ---------------------------------------------------------------------------------------------
-
-    def _run_passes(self, passes: Passes, output: StepOutput) -> Work:
-        """The passes of a plan that the device samples, without bitmasks."""
-        yield
-        for batch, size, packed in passes.prefills:
-            self._run_prefill(size, packed, passes.key._replace(cascade=False))
-            if batch.sample_slices:
-                self.output_buffers.record_column(output, batch.sample_slices)
-        self._run_decode_passes(output, passes.slices, passes.num_columns - len(passes.prefills), passes.key)
-
-    def _run_decode_passes(self, output: StepOutput, slices: Seq[int], num_columns: int, key: GraphKey) -> None:
-        """The decode passes at the end of a plan, one for each column."""
-        for _ in range(num_columns):
-            slices = self._live_slices(slices)
-            if slices:
-                self._run_decode(len(slices), key)
-            self.output_buffers.record_column(output, slices)
-        self.output_buffers.finish(output)
-
-    def _live_slices(self, slices: Seq[int]) -> Seq[int]:
-        """The slices that the next decode pass computes, where the host sees them. Elsewhere the others are padding."""
-        if not self.platform.is_host or not slices:
-            return slices
-        head = self.input_buffers.head  # [3, num_slices]: rows, starts, ends
-        rows, starts, ends = head[:, : len(slices)]
-        live = (starts + self.input_buffers.num_passes < ends) & ~self.state.done.numpy()[rows]
-        if live.all():
-            return slices
-        keep = np.flatnonzero(live)
-        head[:, : len(keep)] = head[:, keep]
-        return [slices[i] for i in keep.tolist()]
-
-    def _run_masked(self, plan: StepPlan, passes: Passes, output: StepOutput) -> Work:
-        """The passes of a plan with grammar bitmasks.
-
-        Each bitmask queues the sampling of its column and the next pass, in one graph: launched apart, the device would
-        wait for the second. The host does not wait for the device.
+        Returns the prefill passes, the slices of the decode passes, whether these use cascade attention, and the check
+        of the blocks that are swapped in.
         """
-        slices, key, num_columns = passes.slices, passes.key, plan.num_bitmask_columns
-        sample_and_decode = None
-        if self.graphs is not None and num_columns > 1:
-            name = self._sample_and_decode_graph(self.graphs, len(slices), key)
-            sample_and_decode = partial(self.graphs.replay, name)
-        if passes.prefills:
-            batch, size, packed = passes.prefills[0]
-            column_slices: Seq[int] = batch.sample_slices
-            sample = self._launch_prefill_logits(size, packed, key)
-        else:
-            column_slices = slices = self._live_slices(slices)
-            sample = self._launch_decode_logits(len(slices), key)
-        for column in range(1, num_columns + 1):
-            self.bitmask.fill((yield), column_slices)
-            if column < num_columns and sample_and_decode is not None and column_slices is slices:
-                self.output_buffers.record_column_of(output, column_slices, sample_and_decode)
-                continue
-            sample()
-            self.output_buffers.record_column(output, column_slices)
-            if column < num_columns:
-                column_slices = slices = self._live_slices(slices)
-                sample = self._launch_decode_logits(len(slices), key)
-        self._run_decode_passes(output, slices, passes.num_columns - num_columns, key)
-
-    def _launch_prefill_logits(self, size: PrefillSize, packed: Tensor, key: GraphKey) -> Callable[[], object]:
-        """Queue a prefill pass without its sampling. Returns the function that queues it, with `self.bitmask`."""
-        graphs = self.graphs
-        if graphs is None or size not in self._prefill_sizes.sizes:
-            return partial(self._sample, self._prefill_logits(size, packed), key, self.bitmask)
-        name = ("masked", size, key)
-        if name not in graphs:  # captured after a pass with only inactive rows
-            self.bitmask.clear()
-            self._prefill_logits(size, self._prefill_buffer(size))
-            inputs = PrefillInputs(*unpack(self._prefill_buffers[size], size))
-            graphs.capture(name, lambda: self._sample(self._pass_logits(self._logits, inputs), key, self.bitmask))
-        self._prefill_buffers[size].copy_(packed)
-        graphs.replay(("logits", size))
-        return partial(graphs.replay, name)
-
-    def _launch_decode_logits(self, num_slices: int, key: GraphKey) -> Callable[[], object]:
-        """As `_launch_prefill_logits`, of a decode pass."""
-        graphs = self.graphs
-        if not num_slices:
-            return lambda: None
-        if graphs is None:
-            return partial(self._sample, self._decode_logits(num_slices), key, self.bitmask)
-        size = self._decode_size(num_slices)
-        name = ("masked", size, key)
-        if name not in graphs:
-            self.bitmask.clear()
-            with self._no_decode_work():
-                logits = self._decode_logits(num_slices)
-                graphs.capture(name, lambda: self._sample(logits, key, self.bitmask))
-        graphs.replay(("logits", size))
-        return partial(graphs.replay, name)
-
-    def _sample_and_decode_graph(self, graphs: Graphs, num_slices: int, key: GraphKey) -> Hashable:
-        """The graph that samples decoding rows and computes their next pass. Call this before the first pass: capturing
-        it computes a pass."""
-        size = self._decode_size(num_slices)
-        name = ("masked pass", size, key)
-        if name not in graphs:
-            self.bitmask.clear()
-            with self._no_decode_work():
-                logits = self._decode_logits(num_slices)
-
-                def work() -> None:
-                    self._sample(logits, key, self.bitmask)
-                    self._store_decode_logits(size)
-
-                graphs.capture(name, work)
-        return name
-
-    def _sample_on_host(self, plan: StepPlan, passes: Passes, output: StepOutput) -> Work:
-        """The passes of a plan that the host samples. The first one is queued before the first bitmask."""
-        host, slices, record = self.host_sampler, passes.slices, partial(self.output_buffers.record_result, output)
-        num_candidates = 0 if passes.prefills else host.num_beam_candidates(plan)
-        if 0 < num_candidates <= MAX_GRAPH_CANDIDATES:
-            candidates = self._top_candidates(len(slices), num_candidates)
-            yield
-            record(host.read_candidates(plan, candidates))
-            return
-        host.refresh_done(plan)
-        num_done = 0
-        if passes.prefills:
-            yield from self._sample_prefills_on_host(plan, passes.prefills, output)
-            num_done = 1
-        for column in range(num_done, passes.num_columns):
-            slices = self._live_slices(slices)
-            logits = self._decode_logits(len(slices)) if slices else None
-            bitmask = (yield) if column < max(1, plan.num_bitmask_columns) else None
-            result = StepResult([[] for _ in plan.rows])
-            if logits is not None:
-                specs = host.samples_of(plan, slices, column)
-                result, (rows, tokens, positions) = host.sample(plan, logits, specs, bitmask)
-                self.logits_processors.update_token_counts(rows, positions, tokens)
-                self._commit(rows, tokens)
-            record(result)
-
-    def _sample_prefills_on_host(self, plan: StepPlan, prefills: list[Prefill], output: StepOutput) -> Work:
-        """The first column: one result for each pass. All tokens are committed once, at its end."""
-        host, continued, bitmask = self.host_sampler, list[Tensor](), None
-        for number, (batch, size, packed) in enumerate(prefills):
-            logits = self._prefill_logits(size, packed)
-            if not number:
-                bitmask = yield
-            specs = host.samples_of(plan, list(dict.fromkeys(batch.sample_slices)), 0)
-            num_samples = len(batch.sample_slices)
-            prompt_logits = logits.logits[num_samples : batch.size.num_samples]
-            result, (rows, tokens, positions) = host.sample(plan, logits, specs, bitmask)
-            host.read_prompt_logprobs(batch.parts, prompt_logits, result)
-            continued.append(torch.stack((rows, positions, tokens)))
-            self.output_buffers.record_result(output, result)
-        rows, positions, tokens = torch.cat(continued, 1) if len(continued) > 1 else continued[0]
-        self.logits_processors.update_token_counts(rows, positions, tokens)
-        self._commit(rows, tokens)
-
-    # -- decode passes -------------------------------------------------------------------------------------------------
-
-    def _run_decode(self, num_slices: int, key: GraphKey) -> None:
-        if self.graphs is None:
-            self._decode(num_slices, key)
-            return
-        size = self._decode_size(num_slices, key.cascade)
-        if (size, key) not in self.graphs:
-            self._capture_decode(self.graphs, size, key)
-        self.graphs.replay((size, key))
-
-    def _decode_logits(self, num_slices: int) -> PassLogits:
-        """Logits of a decode pass without its sampling. `commit_sampled_tokens` must follow."""
-        if self.graphs is None:
-            inputs = self._decode_inputs.first(num_slices)
-            return PassLogits(self._forward_decode(inputs).float(), inputs.live_rows, inputs.sampling)
-        size = self._decode_size(num_slices)
-        inputs = self._decode_inputs.first(size)
-        name = ("logits", size)
-        if name not in self.graphs:
-            with self._no_decode_work():
-                self.graphs.capture(name, lambda: self._store_decode_logits(size))
-        self.graphs.replay(name)
-        return PassLogits(self._logits, inputs.live_rows, inputs.sampling)
-
-    def _top_candidates(self, num_slices: int, num: int) -> Tensor:
-        """`packed_top_logprobs` of a decode pass. The next pass overwrites it."""
-        size = num_slices if self.graphs is None else self._decode_size(num_slices)
-        name = ("candidates", size, num)
-
-        def work() -> Tensor:
-            logits = self._forward_decode(self._decode_inputs.first(size))
-            return self.ops.packed_top_logprobs(logits, num)
-
-        if self.graphs is None:
-            return work()
-        if name not in self.graphs:
-            with self._no_decode_work():
-                self.graphs.capture(name, work)
-        found = self.graphs.replay(name)
-        assert found is not None
-        return found
-
-    def _decode_size(self, num_slices: int, cascade: bool = False) -> int:
-        sizes = self._cascade_sizes if cascade else self._decode_sizes
-        return sizes[bisect_left(sizes, num_slices)]
-
-    def _capture_decode(self, graphs: Graphs, num_slices: int, key: GraphKey = PLAIN) -> None:
-        with self._no_decode_work():
-            graphs.capture((num_slices, key), lambda: self._decode(num_slices, key))
-
-    def _run_all_variants(self) -> None:
-        """Run a pass of each variant that `capture` captures, with inactive rows.
-
-        Decode kernels differ only by powers of two of the number of rows, so one size runs for each.
-        """
-        for size in self._prefill_sizes.sizes:
-            self._prefill(size, self._prefill_buffer(size), PLAIN)
-        with self._no_decode_work():
-            for key, sizes in ((PLAIN, self._decode_sizes), (GraphKey(cascade=True), self._cascade_sizes)):
-                by_power = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(sizes)}
-                for num_slices in by_power.values():
-                    self._decode(num_slices, key)
-            self._decode(self._decode_sizes[-1], GraphKey(logprobs=True))  # compiled here, captured on first use
-
-    @contextmanager
-    def _no_decode_work(self) -> Iterator[None]:
-        """All rows are inactive in decode passes inside `with`."""
-        ends = self._decode_inputs.ends.clone()
-        self._decode_inputs.ends.zero_()
-        try:
-            yield
-        finally:
-            self._decode_inputs.ends.copy_(ends)
-
-    def _decode(self, num_slices: int, key: GraphKey) -> None:
-        """Compute and sample one position of each slice. Reads no tensor values, so it can be captured."""
-        inputs = self._decode_inputs.first(num_slices, cascade=key.cascade)
-        self._sample(PassLogits(self._forward_decode(inputs), inputs.live_rows, inputs.sampling), key)
-
-    def _forward_decode(self, inputs: DecodeInputs) -> Tensor:
-        self.ops.prepare_decode_inputs(self.state, inputs, self.block_size)
-        forward = partial(self.model.forward, inputs.token_ids, inputs.batch, self.kv, None)
-        graphs, size = self.forward_graphs, len(inputs.rows)
-        if graphs is None or size > graphs.max_slices:
-            return forward()
-        if size not in graphs:
-            graphs.capture(size, forward)
-        logits = graphs.replay(size) if size in graphs else None
-        return forward() if logits is None else logits
-
-    def _sample(self, pass_logits: PassLogits, key: GraphKey, bitmask: BitmaskBuffer | None = None) -> None:
-        """Sample a token from each line of logits, for its row and for the host."""
-        assert bitmask is None or not key.logprobs, "a bitmask changes the logits in place"
-        rows, sampling = pass_logits.rows, pass_logits.sampling
-        logits = pass_logits.logits[: len(rows)]
-        tensors = None if bitmask is None else (bitmask.mask_index[: len(rows)], bitmask.bitmask)
-        if key.logits_processors:
-            tokens = self.logits_processors.sample(logits, rows, sampling, tensors, keep_logits=key.logprobs)
-        else:
-            tokens = self.ops.sample_checked(logits, sampling, tensors)
-        if key.logprobs:
-            ring, step_counter = self.output_buffers.logprobs, self.input_buffers.step_counter
-            self.ops.write_logprobs(self.state, rows, logits, tokens, ring, step_counter)
-        if key.logits_processors:
-            counted = tokens
-            if (indices := pass_logits.indices) is not None:
-                counted = torch.where((indices < 0) & ~self.state.done[rows], tokens, -1)
-            self.logits_processors.update_token_counts(rows, sampling.position, counted)
-        self._commit(rows, tokens)
-
-    def _commit(self, rows: Tensor, tokens: Tensor) -> None:
-        ring, step_counter = self.output_buffers.tokens, self.input_buffers.step_counter
-        self.ops.commit_sampled_tokens(self.state, rows, tokens, ring, step_counter)
-
-    def _store_decode_logits(self, num_slices: int) -> None:
-        self._store_logits(self._forward_decode(self._decode_inputs.first(num_slices)))
-
-    def _store_logits(self, logits: Tensor) -> None:
-        """Copy logits to memory that no other graph writes to. Graphs share all other memory."""
-        if self._logits.shape[1] != logits.shape[1]:
-            self._logits = logits.new_empty(self._max_lines, logits.shape[1], dtype=torch.float32)
-        self._logits[: len(logits)].copy_(logits)
-
-    # -- prefill passes ------------------------------------------------------------------------------------------------
-
-    def _run_prefill(self, size: PrefillSize, packed: Tensor, key: GraphKey) -> None:
-        if self.graphs is None or size not in self._prefill_sizes.sizes:
-            self._prefill(size, packed, key)
-            return
-        if (size, key) not in self.graphs:
-            self._capture_prefill(self.graphs, size, key)
-        self._prefill_buffers[size].copy_(packed)
-        self.graphs.replay((size, key))
-
-    def _prefill_logits(self, size: PrefillSize, packed: Tensor) -> PassLogits:
-        """Logits of a prefill pass without its sampling. `commit_sampled_tokens` must follow."""
-        inputs = PrefillInputs(*unpack(packed, size))
-        if self.graphs is None or size not in self._prefill_sizes.sizes:
-            logits = self._forward_prefill(size, packed).float()
-            return self._pass_logits(logits, inputs)
-        name = ("logits", size)
-        if name not in self.graphs:
-            buffer = self._prefill_buffer(size)
-            self.graphs.capture(name, lambda: self._store_logits(self._forward_prefill(size, buffer)))
-        self._prefill_buffers[size].copy_(packed)
-        self.graphs.replay(name)
-        return self._pass_logits(self._logits, inputs)
-
-    def _capture_prefill(self, graphs: Graphs, size: PrefillSize, key: GraphKey = PLAIN) -> None:
-        buffer = self._prefill_buffer(size)
-        graphs.capture((size, key), lambda: self._prefill(size, buffer, key))
-
-    def _prefill_buffer(self, size: PrefillSize) -> Tensor:
-        """The packed inputs of graphs of that size, filled with a batch of padding."""
-        padding = torch.from_numpy(PrefillBatch.empty().pack(size, self.state.null_row))
-        if size not in self._prefill_buffers:
-            self._prefill_buffers[size] = torch.empty_like(padding, device=self.platform.device)
-        return self._prefill_buffers[size].copy_(padding)
-
-    def _prefill(self, size: PrefillSize, packed: Tensor, key: GraphKey) -> None:
-        """Compute and sample a prefill pass. Reads no tensor values, so it can be captured."""
-        logits = self._forward_prefill(size, packed)
-        if size.num_samples:
-            self._sample(self._pass_logits(logits, PrefillInputs(*unpack(packed, size))), key)
-
-    def _forward_prefill(self, size: PrefillSize, packed: Tensor) -> Tensor:
-        """Each call makes a new batch: values that kernels derive from it belong to its graph."""
-        inputs = PrefillInputs(*unpack(packed, size))
-        rows, starts, host_tokens = inputs.rows, inputs.starts, inputs.host_tokens
-        batch, token_ids = inputs.batch(size, self.block_size), torch.zeros_like(host_tokens)
-        self.ops.prepare_prefill_inputs(self.state, rows, starts, host_tokens, batch, token_ids, self.block_size)
-        if size.num_samples <= size.num_slices or not self.platform.is_host:
-            return self.model.forward(token_ids, batch, self.kv, inputs.logits_indices)
-        # Samples of one slice share its logits. A device cannot know how many differ before it runs.
-        indices, lines = torch.unique_consecutive(inputs.logits_indices, return_inverse=True)
-        return self.model.forward(token_ids, batch, self.kv, indices)[lines]
-
-    def _pass_logits(self, logits: Tensor, inputs: PrefillInputs) -> PassLogits:
-        sampling = self.state.sampling(inputs.sample_rows, inputs.sample_indices, inputs.sample_positions)
-        return PassLogits(logits, inputs.sample_rows, sampling, inputs.sample_indices)
-
-
-@torch.inference_mode()
-def _advance(work: Work, bitmask: GrammarBitmask | None) -> None:
-    with suppress(StopIteration):
-        work.send(bitmask)
+        rows, starts, counts, num_sampled = (int64(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled))
+        ends = starts + counts
+        first = ends - num_sampled  # decode pass p computes position first + p
+        slices: Seq[int] = range(len(rows))
+        if batches:
+            slices = np.flatnonzero(num_sampled > 1).tolist()
+            rows, first, ends = rows[slices], first[slices], ends[slices]
+        changes = self.state.pack(plan)
+        order = None
+        if (prefixes := self.state.shared_prefixes) is not None and not on_host and not plan.bitmask_slices:
+            order = prefixes.order(rows, first)
+        if order is not None:
+            rows, first, ends = rows[order], first[order], ends[order]
+            slices = [slices[i] for i in order.tolist()]
+        null_row = self.state.rows.null_row
+        sizes = [self.passes.padded(batch.size) for batch in batches]
+        packed = [batch.pack(size, null_row) for batch, size in zip(batches, sizes, strict=True)]
+        tokens = EMPTY_PAIR if batches or not plan.host_tokens else next_tokens(plan)
+        parts = [*changes, *tokens, *packed]
+        uploaded = self.input_buffers.upload(self.output_buffers.first_column, rows, first, ends, null_row, parts)
+        check = self.state.apply(plan, uploaded[:NUM_PARTS], *uploaded[NUM_PARTS : NUM_PARTS + 2])
+        found = zip(batches, sizes, uploaded[NUM_PARTS + 2 :], strict=True)
+        prefills = [Pass(batch.sample_slices, size, inputs, batch) for batch, size, inputs in found]
+        return prefills, slices, order is not None, check

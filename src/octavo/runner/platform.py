@@ -24,11 +24,10 @@ from octavo.kernels.cpu import native, packed_linear
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.ops import Ops
 from octavo.kernels.row_state import DecodeInputs
-from octavo.runner.cuda_graphs import CudaGraphs
-from octavo.runner.executor import Executor, ThreadedExecutor
-from octavo.runner.graphs import Graphs, Model
 from octavo.runner.memory import diagnostics, profile
-from octavo.runner.recorded_graphs import RecordedGraphs
+from octavo.runner.passes.cuda_graphs import CudaGraphs
+from octavo.runner.passes.graphs import Graphs, Model
+from octavo.runner.passes.recorded_graphs import RecordedGraphs
 from octavo.runner.streams import CompletedEvent, CudaStream, RecordableEvent, SideStream
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class Platform:
     name           the `device` of `EngineArgs`
     device         torch's
     ops            its operations
-    executor       its kind of executor
     is_host        operations compute in the host's memory, and have done so when their call returns. Then the host may
                    read the state of the rows at any time
     has_cascade    attention reads a prefix once for neighbours that share it (`RaggedBatch.common_prefix_lens`)
@@ -52,7 +50,6 @@ class Platform:
     name: str
     device: torch.device
     ops: Ops
-    executor: type[Executor] = Executor
     is_host = False
     has_cascade = False
 
@@ -127,16 +124,6 @@ class Platform:
         """Graphs of passes over these inputs; None: the device has none."""
         return None
 
-    def make_executor(
-        self, model: Model, kv: Tensor, host_kv: Tensor, *, precompile: Precompile | None = None, **options: Any
-    ) -> Executor:
-        """The executor of an engine, with its model runner, and graphs captured. options: see `ModelRunner`"""
-        from octavo.runner.model_runner import ModelRunner  # which imports this module
-
-        runner = ModelRunner(model, kv, host_kv, self, **options)
-        runner.capture(precompile)
-        return self.executor(runner)
-
     def synchronize(self) -> None:
         """Wait for all queued work. Raises `RuntimeError` if the device no longer answers.
 
@@ -157,7 +144,6 @@ class CpuPlatform(Platform):
     name = "cpu"
     device = torch.device("cpu")
     ops = cpu_ops
-    executor = ThreadedExecutor
     is_host = True
 
     def has_fast_bfloat16(self) -> bool:

@@ -166,13 +166,15 @@ def fail_at(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
         def precompiler(self, key: str) -> AbstractContextManager[None]:
             return nullcontext()
 
-        def make_executor(self, *_: Any, **__: Any) -> Any:
-            if name == "graphs":
-                raise error
-            return SimpleNamespace(runner=SimpleNamespace(measure_swap=raising(error)))
+    def fake_runner(model: Any, kv: Any, host_kv: Any, platform: Any, **_: Any) -> Any:
+        capture = raising(error) if name == "graphs" else lambda _: None
+        swapper = SimpleNamespace(host_kv=range(2))
+        state = SimpleNamespace(kv=range(2), swapper=swapper, measure_swap=raising(error))
+        return SimpleNamespace(platform=platform, capture=capture, state=state)
 
     zeros, empty, load = torch.zeros, torch.empty, build._load
     patch.setattr(build, "find_platform", FakeGPU)
+    patch.setattr(build, "ModelRunner", fake_runner)
     patch.setattr(profile, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)
 
     def loaded(resolved: Any, max_len: int) -> Any:

@@ -225,6 +225,10 @@ def floor_2(number: float) -> float:
     return math.floor(number * 100) / 100
 
 
+LESS_SWAP = "lower swap_space, or set it to 0"
+"""The remedy if pinned memory or its copies fail."""
+
+
 def time_swaps(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -> float:
     """Seconds that a block takes to swap out, measured. Overwrites host blocks.
 

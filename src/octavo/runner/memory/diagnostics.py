@@ -14,7 +14,7 @@ import torch
 
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
-from octavo.runner.executor import clear_tracebacks, device_lost, is_out_of_memory
+from octavo.runner.failures import clear_tracebacks, device_lost, is_out_of_memory
 from octavo.runner.memory.budget import SPARE_BYTES, ceil_2, doctor_hint
 from octavo.runner.memory.profile import MAX_UTILIZATION, MIN_KV_BYTES, gib
 

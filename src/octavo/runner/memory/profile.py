@@ -14,8 +14,6 @@ from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.ops import Ops
-from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.graphs import Model
 from octavo.runner.memory.budget import (
     GRAPH_BYTES,
     SPARE_BYTES,
@@ -25,7 +23,9 @@ from octavo.runner.memory.budget import (
     floor_2,
     smaller_pool_hint,
 )
-from octavo.runner.prefill_batch import PrefillSizes
+from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.passes.graphs import Model
+from octavo.runner.passes.prefill_batch import PrefillSizes
 
 Precompile = Callable[..., None]
 """`kernels.triton.precompile.Precompiler.precompile`."""

@@ -15,28 +15,12 @@ from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask
-from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import RowState
+from octavo.runner.passes.prefill_batch import SlicePart
 from octavo.runner.platform import Platform
-from octavo.runner.prefill_batch import SlicePart
 from octavo.runner.sampling.logits_state import LogitsProcessors
+from octavo.runner.sampling.pipeline import Lines
 from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec
-
-
-class PassLogits(NamedTuple):
-    """Logits of a pass, which may be computed already or only queued. One line for each sample:
-
-    logits    [num_samples or more, vocab_size] float32
-    rows      [num_samples or more] int64, on the device like all others
-    sampling  likewise
-    indices   [num_samples] int64, index among several samples of a row, -1 for a token that continues its row. None:
-              all tokens continue their rows
-    """
-
-    logits: Tensor
-    rows: Tensor
-    sampling: SamplingTensors
-    indices: Tensor | None = None
 
 
 class Continued(NamedTuple):
@@ -140,7 +124,7 @@ class HostSampler:
         return setup
 
     def sample(
-        self, plan: StepPlan, logits: PassLogits, specs: list[SampleSpec | None], bitmask: GrammarBitmask | None
+        self, plan: StepPlan, logits: Lines, specs: list[SampleSpec | None], bitmask: GrammarBitmask | None
     ) -> tuple[StepResult, Continued]:
         """Sample one column, or a part of one; waits for its logits."""
         column = StepResult([[] for _ in plan.rows])
@@ -148,10 +132,10 @@ class HostSampler:
         samples = [spec for spec in specs if spec is not None]
         if len(active) == len(specs):
             n = len(specs)
-            logits = PassLogits(logits.logits[:n], logits.rows[:n], logits.sampling.first(n))
+            logits = Lines(logits.logits[:n], logits.rows[:n], logits.sampling.first(n))
         else:
             ids = self._platform.index_tensor(active)
-            logits = PassLogits(logits.logits[ids], logits.rows[ids], logits.sampling.select(ids))
+            logits = Lines(logits.logits[ids], logits.rows[ids], logits.sampling.select(ids))
         if not samples:
             return column, Continued(logits.rows, logits.rows, logits.rows)
         lines, tokens = self._sample(column, logits, samples, bitmask)
@@ -160,7 +144,7 @@ class HostSampler:
         return column, Continued(rows, on_device[1], positions)
 
     def _sample(
-        self, column: StepResult, logits: PassLogits, samples: list[SampleSpec], bitmask: GrammarBitmask | None
+        self, column: StepResult, logits: Lines, samples: list[SampleSpec], bitmask: GrammarBitmask | None
     ) -> tuple[list[int], list[int]]:
         """Add the sampled tokens to a column -> (lines of samples that continue their rows, their tokens)."""
         lines: list[int] = []

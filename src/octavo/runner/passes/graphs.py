@@ -16,7 +16,7 @@ class Model(Protocol):
 
 
 class Graphs(Protocol):
-    """Captured work, by name: `runner.cuda_graphs.CudaGraphs`, `runner.recorded_graphs.RecordedGraphs`.
+    """Captured work, by name: `runner.passes.cuda_graphs.CudaGraphs`, `runner.passes.recorded_graphs.RecordedGraphs`.
 
     whole_passes  captures passes from their inputs to their sampled tokens; else only a model's forward pass, over the
                   buffers of `DecodeInputs`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, TypeVar
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.plan import StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
 
@@ -159,6 +160,35 @@ class PrefillBatch:
         if self._prompt_indices is not None:
             logits_indices[d : d + len(self._prompt_indices)] = self._prompt_indices
         return packed
+
+
+def make_batches(
+    plan: StepPlan,
+    num_samples: Mapping[int, int],
+    num_prompt_logits: Callable[[int, int, int], int] | None,
+    done: np.ndarray | None,
+) -> list[PrefillBatch]:
+    """The prefill passes of a plan: one, or several for many prompt logits.
+
+    num_prompt_logits  (row, start, count) -> positions with logits; None: no slice has any
+    done               rows to skip unless they have host tokens, where the host sees them
+    """
+    rows, starts, counts, num_sampled = (
+        np.array(x, dtype=np.int64) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled)
+    )
+    counts, tokens = counts - np.maximum(num_sampled - 1, 0), plan.host_tokens
+    skipped = done is not None and done[rows].any()
+    if num_prompt_logits is None and not skipped:
+        return [PrefillBatch(rows, starts, counts, num_sampled > 0, tokens, num_samples)]
+    parts = [
+        SlicePart(i, row, start, tokens[i][:count] if i in tokens else (-1,), num, sampled > 0)
+        for i, (row, start, count, sampled) in enumerate(
+            zip(plan.rows, plan.starts, counts.tolist(), plan.num_sampled, strict=True)
+        )
+        if i in tokens or done is None or not done[row]
+        for num in [0 if num_prompt_logits is None else num_prompt_logits(row, start, count)]
+    ]
+    return [PrefillBatch.of_parts(some, num_samples) for some in split_parts(parts)]
 
 
 def _padding(size: PrefillSize, bucket: PrefillSize) -> int:
