@@ -3,7 +3,8 @@
     python scripts/mutants.py [--only TEXT] [--seconds 20] [--jobs 2]
 
 The run copies the project and plants one bug of `tests/proof/mutants.py` at a time. The directed tests of `tests/core`
-run on the copy first, then the state machine, then random workloads for `--seconds`; the first failure kills it.
+run on the copy first, then the state machine, then random workloads for `--seconds`; the first failure kills it. Those
+of `tests/proof/runner_mutants.py` get a few tests of `tests/runner` instead.
 The exit code is 1 if a mutant survives that is not marked equivalent, if an equivalent one is killed, or if the code no
 longer contains what a mutant replaces.
 """
@@ -28,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.proof.mutants import MUTANTS  # noqa: E402
 from tests.proof.planting import Code, Mutant  # noqa: E402
+from tests.proof.runner_mutants import RUNNER_MUTANTS  # noqa: E402
 
 # Ordered by speed and sensitivity. `hunt` covers the rest of tests/core, random workloads and small worlds.
 FILES = "block_pool kv_cache_manager prefix_index swapping scheduler scheduler_state admission planning step_draft"
@@ -35,7 +37,7 @@ FILES += " preemption results failures corrupt_blocks fairness policy pins paper
 FILES += " events snapshot"
 DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
-PROOF = ("__init__", "oracle", "workloads")
+RUNNER = [f"tests/runner/test_{name}.py" for name in ("model_runner", "device_work", "executor", "out_of_memory")]
 TEST_TIMEOUT_S = 120
 """A mutant that makes the tests hang counts as killed."""
 
@@ -64,16 +66,14 @@ def stale(mutants: list[Mutant]) -> list[str]:
 
 
 class Copy:
-    """A copy of the files that the core's tests need, to plant bugs in."""
+    """A copy of the package and its tests, to plant bugs in."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "src", folder / "src", ignore=ignore)
-        shutil.copytree(ROOT / "tests/core", folder / "tests/core", ignore=ignore)
-        (folder / "tests/proof").mkdir()
-        for name in ("tests/__init__.py", *(f"tests/proof/{name}.py" for name in PROOF), "pyproject.toml"):
-            shutil.copy(ROOT / name, folder / name)
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignore)
+        shutil.copy(ROOT / "pyproject.toml", folder)
         self.env = {
             **os.environ,
             "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}",
@@ -96,14 +96,17 @@ class Copy:
             return -1, "timeout"
         return done.returncode, done.stdout + done.stderr
 
-    def first_failure(self, seconds: float) -> str:
-        """Return the first failing test or workload, "" if none fails."""
-        for tests in (DIRECTED, MACHINE):
+    def first_failure(self, mutant: Mutant, seconds: float) -> str:
+        """Return the first failing test or workload for this mutant, "" if none fails."""
+        is_runners = mutant in RUNNER_MUTANTS
+        for tests in (RUNNER,) if is_runners else (DIRECTED, MACHINE):
             options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--tb=no", *tests]
             code, output = self.python("-m", "pytest", *options, timeout_s=TEST_TIMEOUT_S)
             if code:
-                found = re.search(r"^(?:FAILED|ERROR) (?:tests/core/)?(\S+)", output, re.MULTILINE)
+                found = re.search(r"^(?:FAILED|ERROR) (?:tests/(?:core|runner)/)?(\S+)", output, re.MULTILINE)
                 return found[1] if found else output.strip().splitlines()[-1][:80]
+        if is_runners:
+            return ""
         hunt = f"from tests.proof.workloads import hunt; print(hunt({seconds}))"
         code, output = self.python("-c", hunt, timeout_s=seconds + TEST_TIMEOUT_S)
         return output.strip().splitlines()[-1][:80] if code or output.strip() else ""
@@ -114,7 +117,7 @@ class Copy:
         text = path.read_text()
         self.write(path, planted)
         try:
-            return Verdict(mutant, self.first_failure(seconds), time.monotonic() - begin)
+            return Verdict(mutant, self.first_failure(mutant, seconds), time.monotonic() - begin)
         finally:
             self.write(path, text)
 
@@ -125,8 +128,9 @@ def judge_all(mutants: list[Mutant], seconds: float, num_jobs: int) -> list[Verd
         for i in range(num_jobs):
             copies.put(Copy(Path(folder) / str(i)))
         copy = copies.get()
-        if killer := copy.first_failure(1):
-            sys.exit(f"error: the tests fail without a planted bug: {killer}; fix that first")
+        for table in (MUTANTS, RUNNER_MUTANTS):
+            if not {*table}.isdisjoint(mutants) and (killer := copy.first_failure(table[0], 1)):
+                sys.exit(f"error: the tests fail without a planted bug: {killer}; fix that first")
         copies.put(copy)
         num_done = 0
 
@@ -159,10 +163,10 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    if errors := stale(MUTANTS):
-        print("error: tests/proof/mutants.py does not match the code; update it", *errors, sep="\n", file=sys.stderr)
+    if errors := stale(MUTANTS + RUNNER_MUTANTS):
+        print("error: the tables of tests/proof do not match the code; update them", *errors, sep="\n", file=sys.stderr)
         return 1
-    mutants = [m for m in MUTANTS if args.only in m.name]
+    mutants = [m for m in MUTANTS + RUNNER_MUTANTS if args.only in m.name]
     begin = time.monotonic()
     verdicts = judge_all(mutants, args.seconds, args.jobs)
     print(f"\n{'mutant':<60} {'time':>8}  killed by")

@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILES = "src/octavo/core/*.py", "src/octavo/params/*.py", "tests/proof/oracle.py"
+FILES = (
+    "src/octavo/core/*.py",
+    "src/octavo/params/*.py",
+    "src/octavo/runner/*.py",
+    "src/octavo/runner/passes/*.py",
+    "src/octavo/runner/sampling/*.py",
+    "tests/proof/oracle.py",
+)
 """Where bugs are planted."""
 
 

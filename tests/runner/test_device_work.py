@@ -12,6 +12,7 @@ from zlib import crc32
 import pytest
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from octavo.runner.passes import prefill_batch
 from tests.runner.recorder import Recorder
 from tests.runner.test_stub_platform import CASES, OPTIONS, completions, params_of
 
@@ -114,6 +115,14 @@ def test_the_device_gets_the_same_work(model: str, kind: str, case: str) -> None
         assert run(llm, kind) == first
     sums = (checksum(x) for x in (recorder.events, recorder.results, sorted(recorder.shapes), first))
     assert (len(recorder.events), *sums) == EXPECTED[kind, case], "\n".join(recorder.events)
+
+
+def test_prompt_logits_in_several_passes_change_no_token(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes give one column, whose tokens are committed together."""
+    monkeypatch.setattr(prefill_batch, "MAX_PROMPT_LOGITS", 3)
+    with LLM(model, **(OPTIONS | CASES["windows"])) as llm:
+        Recorder(llm)
+        assert checksum(run(llm, "host")) == EXPECTED["host", "windows"][-1]
 
 
 def test_captures_come_before_the_pass_that_they_would_disturb(model: str) -> None:

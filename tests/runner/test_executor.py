@@ -17,7 +17,7 @@ from octavo.errors import StepError
 from octavo.runner.executor import ThreadedExecutor, make_executor
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
 from octavo.runner.platform import CpuPlatform
-from tests.runner.handwritten_plans import NextTokenModel, make_runner
+from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 8])
@@ -26,6 +26,18 @@ def test_a_started_executor_returns_its_capacity(num_host_blocks: int) -> None:
     capacity = executor.start()
     executor.close()
     assert capacity[:2] == (8, num_host_blocks) and (capacity.move_s > 0) == (num_host_blocks > 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_handle_drops_its_step_at_its_end(fails: bool) -> None:
+    """A step keeps the tensors of its passes alive."""
+    model = NextTokenModel()
+    model.fails = fails
+    executor = make_executor(make_runner(model, CpuPlatform()))
+    handle = executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 1, 1, [3]))
+    executor.wait_for_end(handle)
+    assert handle.step is None and (handle.error is not None) == fails
+    executor.close()
 
 
 class FakeStep:
