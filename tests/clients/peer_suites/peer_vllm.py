@@ -26,7 +26,7 @@ import octavo
 import octavo.errors
 
 ROOT = Path(os.environ["PEER_ROOT"])
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN, DEFAULT_MODEL_LEN = 8192, 3072
 """SmolLM2 often writes as much as fits, within a case's time."""
 DROPPED = {
     # option -> number of its values. They depend on the suite's machine or model, or turn on what other cases test
@@ -131,7 +131,7 @@ class RemoteOpenAIServer:
         if "--served-model-name" not in options:
             options += ["--served-model-name", model]
         if "--max-model-len" not in options:
-            options += ["--max-model-len", str(MAX_MODEL_LEN)]
+            options += ["--max-model-len", str(DEFAULT_MODEL_LEN)]
         if "--uds" not in options:
             options += ["--port", "0"]
         if seed is not None and "--seed" not in options:
@@ -161,7 +161,7 @@ class RemoteOpenAIServer:
         return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
 
     def _client(self, kind: Any, options: dict[str, Any]) -> Any:
-        options = {"timeout": 100, "max_retries": 0, "api_key": self.DUMMY_API_KEY, **options}
+        options = {"timeout": 280, "max_retries": 0, "api_key": self.DUMMY_API_KEY, **options}
         return kind(base_url=self.url_for("v1"), **options)
 
     def get_client(self, **options: Any) -> openai.OpenAI:
