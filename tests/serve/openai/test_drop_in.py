@@ -278,6 +278,16 @@ def test_responses_take_penalties(peer: Peer) -> None:
     assert peer.post(R, ask | {"presence_penalty": 3}).error == (400, "decimal_out_of_range", "presence_penalty")
 
 
+def test_null_means_not_set_in_chats_as_the_document_says(peer: Peer) -> None:
+    """Each property takes null in the OpenAPI document, and the server accepts them all at once."""
+    properties = json.loads(peer.send("GET", "/openapi.json").body)["components"]["schemas"]["ChatRequest"][
+        "properties"
+    ]
+    del properties["messages"]
+    assert not [name for name, schema in properties.items() if schema and "null" not in json.dumps(schema)]
+    good(peer, H, {"messages": MESSAGES, **dict.fromkeys(properties), "max_tokens": 2})
+
+
 def test_null_means_not_set_in_responses(peer: Peer) -> None:
     document = json.loads(peer.send("GET", "/openapi.json").body)
     names = document["components"]["schemas"]["ResponseRequest"]["properties"].keys() - {"input"}

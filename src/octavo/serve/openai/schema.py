@@ -358,6 +358,6 @@ def component_schemas() -> dict[str, Any]:
             if (number := properties[name]["anyOf"][0])["type"] != "boolean":
                 number["minimum"], number["maximum"] = RANGES[name]
     for name in ("ChatRequest", "TokenizeRequest"):  # fields that `decoding.decode_part` reads
-        tools = {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}}
-        components[name]["properties"] |= {"tools": tools, "chat_template_kwargs": {"type": "object"}}
+        tools = {"type": ["array", "null"], "items": {"$ref": "#/components/schemas/Tool"}}
+        components[name]["properties"] |= {"tools": tools, "chat_template_kwargs": {"type": ["object", "null"]}}
     return components
