@@ -32,10 +32,13 @@ from tests.proof.planting import Code, Mutant  # noqa: E402
 from tests.proof.runner_mutants import RUNNER_MUTANTS  # noqa: E402
 
 # Ordered by speed and sensitivity. `hunt` covers the rest of tests/core, random workloads and small worlds.
-FILES = "block_pool kv_cache_manager prefix_index swapping scheduler scheduler_state admission planning step_draft"
-FILES += " preemption results failures corrupt_blocks fairness policy pins paper_figures requests speculation plan"
-FILES += " events snapshot"
-DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
+FILES = {
+    "": "block_pool kv_cache_manager",
+    "cache/": "prefix_index swapping",
+    "scheduling/": "scheduler_state admission planning step_draft preemption results failures",
+    "./": "scheduler corrupt_blocks fairness policy pins paper_figures requests speculation plan events snapshot",
+}
+DIRECTED = [f"tests/core/{folder}test_{name}.py" for folder, names in FILES.items() for name in names.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
 RUNNER = [f"tests/runner/test_{name}.py" for name in ("model_runner", "device_work", "executor", "out_of_memory")]
 TEST_TIMEOUT_S = 120

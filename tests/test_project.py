@@ -116,7 +116,6 @@ MAX_FILES = 14
 ONE_FILE_EACH = {
     "cli/commands": "one file per command",
     "simulate/experiments": "one file per figure",
-    "core": "one file per part of the scheduler and of the cache",
     "engine": "14 files, and arg_utils for scripts that import vLLM's module of that name",
 }
 

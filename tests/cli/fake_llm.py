@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from octavo.checkpoint.generation_config import SamplingDefaults
+from octavo.core.cache.kv_stats import KVStats
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_stats import KVStats
 from octavo.engine.outputs import Logprob
 from octavo.errors import ContextLengthError, ModelNotFoundError
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams

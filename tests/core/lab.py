@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.core import events as ev
-from octavo.core import preemption
 from octavo.core.block_pool import BlockPool
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
@@ -15,6 +14,7 @@ from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
+from octavo.core.scheduling import preemption
 from octavo.params.sampling_params import SamplingParams
 from tests.proof import oracle as o
 

@@ -11,7 +11,7 @@ import pytest
 from octavo.core import events as ev
 from octavo.core.policy import ARRIVALS_PER_INDEX, Policy, PreemptionMode
 from octavo.core.request import Status
-from octavo.core.scheduler_state import PATIENCE_STEPS, TURN_TOKENS
+from octavo.core.scheduling.scheduler_state import PATIENCE_STEPS, TURN_TOKENS
 from octavo.core.tenants import Tenant, Tenants, catch_up_shares, water_fill
 from tests.core.lab import SWAP, Lab, Planned, Worlds, make
 from tests.proof import oracle as o

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.core.cache.prefix_index import Prefix
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
-from octavo.core.prefix_index import Prefix
 from octavo.core.request import Sequence, Status
 from tests.core.lab import fork, sequence, settle, state_of
 from tests.proof import oracle as o

@@ -7,14 +7,14 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 from unittest import mock
 
-from octavo.core import planning
 from octavo.core.in_flight import InFlightStep
-from octavo.core.planning import plan_running
 from octavo.core.policy import PreemptionMode
-from octavo.core.preemption import preempt
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.core.step_draft import StepDraft
+from octavo.core.scheduling import planning
+from octavo.core.scheduling.planning import plan_running
+from octavo.core.scheduling.preemption import preempt
+from octavo.core.scheduling.step_draft import StepDraft
 from tests.models.tiny import KINDS
 
 

@@ -18,9 +18,9 @@ from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
-from octavo.core.preemption import preempt
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
+from octavo.core.scheduling.preemption import preempt
 from octavo.engine import oom_backoff
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import MAX_PRIORITY, EngineRequest

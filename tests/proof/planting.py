@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILES = (
-    "src/octavo/core/*.py",
+    "src/octavo/core/**/*.py",
     "src/octavo/params/*.py",
     "src/octavo/runner/*.py",
     "src/octavo/runner/passes/*.py",

@@ -20,15 +20,15 @@ from typing import Any
 from unittest import mock
 
 from octavo.core import events as ev
-from octavo.core import preemption, scheduler_state
 from octavo.core.block_pool import BLOCKS_PER_SHARD
+from octavo.core.cache.prefix_index import PrefixIndex
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepResult
 from octavo.core.policy import Policy, PreemptionChoice, PreemptionCosts, PreemptionMode, VictimPolicy
-from octavo.core.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
+from octavo.core.scheduling import preemption, scheduler_state
 from octavo.errors import CapacityError
 from octavo.params.sampling_params import SamplingParams
 from tests.proof import oracle as o

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.core.block_pool import BlockPool, SwapSpace
+from octavo.core.cache.kv_stats import KVStats
+from octavo.core.cache.prefix_index import Prefix, PrefixIndex
+from octavo.core.cache.swapping import Swapping
 from octavo.core.commands import CommandTee, ResetPrefixCache
 from octavo.core.events import Copied, EventStream
-from octavo.core.kv_stats import KVStats
 from octavo.core.plan import BlockCopy, StepPlan
-from octavo.core.prefix_index import Prefix, PrefixIndex
 from octavo.core.request import Sequence, Status
 from octavo.core.row_table import RowTable
 from octavo.core.snapshot import Fields, Roster, State
-from octavo.core.swapping import Swapping
 from octavo.core.types import NULL_BLOCK, BlockId, SealId
 from octavo.integers import cdiv
 

@@ -17,18 +17,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import sub
 
-from octavo.core import admission, failures, planning, preemption, results
 from octavo.core import commands as cmd
 from octavo.core import events as ev
+from octavo.core.cache.kv_stats import KVStats
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_stats import KVStats
 from octavo.core.plan import StepResult
 from octavo.core.policy import Policy
 from octavo.core.request import Request, Sequence
-from octavo.core.scheduler_state import SchedulerState
+from octavo.core.scheduling import admission, failures, planning, preemption, results
+from octavo.core.scheduling.scheduler_state import SchedulerState
+from octavo.core.scheduling.step_draft import StepDraft
 from octavo.core.snapshot import Fields, Roster, Snapshot, State
-from octavo.core.step_draft import StepDraft
 
 
 class Scheduler(SchedulerState):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypedDict, TypeVar, g
 
 import msgspec
 
-from octavo.core.kv_stats import KVStats
+from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.stats import StatsSnapshot
 from octavo.engine.timeline import KVDescription, RequestDescription, describe_kv, describe_request
 

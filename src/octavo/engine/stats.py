@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
 from octavo.core import events as ev
-from octavo.core.kv_stats import KVStats
+from octavo.core.cache.kv_stats import KVStats
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from octavo.core import events as ev
-from octavo.core.kv_stats import KVStats
+from octavo.core.cache.kv_stats import KVStats
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
-from octavo.core.kv_stats import KVStats
+from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.engine_request import EngineRequest, pin_id, unknown_pin_error
 from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.query import DescribeKV, DescribeRequest, GetKVStats, Query, ResetPrefixCache

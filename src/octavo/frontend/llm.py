@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from octavo.config import EngineArgs
-from octavo.core.kv_stats import KVStats
+from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.outputs import (
     BeamSearchOutput,

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import uvloop
 
 from octavo.config import EngineArgs
-from octavo.core.kv_stats import KVStats
+from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.query import DumpRecording, RecordingDump
 from octavo.errors import OctavoError, ParameterError
 from octavo.frontend.input_processor import Messages, Prompt

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
 from octavo.core.block_pool import BlockPool
+from octavo.core.cache.prefix_index import Prefix
 from octavo.core.events import EventStream
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_index import Prefix
 from octavo.core.request import Request, Sequence
 from octavo.core.types import BlockId
 

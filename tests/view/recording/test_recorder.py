@@ -21,7 +21,7 @@ import pytest
 from octavo.cli.main import run as octavo
 from octavo.config import EngineArgs
 from octavo.core import events as ev
-from octavo.core.prefix_index import PrefixIndex
+from octavo.core.cache.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.process.thread import EngineThread

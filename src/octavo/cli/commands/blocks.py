@@ -16,8 +16,8 @@ from typing import Annotated, TextIO
 import typer
 
 from octavo.cli.terminal import on_terminal, read_line
+from octavo.core.cache.kv_stats import KVStats
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_stats import KVStats
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence
 from octavo.errors import UsageError

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from octavo.core.kv_stats import KVStats
+    from octavo.core.cache.kv_stats import KVStats
     from octavo.engine.outputs import RequestOutput
     from octavo.frontend.llm import LLM
 

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 
-from octavo.core.prefix_index import common_prefix_length
+from octavo.core.cache.prefix_index import common_prefix_length
 from octavo.core.request import Request, Sequence
 from octavo.view.recording.digests import Digests
 from octavo.view.recording.format import DIGEST_BYTES, STOP_MARK, RecordedRequest, RecordedSample

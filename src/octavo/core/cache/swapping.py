@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.core.block_pool import BlockPool, SwapSpace
+from octavo.core.cache.prefix_index import PrefixIndex
 from octavo.core.plan import StepPlan, SwapIn, SwapOut
-from octavo.core.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence
 from octavo.core.snapshot import Fields
 from octavo.core.types import BlockId, HostBlockId, SealId

@@ -8,7 +8,7 @@ from octavo.core.block_pool import Key
 from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
-from octavo.core.scheduler_state import SchedulerState
+from octavo.core.scheduling.scheduler_state import SchedulerState
 
 
 class ScheduledSlice(NamedTuple):

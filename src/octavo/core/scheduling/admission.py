@@ -6,8 +6,8 @@ from heapq import heappop, heapreplace
 
 from octavo.core import events as ev
 from octavo.core.request import Request
-from octavo.core.scheduler_state import SchedulerState
-from octavo.core.step_draft import StepDraft
+from octavo.core.scheduling.scheduler_state import SchedulerState
+from octavo.core.scheduling.step_draft import StepDraft
 from octavo.core.tenants import Tenant, catch_up_shares
 from octavo.errors import CapacityError
 

@@ -7,7 +7,7 @@ from collections import Counter
 from octavo.core import events as ev
 from octavo.core.in_flight import InFlightStep
 from octavo.core.request import Request, Status
-from octavo.core.scheduler_state import SchedulerState
+from octavo.core.scheduling.scheduler_state import SchedulerState
 from octavo.core.types import HostBlockId
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.core.cache.prefix_index import Prefix
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
-from octavo.core.prefix_index import Prefix
 from octavo.core.request import Sequence
 from tests.core.lab import sequence, settle
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from octavo.core import commands as cmd
 from octavo.core import events as ev
-from octavo.core.failures import recompute_corrupt
 from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepResult
 from octavo.core.request import Request, Sequence, Status
-from octavo.core.scheduler_state import SchedulerState
+from octavo.core.scheduling.failures import recompute_corrupt
+from octavo.core.scheduling.scheduler_state import SchedulerState
 
 
 def commit(state: SchedulerState, step: InFlightStep, result: StepResult, last: bool) -> list[Request]:

@@ -9,8 +9,8 @@ from octavo.core import events as ev
 from octavo.core.in_flight import InFlightStep
 from octavo.core.policy import PreemptionMode
 from octavo.core.request import Request, Sequence, Status
-from octavo.core.scheduler_state import SchedulerState
-from octavo.core.step_draft import StepDraft
+from octavo.core.scheduling.scheduler_state import SchedulerState
+from octavo.core.scheduling.step_draft import StepDraft
 
 Growth: TypeAlias = list[tuple[Sequence, int]]
 """Sequences with the number of positions that each is to compute next."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo.core.plan import Drafts
-from octavo.core.preemption import make_room
-from octavo.core.scheduler_state import SchedulerState
-from octavo.core.step_draft import StepDraft
+from octavo.core.scheduling.preemption import make_room
+from octavo.core.scheduling.scheduler_state import SchedulerState
+from octavo.core.scheduling.step_draft import StepDraft
 
 
 def num_decode_steps(state: SchedulerState) -> int:

@@ -1,0 +1,1 @@
+"""The parts of the KV cache manager: prefix index, swapping, statistics."""
