@@ -197,6 +197,8 @@ COMPLETIONS: list[Case] = [
     *each(43, "invalid_value", ("stream", "echo"), True, **BEAMS),
     *each(43, "invalid_value", ("presence_penalty", "early_stopping"), 1, **BEAMS),
     *each(43, "decimal_out_of_range", "length_penalty", 31, 10**400, n=2, **BEAMS),
+    *each(43, "invalid_value", "length_penalty", 31, 0.5, use_beam_search=None),
+    *each(43, "invalid_value", "early_stopping", True, "never"),
     *each(44, "decimal_out_of_range", "temperature", -0.1, 1e31, 1e308, -5, 10**400),
     *each(45, "decimal_out_of_range", "top_p", -1, 1.0000001, 2, -(10**400)),
     *each(45, "decimal_out_of_range", "top_k", -2, 1 << 31, 1 << 40),

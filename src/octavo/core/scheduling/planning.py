@@ -125,9 +125,9 @@ def prefill_shares(state: SchedulerState, num_decode_steps: int) -> dict[int, in
 def add_drafts(state: SchedulerState, draft: StepDraft) -> None:
     """Extend slices by drafts, with the budget and the blocks that are left when everything else has its place.
 
-    So drafts displace nothing and preempt nobody. They are not charged to tenants. A sequence's end becomes an
-    upper bound, and a pass returns at least one token, so its other positions stay what they were. Drafts take no
-    new blocks while a request waits for blocks.
+    Drafts therefore delay no other request and preempt none. Tenants are not charged for them. While a request waits
+    for blocks, drafts take no new ones. The positions of an extended sequence are certain up to one token a pass; its
+    end in this step is only an upper bound.
     """
     plan, cache, budget = draft.plan, state.cache, draft.budget
     first = state.first_swapped() or state.first_waiting()

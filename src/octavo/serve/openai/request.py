@@ -240,7 +240,7 @@ class RequestParser:
         options = given.get("stream_options")
         if options is not None and not stream:
             raise bad_request("invalid_value", "stream_options needs stream to be true", "stream_options")
-        beams = given.get("use_beam_search", False) or "beam_width" in given
+        beams = given.get("use_beam_search", "beam_width" in given)
         if self.strict_openai and isinstance(given.get("stop"), list) and len(given["stop"]) > 4:
             raise bad_request("array_above_max_length", f"stop has {len(given['stop'])} items; the limit is 4", "stop")
         if self.strict_openai and given.get("temperature", 0) > 2:
@@ -252,9 +252,13 @@ class RequestParser:
         aliases = {"structured_outputs": "response_format", "beam_width": "n"}
         aliases = {name: alias for name, alias in aliases.items() if name not in given} | dict(param_aliases or {})
         try:
+            self._check_sizes(given)
             if beams:
                 params: SamplingParams | BeamSearchParams = self._beam_params(given, logprobs, max_tokens)
             else:
+                for name, neutral in (("beam_width", None), ("length_penalty", 1), ("early_stopping", False)):
+                    if given.get(name, neutral) != neutral:
+                        raise bad_request("invalid_value", f"{name} needs use_beam_search to be true", name)
                 params = self._sampling_params(given, logprobs, max_tokens, default_max_tokens)
         except (UsageError, ApiError) as error:
             raise rename_params(to_api_error(error, ""), aliases) from None
@@ -287,7 +291,6 @@ class RequestParser:
     def _sampling_params(
         self, given: dict[str, Any], logprobs: int | None, max_tokens: int | None, default: int | None
     ) -> SamplingParams:
-        self._check_sizes(given)
         values: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
         if (num := self._check_count("prompt_logprobs", values.get("prompt_logprobs"), self.max_logprobs)) is not None:
             if given.get("stream"):
@@ -320,11 +323,8 @@ class RequestParser:
             raise bad_request("array_above_max_length", text, "bad_words")
 
     def _beam_params(self, given: dict[str, Any], logprobs: int | None, max_tokens: int | None) -> BeamSearchParams:
-        self._check_sizes(given)
         if given.get("stream"):
             raise bad_request("invalid_value", "a beam search cannot be streamed; remove stream", "stream")
-        if given.get("use_beam_search") is False:
-            raise bad_request("invalid_value", "beam_width needs use_beam_search to be true", "beam_width")
         no_sampling = {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": 0, "seed": None, "best_of": None}
         for name, neutral in no_sampling.items():
             if name in given and given[name] != neutral and not (name == "top_k" and given[name] == -1):
