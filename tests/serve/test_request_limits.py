@@ -238,7 +238,7 @@ async def test_many_prompts_leave_rows_for_other_requests(model: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_keys(model: str) -> Iterator[str]:
-    options = ("--api-key", "one", "--api-key", "two", "--max-num-seqs", "4", "--max-num-queued-reqs", "12")
+    options = ("--api-key", "one", "--api-key", "two", "--max-num-seqs", "2", "--max-num-queued-reqs", "14")
     options += ("--served-model-name", "tiny", "--max-num-batched-tokens", "64")
     with Process.serving(model, *options) as (_, url):
         yield url
