@@ -144,16 +144,18 @@ def run_engine(built: BuiltEngine, trace: Trace, make_clock: Callable[[], Record
         calls.append(ScheduledCall(time_s, str(i), tokens, params))
     built.engine._clock = clock = make_clock()
     with built.engine.gc_pause:
-        outputs = run_calls(built.engine, calls, clock)
+        updates = run_calls(built.engine, calls, clock)
     records = Records()
     for call in calls:
-        metrics, output = outputs[call.request_id].metrics, outputs[call.request_id].outputs[0]
+        update = updates[call.request_id]
+        assert update.stats is not None
+        metrics = update.stats.metrics
         assert metrics.first_token_time is not None and metrics.finished_time is not None
         records.index.append(int(call.request_id))
         records.arrived_s.append(call.time_s)
         records.first_s.append(metrics.first_token_time)
         records.finished_s.append(metrics.finished_time)
-        records.num_output.append(len(output.token_ids))
+        records.num_output.append(len(update.samples[0].token_ids))
     return summarize(records)
 
 

@@ -17,6 +17,7 @@ from octavo.engine.engine_request import EngineRequest
 from tests.differential.cases import PreemptingScheduler
 from tests.differential.conftest import TinyModel
 from tests.differential.test_transformers import ManualScheduler
+from tests.engine.client import StepClient
 
 STOPS = [3, 41]
 NUM_NEW = 9
@@ -131,7 +132,7 @@ def test_beam_search_in_a_mixed_batch(tiny_model: Callable[[str], TinyModel]) ->
     four = SamplingParams(n=4, seed=9, max_tokens=NUM_NEW, ignore_eos=True)
     beams = BeamSearchParams(beam_width=4, max_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=STOPS)
     with open_llm(model) as llm:
-        engine = llm.engine
+        engine = StepClient(llm.engine)
         for name, prompt, params in zip("gnb", prompts, (greedy, four, beams), strict=False):
             engine.add_request(EngineRequest(name, prompt, params))
         engine.add_request(EngineRequest("x", prompts[3], greedy))
@@ -140,7 +141,7 @@ def test_beam_search_in_a_mixed_batch(tiny_model: Callable[[str], TinyModel]) ->
             found.update({o.request_id: o for o in engine.step()})
             if step == 4:
                 engine.abort("x")
-            if not engine.has_work:
+            if not llm.engine.has_work:
                 break
         alone = [llm.generate(p, q, use_tqdm=False)[0] for p, q in ((prompts[0], greedy), (prompts[1], four))]
         alone += llm.beam_search(prompts[2], beams, use_tqdm=False)
@@ -151,12 +152,13 @@ def test_beam_search_in_a_mixed_batch(tiny_model: Callable[[str], TinyModel]) ->
 def test_an_aborted_beam_search_returns_its_beams(tiny_model: Callable[[str], TinyModel]) -> None:
     model = tiny_model("llama")
     with open_llm(model, async_scheduling=False) as llm:
-        llm.engine.add_request(
+        client = StepClient(llm.engine)
+        client.add_request(
             EngineRequest("b", model.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
         )
         for _ in range(5):
-            llm.engine.step()
-        output = llm.engine.abort("b")
+            client.step()
+        output = client.abort("b")
         assert output is not None and [c.finish_reason for c in output.outputs] == ["abort"] * 3
         assert all(2 <= len(c.token_ids) < 30 for c in output.outputs)
         assert llm.kv_stats().num_used == 0

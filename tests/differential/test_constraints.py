@@ -17,6 +17,7 @@ from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.policy import PreemptionMode
 from octavo.engine.engine_request import EngineRequest
 from tests.differential.cases import PreemptingScheduler
+from tests.engine.client import StepClient
 from tests.models.tiny import make_tiny_checkpoint
 
 CORPUS = ['{"name": "the dog", "size": 12, "tags": ["a", "b"], "on": true, "é": null, "漢字": [1, 2, 3]}' * 3]
@@ -244,13 +245,12 @@ def test_same_tokens_with_preemption_chunks_and_block_sizes(
         if mode is not None:
             llm.engine.scheduler.preempt_randomly(PreemptionMode(mode), seed=block_size, max_preemptions=25)  # type: ignore[attr-defined]
         prompts, params = zip(*mixed_requests(), strict=True)
-        found: dict[str, RequestOutput] = {}
+        client = StepClient(llm.engine)
         for i, (prompt, request) in enumerate(mixed_requests()):
-            llm.engine.add_request(
+            client.add_request(
                 EngineRequest(str(i), prompt, request, grammar=llm.input_processor.compile_grammar(request))
             )
-        while llm.engine.has_work:
-            found.update((o.request_id, o) for o in llm.engine.step())
+        found = {o.request_id: o for o in client.run_to_end()}
         assert [tokens_of(found[str(i)]) for i in range(len(prompts))] == expected
         assert len(params) == len(found)
         stats = llm.stats()

@@ -26,12 +26,12 @@ from octavo.engine.engine import Engine
 from octavo.engine.engine_request import MAX_PRIORITY, EngineRequest
 from octavo.engine.executor import GrammarBitmask
 from octavo.engine.oom_backoff import OOMBackoff, first_pass_size
-from octavo.engine.output_processor import RequestState
 from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.timeline import describe_kv
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
+from tests.engine.client import StepClient
 from tests.proof import oracle as o
 
 MAX_MODEL_LEN = 64
@@ -41,8 +41,8 @@ EOS = 4
 class Letters:
     """A detokenizer: token 0 is "a", token 1 is "b", and so on. Supports one stop string."""
 
-    def __init__(self, request: Request) -> None:
-        self.stop = request.sampling_params.stop_strings
+    def __init__(self, prompt_token_ids: Any, params: SamplingParams) -> None:
+        self.stop = params.stop_strings
         self.text, self.stop_reason, self.num_tokens_kept = "", None, 0  # type: ignore[assignment]
 
     text: str
@@ -199,6 +199,7 @@ class World:
             overlap=overlap,
             clock=self._tick,
         )
+        self.client = StepClient(self.engine, self._tick)
         self.wanted: dict[str, tuple[Request, list[tuple[int, list[int]]]]] = {}
         self.aborted: dict[str, RequestOutput] = {}
         self.streams: dict[str, list[RequestOutput]] = {}
@@ -224,13 +225,13 @@ class World:
                 self._add(f"r{pending.pop()}")
             if self.random.random() < 0.03 and self.wanted:
                 self._abort(self.random.choice(list(self.wanted)))
-            for output in self.engine.step():
+            for output in self.client.step():
                 self._collect(output)
             o.check(self.scheduler)
         assert self.cache.stats().num_used == self.cache.stats().num_host_used == 0
         assert not self.scheduler.has_work and not self.engine.num_requests
-        assert self.engine.drain() == []
-        assert not self.engine._num_incremental  # no request streams any more
+        assert self.engine.drain() == [] and not self.client.requests
+        assert not self.engine._num_streams  # no request streams any more
         for name in self.wanted:
             self._compare(name)
 
@@ -252,7 +253,7 @@ class World:
         needs = self.cache.blocks_at_max_length(len(prompt), params.max_tokens or 0, params.n)
         if needs > self.cache.pool.num_blocks:
             return
-        self.engine.add_request(EngineRequest(
+        self.client.add_request(EngineRequest(
             name, prompt, params, priority=rng.choice([0, 0, 1]), make_detokenizer=Letters,
             stream=rng.random() < 0.5, grammar=CountingGrammar() if rng.random() < 0.3 else None,
         ))  # fmt: skip
@@ -260,7 +261,7 @@ class World:
         self.wanted[name] = request, o.reference(request)
 
     def _abort(self, name: str) -> None:
-        output = self.engine.abort(name)
+        output = self.client.abort(name)
         assert (output is None) == (name in self.finished or name in self.aborted)
         if output is not None:
             assert output.finished
@@ -401,24 +402,25 @@ def test_only_a_request_that_does_not_fit_alone_fails(overlap: bool) -> None:
 def test_step_limit_halves_until_steps_fit_and_grows_again() -> None:
     """Four requests decode in windows; memory shrinks to one position, then all of it returns."""
     engine, executor = make_engine(overlap=True, decode_window=2, max_num_batched_tokens=64)
+    client = StepClient(engine)
     events: list[Any] = []
     engine.scheduler.events.subscribe(events.append)
     for name in "abcd":
-        engine.add_request(EngineRequest(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True)))
+        client.add_request(EngineRequest(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True)))
     wanted = {name: o.reference(request) for name, request in engine.scheduler.requests.items()}
     outputs = {}
     for _ in range(3):
-        engine.step()
+        client.step()
     executor.room = lambda plan: 1
     sizes = []
     while engine.num_requests > 1:
         sizes.append(engine.scheduler.max_num_scheduled_tokens)
-        outputs |= {output.request_id: output for output in engine.step()}
+        outputs |= {output.request_id: output for output in client.step()}
     assert executor.too_large == [4, 2]
     assert [limit for limit, _ in itertools.groupby(sizes)][:3] == [64, 2, 1]
     executor.room = lambda plan: 1 << 30
     while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
+        outputs |= {output.request_id: output for output in client.step()}
     for name, output in outputs.items():
         assert [(c.index, [1, 2, 3, *c.token_ids]) for c in output.outputs] == wanted[name]
     recomputed = [event for event in events if isinstance(event, ev.Recomputed)]
@@ -478,8 +480,8 @@ def test_add_request_validates_its_arguments() -> None:
         engine.add_request(EngineRequest("b", [1] * 61, params))
     assert engine.num_requests == 1
     assert engine.abort("b") is None
-    output = engine.abort("a")
-    assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
+    update = engine.abort("a")
+    assert update is not None and update.finished and update.samples[0].finish_reason == "abort"
     assert not engine.has_work and engine.step() == []
 
 
@@ -498,6 +500,7 @@ def test_step_that_fails_after_its_first_samples_arrived() -> None:
     """Samples of one request arrive with the first column of another's decode window, and then the step fails: tokens
     that arrived are not pending any more, and are output once."""
     engine, executor = make_engine(overlap=False, decode_window=6, max_num_batched_tokens=8)
+    client = StepClient(engine)
     inner = executor.oracle.submit
 
     class PartialHandle:
@@ -517,9 +520,9 @@ def test_step_that_fails_after_its_first_samples_arrived() -> None:
             executor.oracle.fail([self.running.plan])
             raise StepError("planted")
 
-    engine.add_request(EngineRequest("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True))
-    engine.step()
-    engine.add_request(
+    client.add_request(EngineRequest("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True))
+    client.step()
+    client.add_request(
         EngineRequest(
             "samples", [3, 3, 1, 0, 2, 2, 1, 0, 4], SamplingParams(max_tokens=5, n=3, ignore_eos=True), stream=True
         )
@@ -541,7 +544,7 @@ def test_step_that_fails_after_its_first_samples_arrived() -> None:
     for _ in range(200):
         if not engine.has_work:
             break
-        for output in engine.step():
+        for output in client.step():
             outputs[output.request_id] = output
         o.check(engine.scheduler)
     assert num_failed == 1 and engine.stats.num_failed_steps == 1
@@ -595,11 +598,10 @@ def scripted(give: Callable[[StepPlan], StepResult], *, window: int = 1, budget:
     return engine
 
 
-def run_to_end(engine: Engine) -> list[RequestOutput]:
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    return outputs
+def outputs_of(engine: Engine, request: EngineRequest) -> list[RequestOutput]:
+    client = StepClient(engine)
+    client.add_request(request)
+    return client.run_to_end()
 
 
 def ones(plan: StepPlan) -> StepResult:
@@ -628,8 +630,7 @@ def test_failed_beam_search_returns_an_error_despite_a_hypothesis(n: int) -> Non
     params = BeamSearchParams(beam_width=2, n=n, max_tokens=8, stop_token_ids=[5], early_stopping="never")
     for fails_at in (6, 99):
         engine = scripted(lambda plan, at=fails_at: beams(plan, at))  # type: ignore[misc]
-        engine.add_request(EngineRequest("b", [1, 2, 3, 4], params))
-        output = run_to_end(engine)[-1]
+        output = outputs_of(engine, EngineRequest("b", [1, 2, 3, 4], params))[-1]
         assert len(output.outputs) == n and output.outputs[0].token_ids == [10, 5]
         reasons = {(c.finish_reason, c.stop_reason) for c in output.outputs}
         if fails_at == 6:
@@ -647,10 +648,8 @@ def test_failed_best_of_returns_an_error_despite_a_finished_sample() -> None:
         return StepResult([[6]], {0: "NaN"}, {0: entries[1:]})
 
     engine = scripted(give)
-    engine.add_request(
-        EngineRequest("b", [1, 2, 3], SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0))
-    )
-    (output,) = run_to_end(engine)
+    params = SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0)
+    (output,) = outputs_of(engine, EngineRequest("b", [1, 2, 3], params))
     assert [(c.finish_reason, c.stop_reason, c.token_ids) for c in output.outputs] == [("error", "NaN", [5])]
 
 
@@ -660,8 +659,7 @@ def test_beam_search_with_extreme_length_penalty_finishes(penalty: float) -> Non
     params = BeamSearchParams(
         beam_width=2, max_tokens=1500, length_penalty=penalty, stop_token_ids=[5], early_stopping="never"
     )
-    engine.add_request(EngineRequest("b", [1, 2, 3, 4], params))
-    output = run_to_end(engine)[-1]
+    output = outputs_of(engine, EngineRequest("b", [1, 2, 3, 4], params))[-1]
     assert all(c.score is not None and -1e308 < c.score <= 0 for c in output.outputs)
 
 
@@ -670,8 +668,8 @@ def test_beam_search_counts_its_output_tokens() -> None:
     engine = scripted(lambda plan: beams(plan, 99))
     events: list[Any] = []
     engine.scheduler.events.subscribe(events.append)
-    engine.add_request(EngineRequest("b", [1, 2, 3, 4], BeamSearchParams(beam_width=2, max_tokens=8)))
-    (output,) = run_to_end(engine)
+    params = BeamSearchParams(beam_width=2, max_tokens=8)
+    (output,) = outputs_of(engine, EngineRequest("b", [1, 2, 3, 4], params))
     assert output.metrics.num_generation_tokens == 16
     assert engine.stats.num_generation_tokens == events[-1].num_tokens == 16 and events[-1].reason == "stop"
 
@@ -703,19 +701,19 @@ def test_step_cost_is_estimated_for_any_decode_window(window: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_sample_is_detokenized_once_per_step(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    inner = RequestState.detokenize
-    monkeypatch.setattr(RequestState, "detokenize", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
-    engine = scripted(ones, rows=32)
-    engine.add_request(
+    push = Letters.push
+    monkeypatch.setattr(Letters, "push", lambda text, ids: (reads.extend(ids), push(text, ids))[1])
+    client = StepClient(scripted(ones, rows=32))
+    client.add_request(
         EngineRequest(
             "a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream
         )
     )
     for _ in range(3):
-        engine.step()
+        client.step()
     reads.clear()
-    engine.step_states()
-    assert sorted(reads) == list(range(32))
+    client.step()
+    assert reads == [1] * 32
 
 
 def test_beam_search_logprobs_are_limited() -> None:
@@ -742,8 +740,7 @@ def test_priority_out_of_range_is_rejected(priority: Any) -> None:
 def test_unpinned_prefixes_leave_no_live_timeline() -> None:
     engine = scripted(ones)
     for name in ("a", "b"):
-        engine.add_request(EngineRequest.pinning(name, [2] * 9))
-        run_to_end(engine)
+        outputs_of(engine, EngineRequest.pinning(name, [2] * 9))
         engine.unpin(name)
     assert not engine.timelines.live
     assert [entry["event"] for entry in engine.timelines.of("pin:b")][-2:] == ["finished", "unpinned"]

@@ -20,15 +20,24 @@ from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch
 from octavo.engine.engine import Engine
 from octavo.engine.gc_control import GCPause
-from octavo.engine.output_processor import RequestState
-from octavo.engine.process.ipc import AbortRequest, AddRequest, CloseEngine, Command, pack_tokens, params_to_wire
+from octavo.engine.process.ipc import (
+    AbortRequest,
+    AddRequest,
+    CloseEngine,
+    Command,
+    StepReport,
+    pack_tokens,
+    params_to_wire,
+)
 from octavo.engine.process.server import EngineServer
+from octavo.engine.request_state import RequestState
 from octavo.engine.structured_output import RequestGrammar
 from octavo.errors import RequestFailedError
 from octavo.frontend.build import build
 from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.input_processor import InputProcessor
 from octavo.params.beam_search_params import BeamSearchParams
+from tests.engine.client import at_rest
 from tests.engine.models import WrappedModel
 from tests.engine.process.engines import last_of, oracle_client, own_directory, run, serving  # noqa: F401
 
@@ -94,7 +103,7 @@ def test_llm_releases_finished_requests(model: str, case: str, how: str) -> None
             else:
                 (output,) = llm.generate(["abc"], params, use_tqdm=False)
             assert ("error" in {c.finish_reason for c in output.outputs}) == (how == "failed")
-        llm.engine.drain()
+        at_rest(llm)
         assert only_last_plan_left(left())
 
 
@@ -106,7 +115,7 @@ def test_llm_releases_closed_streams_and_unpinned_prefixes(model: str) -> None:
             stream.close()
             llm.unpin_prefix(llm.pin_prefix("abcdefgh"))
         del stream
-        llm.engine.drain()
+        at_rest(llm)
         assert only_last_plan_left(left())
 
 
@@ -145,6 +154,7 @@ class FakeChannel:
 
     def __init__(self, *messages: list[Command] | None) -> None:
         self.messages = deque(messages)
+        self.ended: list[list[str]] = []
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         if timeout_s is None or (timeout_s == 0 and len(self.messages) > 1):
@@ -153,7 +163,8 @@ class FakeChannel:
         return None
 
     def send(self, message: Any) -> None:
-        pass
+        if isinstance(message, StepReport):
+            self.ended += [[s.finish_reason for s in u.samples] for u in message.updates if u.finished]
 
 
 class NoHeartbeats:
@@ -173,22 +184,13 @@ def test_engine_server_releases_requests(model: str, case: str, how: str) -> Non
         WrappedModel(EngineHolder(engine), after=make_logits_nan)  # type: ignore[arg-type]
     prompts = InputProcessor(built.tokenizer, engine.limits.vocab_size, engine.limits.max_model_len)
     add = AddRequest("it", pack_tokens([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
-    ended: list[list[str]] = []
     with without_collection() as left:
         rest: list[list[Command] | None] = [None, None, [AbortRequest("it")]] if how == "aborted" else []
         channel = FakeChannel([add], *rest, [CloseEngine()])
         server = EngineServer(engine, channel, NoHeartbeats(), prompts, {})  # type: ignore[arg-type]
-        send_update = server._send_update
-
-        def record_end(state: RequestState) -> None:
-            if not state.request.sequences:
-                ended.append([s.finish_reason for s in state.request.finished_sequences])
-            send_update(state)
-
-        server._send_update = record_end  # type: ignore[method-assign]
         server.serve()
         reason = {"finished": "length", "aborted": "abort", "failed": "error"}[how]
-        assert len(ended) == 1 and (reason in ended[0] or "beams" in case)
+        assert len(channel.ended) == 1 and (reason in channel.ended[0] or "beams" in case)
         assert not left()
     prompts.close()
 

@@ -22,6 +22,7 @@ from octavo.runner.output_buffers import OutputBuffers
 from octavo.runner.passes import prefill_batch
 from octavo.text import grammar
 from octavo.text.grammar import Matcher
+from tests.engine.client import StepClient
 from tests.engine.models import WrappedModel, make_talking_checkpoint
 
 PAD, BOS, EOS = 0, 1, 2
@@ -247,9 +248,9 @@ def test_batch_of_all_kinds_equals_single_requests(talking: Path) -> None:
         with open_llm(talking) as llm:
             solo.append(completions(one(llm, prompt, request)))
     with open_llm(talking, decode_window=4) as llm:
-        prompts_of = llm.input_processor
+        prompts_of, client = llm.input_processor, StepClient(llm.engine)
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            llm.engine.add_request(
+            client.add_request(
                 EngineRequest(
                     str(i),
                     prompts_of.encode(prompt)[1],
@@ -261,9 +262,9 @@ def test_batch_of_all_kinds_equals_single_requests(talking: Path) -> None:
         together: dict[str, RequestOutput] = {}
         for step in range(400):
             if step == 15:
-                assert (aborted := llm.engine.abort("6")) is not None
+                assert (aborted := client.abort("6")) is not None
                 assert re.fullmatch("[a-f]+", aborted.outputs[0].text)
-            together.update((o.request_id, o) for o in llm.engine.step())
+            together.update((o.request_id, o) for o in client.step())
             if not llm.engine.has_work:
                 break
         for i in (3, 4, 5):
@@ -393,12 +394,11 @@ def test_failed_request_is_output_once(llm: LLM, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(RequestGrammar, "apply_stop_tokens", broken)
     monkeypatch.setattr(StepHandle, "done", True)  # tokens arrive only with the end of their step
     asked = params({"regex": "[ab]{9}"})
-    llm.engine.add_request(
+    client = StepClient(llm.engine)
+    client.add_request(
         EngineRequest("a", [5, 6, 7], asked, grammar=llm.input_processor.compile_grammar(asked), stream=True)
     )
-    outputs: list[RequestOutput] = []
-    while llm.engine.has_work:
-        outputs += llm.engine.step()
+    outputs = client.run_to_end()
     assert [o.finished for o in outputs] == [False, False, True]
     assert len(outputs[-1].outputs[0].token_ids) == 3 and "too complex" in str(outputs[-1].outputs[0].stop_reason)
 

@@ -16,10 +16,13 @@ import pytest
 
 from octavo import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
 from octavo.config import EngineArgs
-from octavo.engine.outputs import RequestMetrics, merge_outputs, request_failed_error
-from octavo.engine.process.thread import OutputQueue
+from octavo.engine.engine_request import EngineRequest
+from octavo.engine.outputs import RequestMetrics, request_failed_error
+from octavo.engine.request_update import FinishReason, RequestUpdate, SampleUpdate
 from octavo.errors import EngineError, ParameterError, PromptError, TemplateError, UsageError
 from octavo.frontend.build import BuiltEngine, build
+from octavo.frontend.client_request import ClientRequest
+from octavo.frontend.request_stream import RequestStream
 from octavo.params.sampling_params import RequestOutputKind
 from octavo.text.tokenizer import Tokenizer
 from tests.engine.models import WrappedModel
@@ -50,7 +53,7 @@ async def serving(built: BuiltEngine) -> AsyncIterator[AsyncLLM]:
         yield engine
         if engine.is_running:
             assert (await engine.kv_stats()).num_used == 0
-            assert not engine.transport.queues
+            assert not engine.transport.streams
 
 
 async def test_max_tokens_beyond_the_models_length_ends_there(built: BuiltEngine) -> None:
@@ -154,36 +157,37 @@ async def test_output_kinds(built: BuiltEngine, wanted: dict[str, str], kind: Re
             assert len(texts) == (1 if kind is RequestOutputKind.FINAL_ONLY else 2)
 
 
-def part(text: str, ids: list[int], *, index: int = 0, finished: bool = False) -> RequestOutput:
-    reason = "length" if finished else None
-    outputs = [CompletionOutput(index, text, ids, finish_reason=reason)]
-    return RequestOutput("r", "p", [1], outputs, finished, RequestMetrics(0.0))
+def stream_of(kind: RequestOutputKind) -> RequestStream:
+    params = SamplingParams(detokenize=False, max_tokens=8, output_kind=kind)
+    return RequestStream(ClientRequest(EngineRequest("r", [1], params)))
+
+
+def add(stream: RequestStream, *token_ids: int, reason: FinishReason = "") -> None:
+    position = len(stream.request.samples[0].token_ids)
+    update = RequestUpdate("r", [SampleUpdate(0, list(token_ids), reason, position=position)], bool(reason))
+    stream.request.apply_update(update)
+    stream.notify()
 
 
 async def test_unread_deltas_are_merged() -> None:
-    queue = OutputQueue("r", merge=True)
-    assert [queue.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
-        True, False, False,
-    ]  # fmt: skip
-    output = await queue.get()
-    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [1, 2, 3, 4])
-    assert output.finished and output.outputs[0].finish_reason == "length"
-    assert queue.put(part("d", [5]))  # read outputs are not repeated
-    assert (await queue.get()).outputs[0].text == "d"
-    both = merge_outputs(part("a", [1], index=1), part("b", [2], index=0))
-    assert [(c.index, c.text) for c in both.outputs] == [(0, "b"), (1, "a")]
-    both.outputs[0].token_ids.append(9)
-    assert both.outputs[1].token_ids == [1]
+    stream = stream_of(RequestOutputKind.DELTA)
+    add(stream, 1)
+    add(stream, 2, 3)
+    output = await stream.get()
+    assert (output.outputs[0].token_ids, output.finished) == ([1, 2, 3], False)
+    add(stream, 4, reason="length")
+    output = await stream.get()  # read tokens are not repeated
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason, output.finished) == ([4], "length", True)
 
 
 async def test_outputs_before_an_error_are_read_first() -> None:
-    queue = OutputQueue("r", merge=False)
-    queue.put(part("a", [1]))
-    queue.fail(EngineError("gone"))
-    assert (await queue.get()).outputs[0].text == "a"
+    stream = stream_of(RequestOutputKind.CUMULATIVE)
+    add(stream, 1)
+    stream.fail(EngineError("gone"))
+    assert (await stream.get()).outputs[0].token_ids == [1]
     for _ in range(2):
         with pytest.raises(EngineError, match="gone"):
-            await queue.get()
+            await stream.get()
 
 
 # -- aborts and closed iterators --------------------------------------------------------------------------------------
@@ -224,7 +228,7 @@ async def test_unstarted_iterator_adds_no_request(built: BuiltEngine) -> None:
     async with serving(built) as engine:
         stream = engine.generate("Hello", LONG, "name")
         del stream
-        assert not engine.transport.queues
+        assert not engine.transport.streams
         await last_of(engine, "Hello", request_id="name")
     assert built.engine.stats.num_finished == 1
 
@@ -277,7 +281,7 @@ async def test_invalid_request_raises_in_its_iterator_only(built: BuiltEngine, w
 async def test_dead_engine_raises_in_all_iterators(built: BuiltEngine) -> None:
     engine_step, num_steps = built.engine.step, 0
 
-    def step() -> list[RequestOutput]:
+    def step() -> list[RequestUpdate]:
         nonlocal num_steps
         num_steps += 1
         if num_steps > 6:
@@ -309,7 +313,7 @@ async def test_idle_engine_sleeps_and_wakes_at_once(built: BuiltEngine) -> None:
         assert not any(collects[1:])  # no collection while it works
         await until(lambda: not built.engine.has_work and gc.isenabled())
         steps = built.engine.stats.num_steps
-        clock = time.pthread_getcpuclockid(engine.transport.thread.ident)  # type: ignore[arg-type]
+        clock = time.pthread_getcpuclockid(engine.transport.engine.thread.ident)  # type: ignore[arg-type]
         before = time.clock_gettime(clock)
         await asyncio.sleep(0.2)
         assert time.clock_gettime(clock) - before < 0.005
@@ -356,14 +360,14 @@ async def test_shutdown_during_requests(built: BuiltEngine) -> None:
             pass
     with pytest.raises(EngineError, match="closed"):
         await last_of(engine, "Hello")
-    assert not engine.transport.thread.is_alive()
+    assert not engine.transport.engine.thread.is_alive()
     assert runner() is None  # the weights and the pool are freed, too
 
 
 def test_dropped_engine_is_shut_down(built: BuiltEngine) -> None:
     engine = AsyncLLM(built.engine, built.tokenizer)
     run(last_of(engine, "Hello"))
-    thread = engine.transport.thread
+    thread = engine.transport.engine.thread
     del engine
     gc.collect()
     assert not thread.is_alive()
@@ -437,13 +441,13 @@ async def test_pinned_prefix_is_not_recomputed(built: BuiltEngine, wanted: dict[
 async def test_pin_of_a_cancelled_caller_is_removed(built: BuiltEngine) -> None:
     async with serving(built) as engine:
         opened: list[str] = []
-        open_queue = engine.transport.open_queue
+        add_requests = engine.transport.engine.add
 
-        def notify_open(request_id: str, **options: Any) -> Any:  # the queue may be removed before the loop runs
-            opened.append(request_id)
-            return open_queue(request_id, **options)
+        def notify_add(requests: Any, mailbox: Any) -> Any:  # the stream may be gone before the loop runs
+            opened.append(requests[0].request_id)
+            return add_requests(requests, mailbox)
 
-        engine.transport.open_queue = notify_open  # type: ignore[method-assign]
+        engine.transport.engine.add = notify_add  # type: ignore[method-assign]
         for wait_s in (0.0, 0.5):  # before and after the computation
             opened.clear()
             pinning = asyncio.ensure_future(engine.pin_prefix("give-me-a-story"))

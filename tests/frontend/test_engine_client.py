@@ -136,5 +136,4 @@ async def test_outputs_are_the_same_when_the_engine_is_killed(model: str, wanted
 
 def num_received(handle: Any) -> int:
     """Tokens received of the longest live sample."""
-    request = handle.request.state.request
-    return max((len(s.token_ids) for s in request.sequences), default=0) - len(request.prompt_token_ids)
+    return max(len(s.token_ids) for s in handle.request.samples.values() if not s.finish_reason)

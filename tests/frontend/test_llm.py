@@ -21,6 +21,7 @@ import pytest
 from torch import Tensor
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.engine.request_update import RequestUpdate
 from octavo.errors import (
     CapacityError,
     ContextLengthError,
@@ -59,11 +60,10 @@ def llm(make_llm: Callable[..., LLM]) -> LLM:
 
 def at_rest(llm: LLM) -> None:
     """Check that no request runs, and that only the prefix cache holds blocks."""
-    assert llm.engine.drain() == []  # a step planned before the last request ended may still run
+    assert llm.thread.call(lambda engine: engine.drain()).result() == []  # a step planned before the end may still run
     stats = llm.kv_stats()
     assert stats.num_used == stats.num_host_used == 0
     assert not llm.engine.num_requests and not llm.engine.has_work and not llm.engine.scheduler.has_work
-    assert not llm.unread
     assert llm.engine.scheduler.cache.rows.num_free == llm.config.args.max_num_seqs
 
 
@@ -176,7 +176,7 @@ def test_stream_grows_to_the_output_of_generate(make_llm: Callable[..., LLM], wi
         ]
         lengths = [sum(len(c.token_ids) for c in p.outputs) for p in parts]
         assert lengths == sorted(lengths)
-        assert len(parts) >= lengths[-1] // (window * len(last))  # it streams
+        assert len(parts) > 1  # it streams; a reader slower than the engine gets larger parts
         for before, after in pairwise(parts):
             for a, b in zip(before.outputs, after.outputs, strict=False):
                 assert b.text.startswith(a.text) and b.token_ids[: len(a.token_ids)] == a.token_ids
@@ -212,16 +212,13 @@ def test_interleaved_streams_lose_no_output(llm: LLM) -> None:
 
 
 def test_closing_a_stream_keeps_outputs_of_others(llm: LLM) -> None:
-    """The step that finishes the first stream is in flight when the second is closed, which waits for it."""
     (wanted,) = texts_of(generate(llm, PROMPTS[0]))
     llm.reset_prefix_cache()
     first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     for output in second:
         if len(output.outputs[0].token_ids) == 15:
             break
-    assert llm.engine.num_requests == 2
     second.close()  # type: ignore[attr-defined]
-    assert llm.engine.num_requests == 0 and len(llm.unread) == 1  # else the next line would block
     assert texts_of(list(first)) == [wanted]
 
 
@@ -232,7 +229,6 @@ def test_closed_stream_frees_everything(llm: LLM, begin: bool, how: str) -> None
     if begin:
         next(stream)
         assert llm.kv_stats().num_used
-    assert llm.engine.num_requests
     if how == "close":
         stream.close()  # type: ignore[attr-defined]
     else:
@@ -423,7 +419,7 @@ def test_use_after_close(model: str) -> None:
     for ask in (lambda: list(stream), lambda: generate(llm, "a"), lambda: llm.stream("a")):
         with pytest.raises(EngineError, match="closed"):
             ask()
-    assert llm.kv_stats().num_used == 0
+    assert llm.engine.scheduler.stats().num_used == 0
 
 
 def test_dropped_llm_is_closed(model: str) -> None:
@@ -618,15 +614,15 @@ def test_a_tenth_of_the_memory_gives_the_same_outputs(model: str, mode: str, win
     with LLM(model, num_gpu_blocks_override=need // 10, preemption_mode=mode, **options) as llm:
         engine, step, num_steps = llm.engine, llm.engine.step, 0
 
-        def checked() -> list[RequestOutput]:
+        def checked() -> list[RequestUpdate]:
             nonlocal num_steps
-            outputs = step()
+            updates = step()
             num_steps += 1
             sequences = [s for r in engine.scheduler.running for s in r.sequences]
             for s in sequences:
                 assert 0 <= len(s.block_ids) * size - s.num_computed < size
-            assert llm.kv_stats().num_unfilled_slots <= len(sequences) * (size - 1)
-            return outputs
+            assert engine.scheduler.stats().num_unfilled_slots <= len(sequences) * (size - 1)
+            return updates
 
         engine.step = checked  # type: ignore[method-assign]
         outputs = generate(llm, prompts, params)

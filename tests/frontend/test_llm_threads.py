@@ -72,7 +72,7 @@ def test_threads_share_a_batch(llm: LLM) -> None:
     jobs = [lambda p=prompt: [generate(llm, [p])[0] for _ in range(4)] for prompt in PROMPTS]
     assert in_threads(*jobs) == [[tokens] * 4 for tokens in want]
     assert llm.stats().num_steps - steps < 4 * steps  # each alone would need as many steps
-    assert llm.kv_stats().num_used == 0 and llm.unread == {}
+    assert llm.kv_stats().num_used == 0
 
 
 def test_streams_pins_and_queries_next_to_generate(llm: LLM) -> None:
@@ -164,7 +164,7 @@ def test_stream_collected_during_a_step_ends_after_it(llm: LLM) -> None:
 
     llm.engine.scheduler.schedule = collecting_schedule  # type: ignore[method-assign]
     assert generate(llm, PROMPTS) == want
-    assert not llm.engine.scheduler.requests and not llm.unread and llm.kv_stats().num_used == 0
+    assert not llm.engine.scheduler.requests and llm.kv_stats().num_used == 0
 
 
 def test_close_ends_generate_in_other_threads(model: str) -> None:

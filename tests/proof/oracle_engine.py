@@ -45,8 +45,7 @@ HOOKS = (
     "scheduler.update",
     "oracle.submit",
     "oracle.finish",
-    "engine.step_states",
-    "server._send_update",
+    "engine.step",
     "server._report",
     "server._read_commands",
 )

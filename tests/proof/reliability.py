@@ -105,7 +105,7 @@ def num_streamed(client: ProcessClient) -> int:
     """Number of tokens of running and finished requests."""
     ended = client.transport.past_stats.num_generation_tokens + client.transport.last_stats.engine.num_generation_tokens
     return ended + sum(
-        s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client.transport.handles.values()
+        len(sample.token_ids) for s in client.transport.handles.values() for sample in s.request.samples.values()
     )
 
 

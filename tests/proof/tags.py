@@ -34,6 +34,7 @@ from octavo.runner.executor import Executor, make_executor
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.passes.graphs import Model
 from octavo.runner.platform import Platform
+from tests.engine.client import StepClient
 from tests.proof.oracle import ReadBack
 from tests.proof.workloads import World
 
@@ -290,17 +291,17 @@ def _load(request: Request, number: int) -> Load:
 
 def serve(llm: LLM, seed: int) -> tuple[dict[str, list[list[int]]], Counter[str]]:
     """Run a seed's requests, which arrive a few at a time; some are aborted. Returns outputs and counts of events."""
-    engine, random, seen = llm.engine, Random(seed), Counter[str]()
+    engine, client, random, seen = llm.engine, StepClient(llm.engine), Random(seed), Counter[str]()
     stop = engine.scheduler.events.subscribe(lambda event: seen.update([type(event).__name__]), blocks=True)
     pending, outputs = loads(seed), {}
     while pending or engine.has_work:
         while pending and (random.random() < 0.7 or not engine.has_work):
             load = pending.pop(0)
             with suppress(CapacityError):
-                engine.add_request(EngineRequest(load.request_id, load.prompt, load.params, salt=load.salt))
+                client.add_request(EngineRequest(load.request_id, load.prompt, load.params, salt=load.salt))
         if random.random() < 0.02 and engine.num_requests > 1:
-            engine.abort(next(reversed(engine.scheduler.requests)))
-        for output in engine.step():
+            client.abort(next(reversed(engine.scheduler.requests)))
+        for output in client.step():
             outputs[output.request_id] = [list(sample.token_ids) for sample in output.outputs]
     stop()
     return outputs, seen

@@ -175,7 +175,7 @@ def test_an_llm_raises_one_line_and_frees_its_blocks(model: str, way: str, where
             error: BaseException | None = raised.value
             while error := error.__context__:  # the error was raised only once
                 assert not isinstance(error, DeviceLostError)
-            assert not llm.engine.has_work and llm.kv_stats().num_used == 0
+            assert not llm.engine.has_work and llm.engine.scheduler.stats().num_used == 0
 
 
 @pytest.mark.parametrize("front", ["llm", "async"])

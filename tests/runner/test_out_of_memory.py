@@ -20,6 +20,7 @@ from octavo.errors import StepError, StepMemoryError
 from octavo.runner.executor import Executor, ThreadedExecutor
 from octavo.runner.failures import step_error
 from octavo.runner.platform import CpuPlatform
+from tests.engine.client import StepClient
 from tests.runner.handwritten_plans import NextTokenModel, Plan, make_runner
 from tests.runner.stub_platform import StubPlatform, use_stub_platform
 from tests.runner.test_stub_platform import completions, mixed_params
@@ -94,11 +95,10 @@ def test_a_request_that_does_not_fit_alone_fails_with_a_remedy(model: str, stub_
         if stub_platform:
             use_stub_platform(llm)
         limit_memory(llm, room=1000, never=never)
+        client = StepClient(llm.engine)
         for i, prompt in enumerate(few):
-            llm.engine.add_request(EngineRequest(str(i), prompt, params))
-        outputs = {}
-        while llm.engine.has_work:
-            outputs |= {output.request_id: output for output in llm.engine.step()}
+            client.add_request(EngineRequest(str(i), prompt, params))
+        outputs = {output.request_id: output for output in client.run_to_end()}
         assert completions([outputs[name] for name in "013"]) == [expected[i] for i in (0, 1, 3)]
         assert outputs["2"].outputs[0].finish_reason == "error"
         error = request_failed_error(outputs["2"])

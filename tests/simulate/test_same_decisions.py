@@ -16,7 +16,7 @@ import pytest
 
 from octavo.config import EngineArgs
 from octavo.core import events as ev
-from octavo.engine.outputs import RequestOutput
+from octavo.engine.request_update import RequestUpdate, SampleUpdate
 from octavo.frontend.build import build
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.cost import DEVICES, LinearCost
@@ -42,12 +42,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class LiveRun(NamedTuple):
-    """A real run: outputs, events, clock readings. `move_s` is its measured time of swapping a block."""
+    """A real run: last updates, events, clock readings. `move_s` is its measured time of swapping a block."""
 
-    outputs: dict[str, RequestOutput]
+    updates: dict[str, RequestUpdate]
     events: list[ev.Event]
     readings_s: array[float] = array("d")
     move_s: float = 0.0
+
+    @property
+    def samples(self) -> dict[str, list[SampleUpdate]]:
+        """By request, in order of their indices."""
+        return {name: sorted(u.samples, key=lambda s: s.index) for name, u in self.updates.items()}
 
 
 def calls_of(num_requests: int, rate: float, seed: int) -> list[ScheduledCall]:
@@ -79,10 +84,10 @@ def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> LiveRun
     try:
         engine.scheduler.events.subscribe(events.append, blocks=True)
         with engine.gc_pause:
-            outputs = run_calls(engine, calls, watch)
+            updates = run_calls(engine, calls, watch)
     finally:
         engine.close()
-    return LiveRun(outputs, events, watch.readings_s, engine.scheduler.policy.costs.move_s)
+    return LiveRun(updates, events, watch.readings_s, engine.scheduler.policy.costs.move_s)
 
 
 def replayed(calls: list[ScheduledCall], run: LiveRun, **options: Any) -> LiveRun:
@@ -90,7 +95,7 @@ def replayed(calls: list[ScheduledCall], run: LiveRun, **options: Any) -> LiveRu
     shape = ModelShape("tiny", 10_000, 1, 64, 4, 2, 16, 96, "float32")
     args = EngineArgs(model="tiny", **OPTIONS, **options)
     config = SimConfig(shape, DEVICES["h100"], args.resolved("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
-    script = ScriptedTokens({int(name): [c.token_ids for c in output.outputs] for name, output in run.outputs.items()})
+    script = ScriptedTokens({int(name): [s.token_ids for s in samples] for name, samples in run.samples.items()})
     replica = Replica(config, Records(), token_source=script, interval_s=1e9)
     clock, events = ReplayClock(run.readings_s), list[ev.Event]()
     replica.engine._clock = clock
@@ -109,9 +114,7 @@ def compare(directory: Path, num_requests: int, rate: float, seed: int, **option
     for i, (a, b) in enumerate(zip(decided, simulated, strict=False)):
         assert a == b, (i, decided[i - 3 : i + 1], simulated[i - 3 : i + 1])
     assert len(decided) == len(simulated)
-    for name, output in run.outputs.items():
-        want = [(c.token_ids, c.finish_reason) for c in output.outputs]
-        assert [(c.token_ids, c.finish_reason) for c in again.outputs[name].outputs] == want
+    assert again.samples == run.samples
     seen = Counter(type(event).__name__ for event in decided)
     seen.update(f"preempted by {e.how}" for e in decided if isinstance(e, ev.Preempted))
     seen.update(f"ended by {e.reason}" for e in decided if isinstance(e, ev.Finished))

@@ -1,4 +1,4 @@
-"""The engine loop: schedule a step, submit it, process the result of an earlier one, and return outputs."""
+"""The engine loop: schedule a step, submit it, process the result of an earlier one, and return what is new."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.gc_control import GCPause
 from octavo.engine.oom_backoff import OOMBackoff
-from octavo.engine.output_processor import RequestState
-from octavo.engine.outputs import RequestOutput, error_code
+from octavo.engine.outputs import error_code
+from octavo.engine.request_state import RequestState
+from octavo.engine.request_update import RequestUpdate
 from octavo.engine.stats import EngineStats, StatsSnapshot
 from octavo.engine.structured_output import BitmaskRow, compute_bitmask
 from octavo.engine.timeline import Timelines
@@ -69,7 +70,7 @@ class _SubmittedStep:
 
 
 class Engine:
-    """Takes requests and returns outputs, one step at a time. Not thread-safe: one thread owns it.
+    """Takes requests and returns their new tokens, one step at a time. Not thread-safe: one thread owns it.
 
     default_params   sampling parameters for requests without any; frontends apply them
     overlap          schedule the next step while the device computes the current one
@@ -107,7 +108,7 @@ class Engine:
         self._suspects: FailureBisection[Request] = FailureBisection()  # requests whose steps failed twice
         self._in_flight: deque[_SubmittedStep] = deque()
         self._states: dict[str, RequestState] = {}
-        self._num_incremental = 0
+        self._num_streams = 0
         self._device_busy_since = 0.0
         self._closed = False
         self.on_close: list[Callable[[], None]] = []
@@ -119,7 +120,7 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(self, new: EngineRequest) -> None:
-        """Queue a request. With `stream`, `step` returns it whenever it has new tokens, otherwise when it has finished.
+        """Queue a request.
 
         Raises `PromptError`, `ContextLengthError`, `ParameterError` or `CapacityError`, and queues nothing then.
         """
@@ -131,7 +132,7 @@ class Engine:
         if request_id in self.scheduler.cache.pins:
             raise ParameterError(f"{request_id!r} is pinned already; unpin it, or use another name", param="name")
         self.scheduler.add(state.request)
-        self._num_incremental += state.incremental or state.stream
+        self._num_streams += state.stream
         self._states[request_id] = state
 
     def unpin(self, name: str) -> int:
@@ -144,24 +145,24 @@ class Engine:
             raise unknown_pin_error(name)
         return num_blocks
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """Abort a request at once; returns its last output, None if there is no such request."""
-        state = self.abort_state(request_id)
-        return None if state is None else _last_output(state)
-
-    def abort_state(self, request_id: str) -> RequestState | None:
-        """As `abort`, but return the request's state; the caller must call `release` on it."""
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """Abort a request at once; returns its last update, None if there is no such request."""
         self.scheduler.abort(request_id)
-        return self._remove_state(request_id)
+        state = self._remove_state(request_id)
+        return None if state is None else state.update()
 
-    def stop(self, request_id: str, index: int) -> None:
-        """Stop one sample, at a stop string that the client found in its text. The last one finishes the request."""
+    def stop(self, request_id: str, index: int) -> RequestUpdate | None:
+        """Stop one sample, at a stop string that the client found in its text.
+
+        The last sample finishes the request; returns its last update then.
+        """
         state = self._states.get(request_id)
         for sequence in () if state is None else state.request.sequences:
             if sequence.index == index:
-                if self.scheduler.stop(sequence):
-                    self._remove_state(request_id)
-                return
+                if self.scheduler.stop(sequence) and (state := self._remove_state(request_id)) is not None:
+                    return state.update()
+                break
+        return None
 
     def get_state(self, request_id: str) -> RequestState | None:
         """The state of a running or waiting request."""
@@ -192,23 +193,19 @@ class Engine:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """Schedule one step, process what the device has finished, and return the requests with new output.
+    def step(self) -> list[RequestUpdate]:
+        """Schedule one step, process what the device has finished, and return what is new.
 
         May return [] while the device computes; waits for the device if there is nothing to schedule. Raises
         `EngineError` once the engine is closed, `DeviceLostError` if the device is lost.
         """
-        return _outputs(self.step_states())
-
-    def step_states(self) -> list[RequestState]:
-        """As `step`, but return request states, finished ones last; the caller must call `release` on those."""
         self._check_open()
         if self._suspects:
             self._clear_suspects()
         if step := self._schedule():
             self._submit(step)
             if len(self._in_flight) == 1 and (failed := self._put_bitmask()):
-                return failed
+                return [state.update() for state in failed]
             if len(self._in_flight) < self._depth:
                 return []  # schedule the next step while the device computes this one
         if not self._in_flight:
@@ -216,12 +213,12 @@ class Engine:
         self.gc_pause.collect_young()
         return self._process_oldest()
 
-    def drain(self) -> list[RequestOutput]:
+    def drain(self) -> list[RequestUpdate]:
         """Process all steps in flight and schedule nothing more."""
-        outputs: list[RequestOutput] = []
+        updates: list[RequestUpdate] = []
         while self._in_flight:
-            outputs += _outputs(self._process_oldest())
-        return outputs
+            updates += self._process_oldest()
+        return updates
 
     def _schedule(self) -> InFlightStep | None:
         """The next step; none while enough are in flight, or while the oldest waits for a bitmask."""
@@ -234,29 +231,30 @@ class Engine:
             self._device_busy_since = self._clock()
         self._in_flight.append(_SubmittedStep(step, self.executor.submit(step.plan)))
 
-    def _process_oldest(self) -> list[RequestState]:
-        """Wait for the oldest step in flight, update the scheduler, process the outputs, and provide the next bitmask
-        if it can be computed now."""
+    def _process_oldest(self) -> list[RequestUpdate]:
+        """Wait for the oldest step in flight, update the scheduler, and provide the next bitmask if it can be computed
+        now."""
         step = self._in_flight[0].step
         try:
             result, last = self._wait()
         except StepError as error:
-            return self._handle_step_error(step, error)
+            return [state.update() for state in self._handle_step_error(step, error)]
         now = self._clock()
         if last:
             self._record_step_time(step.plan, now)
             self._oom_backoff.record_success()
         finished = self.scheduler.update(step, result, last=last)
-        states = self._process_outputs(step, result, finished, now)
-        failed = self._put_bitmask()
-        return [state for state in states if state not in failed] + failed if failed else states
+        states = self._changed(step, result, finished, now)
+        if failed := self._put_bitmask():
+            states = [state for state in states if state not in failed] + failed
+        return [state.update() for state in states]
 
     def _wait(self) -> tuple[StepResult, bool]:
         """The result of the oldest step, and True. If a request streams: its next tokens, and False while more come."""
         submitted = self._in_flight[0]
         handle = submitted.handle
         try:
-            if self._num_incremental or submitted.needs_bitmask:
+            if self._num_streams or submitted.needs_bitmask:
                 while not handle.done:
                     if (part := handle.poll(POLL_S)) is not None:
                         return part, False
@@ -301,29 +299,23 @@ class Engine:
                 failed[state.request.request_id] = state
         return list(failed.values())
 
-    def _process_outputs(
+    def _changed(
         self, step: InFlightStep, result: StepResult, finished: list[Request], now: float
     ) -> list[RequestState]:
-        """Add new tokens to the outputs of requests; returns those that a caller receives, finished ones last."""
+        """The requests to report after a result: streams with new tokens, and those that have finished."""
         for i in step.plan.host_tokens:  # slices of prefill and of recomputation
             state = self._state_of(step.sequences[i])
             if result.tokens[i] and state is not None and state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
         if result.logprobs or result.prompt_logprobs:
             self._add_logprobs(step, result)
-        streaming: list[RequestState] = []
-        if self._num_incremental:
-            for state in self._states_of(step, result):
-                if state.incremental:
-                    self._detokenize(state, finished)
-                state.metrics.last_token_time = now
-                if state.stream:
-                    streaming.append(state)
-        states = [s for s in streaming if s.request.sequences]
+        streams = [s for s in self._states_of(step, result) if s.stream] if self._num_streams else []
+        states = [state for state in streams if state.request.sequences]
         for request in finished:
             if (state := self._remove_state(request.request_id, now)) is not None:
-                state.metrics.last_token_time = now
                 states.append(state)
+        for state in states:
+            state.metrics.last_token_time = now
         return states
 
     def _record_step_time(self, plan: StepPlan, now: float) -> None:
@@ -349,13 +341,6 @@ class Engine:
             if (state := self._state_of(step.sequences[i])) is not None:
                 state.add_prompt_logprobs(position, entries)
 
-    def _detokenize(self, state: RequestState, finished: list[Request]) -> None:
-        """Detokenize a request's new tokens. A stop string ends its sequence, which the scheduler cannot detect."""
-        request = state.request
-        for sequence in [*request.sequences, *request.finished_sequences]:
-            if state.detokenize(sequence) and not sequence.finish_reason and self.scheduler.stop(sequence):
-                finished.append(request)
-
     def _state_of(self, sequence: Sequence) -> RequestState | None:
         """None after its request was removed: a step in flight may hold sequences of an earlier request of that id."""
         state = self._states.get(sequence.request.request_id)
@@ -371,7 +356,7 @@ class Engine:
         """Remove a finished request."""
         state = self._states.pop(request_id, None)
         if state is not None:
-            self._num_incremental -= state.incremental or state.stream
+            self._num_streams -= state.stream
             state.metrics.finished_time = self._clock() if now is None else now
         return state
 
@@ -471,13 +456,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed; create a new one")
-
-
-def _outputs(states: list[RequestState]) -> list[RequestOutput]:
-    return [state.output() if state.request.sequences else _last_output(state) for state in states]
-
-
-def _last_output(state: RequestState) -> RequestOutput:
-    output = state.output()
-    state.release()
-    return output

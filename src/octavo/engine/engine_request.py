@@ -6,13 +6,15 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from octavo.core.request import Request
 from octavo.engine.beam_search import BeamSearch
-from octavo.engine.output_processor import MakeDetokenizer, RequestState
 from octavo.engine.outputs import RequestMetrics
+from octavo.engine.request_state import RequestState
 from octavo.engine.structured_output import Grammar, RequestGrammar
+from octavo.engine.text_processor import MakeDetokenizer
 from octavo.errors import ContextLengthError, ParameterError, PromptError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingParams
@@ -27,14 +29,14 @@ PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detoke
 class EngineRequest:
     """A request as a front end passes it to an engine. `octavo.engine.process.ipc.AddRequest` is its message.
 
-    prompt         the prompt's text, if it had one
-    tenant         see `core.request.Request`, also for `index_in_call`
-    seed           used if the parameters have none; None: the engine generates one
-    resume         outputs so far from another engine with the same seed (see `core.request.Request`); they are returned
-                   again as if new
-    pin            only compute the prompt and keep its blocks; `pinning` makes such a request
-    stream         return an output whenever there are new tokens, otherwise when the request has finished
-    grammar        the compiled `structured_outputs` of the parameters
+    prompt           the prompt's text, if it had one
+    cut_max_tokens   a max_tokens beyond the model's length ends there, as in vLLM's engines; otherwise it is refused
+    tenant           see `core.request.Request`, also for `index_in_call`
+    seed             used if the parameters have none; None: the engine generates one
+    resume           outputs so far from another engine with the same seed (see `core.request.Request`)
+    pin              only compute the prompt and keep its blocks; `pinning` makes such a request
+    stream           send an update whenever there are new tokens, otherwise when the request has finished
+    grammar          the compiled `structured_outputs` of the parameters
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class EngineRequest:
     stream: bool = False
     grammar: Grammar | None = None
     make_detokenizer: MakeDetokenizer | None = None
+    cut_max_tokens: bool = False
 
     @classmethod
     def pinning(cls, name: str, token_ids: Seq[int], salt: bytes = b"") -> EngineRequest:
@@ -103,7 +106,7 @@ class RequestBuilder:
         check_priority(new.priority)
         check_seed(new.seed)
         beams, params = sampling_params_of(new.params)
-        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params, cut=new.cut_max_tokens and beams is None)
         if new.pin and (new.resume or params != PIN_PARAMS or not new.request_id.startswith(pin_id(""))):
             text = f"{new.request_id!r:.80} is no request that only pins a prefix; use `EngineRequest.pinning`"
             raise ParameterError(text, param="pin")
@@ -119,9 +122,32 @@ class RequestBuilder:
         if params.structured_outputs is not None and new.grammar is None:
             text = "structured_outputs need a tokenizer to compile the grammar, and the engine has none"
             raise ParameterError(text, param="structured_outputs")
-        state = build_state(
-            new, arrival_time, stop_ids, self._seed_of(params, new.seed), max_tokens=max_tokens, stream=new.stream
+        search = None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids)
+        if search is not None and params.stop_strings and new.make_detokenizer is not None:
+            search.ends_in_stop_string = partial(
+                ends_in_stop_string, new.make_detokenizer, new.prompt_token_ids, params
+            )
+        request = Request(
+            new.request_id,
+            new.prompt_token_ids,
+            params,
+            max_tokens=max_tokens,
+            seed=self._seed_of(params, new.seed),
+            stop_ids=stop_ids,
+            priority=new.priority,
+            salt=new.salt,
+            tenant=new.tenant,
+            index_in_call=new.index_in_call,
+            width=None if beams is None else beams.beam_width,
+            num_samples=None if search is None else search.num_candidates,
+            select_beams=None if search is None else search.select_beams,
+            use_structured_output=new.grammar is not None,
+            pin=new.pin,
+            resume=new.resume,
         )
+        # The client finds stop strings, as soon as they are complete.
+        wants_all = bool(params.stop_strings) or (new.stream and params.output_kind is not RequestOutputKind.FINAL_ONLY)
+        state = RequestState(request, RequestMetrics(arrival_time), wants_all and search is None, search)
         if new.grammar is not None:
             state.grammar = RequestGrammar(new.grammar, len(prompt_token_ids), stop_ids, self._limits.eos_token_ids)
         return state
@@ -152,7 +178,7 @@ class RequestBuilder:
                 raise ParameterError(
                     f"{name} is {num}, and the limit is {max_logprobs}; raise max_logprobs", param=name
                 )
-        if params.min_tokens > max_tokens:
+        if params.min_tokens > max_tokens and params.max_tokens in (None, max_tokens):  # not cut
             raise ParameterError(
                 f"min_tokens is {params.min_tokens}, and the output has at most {max_tokens} tokens; lower it",
                 param="min_tokens",
@@ -170,21 +196,21 @@ class RequestBuilder:
                     code="no_allowed_token",
                 )
 
-    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        """Resolve max_tokens: an explicit one must fit, a default is cut to fit. Raises `ContextLengthError`."""
-        limit = self._limits.max_model_len
-        if params.max_tokens == 0 and num_prompt <= limit:
+    def _max_tokens(self, num_prompt: int, params: SamplingParams, *, cut: bool) -> int:
+        """Resolve max_tokens: an explicit one must fit unless `cut`; a default is cut. Raises `ContextLengthError`."""
+        limit, asked = self._limits.max_model_len, params.max_tokens
+        if asked == 0 and num_prompt <= limit:
             return 1  # the core needs one token; outputs omit it
-        if num_prompt + 1 > limit or (params.max_tokens is not None and num_prompt + params.max_tokens > limit):
-            completion = f"{params.max_tokens} for the completion" if params.max_tokens is not None else "a completion"
+        if num_prompt + 1 > limit or (asked is not None and not cut and num_prompt + asked > limit):
+            completion = f"{asked} for the completion" if asked is not None else "a completion"
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt} tokens in "
                 f"the prompt and {completion}; shorten the prompt"
                 + (f", or ask for at most {limit - num_prompt} tokens" if num_prompt < limit else ""),
                 param="prompt" if num_prompt + 1 > limit else "max_tokens",
             )
-        if params.max_tokens is not None:
-            return params.max_tokens
+        if asked is not None:
+            return min(asked, limit - num_prompt)
         max_output = self._max_output_tokens(num_prompt, params.width)
         return max(1, min(limit - num_prompt, max_output))
 
@@ -196,47 +222,12 @@ def sampling_params_of(
     return (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
 
 
-def build_state(
-    new: EngineRequest,
-    arrival_time: float,
-    stop_ids: frozenset[int],
-    seed: int,
-    *,
-    max_tokens: int | None = None,
-    stream: bool = False,
-) -> RequestState:
-    """The state of a new request, in an engine or at its client.
-
-    Without `stream` and stop strings, text is made when an output is read, perhaps for several steps at once.
-    """
-    beams, params = sampling_params_of(new.params)
-    search = None if beams is None else BeamSearch(beams, len(new.prompt_token_ids), stop_ids)
-    request = Request(
-        new.request_id,
-        new.prompt_token_ids,
-        params,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop_ids=stop_ids,
-        priority=new.priority,
-        salt=new.salt,
-        tenant=new.tenant,
-        index_in_call=new.index_in_call,
-        width=None if beams is None else beams.beam_width,
-        num_samples=None if search is None else search.num_candidates,
-        select_beams=None if search is None else search.select_beams,
-        use_structured_output=new.grammar is not None,
-        pin=new.pin,
-        resume=new.resume,
-    )
-    make_detokenizer = new.make_detokenizer if params.detokenize else None
-    stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY and search is None
-    incremental = make_detokenizer is not None and search is None and (stream or bool(params.stop_strings))
-    metrics = RequestMetrics(arrival_time)
-    state = RequestState(request, new.prompt, metrics, make_detokenizer, incremental, stream, search=search)
-    if search is not None and params.stop_strings:
-        search.ends_in_stop_string = state.ends_in_stop_string
-    return state
+def ends_in_stop_string(
+    make_detokenizer: MakeDetokenizer, prompt_token_ids: Seq[int], params: SamplingParams, output: list[int]
+) -> bool:
+    text = make_detokenizer(prompt_token_ids, params)
+    text.push(output)
+    return text.stop_reason is not None
 
 
 def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:

@@ -1,7 +1,7 @@
 """Control of Python's garbage collector, which would stop the process in the middle of a step.
 
 A full collection visits every live object: tens of milliseconds once a model and a few thousand requests exist. Objects
-of the engine are freed by reference count, because `RequestState.release` breaks the cycles of a finished request. So
+of the engine are freed by reference count, because `RequestState.update` breaks the cycles of a finished request. So
 collections find almost nothing. A reference cycle that remains is a leak for as long as the engine has work.
 """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
 
 from octavo.core.events import Preempted
 from octavo.errors import RequestFailedError
@@ -14,8 +16,10 @@ REQUEST_FAILED = "request_failed"
 """Error code of all other failures."""
 
 
-@dataclass(slots=True)
-class RequestMetrics:
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class RequestMetrics(msgspec.Struct, array_like=True, gc=False):
     """Times of a request by the engine's clock, in seconds (None: not yet), and its counters.
 
     num_generation_tokens  tokens of the returned samples: the best n of `best_of`, or a beam search's hypotheses
@@ -30,12 +34,12 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    num_swapped_blocks: int = 0
-    num_recomputed_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generation_tokens: int = 0
+    num_preemptions: _Count = 0
+    num_swaps: _Count = 0
+    num_swapped_blocks: _Count = 0
+    num_recomputed_tokens: _Count = 0
+    num_cached_tokens: _Count = 0
+    num_generation_tokens: _Count = 0
 
     @property
     def time_in_queue_s(self) -> float | None:
@@ -60,6 +64,18 @@ class RequestMetrics:
     def latency_s(self) -> float | None:
         """From arrival to the end."""
         return _difference(self.arrival_time, self.finished_time)
+
+    def add_past(self, past: RequestMetrics) -> None:
+        """Add those of an earlier engine, from which this one has taken the request over."""
+        self.arrival_time = past.arrival_time
+        if past.first_scheduled_time is not None:
+            self.first_scheduled_time, self.num_cached_tokens = past.first_scheduled_time, past.num_cached_tokens
+        if past.first_token_time is not None:
+            self.first_token_time = past.first_token_time
+        self.num_preemptions += past.num_preemptions
+        self.num_swaps += past.num_swaps
+        self.num_swapped_blocks += past.num_swapped_blocks
+        self.num_recomputed_tokens += past.num_recomputed_tokens
 
     def record_preemption(self, event: Preempted) -> None:
         self.num_preemptions += 1
@@ -159,22 +175,6 @@ class BeamSearchOutput(RequestOutput):
     """The output of a beam search; `sequences` are its hypotheses, best first, as vLLM returns them."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
-
-
-def merge_outputs(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Merge two consecutive delta outputs into one."""
-    merged = {c.index: c for c in older.outputs}
-    for c in newer.outputs:
-        merged[c.index] = _merge_completions(merged[c.index], c) if c.index in merged else c
-    prompt_logprobs = older.prompt_logprobs if newer.prompt_logprobs is None else newer.prompt_logprobs
-    return replace(newer, outputs=[merged[index] for index in sorted(merged)], prompt_logprobs=prompt_logprobs)
-
-
-def _merge_completions(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutput:
-    both = replace(newer, text=older.text + newer.text, token_ids=[*older.token_ids, *newer.token_ids])
-    if older.logprobs is not None and newer.logprobs is not None:
-        both.logprobs = [*older.logprobs, *newer.logprobs]
-    return both
 
 
 def error_code(reason: str) -> str | None:

@@ -9,13 +9,13 @@ from typing import Any
 
 from octavo.config import EngineArgs
 from octavo.engine.engine import Engine
-from octavo.engine.process.thread import EngineThread
 from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.thread_transport import ThreadTransport
 from octavo.text.tokenizer import Tokenizer
 
 
-class AsyncLLM(EngineClient[EngineThread]):
+class AsyncLLM(EngineClient[ThreadTransport]):
     """A model and its engine on a thread. Any number of requests run at once, each as an async iterator.
 
         engine = AsyncLLM.from_options("smollm2-135m-instruct")
@@ -30,7 +30,7 @@ class AsyncLLM(EngineClient[EngineThread]):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
         text = InputProcessor(tokenizer, engine.limits.vocab_size, engine.limits.max_model_len)
-        super().__init__(EngineThread(engine, text), text, engine.default_params)
+        super().__init__(ThreadTransport(engine, text), text, engine.default_params)
         # Frees the memory of an object that was never shut down.
         self._finalizer = weakref.finalize(self, self.transport.close)
 

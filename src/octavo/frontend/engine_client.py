@@ -1,6 +1,6 @@
 """`EngineClient`: an engine for callers on an event loop, wherever the engine runs.
 
-AsyncLLM     --> EngineClient --> EngineThread       engine.process.thread: an engine on a thread
+AsyncLLM     --> EngineClient --> ThreadTransport    frontend.thread_transport: an engine on a thread
 octavo serve --> EngineClient --> ProcessTransport   frontend.process_transport: an engine in a process of its own
 """
 
@@ -130,7 +130,7 @@ class EngineClient(Generic[T]):
         request = EngineRequest(
             f"octavo-{next(self._names)}" if request_id is None else request_id,
             token_ids,
-            self.input_processor.cut_to_fit(params, len(token_ids)) if self.cuts_max_tokens else params,
+            params,
             prompt=text,
             priority=priority,
             salt=salt,
@@ -138,6 +138,7 @@ class EngineClient(Generic[T]):
             index_in_call=rank,
             stream=True,
             make_detokenizer=self.input_processor.make_detokenizer,
+            cut_max_tokens=self.cuts_max_tokens,
         )
         stream = await self.transport.submit(request)
         try:

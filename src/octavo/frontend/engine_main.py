@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo import log_setup as logs
-from octavo.engine.output_processor import TextProcessor
 from octavo.engine.process.heartbeat import HeartbeatSender
 from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline
 from octavo.engine.process.server import EngineServer
+from octavo.engine.text_processor import TextProcessor
 from octavo.frontend.sigint import ignore_signals
 from octavo.view.live.queries import ServedQuery
 

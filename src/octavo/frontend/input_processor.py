@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -15,14 +14,12 @@ from octavo.text.stop_strings import StopStrings
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.core.request import Request
-    from octavo.engine.output_processor import MakeDetokenizer
+    from octavo.engine.text_processor import MakeDetokenizer
     from octavo.params.sampling_params import SamplingParams
     from octavo.params.structured_outputs import StructuredOutputsParams
     from octavo.text.grammar import Compilation, Grammar, GrammarCompiler
 
 logger = logging.getLogger("octavo")
-P = TypeVar("P", bound="SamplingParams | BeamSearchParams")
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; {"prompt": text}, with "parse_special": True to encode special tokens in it; or
@@ -177,13 +174,6 @@ class InputProcessor:
         params.bad_words_token_ids = tuple(dict.fromkeys(words))
         return params
 
-    def cut_to_fit(self, params: P, num_prompt: int) -> P:
-        """The parameters with a `max_tokens` that ends where the model's length does, as vLLM's engines end."""
-        room = 0 if self._max_model_len is None else self._max_model_len - num_prompt
-        if isinstance(params, BeamSearchParams) or room < 1 or params.max_tokens is None or params.max_tokens <= room:
-            return params
-        return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of bad words, each at the beginning of a text and after a space."""
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
@@ -231,13 +221,12 @@ class InputProcessor:
             return None
         stops: dict[tuple[str, ...], StopStrings] = {}
 
-        def make(request: Request) -> Detokenizer:
-            params = request.sampling_params
+        def make(prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
             if (stop := stops.get(params.stop_strings)) is None:
                 stop = stops[params.stop_strings] = StopStrings(params.stop_strings)
             return Detokenizer(
                 tokenizer,
-                request.prompt_token_ids,
+                prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stop=stop,

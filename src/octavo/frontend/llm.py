@@ -5,41 +5,40 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
-from octavo.engine.engine_request import EngineRequest
+from octavo.engine.engine_request import EngineRequest, pin_id, unknown_pin_error
 from octavo.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     RequestOutput,
-    merge_outputs,
     request_failed_error,
 )
+from octavo.engine.process.thread import Delivery, EngineThread
+from octavo.engine.query import GetKVStats, GetStats, Query, ResetPrefixCache, Unpin
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineError, ParameterError
 from octavo.frontend.build import build
+from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.input_processor import InputProcessor, Messages, Prompt, prompt_list
 from octavo.frontend.metrics import Metric, metrics_of
-from octavo.frontend.sigint import DeferredSigint
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.vllm_arguments import check_call
 from octavo.text.script_tokenizer import ScriptTokenizer
 
-TURN_S = 1e-4
-"""Pause of a thread between two steps while other threads use the same `LLM`: the lock alone is not fair."""
+R = TypeVar("R")
 
 
 class LLM:
-    """A model and its engine.
+    """A model and its engine, which runs on a thread of its own.
 
         llm = LLM("smollm2-135m-instruct")
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -49,8 +48,8 @@ class LLM:
     (docs/vllm.md). Raises `UsageError` for an invalid option, `ModelError` for a model that cannot be loaded,
     `MemoryBudgetError` for one that does not fit.
 
-    Threads may share an object: their requests run in one batch, and the threads take turns at running steps. A forked
-    process may not use it, and a listener to the engine's events may not call it; both get an `EngineError`.
+    Threads may share an object: their requests run in one batch. A forked process may not use it, and a listener to the
+    engine's events may not call it; both get an `EngineError`.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -62,14 +61,10 @@ class LLM:
         limits = built.engine.limits
         self.input_processor = InputProcessor(built.tokenizer, limits.vocab_size, limits.max_model_len)
         self._ids = itertools.count()
-        self.unread: dict[str, RequestOutput] = {}  # unread outputs by request id
-        self._lock = threading.RLock()  # guards the engine and these fields
-        self._in_step = False
-        self._num_runs = 0
-        self._to_abort: list[str] = []  # requests to abort before the next step
+        self.thread = EngineThread(built.engine)
         self._process_id = os.getpid()
         # Frees the memory of an object that was never closed, and ends its threads before the interpreter does.
-        weakref.finalize(self, built.engine.close)
+        weakref.finalize(self, _close_thread, self.thread, self._process_id)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -92,10 +87,10 @@ class LLM:
         Raises `UsageError` before anything runs if a prompt or parameter is invalid.
         """
         check_call("generate", others)
-        names = self._add(prompts, sampling_params, priority, stream=False)
-        place = {name: i for i, name in enumerate(names)}
-        outputs: list[RequestOutput | None] = [None] * len(names)
-        with self._progress(len(names), use_tqdm) as bar, contextlib.closing(self._run(names)) as run:
+        requests = self._requests(prompts, sampling_params, priority)
+        place = {request.request_id: i for i, request in enumerate(requests)}
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        with self._progress(len(requests), use_tqdm) as bar, contextlib.closing(self._run(requests)) as run:
             for output in run:
                 outputs[place[output.request_id]] = output
                 bar.update(1)
@@ -196,51 +191,38 @@ class LLM:
 
         The last output of a request has `finished` set. Closing the iterator aborts unfinished requests.
         """
-        return self._run(self._add(prompts, sampling_params, None, stream=True))
+        return self._run(self._requests(prompts, sampling_params, stream=True))
 
-    def _add(
+    def _requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        priority: Sequence[int] | None = None,
         *,
-        stream: bool,
-    ) -> list[str]:
-        """Queue all requests, or none if one is invalid; returns their ids."""
+        stream: bool = False,
+    ) -> list[EngineRequest]:
+        """The requests of a call. Raises `UsageError` if one is invalid."""
         encoded = [self.input_processor.encode(p) for p in prompt_list(prompts)]
         params = self._params_of(sampling_params, len(encoded))
-        params = [
-            self.input_processor.cut_to_fit(p, len(token_ids))
-            for p, (_, token_ids) in zip(params, encoded, strict=True)
-        ]
         grammars = [self.input_processor.compile_grammar(p) for p in params]
         if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
             raise ParameterError(f"priority must be a list of integers, not {priority!r}", param="priority")
         if priority is not None and len(priority) != len(encoded):
             raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; pass one per prompt")
-        names: list[str] = []
-        with self._exclusive(), self.engine.gc_pause:  # the device may be idle meanwhile
-            try:
-                for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
-                    name = str(next(self._ids))
-                    self.engine.add_request(
-                        EngineRequest(
-                            name,
-                            token_ids,
-                            p,
-                            prompt=text,
-                            priority=0 if priority is None else priority[i],
-                            grammar=grammars[i],
-                            make_detokenizer=self.input_processor.make_detokenizer,
-                            stream=stream,
-                        )
-                    )
-                    names.append(name)
-            except BaseException:
-                for name in names:
-                    self.engine.abort(name)
-                raise
-        return names
+        return [
+            EngineRequest(
+                str(next(self._ids)),
+                token_ids,
+                params[i],
+                prompt=text,
+                priority=0 if priority is None else priority[i],
+                grammar=grammars[i],
+                make_detokenizer=self.input_processor.make_detokenizer,
+                stream=stream,
+                cut_max_tokens=True,
+            )
+            for i, (text, token_ids) in enumerate(encoded)
+        ]
 
     def _params_of(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num: int
@@ -256,79 +238,70 @@ class LLM:
             raise ParameterError(f"{len(params)} sampling_params for {num} prompts; pass one for all or one per prompt")
         return [self.input_processor.prepare_params(p) for p in params]
 
-    def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
-        """Run steps until these requests have finished. Closing the generator aborts them, also before its first
-        output: it is started here because an unstarted generator would not notice `close`."""
-        run = self._run_started(names)
+    def _run(self, requests: list[EngineRequest]) -> Generator[RequestOutput, None, None]:
+        """Queue all requests, or none if one is invalid, and yield their outputs.
+
+        Closing the generator aborts unfinished requests, also before its first output: it is started here because an
+        unstarted generator would not notice `close`.
+        """
+        thread = self._own_thread()
+        inbox: SimpleQueue[list[Delivery]] = SimpleQueue()
+        eos_token_ids = self.engine.limits.eos_token_ids
+        unfinished = {new.request_id: ClientRequest(new, eos_token_ids=eos_token_ids) for new in requests}
+        added = thread.add(requests, inbox.put)
+        try:
+            added.result()
+        except BaseException:  # also Ctrl-C
+            thread.discard(requests)
+            raise
+        run = self._outputs(thread, unfinished, inbox)
         next(run)
         return cast("Generator[RequestOutput, None, None]", run)
 
-    def _run_started(self, names: list[str]) -> Generator[RequestOutput | None, None, None]:
-        unfinished = set(names)
-        with self._lock:
-            self._num_runs += 1
+    def _outputs(
+        self, thread: EngineThread, unfinished: dict[str, ClientRequest], inbox: SimpleQueue[list[Delivery]]
+    ) -> Generator[RequestOutput | None, None, None]:
         try:
             yield None
-            with self.engine.gc_pause:
-                while unfinished:
-                    for output in self._step(unfinished):
-                        if output.finished:
-                            unfinished.remove(output.request_id)
-                        yield output
+            while unfinished:
+                for request in self._receive(thread, unfinished, inbox):
+                    if request.finished:
+                        del unfinished[request.request_id]
+                    if request.finished or request.new.stream:
+                        yield request.output()
         finally:
-            with self._lock:
-                self._num_runs -= 1
-            self._abort(unfinished)
+            if os.getpid() == self._process_id:
+                thread.discard([request.new for request in unfinished.values()])
 
-    def _step(self, names: set[str]) -> list[RequestOutput]:
-        """Return the unread outputs of these requests; without any, run a step for all requests first."""
-        if self._num_runs > 1:
-            time.sleep(TURN_S)
-        with DeferredSigint(), self._exclusive():
-            if self.unread.keys().isdisjoint(names):
-                self._in_step = True
-                try:
-                    self._store(self.engine.step())
-                finally:
-                    self._in_step = False
-                    self._abort(set())
-            return [self.unread.pop(name) for name in list(self.unread) if name in names]
+    @staticmethod
+    def _receive(
+        thread: EngineThread, unfinished: Mapping[str, ClientRequest], inbox: SimpleQueue[list[Delivery]]
+    ) -> list[ClientRequest]:
+        """Wait for news, and apply all there are. Returns the requests that have changed."""
+        changed = {}
+        deliveries = inbox.get()
+        while True:
+            for new, update in deliveries:
+                if isinstance(update, EngineError):
+                    raise update
+                if (request := unfinished.get(new.request_id)) is not None:  # it may have ended on this side
+                    for index in request.apply_update(update):
+                        thread.stop(new, index)
+                    changed[new.request_id] = request
+            if inbox.empty():
+                return list(changed.values())
+            deliveries = inbox.get()
 
-    def _abort(self, names: set[str]) -> None:
-        """Abort requests that have no reader any more; during a step (the garbage collector may close a generator
-        then) after the step."""
-        if os.getpid() != self._process_id:
-            return
-        with self._lock:
-            self._to_abort += names
-            if self._in_step or not self._to_abort:
-                return
-            names, self._to_abort = set(self._to_abort), []
-            for name in names:
-                self.engine.abort(name)
-            self._store(self.engine.drain())
-            for name in names:
-                self.unread.pop(name, None)
-
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Exclude other threads from the engine."""
+    def _own_thread(self) -> EngineThread:
+        """The engine's thread, for calls of this process."""
         if os.getpid() != self._process_id:
             raise EngineError(
                 f"this LLM belongs to process {self._process_id}, where its threads run; create one in this process"
             )
-        with self._lock:
-            if self._in_step:
-                raise EngineError("an LLM was called during one of its own steps; call it after the step")
-            yield
+        return self.thread
 
-    def _store(self, outputs: list[RequestOutput]) -> None:
-        """Store outputs until their iterators read them: a step returns outputs of all iterators' requests."""
-        for output in outputs:
-            older = self.unread.get(output.request_id)
-            if older is not None and output.is_delta:
-                output = merge_outputs(older, output)
-            self.unread[output.request_id] = output
+    def _ask(self, query: Query[R]) -> R:
+        return self._own_thread().call(query.answer).result()
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
@@ -357,25 +330,22 @@ class LLM:
         """
         token_ids = self.input_processor.encode_prefix(prefix)
         name = str(next(self._ids)) if name is None else name
-        request = EngineRequest.pinning(name, token_ids)
-        with self._exclusive():
-            self.engine.add_request(request)
-        (output,) = self._run([request.request_id])
+        (output,) = self._run([EngineRequest.pinning(name, token_ids)])
         if output.outputs[0].finish_reason == "error":
             raise request_failed_error(output)
         return name
 
     def unpin_prefix(self, name: str) -> int:
         """Unpin a prefix and return its number of blocks; requests that share them continue."""
-        with self._exclusive():
-            return self.engine.unpin(name)
+        if (num_blocks := self._ask(Unpin(pin_id(name)))) is None:
+            raise unknown_pin_error(name)
+        return num_blocks
 
     # -- state, and shutdown -------------------------------------------------------------------------------------------
 
     def kv_stats(self) -> KVStats:
         """The state of the KV cache."""
-        with self._lock:
-            return self.engine.scheduler.stats()
+        return self._ask(GetKVStats())
 
     def stats(self) -> EngineStats:
         """Counters of the engine."""
@@ -383,20 +353,18 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """The engine's counters and gauges, with vLLM's names."""
-        with self._lock:
-            return metrics_of(self.config.args.model, self.engine.stats_snapshot())
+        return metrics_of(self.config.args.model, self._ask(GetStats()))
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; returns the number of cached blocks."""
-        with self._exclusive():
-            return self.engine.scheduler.cache.reset_prefix_cache()
+        return self._ask(ResetPrefixCache())
 
     def close(self) -> None:
         """Abort all requests and free the memory. A second call does nothing."""
         if os.getpid() == self._process_id:  # a forked process owns nothing of it
-            with self._exclusive():
-                self.engine.close()
-                self.input_processor.close()
+            self.thread.check_caller()
+            self.thread.close()
+            self.input_processor.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -412,3 +380,8 @@ class LLM:
 
         bar = use_tqdm if callable(use_tqdm) else tqdm
         return bar(total=total, desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+
+
+def _close_thread(thread: EngineThread, process_id: int) -> None:
+    if os.getpid() == process_id:  # a forked process owns nothing of it
+        thread.close()

@@ -21,18 +21,17 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import EngineArgs
 from octavo.engine.engine_request import EngineRequest, check_priority, check_prompt, generate_seed, pin_id
 from octavo.engine.failure_bisection import FailureBisection
-from octavo.engine.outputs import RequestOutput
 from octavo.engine.process import ipc
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts, Supervisor, rebuild_error
 from octavo.engine.process.thread import copy_error
 from octavo.engine.query import Query, Unpin
+from octavo.engine.request_update import RequestUpdate
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import ClientRequest
-from octavo.frontend.cooperative import YIELD_POINT, run_cooperatively
 from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import InputProcessor
-from octavo.params.sampling_params import RequestOutputKind
+from octavo.frontend.request_stream import RequestStream
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 
@@ -44,8 +43,8 @@ DEATHS_TO_TRIAL = 3
 suspect fails when an engine dies that had no other request."""
 
 
-class _RequestHandle:
-    """A request and its reader. Outputs are built when they are read, so a slow reader costs no memory.
+class _RequestHandle(RequestStream):
+    """A request, in an engine process or between two.
 
     num_deaths   deaths of engines with this request since its last new token
     started      its first tokens have arrived
@@ -54,52 +53,24 @@ class _RequestHandle:
     """
 
     def __init__(self, request: ClientRequest) -> None:
-        self.request = request
-        self.only_final = request.new.output_kind is RequestOutputKind.FINAL_ONLY
-        self.updated = asyncio.Event()
-        self.error: OctavoError | None = None
+        super().__init__(request)
         self.num_deaths = 0
         self.started = self.sent = self.aborting = False
 
-    @property
-    def failure(self) -> str:
-        """Why it failed or was aborted; "" if it runs or has succeeded."""
-        request = self.request.state.request
-        if self.error is not None:
-            return str(self.error)
-        bad = [s.finish_reason for s in request.finished_sequences if s.finish_reason in ("abort", "error")]
-        return request.error or bad[0] if bad else ""
-
-    def notify(self) -> None:
-        if self.request.finished or not self.only_final:
-            self.updated.set()
-
-    def apply_update(self, update: ipc.RequestUpdate) -> list[int]:
+    def apply_update(self, update: RequestUpdate) -> list[int]:
         """Returns the samples that end in a stop string now."""
         stopped = self.request.apply_update(update)
         self.num_deaths = 0
         return stopped
 
-    def count_tokens(self, update: ipc.RequestUpdate) -> int:
+    def count_tokens(self, update: RequestUpdate) -> int:
         """Tokens that an applied update stands for: its own and, with the first of them, the computed prompt tokens,
         even if their prefill took several steps. vLLM counts the same way."""
         count = sum(len(sample.token_ids) for sample in update.samples)
         if count and not self.started:
-            self.started, request = True, self.request.state.request
-            count += len(request.prompt_token_ids) - request.num_cached_tokens
+            self.started = True
+            count += len(self.new.prompt_token_ids) - self.request.metrics.num_cached_tokens
         return count
-
-    def fail(self, error: OctavoError) -> None:
-        self.error = error
-        self.updated.set()
-
-    async def get(self) -> RequestOutput:
-        await self.updated.wait()
-        self.updated.clear()
-        await run_cooperatively(YIELD_POINT for _ in self.request.state.build_logprobs())
-        if self.error is not None:
-            raise copy_error(self.error)
-        return self.request.output()
 
 
 def process_client(
@@ -199,7 +170,7 @@ class ProcessTransport:
             return False
         if handle.sent:
             self._send(ipc.AbortRequest(request_id))
-        if handle.sent and handle.request.state.search is not None:
+        if handle.sent and handle.request.beams is not None:
             handle.aborting = True
         else:
             self._finish(handle, "abort")
@@ -209,7 +180,6 @@ class ProcessTransport:
         if self.handles.get(handle.request.request_id) is handle:
             self._remove(handle, abort=True)
             self._on_progress(handle)
-        handle.request.release()
 
     def _finish(self, handle: _RequestHandle, reason: str, error: str = "") -> None:
         """Finish a request on this side with its tokens so far."""

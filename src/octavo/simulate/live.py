@@ -11,7 +11,7 @@ from typing import Any
 from octavo.core.plan import RowSetup
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.outputs import RequestOutput
+from octavo.engine.request_update import RequestUpdate
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.executor import OUTPUT_TOKEN
 
@@ -58,28 +58,28 @@ class ReplayClock:
 
 def run_calls(
     engine: Engine, calls: Sequence[ScheduledCall], clock: RecordingClock | ReplayClock
-) -> dict[str, RequestOutput]:
-    """Make the calls when they are due, between two steps as a server does. Returns the last output of each request.
+) -> dict[str, RequestUpdate]:
+    """Make the calls when they are due, between two steps as a server does. Returns the last update of each request.
 
     The engine must use the same clock. With a `RecordingClock` this is a run in real time; with the `ReplayClock` of
     such a run, a simulated engine sees the recorded time at every iteration.
     """
-    outputs: dict[str, RequestOutput] = {}
+    updates: dict[str, RequestUpdate] = {}
     due = 0
     while due < len(calls) or engine.has_work:
         if not engine.has_work:
             clock.wait_until(calls[due].time_s)
         now = clock()
         while due < len(calls) and calls[due].time_s <= now:
-            if (output := _submit(engine, calls[due])) is not None:
-                outputs[output.request_id] = output
+            if (update := _submit(engine, calls[due])) is not None:
+                updates[update.request_id] = update
             due += 1
-        for output in engine.step() if engine.has_work else ():
-            outputs[output.request_id] = output
-    return outputs
+        for update in engine.step() if engine.has_work else ():
+            updates[update.request_id] = update
+    return updates
 
 
-def _submit(engine: Engine, call: ScheduledCall) -> RequestOutput | None:
+def _submit(engine: Engine, call: ScheduledCall) -> RequestUpdate | None:
     if call.params is None:
         return engine.abort(call.request_id)
     engine.add_request(EngineRequest(call.request_id, call.prompt_token_ids, call.params))

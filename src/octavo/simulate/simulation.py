@@ -22,7 +22,7 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.outputs import RequestOutput
+from octavo.engine.request_update import RequestUpdate
 from octavo.errors import EngineError, MemoryBudgetError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -214,26 +214,27 @@ class Replica:
         engine, clock, scheduler = self.engine, self.clock, self.scheduler
         while clock.now < time_s and engine.has_work:
             num_steps, waits_for_device = scheduler.num_steps, bool(scheduler.in_flight)
-            outputs = engine.step()
-            if outputs:
-                self._record(outputs)
+            updates = engine.step()
+            if updates:
+                self._record(updates)
             elif scheduler.num_steps == num_steps and not waits_for_device:
                 raise EngineError(f"at {clock.now:.3f} s no request can be scheduled: {scheduler.waiting[:1]}")
             if clock.now >= self._next_sample_s:
                 self._sample_pool()
 
-    def _record(self, outputs: list[RequestOutput]) -> None:
+    def _record(self, updates: list[RequestUpdate]) -> None:
         records = self.records
-        for output in outputs:
-            index, arrival = self._arrivals.pop(output.request_id)
-            metrics = output.metrics
+        for update in updates:
+            index, arrival = self._arrivals.pop(update.request_id)
+            assert update.stats is not None  # it has finished
+            metrics, hypotheses = update.stats.metrics, update.stats.hypotheses
             assert metrics.first_token_time is not None and metrics.finished_time is not None
             records.index.append(index)
             records.arrived_s.append(arrival.time_s)
             records.first_s.append(metrics.first_token_time)
             records.finished_s.append(metrics.finished_time)
-            records.num_prompt.append(len(output.prompt_token_ids))
-            lengths = [len(c.token_ids) for c in output.outputs]
+            records.num_prompt.append(arrival.num_prompt)
+            lengths = [len(output.token_ids) for output in (update.samples if hypotheses is None else hypotheses)]
             records.num_output.append(sum(lengths))
             records.longest.append(max(lengths))
             records.num_cached.append(metrics.num_cached_tokens)

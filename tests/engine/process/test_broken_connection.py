@@ -18,16 +18,14 @@ import pytest
 from octavo import SamplingParams
 from octavo.engine.beam_search import Hypothesis
 from octavo.engine.engine_request import EngineRequest
+from octavo.engine.outputs import RequestMetrics
 from octavo.engine.process.ipc import (
     AbortRequest,
     AddRequest,
     MessageError,
     RequestError,
-    RequestStats,
-    RequestUpdate,
     RpcCall,
     RpcReply,
-    SampleUpdate,
     StepReport,
     StopSample,
     pack_tokens,
@@ -37,6 +35,7 @@ from octavo.engine.process.ipc import (
 )
 from octavo.engine.process.supervisor import EngineProcess
 from octavo.engine.query import GetKVStats
+from octavo.engine.request_update import RequestStats, RequestUpdate, SampleUpdate
 from octavo.errors import RequestFailedError
 from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.process_transport import ProcessClient
@@ -210,7 +209,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 def test_readers_raise_message_errors_only() -> None:
     chance = random.Random(1)
     commands = [AddRequest("f1", P, {"n": 2, "stop_token_ids": [3]}, False, -5, 1, b"salt"), RpcCall(6, GetKVStats())]
-    facts = RequestStats(1, 2, 0.5, "", [Hypothesis(-1.0, -2.0, [1], "stop", [])])
+    facts = RequestStats(RequestMetrics(0.5, 0.5, num_cached_tokens=1), "", [Hypothesis(-1.0, -2.0, [1], "stop", [])])
     update = RequestUpdate("v", [SampleUpdate(0, [3], "", None, None, 4)], False, facts)
     report = StepReport([update], [RequestError("unknown", "ValueError", "x")], [RpcReply(10**6, 1)])
     assert read_commands(encode(commands))[0] == commands[0] and isinstance(read_message(encode(report)), StepReport)

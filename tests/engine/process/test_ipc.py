@@ -22,7 +22,7 @@ from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.beam_search import Hypothesis
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.outputs import request_failed_error
+from octavo.engine.outputs import RequestMetrics, request_failed_error
 from octavo.engine.process.heartbeat import NUM_WARM_UP_STEPS, TOLERANCE, WARM_UP_S, HeartbeatSender, StepTimes
 from octavo.engine.process.ipc import (
     CLIENT_ONLY,
@@ -37,11 +37,8 @@ from octavo.engine.process.ipc import (
     Hello,
     Lifeline,
     Ready,
-    RequestStats,
-    RequestUpdate,
     RpcCall,
     RpcReply,
-    SampleUpdate,
     StepReport,
     StopSample,
     endpoint_in,
@@ -52,6 +49,7 @@ from octavo.engine.process.ipc import (
 )
 from octavo.engine.process.server import EngineServer
 from octavo.engine.process.supervisor import rebuild_error
+from octavo.engine.request_update import RequestStats, RequestUpdate, SampleUpdate
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
 from octavo.frontend.client_request import ClientRequest
 from octavo.params.beam_search_params import BeamSearchParams
@@ -133,7 +131,8 @@ def test_messages_survive_encoding() -> None:
     ]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(commands), type=list[Command]) == commands
     entry = TokenLogprobs(-0.1, 1, [5, 6], [-0.1, float("-inf")])
-    facts = RequestStats(4, 1, 2.5, "", [Hypothesis(-1.0, -2.0, [1, 2], "stop", [entry])])
+    metrics = RequestMetrics(1.0, 2.5, num_preemptions=1, num_cached_tokens=4)
+    facts = RequestStats(metrics, "", [Hypothesis(-1.0, -2.0, [1, 2], "stop", [entry])])
     reports: list[EngineMessage] = [
         Hello(),
         Ready(97, 128, [2], 20, {"device": "cpu"}),
@@ -288,7 +287,7 @@ def test_step_times_are_read_and_recorded_concurrently(reads: bool) -> None:
 def test_failed_beam_search_is_an_error_in_the_client() -> None:
     """Both if the engine reports it with its hypotheses, and if the client finishes it."""
     params = BeamSearchParams(beam_width=2, n=1, max_tokens=9)
-    stats = RequestStats(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
+    stats = RequestStats(RequestMetrics(0.0), "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
     for end in (
         lambda r: r.apply_update(RequestUpdate("a", [], True, stats)),
         lambda r: r.finish("error", "no_allowed_token: it"),

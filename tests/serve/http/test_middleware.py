@@ -256,7 +256,7 @@ async def test_client_that_does_not_read_keep_alives_is_aborted(model: str, monk
     """The engine produces no output meanwhile, so the stream sends only keep-alives."""
     monkeypatch.setattr(endpoint_module, "SEND_TIMEOUT_S", 0.05)
     async with serving(model, sse_keep_alive_interval=0.01) as server:
-        advance, silent = server.built.engine.step_states, threading.Event()
+        advance, silent = server.built.engine.step, threading.Event()
 
         def slowly() -> Any:
             while silent.is_set():
@@ -264,7 +264,7 @@ async def test_client_that_does_not_read_keep_alives_is_aborted(model: str, monk
             time.sleep(0.01)
             return advance()
 
-        server.built.engine.step_states = slowly  # type: ignore[method-assign]
+        server.built.engine.step = slowly  # type: ignore[method-assign]
         call = Call(server, LONG | {"stream": True})
         task = asyncio.ensure_future(call.run())
         await call.until(3)

@@ -350,13 +350,13 @@ async def test_trailers_are_limited_and_ignored(model: str) -> None:
 def _slow(server: Server, seconds: float) -> None:
     """Delays every engine step."""
     engine = server.built.engine
-    advance = engine.step_states
+    advance = engine.step
 
     def slowly(*args: Any) -> Any:
         time.sleep(seconds)
         return advance(*args)
 
-    engine.step_states = slowly  # type: ignore[method-assign]
+    engine.step = slowly  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("stream", [True, False])

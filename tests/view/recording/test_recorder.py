@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gzip
 import itertools
@@ -11,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from octavo.core import events as ev
 from octavo.core.cache.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.process.thread import EngineThread
+from octavo.engine.process.thread import Delivery, EngineThread
 from octavo.engine.query import DumpRecording
 from octavo.errors import EngineError, TraceError
 from octavo.params.sampling_params import SamplingParams
@@ -411,16 +411,15 @@ def test_crash_is_reproduced_by_the_replay(
     monkeypatch.setattr(PrefixIndex, "seal", buggy)
     replica.engine.recorder = FlightRecorder(replica.engine, tmp_path)
 
-    async def until_it_dies() -> None:
-        thread = EngineThread(replica.engine)
-        outputs = thread.open_queue("a")
+    def until_it_dies() -> None:
+        thread, inbox = EngineThread(replica.engine), SimpleQueue[list[Delivery]]()
         params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
-        await asyncio.wrap_future(thread.call(lambda engine: engine.add_request(EngineRequest("a", [1, 2, 3], params))))
-        with pytest.raises(EngineError, match="PlantedError: 12 tokens"):
-            await outputs.get()
+        thread.add([EngineRequest("a", [1, 2, 3], params)], inbox.put)
+        [(_, error)] = inbox.get()
+        assert isinstance(error, EngineError) and "PlantedError: 12 tokens" in str(error)
         thread.close()
 
-    asyncio.run(until_it_dies())
+    until_it_dies()
     [path] = tmp_path.glob("*-crash.flight")
     exact = replay.ExactReplay(Recording.load(path))
     assert exact.death == "PlantedError: 12 tokens" and exact.num_aborted == 0

@@ -23,14 +23,13 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import zmq
 from msgspec import Meta
 
-from octavo.core.plan import TokenLogprobs
-from octavo.engine.beam_search import Hypothesis
+from octavo.engine.request_update import Count, Index, RequestUpdate, Token
 from octavo.engine.stats import StatsSnapshot
 from octavo.errors import EngineError, ParameterError, PromptError
 from octavo.log_setup import LogSettings
@@ -38,15 +37,9 @@ from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingParams
 from octavo.params.validation import INT32
 
-MAX_SAMPLES = 128
-"""Samples per request at most, also the limit of `SamplingParams.n` and `BeamSearchParams.beam_width`."""
-Index: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)]
-Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT32)]
-Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-INT64, le=INT64 - 1)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
-FinishReason: TypeAlias = Literal["", "stop", "length", "abort", "error", "pruned"]
 
 # -- to the engine process ---------------------------------------------------------------------------------------------
 
@@ -127,38 +120,6 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     eos_token_ids: list[Token]
     max_logprobs: int
     summary: dict[str, Any]
-
-
-class SampleUpdate(msgspec.Struct, array_like=True, gc=False):
-    """The new tokens of one sample, from `position` of its output on; `logprobs` has an entry for each if requested."""
-
-    index: Index
-    token_ids: list[Token]
-    finish_reason: FinishReason = ""
-    stop_token: Token | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    position: Count = 0
-
-
-class RequestStats(msgspec.Struct, array_like=True, gc=False):
-    """Statistics of a request, sent with its first and last tokens. Times are from the monotonic clock, in seconds."""
-
-    num_cached_tokens: Count
-    num_preemptions: Count
-    scheduled_time: float | None
-    error: str = ""
-    hypotheses: list[Hypothesis] | None = None
-
-
-class RequestUpdate(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one request. `prompt_logprobs` covers the prompt's tokens from `prompt_position` on."""
-
-    request_id: str
-    samples: list[SampleUpdate]
-    finished: bool = False
-    stats: RequestStats | None = None
-    prompt_position: Count = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class RequestError(msgspec.Struct, array_like=True):
@@ -310,11 +271,6 @@ def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     except Exception as error:  # also RecursionError and UnicodeDecodeError
         detail = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_SHOWN]
         raise MessageError(f"a message of {len(data)} bytes is unreadable: {detail}") from error
-
-
-def encodable(text: str) -> str:
-    """Text that a message can hold: escapes lone surrogates, which file names may contain."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # -- the channel -------------------------------------------------------------------------------------------------------

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from octavo.core.plan import TokenLogprobs
-from octavo.core.request import Sequence
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.output_processor import RequestState, TextProcessor
 from octavo.engine.process import ipc
 from octavo.engine.process.heartbeat import HeartbeatSender
 from octavo.engine.query import EngineQuery, Query
+from octavo.engine.request_update import RequestUpdate, encodable
 from octavo.engine.structured_output import Grammar
+from octavo.engine.text_processor import TextProcessor
 from octavo.errors import OctavoError, RequestFailedError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -55,7 +54,7 @@ class EngineServer:
         self._text = text
         self._summary = summary
         self._compiling: dict[str, tuple[ipc.AddRequest, SamplingParams | BeamSearchParams, Future[Any]]] = {}
-        self._updates: list[ipc.RequestUpdate] = []
+        self._updates: list[RequestUpdate] = []
         self._errors: list[ipc.RequestError] = []
         self._replies: list[ipc.RpcReply] = []
         self._stats_at = 0.0
@@ -79,8 +78,7 @@ class EngineServer:
                 with engine.gc_pause:
                     while engine.has_work and not self._closing:
                         heartbeats.begin_work()
-                        for state in engine.step_states():
-                            self._send_update(state)
+                        self._updates += engine.step()
                         heartbeats.advance(engine.num_in_flight)
                         self._report()
                         self._read_commands(wait=False)
@@ -117,14 +115,12 @@ class EngineServer:
         elif isinstance(command, ipc.AbortRequest):
             if (compiling := self._compiling.pop(command.request_id, None)) is not None:
                 self._withdraw_grammar(compiling[-1])
-                self._updates.append(ipc.RequestUpdate(command.request_id, [], finished=True))
-            if (state := engine.abort_state(command.request_id)) is not None:
-                self._send_update(state)
+                self._updates.append(RequestUpdate(command.request_id, [], finished=True))
+            if (update := engine.abort(command.request_id)) is not None:
+                self._updates.append(update)
         elif isinstance(command, ipc.StopSample):
-            state = engine.get_state(command.request_id)
-            engine.stop(command.request_id, command.index)
-            if state is not None and engine.get_state(command.request_id) is None:
-                self._send_update(state)
+            if (update := engine.stop(command.request_id, command.index)) is not None:
+                self._updates.append(update)
         elif isinstance(command, ipc.RpcCall):
             self._replies.append(self._answer(command))
         elif isinstance(command, ipc.CloseEngine):
@@ -191,7 +187,7 @@ class EngineServer:
         state = self._engine.get_state(add.request_id)
         for index, output in (add.resume or {}).items():
             assert state is not None
-            state.delivered_of(index).num_tokens = len(output) // 4  # the client has these tokens
+            state.num_sent[index] = len(output) // 4  # the client has these tokens
 
     def _reject_request(self, add: ipc.AddRequest, error: Exception) -> None:
         """Fail one request with its error; an unforeseen one is logged."""
@@ -199,28 +195,23 @@ class EngineServer:
             logger.error("request %s could not be added", add.request_id, exc_info=error)
             text = f"the engine could not add the request: {type(error).__name__}: {error}"
             error = RequestFailedError(text, code="internal_error")
-        text = ipc.encodable(str(error))
+        text = encodable(str(error))
         self._errors.append(ipc.RequestError(add.request_id, type(error).__name__, text, error.param, error.code))
 
     def _answer(self, call: ipc.RpcCall) -> ipc.RpcReply:
         try:
             query: Query[Any] = msgspec.convert(call.query, self._queries)
         except msgspec.ValidationError as error:
-            return ipc.RpcReply(call.number, error=ipc.encodable(f"no query of this engine: {error}"))
+            return ipc.RpcReply(call.number, error=encodable(f"no query of this engine: {error}"))
         try:
             answer = query.answer(self._engine)
             # Encoded here: a value that cannot be encoded must not take a whole step report with it.
             return ipc.RpcReply(call.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
         except Exception as error:  # a query must not crash the engine, nor the one after it
             logger.exception("query %s failed", type(query).__name__)
-            return ipc.RpcReply(call.number, error=ipc.encodable(f"{type(error).__name__}: {error}"))
+            return ipc.RpcReply(call.number, error=encodable(f"{type(error).__name__}: {error}"))
 
     # -- reports -------------------------------------------------------------------------------------------------------
-
-    def _send_update(self, state: RequestState) -> None:
-        self._updates.append(update_of(state))
-        if not state.request.sequences:
-            state.release()
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -230,46 +221,3 @@ class EngineServer:
         if self._updates or self._errors or self._replies or stats is not None:
             self._channel.send(ipc.StepReport(self._updates, self._errors, self._replies, stats))
             self._updates, self._errors, self._replies = [], [], []
-
-
-def update_of(state: RequestState) -> ipc.RequestUpdate:
-    """What is new of a request since its previous update."""
-    request, finished = state.request, not state.request.sequences
-    update = ipc.RequestUpdate(request.request_id, [], finished)
-    is_first = not state.delivered
-    if state.search is None:
-        ended = [s for s in request.finished_sequences if not state.delivered_of(s.index).finished]
-        update.samples = [_sample_update(state, s) for s in (*request.sequences, *ended)]
-    elif not finished:
-        return update
-    if is_first or finished:
-        metrics = state.metrics
-        stats = ipc.RequestStats(
-            max(0, request.num_cached_tokens), metrics.num_preemptions, metrics.first_scheduled_time
-        )
-        stats.error = ipc.encodable(request.error)
-        if state.search is not None:
-            state.output()  # turns the live sequences of an aborted search into hypotheses
-            stats.hypotheses = state.search.hypotheses
-            reasons = [cast(ipc.FinishReason, s.finish_reason) for s in request.finished_sequences[:1]]
-            update.samples = [ipc.SampleUpdate(0, [], reason) for reason in reasons]
-        update.stats = stats
-    if state.prompt_logprobs:
-        update.prompt_position = 1 + state.num_prompt_logprobs_delivered
-        update.prompt_logprobs = state.prompt_logprobs[state.num_prompt_logprobs_delivered :]
-        state.num_prompt_logprobs_delivered = len(state.prompt_logprobs)
-    return update
-
-
-def _sample_update(state: RequestState, sequence: Sequence) -> ipc.SampleUpdate:
-    delivered = state.delivered_of(sequence.index)
-    position = delivered.num_tokens
-    token_ids = sequence.token_ids[len(state.request.prompt_token_ids) + position :].tolist()
-    logprobs: list[TokenLogprobs] | None = None
-    if (entries := state.logprobs.get(sequence.index)) is not None:
-        logprobs = entries[: len(token_ids)]
-        del entries[:]
-    delivered.num_tokens += len(token_ids)
-    delivered.finished = bool(sequence.finish_reason)
-    reason = cast(ipc.FinishReason, sequence.finish_reason)
-    return ipc.SampleUpdate(sequence.index, token_ids, reason, sequence.stop_token, logprobs, position)
