@@ -16,9 +16,9 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 900,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, turns of tenants
     "params": 655,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
-    "core": 2805,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
+    "core": 2880,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 715,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2430,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
+    "engine": 2450,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 1850,  # LLM, the client with its transports, text input
     "text": 2230,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability

@@ -7,12 +7,11 @@ Each message has four bytes of length in front. It uses the plans alone: no sche
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 from typing import Any, BinaryIO
 
-from octavo.core.plan import RowSetup, StepPlan
+from octavo.core.plan import RowSetup, StepPlan, StepResult
 
 VOCAB = 5
 
@@ -76,4 +75,4 @@ class Device:
 if __name__ == "__main__":
     device = Device(*map(int, sys.argv[1:]))
     while (message := receive(sys.stdin.buffer)) is not None:
-        send(sys.stdout.buffer, json.dumps(device.run(StepPlan.decode(message))).encode())
+        send(sys.stdout.buffer, StepResult(device.run(StepPlan.decode(message))).encode())

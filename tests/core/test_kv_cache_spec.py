@@ -34,14 +34,17 @@ def test_bytes_equal_the_engines_tensors(model: str, dtype: str) -> None:
         config, runner = llm.config, llm.engine.executor.runner
         spec = config.kv
         assert (spec, spec.dtype) == (KVCacheSpec.of(read_spec(Path(model)), 4, dtype), config.dtype)
-        for kv, num_blocks in ((runner.kv, config.num_blocks), (runner.swapper.host_kv, config.num_host_blocks)):
+        for kv, num_blocks in (
+            (runner.state.kv, config.num_blocks),
+            (runner.state.swapper.host_kv, config.num_host_blocks),
+        ):
             assert num_blocks == NUM_BLOCKS
             assert (kv.dtype, tuple(kv.shape)) == (getattr(torch, dtype), spec.pool_shape(num_blocks))
             assert kv.nbytes == spec.pool_bytes(num_blocks)
             assert kv[1].nbytes == spec.bytes_per_block
             assert kv[1, ..., 0, :].nbytes == spec.bytes_per_token
             assert spec.num_blocks(kv.nbytes) == spec.num_blocks(kv.nbytes + spec.bytes_per_block - 1) == num_blocks
-        assert config.kv_bytes == runner.kv.nbytes
+        assert config.kv_bytes == runner.state.kv.nbytes
 
 
 def test_itemsizes_are_torchs() -> None:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
 import sys
 from array import array
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import BlockCopy, Drafts, RowSetup, StepPlan, StepResult, SwapIn, SwapOut, TableWrite, _Reader
+from octavo.core.plan import (
+    BlockCopy,
+    Drafts,
+    RowSetup,
+    StepPlan,
+    StepResult,
+    SwapIn,
+    SwapOut,
+    TableWrite,
+    TokenLogprobs,
+    _Reader,
+)
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.scheduler import Scheduler
 from octavo.errors import PlanError
@@ -141,6 +151,56 @@ def test_damaged_bytes_raise_nothing_but_the_stated_error() -> None:
     assert 10_000 < refused < 20_000  # the others changed a number
 
 
+def whole_result() -> StepResult:
+    entries = [TokenLogprobs(-0.5, 3, [4, 5], [-0.1, -0.2]), TokenLogprobs(-1e-300, 1, [], [])]
+    return StepResult(
+        [[1, 2], [], [(-0.25, 7), (-1.5, 0)]],
+        {1: "numbers that are not finite \u6f22", 2: ""},
+        {0: entries, 2: []},
+        {1: (4, entries[:1])},
+        [9, 3],
+    )
+
+
+def test_a_result_survives_its_bytes() -> None:
+    for result in (whole_result(), StepResult([]), StepResult([[]]), StepResult([[0]] * 3, corrupt=[1])):
+        assert StepResult.decode(result.encode()) == result
+    result.logprobs = {0: [TokenLogprobs(float("nan"), 0, [1], [float("-inf")])]}
+    [entry] = StepResult.decode(result.encode()).logprobs[0]
+    assert entry.logprob != entry.logprob and entry.top == [float("-inf")]
+
+
+def test_every_field_of_a_result_is_in_its_bytes() -> None:
+    whole = whole_result()
+    for name, empty in (("errors", {}), ("logprobs", {}), ("prompt_logprobs", {}), ("corrupt", [])):
+        assert replace(whole, **{name: empty}).encode() != whole.encode()
+
+
+def test_damaged_results_raise_nothing_but_the_stated_error() -> None:
+    rng, data, refused = random.Random(0), whole_result().encode(), 0
+    for size in range(len(data)):
+        with pytest.raises(PlanError):
+            StepResult.decode(data[:size])
+    for damaged, text in (
+        (b"octp" + data[4:], "b'octp' are no plan or result"),
+        (data + b"\0", f"ends after {len(data)} of {len(data) + 1} bytes"),
+        (StepResult([[]], {3: ""}).encode(), "slice 3 and has 1"),
+        (data[:-1] + b"\xff", "is no text"),
+        (data[:32] + b"\1" + data[33:], "more numbers"),
+        (data[:32] + b"\7" + data[33:], "fewer numbers"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            StepResult.decode(damaged)
+    for _ in range(20_000):
+        changed = bytearray(data)
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+        try:
+            StepResult.decode(bytes(changed))
+        except PlanError:
+            refused += 1
+    assert 2_000 < refused < 18_000  # the others changed a number or a letter
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_an_executor_in_another_process_computes_the_same_tokens(seed: int) -> None:
     """It gets bytes and nothing else: row setups, tables, swaps, copies, forks and windows are all in them."""
@@ -166,8 +226,7 @@ def test_an_executor_in_another_process_computes_the_same_tokens(seed: int) -> N
             step = scheduler.schedule()
             assert step
             send(worker.stdin, step.plan.encode())  # type: ignore[arg-type]
-            tokens: list[list[Any]] = json.loads(receive(worker.stdout) or b"")  # type: ignore[arg-type]
-            scheduler.update(step, StepResult(tokens))
+            scheduler.update(step, StepResult.decode(receive(worker.stdout) or b""))  # type: ignore[arg-type]
         worker.stdin.close()
     assert worker.returncode == 0
     assert all(o.outputs(request) == o.reference(request) for request in requests)

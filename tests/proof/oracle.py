@@ -182,6 +182,13 @@ ON_DEVICE = (
 )  # fmt: skip
 
 
+def _arrived(result: StepResult) -> StepResult:
+    """A result as it arrives in bytes."""
+    got = StepResult.decode(result.encode())
+    need(got == result, Invariant, "a result that bytes change", result, got)
+    return got
+
+
 class _Running:
     def __init__(self, oracle: Oracle, plan: Received) -> None:
         self.oracle, self.plan = oracle, plan
@@ -203,7 +210,7 @@ class _Running:
         tokens = self._tokens()
         column = [list(chain.from_iterable(columns[self._given : self._given + 1])) for columns in tokens]
         self._given += 1
-        return StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), []))
+        return _arrived(StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), [])))
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """Ignore bitmasks: tokens depend on the slots alone."""
@@ -212,7 +219,7 @@ class _Running:
         tokens = self._tokens()
         corrupt = self.oracle.corrupt.pop(id(self.plan), [])
         rest = [list(chain.from_iterable(columns[self._given :])) for columns in tokens]
-        return StepResult(rest, corrupt=corrupt)
+        return _arrived(StepResult(rest, corrupt=corrupt))
 
     def _tokens(self) -> list[list[list[Any]]]:
         """By slice and column. Slices with `num_samples` return all of them in the first column."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,68 +19,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.core.plan import StepPlan
+from octavo.core.plan import BlockCopy, StepPlan
 from octavo.core.request import Request
 from octavo.engine.executor import GrammarBitmask
+from octavo.errors import StepError
 from octavo.kernels import reference
-from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner import checksums
-from octavo.runner.executor import StepHandle, make_executor
-from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import CpuPlatform, Platform
 from octavo.runner.streams import CompletedEvent, RecordableEvent
 from tests.proof import oracle as o
 from tests.proof.workloads import World
+from tests.runner.executor_process import ExecutorProcess, RemoteExecutor
+from tests.runner.hash_model import HashExecutor, Sizes, logits_of, mix
 from tests.runner.stub_platform import StubPlatform
 
-MAX_LEN = 128
 FORBIDDEN = o.VOCAB - 1
 """The token that requests with structured output never sample."""
-WORD = (1 << 64) - 1
 
 
-# -- the model, and its outputs without a KV pool ----------------------------------------------------------------------
-
-
-def mix(before: int, position: int, token: int) -> int:
-    x = (before * 0x2545F4914F6CDD1D + position * 0x5851F42D4C957F2D + token * 0x369DEA0F31A53F85 + 77) & WORD
-    return x ^ (x >> 29)
-
-
-def logits_of(visible: Iterable[int]) -> list[float]:
-    """Logits of the position whose query attends to these values. No two are equal: top tokens have one order."""
-    h = mix(sum(visible), 0, 0)
-    return [(h >> 8 * token & 0xFF) / 64 + token / 1024 for token in range(o.VOCAB)]
-
-
-class HashModel:
-    """Writes the hash of each position to its slot as K, and the inverted bits as V. No layer has weights."""
-
-    def __init__(self, attention_window: int) -> None:
-        self.attention_window = attention_window
-
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        slots = kv.numpy().view(np.uint64)[:, 0, :, 0, :, 0]  # [num_blocks + 1, 2, block_size], the same memory
-        size, tables, begins = slots.shape[2], batch.block_tables.tolist(), batch.query_start.tolist()
-        tokens, positions, targets = token_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
-        wanted = set(range(len(tokens)) if logits_rows is None else logits_rows.tolist())
-        found = dict.fromkeys(wanted, [0.0] * o.VOCAB)
-        for table, begin, end, length in zip(tables, begins, begins[1:], batch.seq_lens.tolist(), strict=False):
-            for i in range(begin, end if length else begin):
-                p = positions[i]
-                before = self._read(slots, table, p - 1, p) if p else [0]
-                slots[targets[i] // size, :, targets[i] % size] = (h := mix(before[0], p, tokens[i])), ~h & WORD
-                if i in wanted:
-                    first = p - self.attention_window + 1 if self.attention_window else 0
-                    found[i] = logits_of(self._read(slots, table, max(0, first), p + 1))
-        lines = range(len(tokens)) if logits_rows is None else logits_rows.tolist()
-        return torch.tensor([found[i] for i in lines]).view(-1, o.VOCAB)
-
-    def _read(self, slots: np.ndarray, table: list[int], begin: int, end: int) -> list[int]:
-        size = slots.shape[2]
-        both = [slots[table[p // size], :, p % size].tolist() for p in range(begin, end)]
-        return [k if k == ~v & WORD else k ^ v for k, v in both]
+# -- the model's outputs without a KV pool -----------------------------------------------------------------------------
 
 
 def expected_outputs(request: Request, attention_window: int) -> list[tuple[int, list[int]]]:
@@ -131,35 +90,16 @@ def expected_outputs(request: Request, attention_window: int) -> list[tuple[int,
 
 
 class Device:
-    """An executor as `World` drives the oracle. Each plan arrives as bytes."""
+    """An executor as `World` drives the oracle. Plans, bitmasks and results pass as bytes."""
 
-    def __init__(self, world: World, platform: Platform, *, graphs: bool) -> None:
-        cache = world.cache
-        shape = 1, 2, 1, cache.block_size, 2  # one layer; a head of two float32 holds 64 bits
-        kv = torch.zeros(cache.pool.num_blocks + 1, *shape)
-        self.host_kv = torch.zeros(cache.swap_space.num_blocks + 1, *shape)
-        runner = ModelRunner(
-            HashModel(cache.attention_window),
-            kv,
-            self.host_kv,
-            platform,
-            num_rows=world.rows,
-            max_model_len=MAX_LEN,
-            max_num_tokens=world.scheduler.max_num_batched_tokens,
-            max_decode_steps=world.scheduler.decode_window,
-            vocab_size=o.VOCAB,
-            graphs=graphs,
-        )
-        runner.capture()
-        self.executor = make_executor(runner)
-        self.kv = kv
+    def __init__(self, world: World, executor: HashExecutor | RemoteExecutor) -> None:
+        self.executor = executor
         self.poisoned: dict[int, set[int]] = {}  # unknown here: a wrong token shows it
         self.counts: Counter[str] = Counter()
-        self._handles: dict[int, StepHandle] = {}
+        self._handles: dict[int, Any] = {}
         self._corrupts, self._flips = world.habits.corrupts, random.Random(world.seed + 0.5)
 
-    def submit(self, sent: StepPlan) -> StepHandle:
-        plan = StepPlan.decode(sent.encode())
+    def submit(self, plan: StepPlan) -> Any:
         if plan.swap_ins and self._flips.random() < self._corrupts:
             self._flip_bit(self._flips.choice(plan.swap_ins).src)
         handle = self._handles[id(plan)] = self.executor.submit(plan)
@@ -173,19 +113,16 @@ class Device:
 
     def _flip_bit(self, block: int) -> None:
         """Flip a bit of a host block that has its checksum."""
-        for handle in self._handles.values():
-            self.executor.wait_for_end(handle)
-        self.executor.runner.state.swapper.checksums._thread.submit(int).result()  # the blocks before it are done
-        self.host_kv[block].view(torch.uint8).view(-1)[self._flips.randrange(self.host_kv[block].nbytes)] ^= 4
+        assert isinstance(self.executor, HashExecutor)
+        self.executor.flip_bit(block, self._flips)
         self.counts["flipped bits"] += 1
 
     def fail(self, plans: list[StepPlan]) -> None:
         """The scheduler has taken these plans back: nothing may read what they moved."""
         for plan in plans:
             self._handles[id(plan)].result()
-            for blocks, moves in ((self.kv, [*plan.swap_ins, *plan.copies]), (self.host_kv, plan.swap_outs)):
-                for _, dst in moves:
-                    blocks[dst] = 6e6
+            if isinstance(self.executor, HashExecutor):
+                self.executor.spoil(plan)
 
 
 class LateEvent(CompletedEvent):
@@ -219,7 +156,11 @@ def play(
 ) -> dict[str, Any]:
     """Run the workload of this seed on a platform -> outputs of its requests. Raises the oracle's findings."""
     world = World(seed, totals, kind=kind)
-    device = Device(world, platform, graphs=graphs)
+    device = Device(world, HashExecutor(Sizes.of(world), platform, graphs=graphs))
+    return finish(world, device, totals)
+
+
+def finish(world: World, device: Device, totals: Counter[str]) -> dict[str, Any]:
     world.oracle = device  # type: ignore[assignment]
     try:
         world.run()
@@ -277,6 +218,32 @@ def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(way: str, eve
     ]
     assert [what for what in reached if not totals[what]] == []
     assert way != "late" or totals["columns"] > 50
+
+
+def test_random_workloads_in_another_process_give_the_same_tokens() -> None:
+    """It gets bytes and nothing else."""
+    totals, num_compared = Counter[str](), 0
+    with ExecutorProcess() as process:
+        for seed, kind in WORKLOADS[::4]:
+            world = World(seed, totals, kind=kind)
+            world.habits.corrupts = 0.0
+            outputs = finish(world, Device(world, process.executor(Sizes.of(world))), totals)
+            expected = on_cpu(seed, kind)
+            both = outputs.keys() & expected.keys()
+            assert {name: outputs[name] for name in both} == {name: expected[name] for name in both}
+            num_compared += len(both)
+    assert num_compared > 50 and min(totals[what] for what in ("Preempted swap", "failed steps", "bitmasks")) > 0
+
+
+def test_an_error_in_another_process_is_raised_here() -> None:
+    world = World(0, Counter())
+    with ExecutorProcess() as process:
+        executor = process.executor(Sizes.of(world))
+        plan = StepPlan()
+        plan.set_slices([0], [0], [1], [1])
+        plan.copies = [BlockCopy(1, 10**6)]  # no such block
+        with pytest.raises(StepError):
+            executor.submit(plan).result()
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------

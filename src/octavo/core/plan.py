@@ -8,7 +8,8 @@ An executor must keep stream order. Plan k+1 runs after plan k on the device, an
     row setups and table writes -> swaps out -> swaps in -> copies -> slices (in any order among themselves)
 
 A plan owns its data, and nothing in it aliases live state, so the device may read it late. It encodes to bytes, for an
-executor in another process: a header, int32 numbers, then the row setups.
+executor in another process: a header, int32 numbers, then the row setups. So does its result: a header, int32 numbers,
+float64 numbers, then the texts of errors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from octavo.core.types import BlockId, HostBlockId, Row
 from octavo.errors import ParameterError, PlanError
@@ -119,14 +120,17 @@ class Slice(NamedTuple):
     drafts: Drafts | None = None
 
 
+T = TypeVar("T")
 COLUMN = "I"
 """Array type of a plan's columns: int32 numbers from 0 on. Python fills unsigned arrays three times as fast."""
 VERSION = 2
-"""Format of encoded plans. Both sides must be of the same version."""
+"""Format of encoded plans and results. Both sides must be of the same version."""
 
 _EMPTY: array[int] = array(COLUMN)
 _MAGIC = b"octp"
 _HEADER = struct.Struct("=4sIq10I")
+_RESULT_MAGIC = b"octr"
+_RESULT_HEADER = struct.Struct("=4sI7I")
 _SETUP = struct.Struct("=3Iq6d5i?6i")
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
 _NONE = -2
@@ -254,12 +258,7 @@ class StepPlan:
         Raises `PlanError` for bytes of another version, of a wrong length, or that are no plan.
         """
         reader = _Reader(data)
-        magic, version, step, *counts = reader.unpack(_HEADER)
-        if magic != _MAGIC:
-            raise PlanError(f"bytes that begin with {magic!r} are no plan; send what `StepPlan.encode` returns")
-        if version != VERSION:
-            text = f"the plan has format version {version} and this process reads {VERSION}"
-            raise PlanError(f"{text}; run the same version of Octavo in all processes")
+        step, *counts = reader.header(_HEADER, _MAGIC)
         num_slices, num_samples, num_drafts, num_bitmasks, num_inputs, num_writes, *num_pairs, num_setups = counts
         plan = cls(step)
         plan.rows, plan.starts, plan.counts, plan.num_sampled = (reader.ints(num_slices, COLUMN) for _ in range(4))
@@ -280,8 +279,7 @@ class StepPlan:
             if i >= num_slices:
                 raise PlanError(f"the plan names slice {i} and has {num_slices}; its bytes are damaged")
         plan.row_setups = [_decode_setup(reader) for _ in range(num_setups)]
-        if reader.at != len(data):
-            raise PlanError(f"the plan ends after {reader.at} of {len(data)} bytes; send each plan as one message")
+        reader.end()
         return plan
 
 
@@ -370,6 +368,20 @@ class _Reader:
     def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
         return form.unpack(self._take(form.size))
 
+    def header(self, form: struct.Struct, magic: bytes) -> tuple[Any, ...]:
+        """Return what follows the magic bytes and the version."""
+        found, version, *rest = self.unpack(form)
+        if found != magic:
+            raise PlanError(f"bytes that begin with {found!r} are no plan or result; send what `encode` returns")
+        if version != VERSION:
+            text = f"the plan has format version {version} and this process reads {VERSION}"
+            raise PlanError(f"{text}; run the same version of Octavo in all processes")
+        return tuple(rest)
+
+    def end(self) -> None:
+        if self.at != len(self.data):
+            raise PlanError(f"the plan ends after {self.at} of {len(self.data)} bytes; send each plan as one message")
+
     def ints(self, num: int, typecode: str = "i") -> array[int]:
         """Return the next `num` int32 numbers, which must not be negative."""
         data = self._take(4 * num)
@@ -383,6 +395,12 @@ class _Reader:
 
     def doubles(self, num: int) -> array[float]:
         return array("d", self._take(8 * num))
+
+    def text(self, num_bytes: int) -> str:
+        try:
+            return self._take(num_bytes).decode()
+        except UnicodeDecodeError:
+            raise PlanError(f"the text before byte {self.at} is no text; its bytes are damaged") from None
 
 
 class TokenLogprobs(NamedTuple):
@@ -419,6 +437,64 @@ class StepResult:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
     corrupt: list[HostBlockId] = field(default_factory=list)
 
+    def encode(self) -> bytes:
+        """Return the result as bytes, in this machine's byte order. `decode` is the inverse."""
+        ints: list[int] = []
+        doubles: list[float] = []
+        for tokens in self.tokens:
+            has_candidates = bool(tokens) and isinstance(tokens[0], tuple)
+            ints += len(tokens), has_candidates
+            if has_candidates:
+                doubles += (logprob for logprob, _ in tokens)
+            ints += (token for _, token in tokens) if has_candidates else tokens
+        texts = [text.encode("utf-8", "backslashreplace") for text in self.errors.values()]
+        for i, text in zip(self.errors, texts, strict=True):
+            ints += i, len(text)
+        for i, entries in self.logprobs.items():
+            ints.append(i)
+            _put_entries(entries, ints, doubles)
+        for i, (position, entries) in self.prompt_logprobs.items():
+            ints += i, position
+            _put_entries(entries, ints, doubles)
+        ints += self.corrupt
+        lists = self.tokens, self.errors, self.logprobs, self.prompt_logprobs, self.corrupt
+        header = _RESULT_HEADER.pack(_RESULT_MAGIC, VERSION, len(ints), len(doubles), *map(len, lists))
+        return b"".join((header, array("i", ints), array("d", doubles), *texts))
+
+    @classmethod
+    def decode(cls, data: bytes) -> StepResult:
+        """Return the result that `encode` made these bytes of. Takes time and memory proportional to their length.
+
+        Raises `PlanError` for bytes of another version, of a wrong length, or that are no result.
+        """
+        reader = _Reader(data)
+        num_ints, num_doubles, *counts = reader.header(_RESULT_HEADER, _RESULT_MAGIC)
+        ints, doubles = iter(reader.ints(num_ints)), iter(reader.doubles(num_doubles))
+        num_slices, num_errors, num_logprobs, num_prompts, num_corrupt = counts
+        result = cls(tokens := [])
+        try:
+            for _ in range(num_slices):
+                num, has_candidates = next(ints), next(ints)
+                logprobs = _next(num, doubles) if has_candidates else []
+                found = _next(num, ints)
+                tokens.append(list(zip(logprobs, found, strict=True)) if has_candidates else found)
+            sizes = {next(ints): next(ints) for _ in range(num_errors)}
+            result.logprobs = {next(ints): _next_entries(ints, doubles) for _ in range(num_logprobs)}
+            result.prompt_logprobs = {
+                next(ints): (next(ints), _next_entries(ints, doubles)) for _ in range(num_prompts)
+            }
+            result.corrupt = _next(num_corrupt, ints)
+        except StopIteration:
+            raise PlanError("the result has fewer numbers than it says; its bytes are damaged") from None
+        result.errors = {i: reader.text(size) for i, size in sizes.items()}
+        reader.end()
+        if any(True for _ in ints) or any(True for _ in doubles):
+            raise PlanError("the result has more numbers than it says; its bytes are damaged")
+        for i in chain(result.errors, result.logprobs, result.prompt_logprobs):
+            if i >= num_slices:
+                raise PlanError(f"the result names slice {i} and has {num_slices}; its bytes are damaged")
+        return result
+
     def drop(self, slices: Container[int]) -> None:
         """Remove all results of these slices."""
         self.tokens = [() if i in slices else tokens for i, tokens in enumerate(self.tokens)]
@@ -426,3 +502,22 @@ class StepResult:
         for results in by_slice:
             for i in [i for i in results if i in slices]:
                 del results[i]
+
+
+def _put_entries(entries: list[TokenLogprobs], ints: list[int], doubles: list[float]) -> None:
+    ints.append(len(entries))
+    for logprob, rank, top_ids, top in entries:
+        ints += rank, len(top_ids), *top_ids
+        doubles += logprob, *top
+
+
+def _next_entries(ints: Iterator[int], doubles: Iterator[float]) -> list[TokenLogprobs]:
+    entries = []
+    for _ in range(next(ints)):
+        rank, num_top = next(ints), next(ints)
+        entries.append(TokenLogprobs(next(doubles), rank, _next(num_top, ints), _next(num_top, doubles)))
+    return entries
+
+
+def _next(num: int, numbers: Iterator[T]) -> list[T]:
+    return [next(numbers) for _ in range(num)]

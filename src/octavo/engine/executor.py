@@ -6,10 +6,12 @@ table writes, swaps out, swaps in, copies, slices.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from octavo.core.plan import StepPlan, StepResult
+from octavo.errors import DeviceLostError, PlanError, StepError, StepMemoryError
 
 if TYPE_CHECKING:  # engine clients import this module, too, and need no numpy
     import numpy as np
@@ -25,6 +27,40 @@ class GrammarBitmask(NamedTuple):
 
     slices: Seq[int]
     bitmask: np.ndarray
+
+    def encode(self) -> bytes:
+        """Return it as bytes, for an executor in another process: its shape, the slices, the words."""
+        import numpy as np
+
+        numbers = np.asarray(self.slices, np.int32).tobytes() + self.bitmask.tobytes()
+        return struct.pack("=2I", *self.bitmask.shape) + numbers
+
+    @classmethod
+    def decode(cls, data: bytes) -> GrammarBitmask:
+        """The inverse of `encode`. Raises `PlanError` for other bytes."""
+        import numpy as np
+
+        num_slices, num_words = struct.unpack("=2I", data[:8]) if len(data) >= 8 else (0, 0)
+        if len(data) != 8 + 4 * num_slices * (1 + num_words):
+            raise PlanError(f"{len(data)} bytes are no bitmask of {num_slices} slices; its bytes are damaged")
+        numbers = np.frombuffer(data, np.int32, offset=8).copy()  # torch wants writable memory
+        return cls(numbers[:num_slices].tolist(), numbers[num_slices:].reshape(num_slices, num_words))
+
+
+ERRORS = (StepError, StepMemoryError, DeviceLostError)
+
+
+def encode_error(error: StepError | DeviceLostError) -> bytes:
+    """The error of a step as bytes: its kind, and its message."""
+    return bytes((ERRORS.index(type(error)),)) + str(error).encode("utf-8", "backslashreplace")
+
+
+def decode_error(data: bytes) -> StepError | DeviceLostError:
+    """The inverse of `encode_error`. Raises `PlanError` for other bytes."""
+    try:
+        return ERRORS[data[0]](data[1:].decode())
+    except (IndexError, UnicodeDecodeError):
+        raise PlanError(f"{len(data)} bytes are no error of a step; its bytes are damaged") from None
 
 
 class Capacity(NamedTuple):

@@ -65,7 +65,6 @@ class ModelRunner:
         state = self.state = DeviceState(
             kv, host_kv, platform, num_rows=num_rows, max_model_len=max_model_len, vocab_size=vocab_size
         )
-        self.kv, self.swapper = kv, state.swapper
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
         max_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits of a pass, with the padding of graphs
         inputs = self.input_buffers = InputBuffers(num_rows, platform)
