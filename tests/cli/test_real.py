@@ -216,13 +216,12 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
-def test_engine_and_asyncio_recognise_the_default_sigint_handler() -> None:
-    """An engine defers SIGINT to the end of a step, and asyncio cancels its tasks."""
+def test_asyncio_recognises_the_default_sigint_handler() -> None:
+    """It cancels its tasks."""
     program = """
 import asyncio, os, signal, sys
 import octavo.cli.app
 from octavo.cli.main import main
-from octavo.frontend.sigint import DeferredSigint
 
 async def wait():
     try:
@@ -233,12 +232,7 @@ async def wait():
         raise
 
 def call(args):
-    try:
-        with DeferredSigint():
-            os.kill(os.getpid(), signal.SIGINT)
-            print("step finished")
-    except KeyboardInterrupt:
-        asyncio.run(wait())
+    asyncio.run(wait())
 
 octavo.cli.app.call = call
 sys.argv[1:] = ["models"]
@@ -246,7 +240,7 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
-    assert done.stdout.splitlines() == [b"step finished", b"cancelled"]
+    assert done.stdout.splitlines() == [b"cancelled"]
 
 
 def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
