@@ -24,7 +24,7 @@ BUDGETS: dict[str, int] = {
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2575,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
-    "serve": 4785,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
+    "serve": 4807,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 2790,  # cost models, traces, planner, the paper's experiments
     "bench": 1065,  # `octavo bench`
     "view": 3048,  # live view, flight recorder and player, playground and lessons

@@ -83,3 +83,10 @@ async def test_context_length_error_starts_like_openais(model: str) -> None:
         assert message.startswith("This model's maximum context length is 128 tokens. However, you requested ")
         response = await server.post(C, prompt="a" * 50_000)
         assert response.json()["error"]["message"].startswith("This model's maximum context length is 128 tokens. ")
+        response = await server.post(C, prompt=[5] * 5_000)
+        assert response.json()["error"]["message"].startswith(message[: message.index("requested ")])
+        mixed = [5] * 5_000 + ["a"]
+        response = await server.post(C, prompt=mixed)
+        assert response.json()["error"]["code"] == "context_length_exceeded"  # before its items are walked
+        response = await server.post(C, prompt=mixed, truncate_prompt_tokens=4)
+        assert (response.json()["error"]["code"], response.json()["error"]["param"]) == ("invalid_type", "prompt")

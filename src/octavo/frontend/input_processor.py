@@ -87,15 +87,20 @@ class InputProcessor:
                 self._warn_once(spelled)
         return text, token_ids
 
-    def check_length(self, text: str, param: str = "prompt") -> None:
-        """Raises `ContextLengthError` for a text that is too long however it is tokenized; does no other work."""
-        limit = self._max_model_len
-        if limit is not None and len(text) > 4 * limit and len(text) > limit * self.tokenizer.max_token_chars:
-            raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens. However, your text of {len(text)} characters "
-                "cannot fit; shorten it",
-                param=param,
-            )
+    def check_length(self, prompt: str | Sequence[int], param: str = "prompt") -> None:
+        """Raises `ContextLengthError` for token ids that are too many, or for a text that is too long however it is
+        tokenized; does no other work."""
+        limit, num = self._max_model_len, len(prompt)
+        if limit is None or num <= limit:
+            return
+        if not isinstance(prompt, str):
+            found = f"you requested {num} tokens in the prompt and a completion; shorten the prompt"
+        elif num > 4 * limit and num > limit * self.tokenizer.max_token_chars:
+            found = f"your text of {num} characters cannot fit; shorten it"
+        else:
+            return
+        text = f"This model's maximum context length is {limit} tokens. However, {found}"
+        raise ContextLengthError(text, param=param)
 
     def encode_prefix(self, prefix: Prompt | Messages) -> Sequence[int]:
         """The tokens of a prefix. Messages go through the chat template, without a generation prompt."""

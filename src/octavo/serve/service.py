@@ -128,9 +128,9 @@ class Service:
 
     async def encode(self, request: ParsedRequest, tenant: int = 0) -> list[TokenizedPrompt]:
         """Tokenises the prompts of a completion. Raises `ApiError`, or a `UsageError` with the request's param."""
+        for prompt in request.prompts:
+            self._check_length(prompt, request)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        for text in texts:
-            self._check_length(text, request)
         ids_of_texts = iter(await self.encode_texts(texts, request.add_special_tokens, tenant))
         encoded = []
         for i, prompt in enumerate(request.prompts):
@@ -151,14 +151,18 @@ class Service:
             encoded.append(truncated)
         return encoded
 
-    def _check_length(self, text: str, request: ParsedRequest, param: str = "prompt") -> None:
-        """Raises `ContextLengthError` for a text that is too long however it is tokenised."""
+    def _check_length(self, prompt: str | Sequence[int], request: ParsedRequest, param: str = "prompt") -> None:
+        """Raises `ContextLengthError` for a prompt that is too long, before it is walked."""
         if request.truncate is None:
-            self.prompts.check_length(text, param)
+            self.prompts.check_length(prompt, param)
 
     def check_ids(self, token_ids: Sequence[int], path: str) -> None:
-        """Raises `ApiError` for a token id outside the vocabulary. `path`: its place in the request."""
-        if token_ids and (largest := max(token_ids)) >= self.tokenizer.num_ids:
+        """Raises `ApiError` for a token id outside the vocabulary, or a text. `path`: its place in the request."""
+        try:
+            largest = max(token_ids, default=0)
+        except TypeError:
+            raise bad_request("invalid_type", f"{path} must have items of one type", path) from None
+        if largest >= self.tokenizer.num_ids:
             j = token_ids.index(largest)
             text = f"{path}[{j}] is {largest}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
             raise bad_request("invalid_token_id", text, f"{path}[{j}]")

@@ -153,7 +153,7 @@ class View:
         return _json([lesson.as_dict() for lesson in LESSONS])
 
     async def _play(self, context: RequestContext) -> HttpResponse:
-        body = decode_json(context.body, _Play)
+        body = decode_json(bytes(context.body), _Play)
         assert self._playgrounds is not None
         return _json(await self._compute(context, self._playgrounds.answer, body.history, body.action or None))
 

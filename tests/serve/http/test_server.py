@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
+import mmap
 import os
 import re
 import signal
@@ -457,6 +459,86 @@ async def test_stalled_bodies_leave_room_for_other_tenants(model: str, monkeypat
         while server.app.bodies.room.total:
             await asyncio.sleep(0.01)
         assert not server.app.bodies.room.used
+
+
+async def test_a_large_body_leaves_no_memory_to_the_heap_or_to_the_collector(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends when it is complete, too slow, refused in favour of another tenant, or left by its client."""
+    stores: list[weakref.ref[mmap.mmap]] = []
+
+    class Pages(mmap.mmap):
+        def __init__(self, *args: Any) -> None:
+            stores.append(weakref.ref(self))
+
+    monkeypatch.setattr(mmap, "mmap", Pages)
+    monkeypatch.setattr(body_module, "MAX_BYTES", 1_500_000)
+    monkeypatch.setattr(body_module, "BODY_RATE_WINDOW_S", 0.5)
+    monkeypatch.setattr(body_module, "MIN_BODY_BYTES_PER_S", 1 << 30)
+    monkeypatch.setattr(endpoint, "LINGER_S", 0.1)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    declared = head + b"Content-Length: 1000000\r\n\r\n"
+    start, end = b" " * 700_000, b" " * 299_964 + b'{"prompt": "Hello", "max_tokens": 1}'
+    async with listening(model, max_body_bytes=2_000_000) as (server, _, port):
+
+        async def connect(data: bytes, address: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+            writer.write(data)
+            await writer.drain()
+            return reader, writer
+
+        gc.collect()
+        gc.disable()
+        try:
+            for data in (declared + start + end, head + b"Transfer-Encoding: chunked\r\n\r\nf4240\r\n" + start + end):
+                reader, writer = await connect(data if data.startswith(declared) else data + b"\r\n0\r\n\r\n")
+                assert b" 200 OK" in await asyncio.wait_for(reader.readline(), 60)
+                writer.close()
+            reader, writer = await connect(declared + start)
+            assert status_of(await asyncio.wait_for(reader.read(), 60))[0] == 408
+            writer.close()
+            reader, writer = await connect(declared + start)
+            await asyncio.sleep(0.1)
+            writer.transport.abort()
+            await server.at_rest()
+            assert len(stores) == 4
+            while any(store() is not None for store in stores):
+                await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+
+async def test_tenants_large_bodies_arrive_in_turns(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before those of another tenant that are refused, of which the rest is discarded."""
+    monkeypatch.setattr(body_module, "PART_BYTES_PER_S", 2 << 20)
+    monkeypatch.setattr(endpoint, "LINGER_S", 60.0)
+    content = b" " * 999_964 + b'{"prompt": "Hello", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Connection: close\r\nContent-Length: 1000000\r\n\r\n"
+    refused = head.replace(b"application/json", b"application/json\r\nContent-Encoding: gzip")
+    order: list[str] = []
+    async with listening(model, max_body_bytes=2_000_000) as (_, http, port):
+
+        async def send(data: bytes, address: str) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+            try:
+                writer.write(data + content)
+                await writer.drain()
+                await asyncio.wait_for(reader.read(), 60)
+                order.append(address)
+            finally:
+                writer.close()
+
+        crowd = [asyncio.ensure_future(send(data, "127.0.0.1")) for data in [head, refused] * 4]
+        await asyncio.sleep(0.1)
+        await send(head, "127.0.0.2")
+        assert len(order) < 4
+        monkeypatch.setattr(body_module, "PART_BYTES_PER_S", 1 << 30)
+        for task in crowd:
+            task.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        while http.server_state.connections:
+            await asyncio.sleep(0.01)
 
 
 async def test_connections_broken_in_every_state(model: str) -> None:

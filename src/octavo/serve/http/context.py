@@ -35,7 +35,7 @@ class RequestContext:
     request_id: str
     tenant: Tenant = DEFAULT_TENANT
     route: str = ""
-    body: bytes = b""
+    body: bytes | memoryview = b""
     status: int = 0
     stream: EventStream | None = None
     shutdown_error: ApiError | None = None

@@ -82,7 +82,9 @@ class Endpoint:
             api_error = _log_bug(error, context)
             await send_error(context, send, api_error)
             if api_error.close:
-                await _discard_body(receive)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_S):
+                        await self._bodies.discard(context, receive)
                 await send({"type": "http.response.body", "body": b""})
             return
         if self._body_limit is None and not self._streams:
@@ -146,11 +148,15 @@ class Endpoint:
 
 
 def _log_bug(error: Exception, context: RequestContext) -> ApiError:
-    """The error's API error. An internal error is logged with its traceback."""
+    """The error's API error. An internal error is logged with its traceback.
+
+    The API error has none: its frames would hold the body, until the collector finds that one of them holds the error.
+    """
     api_error = to_api_error(error, context.request_id)
     if api_error.code == "internal_error":
         logger.error("request %s failed", context.request_id, exc_info=error)
-    return api_error
+    api_error.__context__ = None
+    return api_error.with_traceback(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,12 +176,6 @@ class ActiveRequest:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _discard_body(receive: Receive) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            await _disconnected(receive)
 
 
 async def _send_chunk(send: Send, data: bytes, *, more: bool = True) -> None:
@@ -228,7 +228,7 @@ async def send_response(context: RequestContext, send: Send, response: HttpRespo
 
 
 async def send_error(context: RequestContext, send: Send, api_error: ApiError) -> None:
-    """Sends an error response. One that closes the connection stays open for `_discard_body`."""
+    """Sends an error response. One that closes the connection stays open for `Bodies.discard`."""
     response = HttpResponse(api_error.body(), api_error.status, headers=api_error.headers())
     open_end = api_error.close and api_error.status in (408, 413, 415, 429)
     await send_response(context, send, response, more=open_end)

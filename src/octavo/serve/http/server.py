@@ -27,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from octavo.errors import OctavoError
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs
+from octavo.serve.http.body import PAUSE
 from octavo.serve.http.context import Receive, RequestContext, Scope, Send, new_request_id
 from octavo.serve.http.endpoint import ABORT, LINGER_S, SEND_TIMEOUT_S, send_error
 from octavo.serve.http.middleware import OPEN_PATHS, sanitize_request_id
@@ -148,7 +149,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._unset_keepalive_if_required()
-        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
+        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}, PAUSE: {"call": self.flow.pause_reading}}
         self._in_headers = True
         self._num_header_bytes = 0
         self._start_header_timer()

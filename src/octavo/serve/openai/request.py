@@ -444,10 +444,10 @@ def parse_prompts(value: str | list[Any]) -> list[str | list[int]]:
     """The prompts of a completion, from a text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(value, str):
         return [value]
-    if len(kinds := set(map(type, value))) > 1:
+    if len(kinds := set(map(type, value[: MAX_PROMPTS + 1]))) > 1:
         raise bad_request("invalid_type", "prompt must have items of one type", "prompt")
     if kinds == {int}:
-        return [value]
+        return [value]  # `Service.check_ids` checks the rest
     if len(value) > MAX_PROMPTS:
         text = f"prompt has {len(value)} items; the limit is {MAX_PROMPTS}; send several requests"
         raise bad_request("array_above_max_length", text, "prompt")
