@@ -165,6 +165,7 @@ def whole_result() -> StepResult:
 def test_a_result_survives_its_bytes() -> None:
     for result in (whole_result(), StepResult([]), StepResult([[]]), StepResult([[0]] * 3, corrupt=[1])):
         assert StepResult.decode(result.encode()) == result
+    assert StepResult.decode(StepResult([[]], {0: "a \ud800"}).encode()).errors == {0: "a \\ud800"}
     result.logprobs = {0: [TokenLogprobs(float("nan"), 0, [1], [float("-inf")])]}
     [entry] = StepResult.decode(result.encode()).logprobs[0]
     assert entry.logprob != entry.logprob and entry.top == [float("-inf")]

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import GrammarBitmask, decode_error, encode_error
-from octavo.errors import StepError
+from octavo.errors import DeviceLostError, StepError
 from tests.core.plan_worker import receive, send
 
 HEAD = struct.Struct("=cI")
@@ -118,7 +118,7 @@ def main() -> None:
         else:
             try:
                 answer = b"r" + handles.pop(number).result().encode()
-            except StepError as error:
+            except (StepError, DeviceLostError) as error:
                 answer = b"e" + encode_error(error)
             send(sys.stdout.buffer, answer)
 

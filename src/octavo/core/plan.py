@@ -374,7 +374,7 @@ class _Reader:
         if found != magic:
             raise PlanError(f"bytes that begin with {found!r} are no plan or result; send what `encode` returns")
         if version != VERSION:
-            text = f"the plan has format version {version} and this process reads {VERSION}"
+            text = f"the plan or result has format version {version} and this process reads {VERSION}"
             raise PlanError(f"{text}; run the same version of Octavo in all processes")
         return tuple(rest)
 
