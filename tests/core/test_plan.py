@@ -185,7 +185,7 @@ def test_damaged_results_raise_nothing_but_the_stated_error() -> None:
     for damaged, text in (
         (b"octp" + data[4:], "b'octp' are no plan or result"),
         (data + b"\0", f"ends after {len(data)} of {len(data) + 1} bytes"),
-        (StepResult([[]], {3: ""}).encode(), "slice 3 and has 1"),
+        (StepResult([[]], {1: ""}).encode(), "slice 1 and has 1"),
         (data[:-1] + b"\xff", "is no text"),
         (data[:32] + b"\1" + data[33:], "more numbers"),
         (data[:32] + b"\7" + data[33:], "fewer numbers"),
