@@ -23,7 +23,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.scheduling.preemption import preempt
 from octavo.engine import oom_backoff
 from octavo.engine.engine import Engine
-from octavo.engine.engine_request import MAX_PRIORITY, EngineRequest
+from octavo.engine.engine_request import MAX_PRIORITY, EngineRequest, pin_id
 from octavo.engine.executor import GrammarBitmask
 from octavo.engine.oom_backoff import OOMBackoff, first_pass_size
 from octavo.engine.outputs import RequestOutput, request_failed_error
@@ -741,7 +741,7 @@ def test_unpinned_prefixes_leave_no_live_timeline() -> None:
     engine = scripted(ones)
     for name in ("a", "b"):
         outputs_of(engine, EngineRequest.pinning(name, [2] * 9))
-        engine.unpin(name)
+        engine.scheduler.unpin(pin_id(name))
     assert not engine.timelines.live
     assert [entry["event"] for entry in engine.timelines.of("pin:b")][-2:] == ["finished", "unpinned"]
     engine.timelines(ev.Unpinned("forgotten", 3))

@@ -16,7 +16,7 @@ from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine.engine_request import EngineRequest, ModelLimits, RequestBuilder, pin_id, unknown_pin_error
+from octavo.engine.engine_request import EngineRequest, ModelLimits, RequestBuilder
 from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.gc_control import GCPause
@@ -134,16 +134,6 @@ class Engine:
         self.scheduler.add(state.request)
         self._num_streams += state.stream
         self._states[request_id] = state
-
-    def unpin(self, name: str) -> int:
-        """Remove a pin and return its number of blocks; requests that share them continue.
-
-        Raises `ParameterError` if the name is not pinned.
-        """
-        num_blocks = self.scheduler.unpin(pin_id(name))
-        if num_blocks is None:
-            raise unknown_pin_error(name)
-        return num_blocks
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """Abort a request at once; returns its last update, None if there is no such request."""

@@ -23,7 +23,7 @@ from octavo.config import EngineArgs
 from octavo.core import events as ev
 from octavo.core.cache.prefix_index import PrefixIndex
 from octavo.core.request import Request, Sequence
-from octavo.engine.engine_request import EngineRequest
+from octavo.engine.engine_request import EngineRequest, pin_id
 from octavo.engine.process.thread import Delivery, EngineThread
 from octavo.engine.query import DumpRecording
 from octavo.errors import EngineError, TraceError
@@ -289,7 +289,7 @@ def test_repeated_pin_takes_no_more_memory() -> None:
     for _ in range(5):
         engine.add_request(EngineRequest.pinning("manual", [1, 2, 3, 4, 5, 6]))
         drain(engine)
-        engine.unpin("manual")
+        engine.scheduler.unpin(pin_id("manual"))
     log = recorder._requests
     assert [len(tails) for tails in log._tails.values()] == [1]
     assert not log._live and not log._unfinished and not log._ended
