@@ -1,4 +1,4 @@
-"""A model whose slots and logits are hashes, and its executor; `test_oracle_workloads` says what for."""
+"""A model whose slots and logits are hashes, and its executor. `test_oracle_workloads` explains its use."""
 
 from __future__ import annotations
 

@@ -485,11 +485,11 @@ class StepResult:
             }
             result.corrupt = _next(num_corrupt, ints)
         except StopIteration:
-            raise PlanError("the result has fewer numbers than it says; its bytes are damaged") from None
+            raise PlanError("the result has fewer numbers than its header counts; its bytes are damaged") from None
         result.errors = {i: reader.text(size) for i, size in sizes.items()}
         reader.end()
         if any(True for _ in ints) or any(True for _ in doubles):
-            raise PlanError("the result has more numbers than it says; its bytes are damaged")
+            raise PlanError("the result has more numbers than its header counts; its bytes are damaged")
         for i in chain(result.errors, result.logprobs, result.prompt_logprobs):
             if i >= num_slices:
                 raise PlanError(f"the result names slice {i} and has {num_slices}; its bytes are damaged")

@@ -1,4 +1,4 @@
-"""`RequestUpdate`: what an engine says of a request after a step. A client makes text and outputs from it."""
+"""`RequestUpdate`: the new tokens of a request after a step. The client makes text and outputs from it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Delivery(NamedTuple):
 
 
 Mailbox: TypeAlias = Callable[[list[Delivery]], object]
-"""Takes deliveries on the engine's thread and must not block. Raises `RuntimeError` if nobody will ever read them."""
+"""Takes deliveries, on the engine's thread. It must not block. It raises `RuntimeError` if its reader is gone."""
 E = TypeVar("E", bound=OctavoError)
 
 
