@@ -33,9 +33,12 @@ def check_once(command: Any, context: typer.Context, args: list[str]) -> None:
 
 
 def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The command line without vLLM's flags that are no options of the command, and the values of these flags."""
+    """The command line without vLLM's flags that are no options of the command, and the values of these flags.
+
+    `--model X` becomes X for a command whose model is an argument."""
     table = arguments(*getattr(command.callback, "vllm_owners", ("none",)))
     options = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    takes_model = any(param.name == "model" and param.param_type_name == "argument" for param in command.params)
     rest: list[str] = []
     given: dict[str, Any] = {}
     after = iter(words)
@@ -44,6 +47,11 @@ def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict
         argument = table.get(flag_name(word) or "")
         if word == "--":
             rest += [word, *after]
+        elif name in ("--model", "-m") and takes_model:
+            value = word.partition("=")[2] or next(after, "")
+            if not value:
+                raise UsageError(f"{name} needs a model's name or path")
+            rest.append(value)
         elif argument is not None and not argument.is_taken and name not in options:
             value, earlier = _value_of(argument, word, after), given.get(argument.name, {})
             if argument.name in given and not (isinstance(value, dict) and isinstance(earlier, dict)):
