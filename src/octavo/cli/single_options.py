@@ -75,6 +75,18 @@ def _value_of(argument: Argument, word: str, after: Iterator[str]) -> Any:
 
 
 class Command(TyperCommand):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The options of --help, by their group."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if (row := param.get_help_record(ctx)) is not None:
+                group = "Arguments" if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None)
+                groups.setdefault(group or "Options", []).append(row)
+        for title, rows in groups.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args, given = take_vllm_flags(self, args)
         GIVEN.set(given)
@@ -83,6 +95,12 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands of --help with their whole first sentence; typer cuts it."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in commands if command])
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         check_once(self, ctx, args)
         return super().parse_args(ctx, args)
