@@ -12,7 +12,20 @@ if TYPE_CHECKING:
     from octavo.config import EngineArgs
     from octavo.engine.arg_utils import AsyncEngineArgs
     from octavo.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.errors import (
+        ContextLengthError,
+        EngineError,
+        MemoryBudgetError,
+        ModelError,
+        ModelNotFoundError,
+        OctavoError,
+        ParameterError,
+        PromptError,
+        RequestFailedError,
+        UsageError,
+    )
     from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM as AsyncLLMEngine
     from octavo.frontend.llm import LLM
     from octavo.inputs import PromptType, TextPrompt, TokensPrompt
     from octavo.params.beam_search_params import BeamSearchParams
@@ -24,17 +37,28 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "ContextLengthError",
     "EngineArgs",
+    "EngineError",
     "Logprob",
+    "MemoryBudgetError",
+    "ModelError",
+    "ModelNotFoundError",
+    "OctavoError",
+    "ParameterError",
+    "PromptError",
     "PromptType",
+    "RequestFailedError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "UsageError",
     "__version__",
 ]
 
@@ -54,9 +78,12 @@ _MODULES = {
     "TextPrompt": "octavo.inputs",
     "TokensPrompt": "octavo.inputs",
 }
+_RENAMED = {"AsyncLLMEngine": "AsyncLLM"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    name = _RENAMED.get(name, name)
+    module = _MODULES.get(name, "octavo.errors" if name in __all__ else None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(module), name)

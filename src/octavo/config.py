@@ -40,7 +40,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8"]
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """Other names of dtypes."""
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 LoadFormat = Literal["auto", "dummy"]
 PreemptionChoice = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]

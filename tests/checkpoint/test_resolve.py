@@ -93,7 +93,7 @@ def test_hub_repository_is_downloaded(model_dir, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert open_checkpoint("org/name", revision="v1").path == model_dir
     assert calls == [("org/name", "v1", True), ("org/name", "v1", False)]
-    assert_rejected("org/name", ModelNotFoundError, "downloads are off", download=False)
+    assert_rejected("org/name", ModelNotFoundError, "run `hf download org/name`", download=False)
 
 
 def test_cached_hub_repository_needs_no_network(model_dir, monkeypatch):

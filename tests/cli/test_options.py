@@ -116,6 +116,19 @@ def called(path: tuple[str, ...], command: Any, launched: Given, monkeypatch: py
     return values
 
 
+def test_help_groups_options_and_shows_the_defaults_of_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for path in ("generate", "chat", "serve", ""):
+        assert run([*path.split(), "--help"]) == 0
+        texts[path] = " ".join(capfd.readouterr().out.split())
+    for name in ("Sampling: --n", "KV cache: --block-size", "Scheduling: --max-num-batched-tokens"):
+        assert texts["generate"].count(name) == texts["chat"].count(name) == 1
+    assert "Keys, TLS and access: --api-key" in texts["serve"] and "[default: 16]" in texts["generate"]
+    assert "--max-tokens" in texts["chat"] and texts["chat"].count("[default: 16]") == 1  # block_size
+    assert texts["generate"].count("[default: 16]") == 2 and "(16)" not in texts["generate"]
+    assert "..." not in texts[""].partition("Commands:")[2]
+
+
 @pytest.mark.parametrize(("path", "command", "option"), OPTIONS)
 def test_option_reaches_its_command(
     path: tuple[str, ...], command: Any, option: Any, called: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -91,6 +91,15 @@ def test_spellings(call: Call, fake: type[FakeLLM]) -> None:
     assert set(SHORT_FLAGS.values()) <= {a.name for a in ENGINE}
 
 
+def test_model_is_an_option_too(call: Call, launched: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.main.get_command", lambda app: TREE)
+    for words in (["m"], ["--model", "m"], ["--model=m"], ["-m", "m"], ["--dtype", "auto", "--model", "m", "--port=1"]):
+        launched.clear()
+        assert call("serve", *words).code == 0 and launched["model"] == "m", words
+    for words in (["m", "--model", "n"], ["--model"], ["--model="]):
+        assert call("serve", *words).code == 2, words
+
+
 def test_a_value_that_spells_a_flag_stays_a_value(call: Call, fake: type[FakeLLM]) -> None:
     assert call("generate", "-p", "--enable-lora").out == "--enable-lora\n"
     assert fake.made[0].requests[0][0] == ["--enable-lora"]

@@ -83,6 +83,11 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert [o.outputs[0].token_ids for o in chat(llm, (HELLO, other))] == [o.outputs[0].token_ids for o in outputs[:2]]
 
 
+def test_content_may_be_text_parts(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Hello"}, {"type": "input_text", "text": "there"}]
+    assert chat(llm, [{"role": "user", "content": parts}])[0].prompt == "<s>user:Hello\nthere</s>"
+
+
 def test_template_variables(llm: LLM) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert chat(llm, tools=tools)[0].prompt == "<s>user:Hello</s>" + json.dumps(tools)
@@ -109,6 +114,14 @@ def test_template_variables(llm: LLM) -> None:
         (HELLO, {"chat_template_kwargs": {"self": "x"}}, ParameterError, "has 'self'"),
         (HELLO, {"continue_final_message": True}, TemplateError, "exclude each other"),
         ([{"role": "user", "content": "\ud800"}], {}, PromptError, "surrogate"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, ParameterError, "only text is supported"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+            {},
+            ParameterError,
+            r"messages\[0\].content\[0\]",
+        ),
+        ([*HELLO, {"role": "user", "content": ["Hi"]}], {}, ParameterError, r"messages\[1\].content\[0\] is 'Hi'"),
     ],
 )
 def test_invalid_conversation_is_rejected(

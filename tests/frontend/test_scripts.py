@@ -238,7 +238,8 @@ def test_names_that_scripts_import() -> None:
     assert octavo.RequestOutput is RequestOutput and octavo.CompletionOutput is CompletionOutput
     with pytest.raises(VLLMValidationError):
         SamplingParams(temperature=float("nan"))
-    assert octavo.BeamSearchParams is BeamSearchParams
+    assert octavo.BeamSearchParams is BeamSearchParams and octavo.AsyncLLMEngine is octavo.AsyncLLM
+    assert octavo.ParameterError is ParameterError and issubclass(ParameterError, octavo.OctavoError)
     assert octavo.StructuredOutputsParams is StructuredOutputsParams
     assert {name for name in octavo.__all__ if getattr(octavo, name) is None} == set()
     assert Path(octavo.__file__).parent.name == "octavo"

@@ -66,16 +66,25 @@ def test_an_invalid_constraint_is_refused_with_the_reason(name: str) -> None:
 
 def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(UnknownOptionError, match="'jsn'; did you mean 'json'"):
-        SamplingParams(structured_outputs={"jsn": {}})  # type: ignore[arg-type]
+        SamplingParams(structured_outputs={"jsn": {}})
     with pytest.raises(ParameterError, match="a dict of its fields"):
         SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
+
+
+def test_a_pydantic_class_is_its_schema() -> None:
+    class Answer:  # as pydantic.BaseModel
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return {"type": "object", "title": "Answer"}
+
+    assert StructuredOutputsParams(json=Answer).json == '{"type": "object", "title": "Answer"}'
 
 
 def test_a_dict_of_fields_is_converted() -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"é": {"const": 1}}}
     for params in (
-        SamplingParams(structured_outputs={"json": schema}),  # type: ignore[arg-type]
-        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs={"json": schema}).sampling_params,  # type: ignore[arg-type]
+        SamplingParams(structured_outputs={"json": schema}),
+        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs={"json": schema}).sampling_params,
     ):
         made = params.structured_outputs
         assert made == StructuredOutputsParams(json=json.dumps(schema)) and made is not None

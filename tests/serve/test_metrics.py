@@ -268,8 +268,11 @@ async def test_unlogged_paths_apply_behind_a_proxy(model: str, caplog: pytest.Lo
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
             for path in ("/health", "/version"):
                 assert (await client.get(path)).status_code == 200
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "octavo.access"]
-    assert [line["path"] for line in lines] == ["/api/version"]
+        await server.client.get("/v1/models/%0aINFO%20forged")
+    lines = [record.message for record in caplog.records if record.name == "octavo.access"]
+    assert len(lines) == 2
+    assert re.fullmatch(r'[\d.]+:\d+ "GET /api/version" 200, [\d.]+ ms, \w+', lines[0]), lines[0]
+    assert r'"GET /v1/models/\nINFO forged" 404' in lines[1]
 
 
 async def test_log_lines_can_be_json(model: str, caplog: pytest.LogCaptureFixture) -> None:

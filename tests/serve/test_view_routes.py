@@ -144,12 +144,14 @@ async def test_text_is_shown_only_with_view_text(model: str) -> None:
 
 async def test_view_needs_the_key(model: str) -> None:
     async with serving(model, keys=(KEY,)) as server:
+        basic = lambda text: {"authorization": f"Basic {base64.b64encode(text.encode()).decode()}"}  # noqa: E731
         paths = ["", "/", "/config", "/play", "/events", "/blocks/1", "/static/index.html"]
         for path in paths:
             answer = await server.client.get(f"/view{path}", headers={"authorization": ""})
             assert answer.status_code == 401, path
             assert answer.headers["www-authenticate"] == 'Basic realm="octavo", charset="UTF-8"'
-        basic = lambda text: {"authorization": f"Basic {base64.b64encode(text.encode()).decode()}"}  # noqa: E731
+        answer = await server.client.get("/", headers=basic(f"me:{KEY}"))
+        assert (answer.status_code, answer.headers["location"]) == (307, "view/")
         for given, status in [
             (basic(f"me:{KEY}"), 200),
             (basic(f":{KEY}"), 200),

@@ -55,6 +55,7 @@ class CatalogListing:
     is_cached: bool
     description: str
     licence: str
+    aliases: tuple[str, ...]
 
 
 _ENTRIES = (
@@ -93,7 +94,10 @@ def find(name: str) -> CatalogEntry | None:
 
 
 def list_models() -> list[CatalogListing]:
-    return [CatalogListing(e.name, e.num_bytes, _is_intact(e), e.description, e.licence) for e in CATALOG.values()]
+    return [
+        CatalogListing(e.name, e.num_bytes, _is_intact(e), e.description, e.licence, e.aliases)
+        for e in CATALOG.values()
+    ]
 
 
 def cached_path(name: str) -> Path:

@@ -161,8 +161,8 @@ def _not_found(text: str) -> ModelNotFoundError:
     if re.match(r"(?i)https?://", text):
         hint = 'name a hub repository as "org/name"'
     return ModelNotFoundError(
-        f"no model {text[:200]!r}: it is not a directory, a .gguf file, a name of the catalogue or a hub repository; "
-        + hint
+        f"no model {text[:200]!r}: expected a directory, a .gguf file, a name that `octavo models` lists, or a hub "
+        f"repository; {hint}"
     )
 
 
@@ -267,7 +267,9 @@ def _open_hub(name: str, revision: str | None, download: bool) -> Checkpoint:
         if not download:
             if isinstance(e, ModelError):
                 raise
-            raise ModelNotFoundError(f"{name!r} is not on this machine, and downloads are off") from e
+            raise ModelNotFoundError(
+                f"{name!r} is not on this machine and is not downloaded here; run `hf download {name}`"
+            ) from e
     try:
         return snapshot(local=False)
     except ModelError:
@@ -283,7 +285,7 @@ def _hub_reason(e: Exception) -> str:
         "RevisionNotFoundError": "the repository has no such revision",
         "HFValidationError": "not a legal repository name",
         "LocalEntryNotFoundError": "the hub cannot be reached; check the network, or give a directory or a .gguf file",
-        "OfflineModeIsEnabled": "offline mode is on (HF_HUB_OFFLINE)",
+        "OfflineModeIsEnabled": "offline mode is on; unset HF_HUB_OFFLINE to download",
     }
     for kind in type(e).__mro__:
         if kind.__name__ in reasons:

@@ -126,22 +126,57 @@ METAVARS = {
 }
 # fmt: on
 COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
+# fmt: off
+GROUPS = {
+    "Model": "revision chat_template device dtype load_format quantization generation_config enforce_eager",
+    "KV cache": "block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
+        " enable_prefix_caching swap_space watermark kv_events_config",
+    "Keys, TLS and access": "api_key api_key_file admin_key admin_key_file insecure ssl_keyfile ssl_certfile"
+        " ssl_ca_certs allowed_origins allowed_hosts trust_request_chat_template metrics_public view_text",
+    "Limits of requests": "max_num_queued_reqs max_num_queued_tokens max_request_sequences max_request_tokens"
+        " max_request_logprobs queue_timeout max_body_bytes unknown_params strict_openai max_json_whitespace",
+    "Logs and tracing": "otlp_traces_endpoint enable_log_requests disable_log_stats uvicorn_log_level"
+        " disable_access_log_for_endpoints flight_recorder",
+}
+"""Groups of options in --help; the group of the others is by their class, in `GROUP_OF_REST`."""
+# fmt: on
+GROUP_OF_REST = {
+    "SamplingParams": "Sampling",
+    "the engine": "Scheduling",
+    "the server": "Server",
+    "bench serve": "Load and report",
+}
 ALIASES = {"swap_space": ["--kv-offloading-size"], "gpu_memory_utilization": ["--device-memory-utilization"]}
 """Other names that vLLM has for these options."""
 
 
 def options_of(
-    settings: type[Any], *, into: str, only: Sequence[str] = (), also: Sequence[str] = ()
+    settings: type[Any],
+    *,
+    into: str,
+    only: Sequence[str] = (),
+    also: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that adds an option for each field of `settings` and collects the values in `into`.
 
-    only  the fields; default: all but those of `NO_OPTIONS`      also  further fields
+    only      the fields; default: all but those of `NO_OPTIONS`      also  further fields
+    defaults  this command's own defaults
     """
     names = only or [f.name for f in dataclasses.fields(settings) if f.init and f.name not in NO_OPTIONS[settings]]
     names = [*names, *also]
     help_texts, hints = field_texts(settings), typing.get_type_hints(settings)
-    fields = {field.name: field for field in dataclasses.fields(settings)}
-    declared = [_option_of(fields[name], hints[name], help_texts[name]) for name in names]
+    fields, own_defaults = {field.name: field for field in dataclasses.fields(settings)}, defaults or {}
+    declared = [
+        _option_of(
+            fields[name],
+            hints[name],
+            help_texts[name],
+            own_defaults.get(name, fields[name].default),
+            group_of(name, settings),
+        )
+        for name in names
+    ]
     owner = getattr(settings, "ARGUMENT_OWNER", None)
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +192,7 @@ def options_of(
                 if owner and own:
                     adopted = adopt(owner, {"model": values.get("model"), **given, **own})
                     given = {name: value for name, value in adopted.items() if name != "model"}
-                return command(**values, **{into: given})
+                return command(**values, **{into: {**own_defaults, **given}})
             except UsageError as error:
                 if error.param in given.keys() | own.keys():  # name the option, not the field
                     error.args = (f"{flag(str(error.param))}: {error}",)
@@ -171,6 +206,11 @@ def options_of(
         return wrapped
 
     return decorate
+
+
+def group_of(name: str, settings: type[Any]) -> str:
+    """The group of an option in --help."""
+    return next((group for group, names in GROUPS.items() if name in names.split()), GROUP_OF_REST[settings.TITLE])
 
 
 def flag(name: str) -> str:
@@ -191,9 +231,9 @@ def field_texts(settings: Any) -> dict[str, str]:
     return texts
 
 
-def _option_of(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Parameter:
-    """The field as a keyword parameter. Without the option its value is None or [], whatever the field's default is."""
-    name, default, kind = field.name, field.default, _kind_of(hint)
+def _option_of(field: dataclasses.Field[Any], hint: Any, text: str, default: Any, group: str) -> inspect.Parameter:
+    """The field as a keyword parameter. Without the option its value is None or [], whatever `default` --help shows."""
+    name, kind = field.name, _kind_of(hint)
     names = [flag(name), *ALIASES.get(name, [])]
     settings: dict[str, Any] = {"metavar": METAVARS.get(name)}
     if kind is dict or name in PARSERS:
@@ -202,12 +242,14 @@ def _option_of(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.P
         kind = list[dict]  # type: ignore[type-arg]  # typer needs a plain class
     if typing.get_origin(kind) is list:
         text += "; may be repeated"
-    if isinstance(default, bool):
+    if isinstance(field.default, bool):
         names, default = [f"{flag(name)}/--no-{flag(name)[2:]}"], "on" if default else "off"
-    shown = False if default is None or default == () else str(default)
+    shown = "" if default is None or default == () else f"  [default: {default}]"
     text = text.replace("None:", "default:")
     text = text if re.match(r"\S+:", text) else text[0].upper() + text[1:]
-    return _keyword(name, kind, typer.Option(*names, help=f"{text}.", show_default=shown, **settings))
+    return _keyword(
+        name, kind, typer.Option(*names, help=f"{text}.{shown}", show_default=False, rich_help_panel=group, **settings)
+    )
 
 
 def _kind_of(hint: Any) -> Any:

@@ -33,9 +33,12 @@ def check_once(command: Any, context: typer.Context, args: list[str]) -> None:
 
 
 def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The command line without vLLM's flags that are no options of the command, and the values of these flags."""
+    """The command line without vLLM's flags that are no options of the command, and the values of these flags.
+
+    `--model X` becomes X for a command whose model is an argument."""
     table = arguments(*getattr(command.callback, "vllm_owners", ("none",)))
     options = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    takes_model = any(param.name == "model" and param.param_type_name == "argument" for param in command.params)
     rest: list[str] = []
     given: dict[str, Any] = {}
     after = iter(words)
@@ -44,6 +47,11 @@ def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict
         argument = table.get(flag_name(word) or "")
         if word == "--":
             rest += [word, *after]
+        elif name in ("--model", "-m") and takes_model:
+            value = word.partition("=")[2] or next(after, "")
+            if not value:
+                raise UsageError(f"{name} needs a model's name or path")
+            rest.append(value)
         elif argument is not None and not argument.is_taken and name not in options:
             value, earlier = _value_of(argument, word, after), given.get(argument.name, {})
             if argument.name in given and not (isinstance(value, dict) and isinstance(earlier, dict)):
@@ -67,6 +75,18 @@ def _value_of(argument: Argument, word: str, after: Iterator[str]) -> Any:
 
 
 class Command(TyperCommand):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The options of --help, by their group."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if (row := param.get_help_record(ctx)) is not None:
+                group = "Arguments" if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None)
+                groups.setdefault(group or "Options", []).append(row)
+        for title, rows in groups.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args, given = take_vllm_flags(self, args)
         GIVEN.set(given)
@@ -75,6 +95,12 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands of --help with their whole first sentence; typer cuts it."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in commands if command])
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         check_once(self, ctx, args)
         return super().parse_args(ctx, args)

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
-from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
+from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError, cut
 from octavo.params.beam_search_params import BeamSearchParams
+from octavo.params.structured_outputs import StructuredOutputsParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stop_strings import StopStrings
 from octavo.text.tokenizer import Tokenizer
@@ -16,7 +17,6 @@ from octavo.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from octavo.engine.text_processor import MakeDetokenizer
     from octavo.params.sampling_params import SamplingParams
-    from octavo.params.structured_outputs import StructuredOutputsParams
     from octavo.text.grammar import Compilation, Grammar, GrammarCompiler
 
 logger = logging.getLogger("octavo")
@@ -25,7 +25,9 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids; {"prompt": text}, with "parse_special": True to encode special tokens in it; or
 {"prompt_token_ids": ids}."""
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""A conversation: [{"role": "user", "content": "..."}, ...]."""
+"""A conversation: [{"role": "user", "content": "..."}, ...]. A content may be a list of OpenAI's text parts."""
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts, and their fields with text."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "parse_special")
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized on a worker thread; for shorter ones the switch costs more than the work."""
@@ -46,6 +48,29 @@ def check_template_names(names: Iterable[object]) -> None:
                 "as the argument of that name",
                 param="chat_template_kwargs",
             )
+
+
+def join_parts(messages: Messages) -> Messages:
+    """The messages with each list of text parts as one text, as the server joins them. Raises `ParameterError`."""
+    if not isinstance(messages, list | tuple):
+        return messages  # refused by the template
+
+    def joined(content: Any, path: str) -> Any:
+        if not isinstance(content, list | tuple):
+            return content
+        for i, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if not isinstance(kind, str) or not isinstance(part.get(TEXT_PARTS.get(kind, "")), str):
+                text = f"{path}[{i}] is {cut(repr(part), 60)}; only text is supported"
+                raise ParameterError(f'{text}: {{"type": "text", "text": "..."}}', param="messages")
+        return "\n".join(part[TEXT_PARTS[part["type"]]] for part in content)
+
+    return [
+        {**m, "content": joined(m["content"], f"messages[{i}].content")}
+        if isinstance(m, Mapping) and "content" in m
+        else m
+        for i, m in enumerate(messages)
+    ]
 
 
 class InputProcessor:
@@ -148,7 +173,7 @@ class InputProcessor:
         variables = dict(chat_template_kwargs or {})
         check_template_names(variables)
         text, token_ids = self.tokenizer.encode_chat(
-            messages,
+            join_parts(messages),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -195,7 +220,7 @@ class InputProcessor:
 
     def submit_grammar(self, params: SamplingParams | BeamSearchParams, tenant: int = 0) -> Compilation | None:
         """As `compile_grammar`, but return a future. Tenants compile in turns."""
-        spec = params.structured_outputs
+        spec = StructuredOutputsParams.of(params.structured_outputs)
         if spec is None:
             return None
         from octavo.text.grammar import GrammarCompiler  # imports a library that most programs never need

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from octavo.params.structured_outputs import StructuredOutputsParams
 from octavo.params.validation import INT32, ValidatedParams, as_list, as_token_ids, invalid
@@ -94,7 +94,7 @@ class SamplingParams(ValidatedParams):
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     min_tokens: int = 0
     seed: int | None = None
     max_tokens: int | None = 16

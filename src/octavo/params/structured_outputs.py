@@ -19,7 +19,7 @@ MAX_CHOICES = 4096
 class StructuredOutputsParams(ValidatedParams):
     """A constraint on the output: exactly one of the first five fields is set. Names are vLLM's.
 
-    json         a JSON schema, as a dict or as text
+    json         a JSON schema, as a dict, as text, or as a pydantic class
     regex        a regular expression that the whole output matches
     choice       the output is one of these
     grammar      a grammar in Lark's syntax, whose first rule is `start`, or EBNF, whose first rule is `root`
@@ -32,7 +32,7 @@ class StructuredOutputsParams(ValidatedParams):
 
     TITLE: ClassVar[str] = "StructuredOutputsParams"
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | type[Any] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -94,6 +94,8 @@ def _schema(value: Any) -> str:
             if len(value) > MAX_CHARS:
                 raise ValueError(f"{len(value)} characters, at most {MAX_CHARS} are taken")
             value = json_text.loads(value)
+        if hasattr(value, "model_json_schema"):
+            value = value.model_json_schema()
         if not isinstance(value, Mapping):
             raise ValueError("it is not a JSON object")
         text = json_text.dumps(dict(value), allow_nan=False)

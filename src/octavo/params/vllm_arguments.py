@@ -150,7 +150,7 @@ ENGINE: tuple[Argument, ...] = (
         "override_generation_config"),
     *_any("engine", "code of a repository is never loaded", "code_revision"),
     *_only("engine", "the hub's token comes from the environment variable HF_TOKEN", "hf_token"),
-    *_only("engine", "models are kept in OCTAVO_CACHE, or the hub's cache under HF_HOME", "download_dir"),
+    *_any("engine", "models are kept in OCTAVO_CACHE, or the hub's cache under HF_HOME", "download_dir", warns=True),
     *_any("engine", "weights are mapped from their files, however they are read", "safetensors_load_strategy"
         " safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location ignore_patterns",
         flags="use_tqdm_on_load"),
@@ -238,7 +238,11 @@ SAMPLING: tuple[Argument, ...] = (
     *_only("sampling", "the sampler ranks the top tokens only; use logprobs", "logprob_token_ids"),
     *_any("sampling", "log-probabilities are a list of dicts, which reads the same", flags="flat_logprobs", warns=True),
     *_any("sampling", "parameters are copied when they are used", "skip_clone"),
-    *_only("sampling", "it is not supported", "extra_args thinking_token_budget repetition_detection"),
+    *_only("sampling", "no plugin reads it", "extra_args"),
+    *_only("sampling", "no code of others runs in the sampler; use logit_bias, allowed_token_ids or structured_outputs",
+        "logits_processors"),
+    *_only("sampling", "pass the last ids of get_tokenizer().encode(prompt) as the prompt", "truncate_prompt_tokens"),
+    *_only("sampling", "it is not supported", "thinking_token_budget repetition_detection"),
     *_only("sampling", "no family here has experts", routed_experts_prompt_start=0),
     *_only("sampling", "an inner field of vLLM's", output_text_buffer_length=0),
     *_only("sampling", "use structured_outputs", "guided_decoding"),
@@ -252,7 +256,7 @@ CALL: tuple[Argument, ...] = (
     *_only("call", "LoRA adapters are not supported; merge the adapter into the weights", "lora_request"),
     *_only("call", "encode prompts with get_tokenizer() and pass the ids", "tokenization_kwargs"),
     *_any("call", "prompts have no images, audio or video", "mm_processor_kwargs"),
-    *_any("call", "templates get the content as it is passed", "chat_template_content_format"),
+    *_any("call", "templates get the content as one text", "chat_template_content_format"),
 )
 BENCHMARK: tuple[Argument, ...] = (
     *_only("benchmark", "requests arrive at one rate", "ramp_up_strategy ramp_up_start_rps ramp_up_end_rps"),

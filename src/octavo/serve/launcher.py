@@ -230,6 +230,8 @@ def _log_ready(timer: StartupTimer) -> Callable[[str], None]:
         timer.record("listening")
         logger.info("%s", timer.summary())
         logger.info("serving on %s", url)
+        if url.startswith("http"):
+            logger.info("see its requests and blocks at %s/view/", url)
 
     return log_ready
 

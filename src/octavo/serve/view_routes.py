@@ -98,7 +98,8 @@ class View:
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         routes: list[tuple[str, str, Handler]] = [
-            ("GET", "/view", self.redirect),
+            ("GET", "/", self._redirect),
+            ("GET", "/view", self._redirect),
             ("GET", "/view/", self._index),
             ("GET", "/view/static/{name:path}", self._static),
             ("GET", "/view/config", self._config),
@@ -126,7 +127,7 @@ class View:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    async def redirect(self, context: RequestContext) -> HttpResponse:
+    async def _redirect(self, context: RequestContext) -> HttpResponse:
         """Redirects to view/, with a relative location for proxies that add a path prefix."""
         return HttpResponse(b"", 307, headers={"location": "view/"})
 

@@ -27,7 +27,7 @@ class ViewApp:
         self._hosts = AllowedHosts()
         self._app = Starlette(exception_handlers={HTTPException: on_http_exception})
         self._app.router.redirect_slashes = False
-        for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:
+        for method, path, handler in view.routes():
             limit = (lambda: PLAY_BODY_BYTES) if method == "POST" else None
             endpoint = Endpoint(path, handler, body_limit=limit, streams=path == EVENTS)
             self._app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an application

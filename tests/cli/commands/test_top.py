@@ -77,7 +77,11 @@ class Stream(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b": keep-alive\n\n")
-        for frame in frames_of_a_busy_server()[:-1]:
+        frames = frames_of_a_busy_server()
+        for frame in (
+            state_of(frames[:2]).snapshot(),
+            *frames[2:-1],
+        ):  # an idle snapshot would end --once
             self.wfile.write(b"event: x\ndata: " + msgspec.json.encode(frame) + b"\n\n")
         self.wfile.write(b'event: bye\ndata: {"reason":"slow"}\n\n')
 
@@ -94,8 +98,14 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
+def test_a_request_that_the_scheduler_has_not_seen_waits() -> None:
+    state = state_of(frames_of_a_busy_server()[:1])
+    state.queues["waiting"].append("third")
+    assert Summary.of(state).first_waiting == "third waits for the next step"
+
+
 def test_once_prints_the_summary(call: Call, url: str) -> None:
-    done = call("top", url, "--once", "--api-key", KEY)
+    done = call("top", url.removeprefix("http://"), "--once", "--api-key", KEY)
     assert done.code == 0, done.err
     text = " ".join(done.out.split())
     assert "1 tokens/s 2 prompt tokens/s 1 running 1 waiting 0 swapped" in text

@@ -450,7 +450,7 @@ def test_invalid_framing_closes_the_connection(peer: Peer, framing: bytes) -> No
 
 
 def test_paths_methods_and_keys(peer: Peer) -> None:
-    for path in ("/nope", "//v1/completions", "/v1/../admin", "/v1/%2e%2e/admin", "/"):
+    for path in ("/nope", "//v1/completions", "/v1/../admin", "/v1/%2e%2e/admin"):
         assert peer.send("GET", path, auth=False).error == (401, "invalid_api_key", None), path
         assert peer.send("GET", path).error == (404, "not_found", None), path
     response = peer.send("GET", C)

@@ -26,7 +26,7 @@ HELP = "/new: new conversation; /exit: exit; Ctrl-C: stop the answer, twice: exi
 
 
 @options_of(EngineArgs, into="engine")
-@options_of(SamplingParams, into="sampling")
+@options_of(SamplingParams, into="sampling", defaults={"max_tokens": None})
 def chat(
     *,
     model: Model = DEFAULT_MODEL,
@@ -36,7 +36,6 @@ def chat(
     sampling: dict[str, Any],
 ) -> None:
     """Chat with a model. Answers are streamed; the prefix cache holds the conversation so far."""
-    sampling = {"max_tokens": None} | sampling  # by default, as long as the context allows
     params = SamplingParams(**sampling)
     if params.n != 1:
         raise UsageError(f"n is {params.n}; a conversation continues with one answer; remove --n", param="n")

@@ -26,13 +26,17 @@ def list_models(context: typer.Context) -> None:
     from rich.table import Table
 
     from octavo.checkpoint import catalog
+    from octavo.simulate.models import MODELS
 
     table = Table("name", "size", "here", "licence", "description", box=None, pad_edge=False)
     for row in catalog.list_models():
         cached = "yes" if row.is_cached else "no"
         table.add_row(row.name, f"{row.num_bytes / 1e6:.0f} MB", cached, row.licence, row.description)
     Console().print(table)
-    print(f"\nstored in {catalog.models_dir()}; set OCTAVO_CACHE to change it")
+    for row in catalog.list_models():
+        print(f"\nother names of {row.name}: {', '.join(row.aliases)}")
+    print(f"sizes without weights, for simulate, plan and view: {', '.join(MODELS)}")
+    print(f"stored in {catalog.models_dir()}; set OCTAVO_CACHE to change it")
 
 
 @models.command(cls=Command)

@@ -22,7 +22,7 @@ ALWAYS_ON = typer.Option(hidden=True)
 def serve(
     *,
     model: Annotated[
-        str, typer.Argument(help="Directory, .gguf file, name in `octavo models`, or hub id.")
+        str, typer.Argument(help="Directory, .gguf file, name in `octavo models`, or hub id; also --model.")
     ] = DEFAULT_MODEL,
     log_format: Annotated[str, typer.Option(help="text, or json: one object per line.")] = "text",
     enable_auto_tool_choice: Annotated[bool, ALWAYS_ON] = True,

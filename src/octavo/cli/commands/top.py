@@ -39,6 +39,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    url = url if "://" in url else f"http://{url}"
     if not is_address(url):
         raise ParameterError(f"{url!r} is not a server's address; use one such as http://127.0.0.1:8000", param="url")
     key = api_key or os.environ.get("OCTAVO_ADMIN_KEY") or os.environ.get("OCTAVO_API_KEY")
@@ -47,7 +48,7 @@ def top(
         deadline, state = time.monotonic() + ONCE_S, None
         for latest in states(url, key, timeout_s=ONCE_S):
             state = latest
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not state.requests:  # an idle server sends nothing more
                 break
         if state is None:
             raise EngineError(f"{url} sent no snapshot; its engine may be starting")

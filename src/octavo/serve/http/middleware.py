@@ -164,7 +164,7 @@ class AuthMiddleware:
         if _is_preflight(context):
             return None  # browsers send no key with it, and the response has no data
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        for_view = path == b"/view" or path.startswith(b"/view/")
+        for_view = path in (b"/", b"/view") or path.startswith(b"/view/")
         if len(given) == 1:
             scheme, _, key = given[0].partition(b" ")
             key = key.strip() if scheme.lower() == b"bearer" else _basic_password(key) if for_view else b""
@@ -207,7 +207,10 @@ class AuthMiddleware:
             "ms": round(1000 * elapsed_s, 1),
             "id": context.request_id,
         }
-        access_log.info("%s", json.dumps(entry), extra={"access": entry})
+        request = json.dumps(f"{method} {entry['path']}")  # a path may contain line ends
+        access_log.info(
+            "%s %s %s, %s ms, %s", entry["client"], request, *list(entry.values())[3:], extra={"access": entry}
+        )
 
 
 def _basic_password(encoded: bytes) -> bytes:

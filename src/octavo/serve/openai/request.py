@@ -13,6 +13,7 @@ from msgspec import Raw, Struct
 
 from octavo.engine.engine_request import MAX_PRIORITY
 from octavo.errors import UsageError, cut
+from octavo.frontend.input_processor import TEXT_PARTS
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.params.structured_outputs import StructuredOutputsParams
@@ -40,8 +41,6 @@ MAX_CALLS = 4096
 MAX_ARGUMENT_BYTES = 1 << 20
 """JSON text of all their arguments together."""
 MAX_TOP_LOGPROBS = 20
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content parts, and their fields with text."""
 TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")
 SAMPLING = tuple(schema.Sampling.__annotations__)
 BEAM_SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}

@@ -79,7 +79,7 @@ def describe_first_waiting(state: PoolState) -> str:
         return f"waiting requests that are not visible to this key: {num_others}"
     request = None if name is None else state.requests.get(name)
     if request is None or request.wait is None:
-        return ""
+        return "" if name is None else f"{name} waits for the next step"
     wait = request.wait
     if wait.reason == "blocks" and wait.needs is not None:
         return f"{request.id} needs {wait.needs} blocks: {wait.free} are free, {wait.evictable} cached"
