@@ -310,7 +310,7 @@ def described(name: str, cls: Any) -> Iterator[str]:
 
 def api() -> Iterator[str]:
     yield "# Python API"
-    yield "Everything here is imported from `octavo`; errors that it lacks are in `octavo.errors`. Importing them loads no torch."
+    yield "All of it is imported from `octavo`; further errors are in `octavo.errors`. Importing them loads no torch."
     names = [name for group in API_GROUPS.values() for name in group.split()]
     assert {*names, "__version__"} == set(octavo.__all__) - set(vars(errors)), "API_GROUPS lacks a public name"
     for group, members_ in API_GROUPS.items():
