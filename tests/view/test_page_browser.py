@@ -32,7 +32,7 @@ from tests.serve.in_process_server import Server, run, serving
 
 pytestmark = pytest.mark.slow
 WAIT_MS = 60_000
-SIZES = [(1280, 800), (768, 1024), (390, 844)]
+SIZES = [(1440, 900), (1024, 768), (390, 844)]
 STATIC = Path(octavo.view.__file__).parent / "static"
 
 
@@ -579,6 +579,14 @@ def test_page_does_not_overflow_horizontally(
         with window(browser, url, size=size) as shown:
             shown.js("octavoView.stage.paint()")
             assert shown.js("document.documentElement.scrollWidth <= innerWidth"), (name, size)
+
+
+def test_a_lesson_and_its_blocks_are_in_sight_on_a_phone(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#lesson=copy-on-write.2", size=SIZES[-1]) as shown:
+        shown.js("octavoView.stage.paint()")
+        for name in ("#lesson .current-step", "#grid"):
+            box = shown.page.locator(name).bounding_box()
+            assert box["y"] >= 0 and box["y"] + box["height"] <= SIZES[-1][1], (name, box)
 
 
 def test_no_layout_shift_while_playing(browser: Any, recording: str) -> None:

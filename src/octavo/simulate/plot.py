@@ -10,6 +10,7 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 160, 34, 46  # margins of the plot; the legend is at the right
+FREE = "#c9ced6"
 COLORS = ("#2f6fb2", "#d9822b", "#3a9a5b", "#b03a48", "#7a5aa6", "#8a8a8a", "#c2a01e")
 INK = "#777"
 
@@ -121,7 +122,7 @@ def _draw_chart(chart: Chart) -> list[str]:
     names = [*(p.name for p in chart.lines), *(p.name for p in chart.areas), *(p.name for p in chart.bars)]
     for i, name in enumerate(names):
         y = TOP + 8 + 17 * i
-        parts.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y - 8}" width="10" height="10" fill="{_color(i)}"/>')
+        parts.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y - 8}" width="10" height="10" fill="{_color(i, name)}"/>')
         parts.append(_text(WIDTH - RIGHT + 28, y + 1, name))
     return parts
 
@@ -166,7 +167,7 @@ def _areas(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[str]:
         top = [b + y for b, y in zip(base, area.ys, strict=True)]
         there = [f"{x_axis(x)},{y_axis(y)}" for x, y in zip(chart.xs, top, strict=True)]
         back = [f"{x_axis(x)},{y_axis(y)}" for x, y in zip(chart.xs, base, strict=True)]
-        parts.append(f'<polygon points="{" ".join([*there, *reversed(back)])}" fill="{_color(i)}" fill-opacity=".75"/>')
+        parts.append(f'<polygon points="{" ".join([*there, *reversed(back)])}" fill="{_color(i, area.name)}" fill-opacity=".75"/>')
         base = top
     return parts
 
@@ -210,5 +211,5 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _color(i: int) -> str:
-    return COLORS[i % len(COLORS)]
+def _color(i: int, name: str = "") -> str:
+    return FREE if name == "free" else COLORS[i % len(COLORS)]

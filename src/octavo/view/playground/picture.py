@@ -42,7 +42,7 @@ def compare(play: Playground) -> dict[str, int]:
     return {
         "paged_blocks": stats.num_used,
         "unshared_blocks": sum(kv.blocks_for(s.num_computed) for s in running),
-        "contiguous_blocks": kv.blocks_for(max_len) * len(running),
+        "contiguous_blocks": kv.blocks_for(max_len) * len(contiguous.starts),
         "contiguous_refused": len(contiguous.waiting),
         "paged_waste_slots": stats.num_unfilled_slots,
         "contiguous_waste_slots": sum(max_len - _filled(play, name) for name in contiguous.starts),

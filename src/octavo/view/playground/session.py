@@ -344,7 +344,7 @@ class Playground:
         for src, dst in plan.copies:
             self.phases.add("repoint", f"{name}'s table points to block {dst} instead of {src}", name, dst, src)
         for block in sequence.block_ids[held:]:
-            self.phases.add("repoint", f"{name}'s table ends with block {block}", name, block)
+            self.phases.add("extend", f"{name}'s table ends with block {block}", name, block)
         sequence.num_computed += count
         if count:
             last = sequence.block_ids[-1]

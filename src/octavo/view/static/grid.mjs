@@ -9,6 +9,7 @@ import { reducedMotion } from "./dom.mjs";
 export const MODES = ["state", "owner", "references", "age"];
 const DETAIL_PX = 9; // cells from this size on are drawn one by one
 const [FREE, CACHED, USED, OWNER, RAMP] = [0, 1, 2, 3, 11]; // indices of the palette
+const MIN_LABEL = 9; // px
 const FLASH_MS = 600;
 const MAX_FLASHES = 3000;
 const AGES_S = [1, 3, 10, 30, 100, 300, 1000];
@@ -307,7 +308,7 @@ export class PoolGrid {
     if (!refs && !pool.cached[block]) {
       c.strokeStyle = css(theme.line);
       c.stroke();
-      if (size >= 26) this._write(c, block, x + size / 2, y + size / 2, this.faint, Math.min(13, size * 0.3), 400);
+      if (size >= 26) this._write(c, block, x + size / 2, y + size / 2, this.faint, Math.min(13, Math.max(MIN_LABEL, size * 0.3)), 400);
       return;
     }
     const colour = this.colourOf(block);
@@ -317,7 +318,7 @@ export class PoolGrid {
       c.strokeStyle = css(mix(theme.accent, theme.surface, 0.5));
       c.stroke();
     } else this._fill(c, block, x, y, size, colour);
-    if (size < (refs ? 16 : 26)) return;
+    if (size < 26) return; // a smaller label cannot be read
     const label = this._label(block, refs);
     const ground = refs || this.mode === "age" ? mix(colour, theme.surface, 0.62) : theme.surface;
     const ink = inkOn(ground);
@@ -328,7 +329,7 @@ export class PoolGrid {
       x + size / 2,
       y + size / 2,
       refs || this.mode === "age" ? ink : css(theme.ink),
-      Math.min(14, size * 0.34),
+      Math.min(14, Math.max(MIN_LABEL, size * 0.34)),
       600,
     );
     if (refs > 1 && this.mode !== "references" && size >= 30) this._badge(c, `×${refs}`, x + size, y, size);
@@ -383,7 +384,7 @@ export class PoolGrid {
 
   _badge(c, label, right, top, size) {
     const { theme } = this;
-    const font = Math.min(11, size * 0.24);
+    const font = Math.min(11, Math.max(MIN_LABEL, size * 0.24));
     const width = label.length * font * 0.6 + 6;
     c.fillStyle = css(theme.ink);
     c.beginPath();
