@@ -20,7 +20,15 @@ from markdown_it.token import Token
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-SHORT_SENTENCES = ["index.md", "quickstart.md"]
+SHORT_SENTENCES = [
+    "index.md",
+    "quickstart.md",
+    *(
+        page.relative_to(DOCS).as_posix()
+        for folder in ("concepts", "guides")
+        for page in sorted((DOCS / folder).glob("*.md"))
+    ),
+]
 """Pages of docs/ without a sentence of more than 35 words."""
 
 
