@@ -167,7 +167,8 @@ def _areas(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[str]:
         top = [b + y for b, y in zip(base, area.ys, strict=True)]
         there = [f"{x_axis(x)},{y_axis(y)}" for x, y in zip(chart.xs, top, strict=True)]
         back = [f"{x_axis(x)},{y_axis(y)}" for x, y in zip(chart.xs, base, strict=True)]
-        parts.append(f'<polygon points="{" ".join([*there, *reversed(back)])}" fill="{_color(i, area.name)}" fill-opacity=".75"/>')
+        points, colour = " ".join([*there, *reversed(back)]), _color(i, area.name)
+        parts.append(f'<polygon points="{points}" fill="{colour}" fill-opacity=".75"/>')
         base = top
     return parts
 
