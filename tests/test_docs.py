@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 SHORT_SENTENCES = [
     "index.md",
     "quickstart.md",
+    "troubleshooting.md",
     *(
         page.relative_to(DOCS).as_posix()
         for folder in ("concepts", "guides")
@@ -224,6 +225,14 @@ def test_the_site_links_files_of_the_repository() -> None:
         "[a](https://host/o/blob/main/src/octavo/errors.py#L1) [b](https://host/o/tree/main/tests) "
         "[c](../usage.md) [d](../../none.md)"
     )
+
+
+def test_troubleshooting_has_every_error_with_its_code() -> None:
+    from octavo import errors
+
+    known = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OctavoError)]
+    page = (DOCS / "troubleshooting.md").read_text()
+    assert dict(re.findall(r"`(\w+)`, `(\w+)`", page)) == {kind.__name__: kind.code for kind in known}
 
 
 def rows(page: str) -> list[list[str]]:
