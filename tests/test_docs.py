@@ -215,6 +215,24 @@ def test_the_site_names_files_of_the_repository() -> None:
     assert found == "a (`src/octavo/errors.py`) b (`tests`) [c](../usage.md) [d](../../none.md)"
 
 
+def test_troubleshooting_has_every_error_with_its_code() -> None:
+    from octavo import errors
+
+    known = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OctavoError)]
+    page = (DOCS / "troubleshooting.md").read_text()
+    assert dict(re.findall(r"`(\w+)`, `(\w+)`", page)) == {kind.__name__: kind.code for kind in known}
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"temprature": 1}])
+def test_troubleshooting_quotes_messages_as_they_are(options: dict[str, Any]) -> None:
+    from octavo import SamplingParams
+    from octavo.errors import UsageError
+
+    with pytest.raises(UsageError) as raised:
+        SamplingParams(**options)
+    assert f"\n{raised.value}\n" in (DOCS / "troubleshooting.md").read_text()
+
+
 def rows(page: str) -> list[list[str]]:
     """The cells of all tables of a page."""
     lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
