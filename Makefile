@@ -23,7 +23,7 @@ TARGET  ?= quick
 QUICK   := tests/params tests/core tests/text tests/test_project.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test proof pythons test-gpu sanitize clients fuzz dashboard check blas prove reliability mutants bench lint types contracts size coverage clean
+.PHONY: help demo quick test proof pythons test-gpu sanitize clients fuzz dashboard check docs blas prove reliability mutants bench lint types contracts size coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,8 +68,12 @@ fuzz: $(DEV) ## bodies made up from the OpenAPI document, right and wrong, a tho
 dashboard: $(DEV) ## the Grafana dashboard against a real Prometheus, and its picture
 	@$(BIN)/python scripts/grafana_check.py $(ARGS)
 
-check: test proof blas coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
+check: test proof docs blas coverage lint types contracts size ## what a change must pass: tests, documentation, coverage, lint, types, imports, sizes
 	@echo '== all checks passed'
+
+docs: $(DEV) ## the pages of docs/ as a site in site/, without a network; a warning is an error
+	@echo '== docs'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.proof.prove $(ARGS)
@@ -115,7 +119,7 @@ size: $(DEV)
 	@$(BIN)/python scripts/size.py
 
 clean: ## remove .venv and what the tools left behind
-	rm -rf .venv .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* build dist
+	rm -rf .venv .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* build dist site
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are older than pyproject.toml after a change to it, and only then is anything installed again.

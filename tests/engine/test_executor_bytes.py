@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.engine.executor import ERRORS, GrammarBitmask, decode_error, encode_error
+from octavo.engine.executor import ERRORS, Capacity, GrammarBitmask, decode_error, encode_error
 from octavo.errors import PlanError
 
 
@@ -15,6 +15,11 @@ def test_a_bitmask_survives_its_bytes() -> None:
         slices, bitmask = GrammarBitmask.decode(masks.encode())
         assert slices == masks.slices and bitmask.dtype == np.int32 and bitmask.flags.writeable
         assert bitmask.shape == masks.bitmask.shape and (bitmask == masks.bitmask).all()
+
+
+def test_a_capacity_survives_its_bytes() -> None:
+    capacity = Capacity(3_000_000, 7, 1.25e-4)
+    assert Capacity.decode(capacity.encode()) == capacity
 
 
 def test_errors_survive_their_bytes() -> None:
@@ -28,6 +33,9 @@ def test_damaged_bytes_are_refused() -> None:
     for damaged in (b"", data[:7], data[:-1], data + b"\0"):
         with pytest.raises(PlanError, match="no bitmask"):
             GrammarBitmask.decode(damaged)
+    for damaged in (b"", Capacity(1, 2, 0.5).encode() + b"\0"):
+        with pytest.raises(PlanError, match="no capacity"):
+            Capacity.decode(damaged)
     for damaged in (b"", b"\x07what", b"\x00\xff"):
         with pytest.raises(PlanError, match="no error of a step"):
             decode_error(damaged)

@@ -3,8 +3,8 @@
     python -m tests.runner.executor_process
 
 Each message has four bytes of length in front. A request begins with a letter and the number of a plan: "n" makes the
-executor of a `HashModel`, "p" submits a plan, "b" puts a bitmask. "d", "l" and "r" have an answer: whether the plan is
-done, a part of its result, and the rest.
+executor of a `HashModel`, "p" submits a plan, "b" puts a bitmask. "s", "d", "l" and "r" have an answer: the capacity of
+the started executor, whether the plan is done, a part of its result, and the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import GrammarBitmask, decode_error, encode_error
+from octavo.engine.executor import Capacity, GrammarBitmask, decode_error, encode_error
 from octavo.errors import DeviceLostError, StepError
 from tests.core.plan_worker import receive, send
 
@@ -60,6 +60,9 @@ class RemoteExecutor:
     def __init__(self, process: ExecutorProcess) -> None:
         self._process = process
         self._num_plans = 0
+
+    def start(self) -> Capacity:
+        return Capacity.decode(self._process.ask(b"s", 0))
 
     def submit(self, plan: StepPlan) -> RemoteHandle:
         self._process.tell(b"p", self._num_plans, plan.encode())
@@ -105,6 +108,9 @@ def main() -> None:
             if executor is not None:
                 executor.close()
             executor, handles = HashExecutor(Sizes(*struct.unpack("=7I", data)), CpuPlatform()).inner, {}
+        elif what == b"s":
+            assert executor is not None
+            send(sys.stdout.buffer, executor.start().encode())
         elif what == b"p":
             assert executor is not None
             handles[number] = executor.submit(StepPlan.decode(data))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import GrammarBitmask
+from octavo.engine.executor import Capacity, GrammarBitmask
 from octavo.kernels.metadata import RaggedBatch
 from octavo.runner.executor import StepHandle, make_executor
 from octavo.runner.model_runner import ModelRunner
@@ -99,10 +99,12 @@ class HashExecutor:
             vocab_size=o.VOCAB,
             graphs=graphs,
         )
-        runner.capture()
         self.inner = make_executor(runner)
         self._submitted: list[StepHandle] = []
         self.close = self.inner.close
+
+    def start(self) -> Capacity:
+        return Capacity.decode(self.inner.start().encode())
 
     def submit(self, plan: StepPlan) -> HandleOfBytes:
         handle = self.inner.submit(StepPlan.decode(plan.encode()))

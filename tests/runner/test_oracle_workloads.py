@@ -94,6 +94,8 @@ class Device:
 
     def __init__(self, world: World, executor: HashExecutor | RemoteExecutor) -> None:
         self.executor = executor
+        sizes = Sizes.of(world)
+        assert executor.start()[:2] == (sizes.num_blocks, sizes.num_host_blocks)
         self.poisoned: dict[int, set[int]] = {}  # unknown here: a wrong token shows it
         self.counts: Counter[str] = Counter()
         self._handles: dict[int, Any] = {}

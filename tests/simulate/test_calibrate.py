@@ -141,7 +141,7 @@ def test_ready_result_gives_no_step_time() -> None:
 
 def test_after_a_late_host_two_results_must_be_awaited() -> None:
     clock = VirtualClock()
-    timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock), clock, overlap=True)
+    timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock, num_blocks=1), clock, overlap=True)
     flight = [timed.submit(StepPlan(0)), timed.submit(StepPlan(1))]
     for number in range(2, 7):
         flight.pop(0).result()
@@ -163,7 +163,7 @@ def test_gpu_rounds_fit_into_the_pool() -> None:
 
 def test_time_before_a_round_is_not_measured() -> None:
     clock = VirtualClock()
-    timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock), clock)
+    timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock, num_blocks=1), clock)
     timed.submit(StepPlan()).result()
     clock.advance_to(5.0)
     timed.submit(StepPlan(1)).result()

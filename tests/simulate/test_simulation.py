@@ -168,7 +168,7 @@ def test_steps_run_one_after_another() -> None:
     from octavo.simulate.clock import VirtualClock
 
     clock = VirtualClock()
-    executor = SimulatedExecutor(LinearCost(1.0, 0, 0), clock)
+    executor = SimulatedExecutor(LinearCost(1.0, 0, 0), clock, num_blocks=1)
     a, b = executor.submit(StepPlan()), executor.submit(StepPlan(1))
     assert (a.done_s, b.done_s, clock()) == (1.0, 2.0, 0.0) and not a.done
     assert a.poll(0.25) is None and clock() == 0.25

@@ -1,6 +1,13 @@
 """The environment variables that Octavo reads, and a check for misspelt names.
 
 Without the check, a misspelt name such as OCTAVO_API_KEYS would start a server without an API key.
+
+OCTAVO_API_KEY    a key of the server; also for `octavo top` and `octavo bench serve`
+VLLM_API_KEY      another key of the server; also for `octavo bench serve`
+OCTAVO_ADMIN_KEY  an admin key of the server; also for `octavo top`, before `OCTAVO_API_KEY`
+OCTAVO_CACHE      the directory for models and compiled kernels, instead of `~/.cache/octavo`
+OCTAVO_DEBUG      1: a traceback with every error, as `--debug`
+OCTAVO_NATIVE     0: no compiled CPU kernels; otherwise the compiler's `-march` for them
 """
 
 from __future__ import annotations

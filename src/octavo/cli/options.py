@@ -165,7 +165,7 @@ def options_of(
     """
     names = only or [f.name for f in dataclasses.fields(settings) if f.init and f.name not in NO_OPTIONS[settings]]
     names = [*names, *also]
-    help_texts, hints = _entries(settings), typing.get_type_hints(settings)
+    help_texts, hints = field_texts(settings), typing.get_type_hints(settings)
     fields, own_defaults = {field.name: field for field in dataclasses.fields(settings)}, defaults or {}
     declared = [
         _option_of(
@@ -217,7 +217,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _entries(settings: type[Any]) -> dict[str, str]:
+def field_texts(settings: Any) -> dict[str, str]:
     """The docstring's text of each field: lines of `name  text`, or `name, name  text`, that may continue indented."""
     texts: dict[str, str] = {}
     names: list[str] = []

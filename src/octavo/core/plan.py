@@ -19,7 +19,7 @@ import sys
 from array import array
 from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -123,7 +123,7 @@ class Slice(NamedTuple):
 T = TypeVar("T")
 COLUMN = "I"
 """Array type of a plan's columns: int32 numbers from 0 on. Python fills unsigned arrays three times as fast."""
-VERSION = 2
+VERSION = 3
 """Format of encoded plans and results. Both sides must be of the same version."""
 
 _EMPTY: array[int] = array(COLUMN)
@@ -131,7 +131,9 @@ _MAGIC = b"octp"
 _HEADER = struct.Struct("=4sIq10I")
 _RESULT_MAGIC = b"octr"
 _RESULT_HEADER = struct.Struct("=4sI7I")
-_SETUP = struct.Struct("=3Iq6d5i?6i")
+_NUMBERS = {f.name: "d" if f.type == "float" else "i" for f in fields(SamplingParams) if f.type in ("float", "int")}
+"""The numbers among the sampling parameters, and their codes in a setup's bytes."""
+_SETUP = struct.Struct(f"=3Iq{''.join(_NUMBERS.values())}2i?6i")
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
 _NONE = -2
 """Stands for None where -1 has a meaning."""
@@ -291,15 +293,7 @@ def _encode_setup(setup: RowSetup) -> bytes:
         setup.sample_index,
         setup.num_prompt,
         setup.seed,
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.top_k,
-        params.min_tokens,
-        params.n,
+        *(getattr(params, name) for name in _NUMBERS),
         _NONE if params.logprobs is None else params.logprobs,
         _NONE if params.prompt_logprobs is None else params.prompt_logprobs,
         setup.returns_candidates,
@@ -317,7 +311,7 @@ def _encode_setup(setup: RowSetup) -> bytes:
 
 def _decode_setup(reader: _Reader) -> RowSetup:
     row, sample_index, num_prompt, seed, *rest = reader.unpack(_SETUP)
-    temperature, top_p, min_p, repetition, presence, frequency, top_k, min_tokens, num, *rest = rest
+    numbers, rest = dict(zip(_NUMBERS, rest, strict=False)), rest[len(_NUMBERS) :]
     logprobs, prompt_logprobs, returns_candidates, best_of, num_stops, num_history, num_allowed, *rest = rest
     num_biases, num_words = rest
     stop_ids = frozenset(reader.ints(num_stops))
@@ -328,19 +322,11 @@ def _decode_setup(reader: _Reader) -> RowSetup:
     words = [reader.ints(reader.ints(1)[0]).tolist() for _ in range(num_words)]
     try:
         params = SamplingParams(
-            n=num,
+            **numbers,
             best_of=None if best_of == _NONE else best_of,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition,
-            presence_penalty=presence,
-            frequency_penalty=frequency,
             logit_bias=bias or None,
             allowed_token_ids=allowed,
             bad_words_token_ids=words,
-            min_tokens=min_tokens,
             max_tokens=None,
             logprobs=None if logprobs == _NONE else logprobs,
             prompt_logprobs=None if prompt_logprobs == _NONE else prompt_logprobs,

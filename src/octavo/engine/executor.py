@@ -63,6 +63,9 @@ def decode_error(data: bytes) -> StepError | DeviceLostError:
         raise PlanError(f"{len(data)} bytes are no error of a step; its bytes are damaged") from None
 
 
+CAPACITY = struct.Struct("=2Id")
+
+
 class Capacity(NamedTuple):
     """What an executor has once it has started.
 
@@ -74,6 +77,17 @@ class Capacity(NamedTuple):
     num_blocks: int
     num_host_blocks: int
     move_s: float
+
+    def encode(self) -> bytes:
+        """Return it as bytes, for an executor in another process."""
+        return CAPACITY.pack(*self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Capacity:
+        """The inverse of `encode`. Raises `PlanError` for other bytes."""
+        if len(data) != CAPACITY.size:
+            raise PlanError(f"{len(data)} bytes are no capacity; its bytes are damaged")
+        return cls(*CAPACITY.unpack(data))
 
 
 class StepHandle(Protocol):
@@ -105,6 +119,9 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
+    def start(self) -> Capacity:
+        """Get ready for plans. Call it once, before the first plan: it may overwrite blocks."""
+
     def submit(self, plan: StepPlan) -> StepHandle:
         """Queue a plan after those submitted before; returns at once."""
 

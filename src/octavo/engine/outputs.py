@@ -107,13 +107,13 @@ PositionLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One sample of a request. `token_ids` includes the stop token; `text` excludes it unless the request asks for it.
 
-    logprobs           one entry for each of `token_ids` if `SamplingParams.logprobs` is set. With `echo` the first
-                       entry is None: the first prompt token has no prefix
-    cumulative_logprob sum over the generated tokens, if `SamplingParams.logprobs` is set
-    finish_reason      None while it runs; "stop", "length", "abort" or "error"
-    score              ranking score of a beam search: cumulative_logprob / length ** length_penalty
-    stop_reason        the stop string or stop token id that ended it; None for the model's own end-of-sequence token.
-                       For "error" the message
+    logprobs            one entry for each of `token_ids` if `SamplingParams.logprobs` is set. With `echo` the first
+                        entry is None: the first prompt token has no prefix
+    cumulative_logprob  sum over the generated tokens, if `SamplingParams.logprobs` is set
+    finish_reason       None while it runs; "stop", "length", "abort" or "error"
+    score               ranking score of a beam search: cumulative_logprob / length ** length_penalty
+    stop_reason         the stop string or stop token id that ended it; None for the model's own end-of-sequence token.
+                        For "error" the message
     """
 
     index: int

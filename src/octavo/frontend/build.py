@@ -20,14 +20,14 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.executor import Capacity
+from octavo.engine.executor import Capacity, Executor
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.config import read_spec
 from octavo.models.linear_methods import find_linear_method
 from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
-from octavo.runner.executor import Executor, make_executor
+from octavo.runner.executor import make_executor
 from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
 from octavo.runner.model_runner import ModelRunner
@@ -230,8 +230,8 @@ def _start_executor(
                 vocab_size=resolved.spec.vocab_size,
                 graphs=not args.enforce_eager,
             )
-            executor = make_executor(runner)
-            return executor, executor.start(precompile)
+            executor = make_executor(runner, precompile)
+            return executor, executor.start()
     except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget}; lower num_gpu_blocks_override, "

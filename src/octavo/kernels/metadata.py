@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -110,6 +110,10 @@ class SamplingTensors:
     all_greedy: bool
     any_filter: bool
 
+    def is_filtered(self) -> Tensor:
+        """Rows with a temperature and a filter -> [num_rows] bool."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
     def select(self, row_ids: Tensor) -> SamplingTensors:
         """The rows `row_ids`, int64. all_greedy and any_filter are kept: they are bounds."""
         return replace(self, **{name: getattr(self, name)[row_ids] for name in PER_ROW_FIELDS})
@@ -131,18 +135,23 @@ class SamplingTensors:
         *,
         device: torch.device | str = "cpu",
     ) -> SamplingTensors:
-        filters = zip(temperature, top_k, top_p, min_p, strict=True)
-        return cls(
-            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-            top_k=torch.tensor(top_k, dtype=torch.int32, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
-            min_p=torch.tensor(min_p, dtype=torch.float32, device=device),
-            seed=torch.tensor(seed, dtype=torch.int64, device=device),
-            sample_index=torch.tensor(sample_index, dtype=torch.int64, device=device),
-            position=torch.tensor(position, dtype=torch.int64, device=device),
-            all_greedy=not any(t > 0 for t in temperature),
-            any_filter=any(t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in filters),
-        )
+        lists = temperature, top_k, top_p, min_p, seed, sample_index, position
+        tensors = {
+            name: torch.tensor(values, dtype=dtype, device=device)
+            for (name, dtype), values in zip(PER_ROW_FIELDS.items(), lists, strict=True)
+        }
+        params = cls(**tensors, all_greedy=not any(t > 0 for t in temperature), any_filter=True)
+        params.any_filter = bool(params.is_filtered().any())
+        return params
 
 
-PER_ROW_FIELDS = tuple(f.name for f in fields(SamplingTensors) if f.name not in ("all_greedy", "any_filter"))
+PER_ROW_FIELDS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+    "sample_index": torch.int64,
+    "position": torch.int64,
+}
+"""Fields of `SamplingTensors` with a value for each row, in their order, and their dtypes."""

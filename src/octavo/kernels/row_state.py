@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from octavo.integers import cdiv
-from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch, SamplingTensors
 
 MAX_STOP_IDS = 10
 """Stop ids that a row keeps on the device. The host checks all of them: a request with more only ends a step later."""
-TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, SAMPLE_INDEX, NUM_LOGPROBS, FIRST_STOP_ID = range(8)
+COLUMN = {name: i for i, name in enumerate(PER_ROW_FIELDS) if name != "position"}
+"""Columns of `RowState.sampling_params` with the fields of `SamplingTensors`."""
+FLOATS = [i for name, i in COLUMN.items() if PER_ROW_FIELDS[name] is torch.float32]
+NUM_LOGPROBS = len(COLUMN)
+FIRST_STOP_ID = NUM_LOGPROBS + 1
 NUM_COLUMNS = FIRST_STOP_ID + MAX_STOP_IDS
 NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT = -1, -2, -3
 """In the ring, in place of a token: row inactive; non-finite logits; every token masked."""
@@ -39,8 +43,8 @@ class RowState:
     last_token       [num_rows + 1] int64, the input of the next decode step
     done             [num_rows + 1] bool, the row sampled a stop token or had non-finite logits. Decode steps skip it
                      until the host sends it tokens
-    sampling_params  [num_rows + 1, NUM_COLUMNS] int64: temperature, top_p and min_p as the bits of a float64, top_k,
-                     seed, sample_index; the number of top log-probabilities to return, -1 for no log-probabilities at
+    sampling_params  [num_rows + 1, NUM_COLUMNS] int64: the columns of `COLUMN`, `FLOATS` of them as the bits of a
+                     float64; the number of top log-probabilities to return, -1 for no log-probabilities at
                      all; stop ids, padded with -1
     """
 
@@ -69,17 +73,12 @@ class RowState:
         """Sampling parameters of the next tokens of rows [num_samples] int64. A sample index of -1 is the row's own."""
         params = self.sampling_params[rows]  # [num_samples, NUM_COLUMNS]
         floats = params.view(torch.float64)
-        return SamplingTensors(
-            temperature=floats[:, TEMPERATURE].float(),
-            top_k=params[:, TOP_K].int(),
-            top_p=floats[:, TOP_P].float(),
-            min_p=floats[:, MIN_P].float(),
-            seed=params[:, SEED].contiguous(),
-            sample_index=torch.where(sample_indices < 0, params[:, SAMPLE_INDEX], sample_indices),
-            position=positions,
-            all_greedy=False,
-            any_filter=True,
-        )
+        columns = {
+            name: (floats if i in FLOATS else params)[:, i].to(PER_ROW_FIELDS[name]).contiguous()
+            for name, i in COLUMN.items()
+        }
+        columns["sample_index"] = torch.where(sample_indices < 0, columns["sample_index"], sample_indices)
+        return SamplingTensors(**columns, position=positions, all_greedy=False, any_filter=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,7 @@ class DecodeInputs:
             max_seq_len=max_blocks * block_size,
             common_prefix_lens=make(n, dtype=torch.int32),
         )
-        sampling = SamplingTensors.from_lists(*([[0] * n] * 7), device=rows.device)
+        sampling = SamplingTensors.from_lists(*([[0] * n] * len(PER_ROW_FIELDS)), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
         return cls(step_counter, rows, starts, ends, make(n), make(n), batch, sampling)
 

@@ -98,18 +98,19 @@ class StepHandle:
 class Executor:
     """Queues plans on the device as they are submitted, and the device runs them in order.
 
-    After a failure all plans fail until the caller has seen it.
+    After a failure all plans fail until the caller has seen it. precompile: compiles the kernels at its start.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, precompile: Precompile | None = None) -> None:
         self.runner = runner
+        self._precompile = precompile
         self._failed = False
         self._closed = False
 
-    def start(self, precompile: Precompile | None = None) -> Capacity:
-        """Compile kernels, capture graphs and time swaps. Call it before the first plan: it overwrites blocks."""
+    def start(self) -> Capacity:
+        """Compile kernels, capture graphs and time swaps."""
         runner, state, move_s = self.runner, self.runner.state, 0.0
-        runner.capture(precompile)
+        runner.capture(self._precompile)
         num_blocks, num_host_blocks = (len(pool) - 1 for pool in (state.kv, state.swapper.host_kv))
         if num_host_blocks:
             with runner.platform.startup_errors("moving blocks to the host", lambda _: LESS_SWAP):
@@ -210,8 +211,8 @@ class Executor:
 class ThreadedExecutor(Executor):
     """For a device that computes within its calls: one thread runs the plans, while the caller plans the next step."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: ModelRunner, precompile: Precompile | None = None) -> None:
+        super().__init__(runner, precompile)
         self._changed = threading.Condition()  # a column, a bitmask, or the end of a plan
         self._queue: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
         runner.output_buffers.on_column = self._notify
@@ -274,6 +275,6 @@ class ThreadedExecutor(Executor):
         self.thread.join(timeout=CLOSE_TIMEOUT_S)
 
 
-def make_executor(runner: ModelRunner) -> Executor:
+def make_executor(runner: ModelRunner, precompile: Precompile | None = None) -> Executor:
     """The kind of executor that the runner's platform needs."""
-    return ThreadedExecutor(runner) if runner.platform.is_host else Executor(runner)
+    return ThreadedExecutor(runner, precompile) if runner.platform.is_host else Executor(runner, precompile)

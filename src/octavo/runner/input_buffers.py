@@ -11,18 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, TableWrite
-from octavo.kernels.row_state import (
-    FIRST_STOP_ID,
-    MAX_STOP_IDS,
-    MIN_P,
-    NUM_COLUMNS,
-    NUM_LOGPROBS,
-    SAMPLE_INDEX,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-)
+from octavo.kernels.row_state import COLUMN, FIRST_STOP_ID, FLOATS, MAX_STOP_IDS, NUM_COLUMNS, NUM_LOGPROBS
 from octavo.runner.platform import Platform
 
 EMPTY = np.empty(0, dtype=np.int64)
@@ -129,9 +118,11 @@ def pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tuple
     lines = np.full((len(last), NUM_COLUMNS), -1, dtype=np.int64)
     for line, floats, setup in zip(lines, lines.view(np.float64), last.values(), strict=True):
         params = setup.sampling_params
-        floats[TEMPERATURE] = 0.0 if params.greedy else params.temperature
-        floats[TOP_P], floats[MIN_P] = params.top_p, params.min_p
-        line[TOP_K], line[SEED], line[SAMPLE_INDEX] = params.top_k, setup.seed, setup.sample_index
+        own = {"seed": setup.seed, "sample_index": setup.sample_index}
+        if params.greedy:
+            own["temperature"] = 0
+        for name, i in COLUMN.items():
+            (floats if i in FLOATS else line)[i] = own[name] if name in own else getattr(params, name)
         line[NUM_LOGPROBS] = num_logprobs.get(setup.row, -1)
         stop_ids = list(setup.stop_ids)[:MAX_STOP_IDS]
         line[FIRST_STOP_ID : FIRST_STOP_ID + len(stop_ids)] = stop_ids

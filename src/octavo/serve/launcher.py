@@ -16,12 +16,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-import uvloop
-
 from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.query import DumpRecording, RecordingDump
 from octavo.errors import OctavoError, ParameterError
+from octavo.event_loop import new_event_loop
 from octavo.frontend.input_processor import Messages, Prompt
 from octavo.frontend.process_transport import ProcessClient, process_client
 from octavo.serve.app import App
@@ -218,7 +217,7 @@ def run(
             loop.add_signal_handler(number, logger.info, "ignored: %s", number.name)
         await serve(args, settings, keys=keys, admin_keys=admin_keys, timer=timer)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
             runner.run(serve_cancellable())
         except asyncio.CancelledError:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
+from octavo.event_loop import new_event_loop
 from octavo.serve.app import on_http_exception
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.context import Receive, RequestContext, Scope, Send, new_request_id
@@ -70,5 +70,5 @@ async def serve_view(view: View, sock: socket.socket, on_ready: Callable[[str], 
 
 
 def run(view: View, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve_view(view, sock, on_ready))

@@ -19,7 +19,7 @@ import numpy as np
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
+from octavo.engine.executor import Capacity, Executor, GrammarBitmask, StepHandle
 from octavo.errors import UsageError
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.cost import LinearCost, StepWork, step_work
@@ -118,6 +118,9 @@ class TimedExecutor:
         self._last_end_s: float | None = None
         self._waited_for_last = False
         self._in_flight: list[TimedStep] = []
+
+    def start(self) -> Capacity:
+        return self.inner.start()
 
     def submit(self, plan: StepPlan) -> TimedStep:
         now = self._clock()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.core.types import Row
-from octavo.engine.executor import GrammarBitmask
+from octavo.engine.executor import Capacity, GrammarBitmask
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel
 
@@ -55,14 +55,26 @@ class SimulatedStep:
 class SimulatedExecutor:
     """Runs steps in stream order: each starts when the previous one ends."""
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, token_source: TokenSource | None = None) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        clock: VirtualClock,
+        token_source: TokenSource | None = None,
+        *,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.cost = cost
+        self.capacity = Capacity(num_blocks, num_host_blocks, cost.move_s)
         self.clock = clock
         self.token_source = token_source
         self.busy_s = 0.0  # device time spent computing
         self._device_free_s = 0.0  # when all submitted steps are done
         self._rows: dict[Row, RowSetup] = {}
         self._columns: list[tuple[int, ...]] = [()]
+
+    def start(self) -> Capacity:
+        return self.capacity
 
     def submit(self, plan: StepPlan) -> SimulatedStep:
         cost = self.cost

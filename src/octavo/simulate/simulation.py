@@ -160,12 +160,20 @@ class Replica:
     ) -> None:
         args = config.resolved()
         assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-        num_blocks = config.num_blocks()
+        self.clock = VirtualClock()
+        self.executor = SimulatedExecutor(
+            config.cost_model(),
+            self.clock,
+            token_source,
+            num_blocks=config.num_blocks(),
+            num_host_blocks=config.num_host_blocks(),
+        )
+        num_blocks, num_host_blocks, move_s = self.executor.start()
         self.cache = config.make_cache(
-            num_blocks, args.block_size, config.num_host_blocks(), args.max_num_seqs, args.enable_prefix_caching
+            num_blocks, args.block_size, num_host_blocks, args.max_num_seqs, args.enable_prefix_caching
         )
         policy = args.policy()
-        policy.costs.move_s = config.cost_model().move_s
+        policy.costs.move_s = move_s
         self.scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -175,8 +183,6 @@ class Replica:
         )
         longest = config.model.max_len if args.max_model_len in (None, -1) else args.max_model_len
         assert longest is not None
-        self.clock = VirtualClock()
-        self.executor = SimulatedExecutor(config.cost_model(), self.clock, token_source)
         self.engine = Engine(
             self.scheduler,
             self.executor,

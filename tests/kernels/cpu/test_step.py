@@ -13,16 +13,12 @@ from octavo.kernels import reference
 from octavo.kernels.cpu import step
 from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch
 from octavo.kernels.row_state import (
+    COLUMN,
     FIRST_STOP_ID,
+    FLOATS,
     IN_PROMPT,
     MAX_LOGPROBS,
-    MIN_P,
     NUM_LOGPROBS,
-    SAMPLE_INDEX,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     DecodeInputs,
     LogitsProcessorState,
     RowState,
@@ -42,10 +38,11 @@ def random_state(seed: int) -> RowState:
     state.last_token[:NUM_ROWS] = ints(VOCAB, NUM_ROWS)
     state.done[:NUM_ROWS] = ints(4, NUM_ROWS) == 0
     params = state.sampling_params[:NUM_ROWS]
-    params[:, [TOP_K, SEED, SAMPLE_INDEX]] = ints(20, NUM_ROWS, 3)
+    params[:, list(COLUMN.values())] = ints(20, NUM_ROWS, len(COLUMN))
     params[:, NUM_LOGPROBS] = ints(4, NUM_ROWS) - 1
     params[:, FIRST_STOP_ID : FIRST_STOP_ID + 3] = ints(VOCAB, NUM_ROWS, 3)
-    params.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS, 3, generator=generator).double()
+    floats = torch.rand(NUM_ROWS, len(FLOATS), generator=generator)
+    params.view(torch.float64)[:, FLOATS] = floats.double()
     return state
 
 

@@ -26,8 +26,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """
     if params.all_greedy or not params.temperature.numpy().any():
         return argmax(logits)
-    warm = params.temperature > 0
-    filtered = warm & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+    warm, filtered = params.temperature > 0, params.is_filtered()
     tokens = torch.empty(len(logits), dtype=torch.int64)
     for sampler, selected in ((_sample_greedy, ~warm), (_sample_all, warm & ~filtered), (_sample_filtered, filtered)):
         rows = selected.nonzero().squeeze(1)
@@ -73,13 +72,11 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Rows with a temperature and a filter."""
     if logits.shape[1] <= NUM_CANDIDATES:
         return reference.sample(logits, params)
-    scaled = logits.to(reference.accumulation_dtype(logits.dtype)) / params.temperature.unsqueeze(1)
+    scaled = reference.scaled_logits(logits, params)
     token_ids = scaled.topk(NUM_CANDIDATES, sorted=False).indices.sort().values  # equals in the order of ids
     top_logits, order = scaled.gather(1, token_ids).sort(descending=True, stable=True)
     token_ids = token_ids.gather(1, order)
-    keep = reference.keep_mask(
-        top_logits, params.top_k, params.top_p, params.min_p, log_total=scaled.logsumexp(1, keepdim=True)
-    )
+    keep = reference.keep_mask(top_logits, params, log_total=scaled.logsumexp(1, keepdim=True))
     keys = noise_keys(params.seed, params.sample_index, params.position)
     noise = reference.exponential_noise(keys.unsqueeze(1), token_ids)
     scores = (top_logits - noise.log_()).masked_fill_(~keep, -math.inf)

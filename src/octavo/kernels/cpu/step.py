@@ -15,21 +15,17 @@ from octavo.kernels.cpu.sampling import apply_token_bitmask, finite_rows, sample
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import (
     ALLOWED_TOKENS,
+    COLUMN,
     FIRST_STOP_ID,
+    FLOATS,
     IN_PROMPT,
     LOGIT_BIAS,
     MAX_LOGPROBS,
-    MIN_P,
     MIN_TOKENS,
     NOT_FINITE,
     NOTHING_SAMPLED,
     NUM_LOGPROBS,
     PENALTIES,
-    SAMPLE_INDEX,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     DecodeInputs,
     LogitsProcessorState,
     RowState,
@@ -60,12 +56,8 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     batch.seq_lens.numpy()[:] = (position + 1) * live
     params = state.sampling_params.numpy()[rows]
     floats = params.view(np.float64)
-    sampling.temperature.numpy()[:] = floats[:, TEMPERATURE]
-    sampling.top_p.numpy()[:] = floats[:, TOP_P]
-    sampling.min_p.numpy()[:] = floats[:, MIN_P]
-    sampling.top_k.numpy()[:] = params[:, TOP_K]
-    sampling.seed.numpy()[:] = params[:, SEED]
-    sampling.sample_index.numpy()[:] = params[:, SAMPLE_INDEX]
+    for name, i in COLUMN.items():
+        getattr(sampling, name).numpy()[:] = (floats if i in FLOATS else params)[:, i]
     sampling.position.numpy()[:] = position + 1
 
 

@@ -33,6 +33,7 @@ from octavo.kernels.reference.sampling import (
     noise_keys,
     packed_top_logprobs,
     sample,
+    scaled_logits,
     token_logprobs,
 )
 from octavo.kernels.reference.step import (

@@ -39,21 +39,26 @@ def filtered_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
 
     Each filter keeps the most probable token for any value. A greedy row (temperature 0) is divided by 1.
     """
-    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
-    scaled = logits.to(accumulation_dtype(logits.dtype)) / temperature.unsqueeze(-1)
+    scaled = scaled_logits(logits, params)
     if not params.any_filter:
         return scaled
     ordered, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-    keep = keep_mask(ordered, params.top_k, params.top_p, params.min_p)
+    keep = keep_mask(ordered, params)
     return scaled.masked_fill(torch.empty_like(keep).scatter_(-1, token_ids, ~keep), -math.inf)
 
 
-def keep_mask(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, log_total: Tensor | None = None) -> Tensor:
+def scaled_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """What filters compare: logits / temperature."""
+    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
+    return logits.to(accumulation_dtype(logits.dtype)) / temperature.unsqueeze(-1)
+
+
+def keep_mask(ordered: Tensor, params: SamplingTensors, log_total: Tensor | None = None) -> Tensor:
     """Tokens that `filtered_logits` keeps, of logits in descending order -> [num_rows, num_logits] bool.
 
     log_total [num_rows, 1] is the log-sum-exp of all logits, needed if `ordered` has only the highest of them.
     """
-    num_logits = ordered.shape[-1]
+    num_logits, top_k, top_p = ordered.shape[-1], params.top_k, params.top_p
     k = torch.where(top_k > 0, top_k, num_logits).clamp(max=num_logits).long().unsqueeze(-1)
     keep = ordered >= ordered.gather(-1, k - 1)
     left = ordered.masked_fill(~keep, -math.inf)
@@ -64,7 +69,7 @@ def keep_mask(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, log_
     mass_before = probs.cumsum(-1) - probs
     # A rounded sum may reach 1 before the last token: top_p = 1 keeps everything without arithmetic.
     keep &= (mass_before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
-    keep &= probs >= min_p.unsqueeze(-1) * probs[:, :1]
+    keep &= probs >= params.min_p.unsqueeze(-1) * probs[:, :1]
     keep[:, 0] = True
     return keep
 

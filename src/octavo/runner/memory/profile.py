@@ -12,7 +12,7 @@ from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
-from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch, SamplingTensors
 from octavo.kernels.ops import Ops
 from octavo.runner.memory.budget import (
     GRAPH_BYTES,
@@ -194,7 +194,7 @@ def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: Ops) -> None:
     )
     logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
     zeros = [0] * num_seqs
-    ops.sample_checked(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
+    ops.sample_checked(logits, SamplingTensors.from_lists(*[zeros] * len(PER_ROW_FIELDS), device="cuda"))
 
 
 def gib(num_bytes: float) -> str:

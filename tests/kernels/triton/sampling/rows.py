@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import torch
 
-from octavo.kernels.row_state import FIRST_STOP_ID, MIN_P, NUM_COLUMNS, TEMPERATURE, TOP_P, RowState
+from octavo.kernels.row_state import FIRST_STOP_ID, FLOATS, NUM_COLUMNS, RowState
 from tests.kernels.triton.device import DEVICE
 
 NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 6, 300, 4
@@ -19,7 +19,7 @@ def make_state() -> RowState:
     state.done[2] = True
     state.sampling_params.random_(-(1 << 62), 1 << 62)
     state.sampling_params[:, 3] = torch.arange(NUM_ROWS + 1)  # top_k
-    state.sampling_params.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS + 1, 3).double()
+    state.sampling_params.view(torch.float64)[:, FLOATS] = torch.rand(NUM_ROWS + 1, len(FLOATS)).double()
     state.sampling_params[:, FIRST_STOP_ID:] = torch.randint(0, 50, (NUM_ROWS + 1, NUM_COLUMNS - FIRST_STOP_ID))
     return state
 

@@ -8,17 +8,12 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import (
+    COLUMN,
     FIRST_STOP_ID,
     MAX_STOP_IDS,
-    MIN_P,
     NOT_FINITE,
     NOTHING_SAMPLED,
     NUM_COLUMNS,
-    SAMPLE_INDEX,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     DecodeInputs,
     RowState,
 )
@@ -277,12 +272,12 @@ def _commit_sampled_tokens(
     tl.store(step_counter + 1, num_passes + 1)
 
 
-TEMPERATURE_COLUMN = tl.constexpr(TEMPERATURE)
-TOP_P_COLUMN = tl.constexpr(TOP_P)
-MIN_P_COLUMN = tl.constexpr(MIN_P)
-TOP_K_COLUMN = tl.constexpr(TOP_K)
-SEED_COLUMN = tl.constexpr(SEED)
-SAMPLE_INDEX_COLUMN = tl.constexpr(SAMPLE_INDEX)
+TEMPERATURE_COLUMN = tl.constexpr(COLUMN["temperature"])
+TOP_P_COLUMN = tl.constexpr(COLUMN["top_p"])
+MIN_P_COLUMN = tl.constexpr(COLUMN["min_p"])
+TOP_K_COLUMN = tl.constexpr(COLUMN["top_k"])
+SEED_COLUMN = tl.constexpr(COLUMN["seed"])
+SAMPLE_INDEX_COLUMN = tl.constexpr(COLUMN["sample_index"])
 FIRST_STOP_COLUMN = tl.constexpr(FIRST_STOP_ID)
 NUM_STOP_COLUMNS = tl.constexpr(MAX_STOP_IDS)
 NOT_FINITE_MARK = tl.constexpr(NOT_FINITE)
