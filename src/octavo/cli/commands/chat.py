@@ -126,7 +126,7 @@ class Conversation:
         rate = f"{(num_tokens - 1) / decode_s:.1f} tokens/s, " if num_tokens > 1 and decode_s > 0 else ""
         cached = f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
         line = f"{state}{num_tokens} tokens, {rate}first after {first - started:.2f} s, {cached}"
-        Console(stderr=True, highlight=False).print(line, style="dim")
+        Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, str]], variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
