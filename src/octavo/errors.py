@@ -28,9 +28,11 @@ A broken invariant is a bug in Octavo and an `assert`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 MAX_MESSAGE = 4000
 """Maximum characters of a message. Most messages quote input, and input may have any length."""
@@ -53,6 +55,33 @@ def bounded(message: str) -> str:
     if len(message) <= MAX_WORD:
         return message
     return cut(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: cut(word[0]), message), MAX_MESSAGE)
+
+
+@contextlib.contextmanager
+def naming_file(path: os.PathLike[str]) -> Iterator[None]:
+    """Adds the file's name to an `OSError` without one: the system names no file if a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def check_output(name: str, path: os.PathLike[str] | None) -> None:
+    """Raises `ParameterError` if no file can be written there; called before minutes of work."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        problem = "a directory"
+    elif not os.path.isdir(folder):
+        problem = "whose directory does not exist"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        problem = "which may not be written"
+    else:
+        return
+    raise ParameterError(f"{name} is {os.fspath(path)!r}, {problem}; name another", param=name)
 
 
 class OctavoError(Exception):

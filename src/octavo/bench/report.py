@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.bench.args import METRICS, BenchArgs
 from octavo.bench.records import Record, Run
+from octavo.errors import naming_file
 
 WIDTH = 50
 MAX_REASONS = 10
@@ -160,7 +161,7 @@ def save(result: dict[str, Any], args: BenchArgs) -> Path:
     path = Path(args.result_dir or ".") / (args.result_filename or name)
     path.parent.mkdir(parents=True, exist_ok=True)
     is_appending = args.append_result and path.exists() and path.stat().st_size > 0
-    with path.open("a" if args.append_result else "w", encoding="utf-8") as file:
+    with naming_file(path), path.open("a" if args.append_result else "w", encoding="utf-8") as file:
         file.write(("\n" if is_appending else "") + json.dumps(result))
     return path
 

@@ -150,7 +150,7 @@ class Bench:
         while (reason := await self._not_ready_reason()) is not None:
             if time.monotonic() >= deadline:
                 text = f"the server at {self.args.url} does not answer a first request: {reason}; start it"
-                raise OctavoError(text + ", or give it time with ready_check_timeout_sec")
+                raise OctavoError(text + ", or give it time with --ready-check-timeout-sec")
             await asyncio.sleep(RETRY_S)
 
     async def _not_ready_reason(self) -> str | None:
@@ -164,7 +164,7 @@ class Bench:
         except LostConnectionError as error:
             return str(error)
         except (*JSON_ERRORS, LookupError, TypeError):
-            return "/v1/models lists no model; name it"
+            return "/v1/models lists no model; set model"
 
     def _counter(self) -> Count:
         if self.args.tokenizer is None:
@@ -286,10 +286,12 @@ def main(args: BenchArgs, progress: Progress = lambda done, of: None) -> dict[st
 
     Raises `KeyboardInterrupt` afterwards if Ctrl-C interrupted the run, `OctavoError` if no request succeeded.
     """
+    if saves := args.save_result or args.save_detailed or args.append_result:
+        os.makedirs(args.result_dir or ".", exist_ok=True)  # fails before the load, if at all
     run = run_until_done(lambda: Bench(args).run(progress))
     summary = report.summary(run, args)
     print("\n".join(report.lines(summary, run, args)), flush=True)
-    if args.save_result or args.save_detailed or args.append_result:
+    if saves:
         print(f"written to {report.save(summary, args)}")
     if run.interrupted:
         raise KeyboardInterrupt

@@ -7,9 +7,11 @@ one `generate` call. A warm-up precedes the first workload, because first use is
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,14 +96,17 @@ class Octavo:
     engine = "octavo"
 
     def __init__(self, llm: LLM, model: str, logprobs: int | None = None) -> None:
+        from tqdm import tqdm
+
         self.llm = llm
         self.model = model
         self.vocab_size = llm.spec.vocab_size
+        self.bar = partial(tqdm, leave=False) if sys.stderr.isatty() else False
         self.params: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "logprobs": logprobs}
 
     def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
         params = [SamplingParams(temperature=temperature, n=n, max_tokens=length, **self.params) for length in lengths]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=self.bar)
         return sum(len(c.token_ids) for output in outputs for c in output.outputs)
 
 

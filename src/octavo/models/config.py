@@ -106,7 +106,7 @@ def _architecture(config: Config) -> str:
             f"architectures {text} and model_type {model_type!r} are different models; correct one of them",
             param="architectures",
         )
-    what = f"architecture {cut(text) or 'missing in config.json'}"
+    what = f"architecture {cut(text)}" if text else "a config.json without architectures and model_type"
     raise _unsupported(what, "architectures", text, registry.architectures(), config)
 
 

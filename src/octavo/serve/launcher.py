@@ -47,8 +47,8 @@ class StartupTimer:
         self._last = now
 
     def summary(self) -> str:
-        rows = [*self._rows, ("all", self._last - self._begin)]
-        return "start-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in rows)
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._rows)
+        return f"the server started in {self._last - self._begin:.2f} s: {phases}"
 
 
 def load_keys(
@@ -124,7 +124,7 @@ async def serve(
         timer.record("tokenizer")
         try:
             await backend.start()
-            timer.record("engine")
+            timer.record("engine process")
             kv = await backend.kv_stats()
             limits = engine_limits(args, backend.transport.summary, kv.num_blocks * kv.block_size)
             service = Service(backend, settings, args.model, limits, tracing)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.plan import StepPlan
-from octavo.errors import ParameterError, UsageError
+from octavo.errors import ParameterError, UsageError, naming_file
 from octavo.simulate.models import ModelShape
 
 GIB = 1 << 30
@@ -291,7 +291,8 @@ class LinearCost:
         return replace(self, **{f.name: getattr(self, f.name) / factor for f in fields(self)})
 
     def save(self, path: Path, **metadata: object) -> None:
-        path.write_text(json.dumps({**metadata, "cost": asdict(self)}, indent=2) + "\n")
+        with naming_file(path):
+            path.write_text(json.dumps({**metadata, "cost": asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> LinearCost:

@@ -85,4 +85,4 @@ def test_serve_without_a_server(call: Call) -> None:
     done = call("bench", "serve", "--port", "1", "--num-prompts", "2")
     assert done.code == 1
     assert done.err.startswith("error: the server at http://127.0.0.1:1 does not answer a first request")
-    assert done.err.endswith("start it, or give it time with ready_check_timeout_sec\n")
+    assert done.err.endswith("start it, or give it time with --ready-check-timeout-sec\n")

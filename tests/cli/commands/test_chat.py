@@ -52,6 +52,12 @@ def test_new_keeps_only_the_system_message(chat: Callable[..., Any], fake: type[
     assert prompts_of(fake)[1] == "system: short user: bye"
 
 
+def test_an_unknown_command_is_no_message(chat: Callable[..., Any], fake: type[FakeLLM]) -> None:
+    done = chat("/clear", " /clear", "/usr/bin is a path")
+    assert done.err.startswith("no command /clear; /new: ")
+    assert [prompt.rpartition("user: ")[2] for prompt in prompts_of(fake)] == ["/clear", "/usr/bin is a path"]
+
+
 def test_exit_command(chat: Callable[..., Any], fake: type[FakeLLM]) -> None:
     assert chat("/exit", "hello").code == 0
     assert prompts_of(fake) == []
@@ -115,7 +121,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(
     press(2)
     done = chat("a b c", "d")
     assert done.code == 0
-    assert done.lines[0] == "c b"
+    assert done.lines[0] == "c b" and done.err.startswith("interrupted: 2 tokens")
     assert prompts_of(fake)[1] == "user: a b c assistant: c b user: d"
     assert fake.made[0].num_aborted == 2
 

@@ -324,6 +324,7 @@ def test_read_prompts(tmp_path: Path, text: bytes, prompts: list[object]) -> Non
         (b'{"prompt": "a"}\n\n[1]\n', "line 3 has neither"),
         (b'{"text": "a"}\n', "line 1 has neither"),
         (b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
+        (b'\n# a title\nb\n{"prompt": "a"}\n', "line 4 is a JSON object, but line 2 is text"),
     ],
 )
 def test_invalid_prompts_file(tmp_path: Path, text: bytes, message: str) -> None:

@@ -109,6 +109,24 @@ def test_reproduce_does_not_write_to_docs(capsys: Output, tmp_path: Path, monkey
     assert "written: octavo-paper/fig2.json" in capsys.readouterr().err
 
 
+def test_output_is_checked_before_the_simulation(capsys: Output, tmp_path: Path) -> None:
+    for option, name in (("--output", "no/x.json"), ("--plot", "no/x.svg"), ("--output", ".")):
+        assert run(["simulate", "alpaca", "--requests", "5", option, str(tmp_path / name)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and f"{option[2:]} is '{tmp_path / name}', " in captured.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_reported_with_the_name_of_the_file(capsys: Output, tmp_path: Path) -> None:
+    (tmp_path / "fig2.json").symlink_to("/dev/full")
+    for args, name in (
+        (["simulate", "alpaca", "--requests", "5", "--output", "/dev/full"], "/dev/full"),
+        (["reproduce", "fig2", "--time", "0.05", "--output", str(tmp_path)], str(tmp_path / "fig2.json")),
+    ):
+        assert run(args) == 1
+        assert capsys.readouterr().err == f"error: No space left on device: {name}\n"
+
+
 def test_reproduce_checks_the_output_directory_first(capsys: Output) -> None:
     assert run(["reproduce", "fig2", "--output", "/dev/null/x"]) == 2
     assert capsys.readouterr().err.startswith("error: output is '/dev/null/x', which cannot be a directory")
@@ -129,7 +147,7 @@ def test_plan(capsys: Output, tmp_path: Path) -> None:
     line = ["plan", "--trace", "sharegpt", "--rate", "4", "--requests", "60", "--slo", "ttft=2s,tpot=100ms"]
     assert run([*line, "--prices", str(prices)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1 x a100-80: 1 replicas of llama-3.1-8b") and "times this load" in text
+    assert text.startswith("1 x a100-80: 1 replica of llama-3.1-8b") and "times this load" in text
     assert run([*line, "--gpu", "h100", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["best"]["gpu"] == "h100" and result["margin"] >= 1 and result["tried"][0]["slo_kept"] >= 0.95

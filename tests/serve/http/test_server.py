@@ -695,7 +695,7 @@ def test_unterminated_string_does_not_block_the_server(process: tuple[Process, s
 def test_server_from_the_command_line(process: tuple[Process, str]) -> None:
     server, url = process
     assert "KV cache size: " in server.log and "Maximum concurrency for 128 tokens per request" in server.log
-    assert re.search(r"start-up: tokenizer [\d.]+ s, engine [\d.]+ s", server.log)
+    assert re.search(r"the server started in [\d.]+ s: tokenizer [\d.]+ s, engine process [\d.]+ s", server.log)
     assert call(f"{url}/v1/models", key=None)[0] == 401
     status, body = call(f"{url}/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 4})
     assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4

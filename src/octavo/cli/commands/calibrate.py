@@ -11,7 +11,7 @@ import typer
 from octavo.cli.commands.models import load
 from octavo.cli.options import DEFAULT_MODEL, Model, options_of
 from octavo.config import EngineArgs
-from octavo.errors import ParameterError
+from octavo.errors import check_output
 
 
 @options_of(EngineArgs, into="engine")
@@ -26,8 +26,7 @@ def calibrate(
 
     `octavo simulate --gpu cpu --cost FILE` then simulates this machine, for the same model and options.
     """
-    if not output.absolute().parent.is_dir():  # check before minutes of measurement
-        raise ParameterError(f"output is {str(output)!r}, whose directory does not exist; name another", param="output")
+    check_output("output", output)
     from rich.console import Console
 
     from octavo.simulate.calibrate import fit, measure, median_error

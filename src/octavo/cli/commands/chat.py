@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from octavo.engine.outputs import RequestOutput
     from octavo.frontend.llm import LLM
 
+COMMAND = re.compile(r"/\w+\s*")
+"""A line that is one word after a slash: a command, not a message."""
 HELP = "/new: new conversation; /exit: exit; Ctrl-C: stop the answer, twice: exit"
 
 
@@ -82,6 +85,8 @@ class Conversation:
                 self.messages = list(self.initial_messages)
             elif line.strip() == "/help":
                 print(HELP)
+            elif COMMAND.fullmatch(line):
+                print(f"no command {line.strip()}; {HELP}; a space before the / sends it", file=sys.stderr)
             elif line.strip():
                 just_interrupted = self.answer_message(line)
 
@@ -110,18 +115,18 @@ class Conversation:
         print()
         if output is not None and not report_failures([output]):
             self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
-            self._print_stats(output, started, first or started)
+            self._print_stats(output, started, first or started, "interrupted: " if interrupt.pressed else "")
         return interrupt.pressed
 
-    def _print_stats(self, output: RequestOutput, started: float, first: float) -> None:
+    def _print_stats(self, output: RequestOutput, started: float, first: float, state: str) -> None:
         from rich.console import Console
 
         num_tokens = len(output.outputs[0].token_ids)
         decode_s = time.perf_counter() - first
         rate = f"{(num_tokens - 1) / decode_s:.1f} tokens/s, " if num_tokens > 1 and decode_s > 0 else ""
         cached = f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
-        line = f"{num_tokens} tokens, {rate}first after {first - started:.2f} s, {cached}"
-        Console(stderr=True, highlight=False).print(line, style="dim")
+        line = f"{state}{num_tokens} tokens, {rate}first after {first - started:.2f} s, {cached}"
+        Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, str]], variables: Mapping[str, Any] | None = None) -> dict[str, Any]:

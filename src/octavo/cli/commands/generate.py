@@ -83,7 +83,7 @@ def sampling_params(llm: LLM, options: dict[str, Any]) -> SamplingParams:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts of a file; "-" is stdin. If the first line is a JSON object, all lines must be.
+    """Read the prompts of a file; "-" is stdin. All lines are JSON objects, or none is.
 
     Raises `PromptError` with the line number for an invalid prompt.
     """
@@ -98,6 +98,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not lines:
         raise PromptError(f"{path} has no prompt; write one per line", param="prompts_file")
     if not _is_object(lines[0][1]):
+        if number := next((i for i, line in lines if line.startswith("{") and _is_object(line)), 0):
+            text = f"{path}, line {number} is a JSON object, but line {lines[0][0]} is text; write all as JSON objects"
+            raise PromptError(text, param="prompts_file")
         return [line.rstrip("\r") for _, line in lines]
     return [_prompt_of(line, f"{path}, line {i}") for i, line in lines]
 

@@ -71,7 +71,8 @@ def plan(
     else:
         options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
         margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "only this load"
-        each = f"{best.num_replicas} replicas of {shape.name} on {best.num_devices} each"
+        copies = f"{best.num_replicas} replica{'s' * (best.num_replicas > 1)} of {shape.name}"
+        each = f"{copies} on {best.num_devices} each"
         print(f"{best.num_gpus} x {best.device.name}: {each}")
         print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
     print_table(answer.tried[:12])

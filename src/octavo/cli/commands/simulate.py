@@ -11,7 +11,7 @@ import typer
 
 from octavo.cli.options import options_of, refuse_unused_options
 from octavo.config import EngineArgs
-from octavo.errors import ParameterError
+from octavo.errors import ParameterError, check_output, naming_file
 
 if TYPE_CHECKING:
     from octavo.simulate.simulation import Records, SimConfig
@@ -103,6 +103,8 @@ def simulate(
     from octavo.simulate.plot import svg
     from octavo.simulate.simulation import simulate as run
 
+    check_output("output", output)
+    check_output("plot", plot)
     slo_limits = None if slo is None else report.SLO.parse(slo)
     if replay is not None:
         refuse_unused_options(context, TRACE_PARAMS, "a replay, which has the requests and the model of its dump")
@@ -120,9 +122,11 @@ def simulate(
     # Print before writing files, which may fail.
     print(json.dumps(result) if as_json else "\n".join(report.format_summary(result)), flush=True)
     if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
+        with naming_file(output):
+            output.write_text(json.dumps(result, indent=2) + "\n")
     if plot is not None:
-        plot.write_text(svg(report.summary_charts(records)))
+        with naming_file(plot):
+            plot.write_text(svg(report.summary_charts(records)))
 
 
 def run_replay(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[dict[str, Any], Records]:

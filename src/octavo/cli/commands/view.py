@@ -15,7 +15,7 @@ from octavo.bench.args import is_address
 from octavo.cli.commands.simulate import SIMULATION_OPTIONS, Device, NumRequests, SimulatedModel, arrivals_of, setup_of
 from octavo.cli.options import options_of, refuse_unused_options
 from octavo.config import EngineArgs
-from octavo.errors import OctavoError, ParameterError
+from octavo.errors import OctavoError, ParameterError, naming_file
 
 if TYPE_CHECKING:
     from octavo.simulate.simulation import SimConfig
@@ -151,7 +151,7 @@ def serve_page(
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a file and put it in place with one rename: if `pieces` raises, the old file stays."""
     if path.exists() and not path.is_file():  # a pipe or a device must not be replaced
-        with path.open("wb") as out:
+        with naming_file(path), path.open("wb") as out:
             out.writelines(pieces)
         return
     path = path.resolve()  # the target of a link: a rename would replace the link
@@ -161,7 +161,7 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
         except OSError as error:
             raise ParameterError(f"cannot write to {path.parent}: {error.strerror}", param="save") from None
         part = Path(folder) / path.name
-        with part.open("wb") as out:
+        with naming_file(path), part.open("wb") as out:
             out.writelines(pieces)
         os.replace(part, path)
 

@@ -70,9 +70,12 @@ class MemoryBudget:
         free = _gib(self.free.host)
         if self.free.device is not None:
             free = f"{_gib(self.free.device)} on the device and {free} on the host"
+        block = f"of {self.kv.block_size} tokens, {_gib(self.kv.bytes_per_block)} each"
+        pool = f"KV pool {_gib(self.pool_bytes)} ({self.num_blocks} blocks {block})"
+        if self.num_blocks < 0:
+            pool = f"{_gib(-self.pool_bytes)} too little for a KV pool (blocks {block})"
         return (
-            f"weights {_gib(self.free.weights)}, KV pool {_gib(self.pool_bytes)} ({self.num_blocks} blocks of "
-            f"{self.kv.block_size} tokens, {_gib(self.kv.bytes_per_block)} each), swap space {_gib(self.swap_bytes)}, "
+            f"weights {_gib(self.free.weights)}, {pool}, swap space {_gib(self.swap_bytes)}, "
             f"free memory after the weights {free}"
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
+from octavo.errors import naming_file
 from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
 from octavo.simulate.cost import DEVICES, CostModel, Device, LinearCost
@@ -69,7 +70,8 @@ class Figure:
             files["svg"] = svg(self.charts)
         folder.mkdir(parents=True, exist_ok=True)
         for kind, text in files.items():
-            (folder / f"{self.name}.{kind}").write_text(text)
+            with naming_file(path := folder / f"{self.name}.{kind}"):
+                path.write_text(text)
         return [folder / f"{self.name}.{kind}" for kind in files]
 
     def lines(self) -> list[str]:
