@@ -237,11 +237,11 @@ class App:
         service, parser, tenant = self.service, self.service.request_parser, context.tenant.number
         body = await self._body(context, TokenizeRequest)
         parser.resolve_model(body)
+        template, tools = parser.chat_template_options(body), parse_tools(body.tools)
+        check_tools(tools)
         if body.messages is not None:
             messages = parse_messages(body.messages)
-            template = parser.chat_template_options(body)
-            if tools := parse_tools(body.tools):
-                check_tools(tools)
+            if tools:
                 template["tools"] = tools
             service.prompts.check_length("".join(m["content"] for m in messages), "messages")
             token_ids = (await service.render(messages, template, tenant)).token_ids

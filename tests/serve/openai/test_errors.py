@@ -64,6 +64,9 @@ async def test_openapi_document_matches_the_parser(model: str) -> None:
                 num_taken += response.status_code == 200
                 assert fits(schemas["Message"], message) == (response.status_code == 200), message
         assert num_taken == 5 * 2 + 2  # an assistant's content may be null
+        nameless = [{"type": "function", "function": {"description": "d"}}]
+        for prompt in ({"prompt": "ab"}, {"messages": MESSAGES}):
+            assert (await server.post("/tokenize", tools=nameless, **prompt)).status_code == 400
         for number in (-2, -1, 0, 1):
             response = await server.post(C, prompt="ab", max_tokens=1, truncate_prompt_tokens=number)
             schema = schemas["CompletionRequest"]["properties"]["truncate_prompt_tokens"]
