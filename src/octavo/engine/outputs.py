@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from octavo.core.events import Preempted
+from octavo.engine.notebook import output_html
 from octavo.errors import RequestFailedError
 
 REASON_CODES = ("no_allowed_token", "out_of_memory", "grammar_too_complex")
@@ -153,6 +154,10 @@ class RequestOutput:
         if name not in ("text", "token_ids"):
             raise KeyError(name)
         return getattr(self.outputs[0], name)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return output_html(self)
 
 
 @dataclass(slots=True)

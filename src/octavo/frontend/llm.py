@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.engine_request import EngineRequest, pin_id, unknown_pin_error
+from octavo.engine.notebook import message_html, picture_pool, pool_html
 from octavo.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -47,6 +48,8 @@ class LLM:
     The options are the fields of `octavo.config.EngineArgs`, and vLLM's others where their value asks for what there is
     (docs/vllm.md). Raises `UsageError` for an invalid option, `ModelError` for a model that cannot be loaded,
     `MemoryBudgetError` for one that does not fit.
+
+    A notebook shows an object as its pool, a square for each block (examples/notebook_pool.py).
 
     Threads may share an object: their requests run in one batch. A forked process may not use it, and a listener to the
     engine's events may not call it; both get an `EngineError`.
@@ -358,6 +361,13 @@ class LLM:
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; returns the number of cached blocks."""
         return self._ask(ResetPrefixCache())
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the pool's blocks, and who holds them."""
+        try:
+            return pool_html(self.config.args.model, self._own_thread().call(picture_pool).result())
+        except EngineError as error:  # closed, or died
+            return message_html(self.config.args.model, str(error))
 
     def close(self) -> None:
         """Abort all requests and free the memory. A second call does nothing."""
