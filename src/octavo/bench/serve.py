@@ -275,7 +275,7 @@ def _reason_of(error: Any) -> str:
 
 def run_until_done(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine on a new event loop and return its result. The first Ctrl-C cancels it."""
-    from octavo.event_loop import new_event_loop
+    from octavo.utils.event_loop import new_event_loop
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main())

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from octavo.core.events import Preempted
-from octavo.engine.notebook import output_html
 from octavo.errors import RequestFailedError
+from octavo.notebook import output_html
 
 REASON_CODES = ("no_allowed_token", "out_of_memory", "grammar_too_complex")
 """Error codes with which a reason of failure may begin."""

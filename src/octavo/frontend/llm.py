@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.engine_request import EngineRequest, pin_id, unknown_pin_error
-from octavo.engine.notebook import message_html, picture_pool, pool_html
 from octavo.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -30,6 +29,7 @@ from octavo.frontend.build import build
 from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.input_processor import InputProcessor, Messages, Prompt, prompt_list
 from octavo.frontend.metrics import Metric, metrics_of
+from octavo.notebook import message_html, picture_pool, pool_html
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.vllm_arguments import check_call

@@ -20,7 +20,6 @@ from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.query import DumpRecording, RecordingDump
 from octavo.errors import OctavoError, ParameterError
-from octavo.event_loop import new_event_loop
 from octavo.frontend.input_processor import Messages, Prompt
 from octavo.frontend.process_transport import ProcessClient, process_client
 from octavo.serve.app import App
@@ -30,6 +29,7 @@ from octavo.serve.http.middleware import ApiKeys
 from octavo.serve.http.server import HTTPServer, StartupServer, bind, connection_limits, raise_file_limit
 from octavo.serve.service import EngineLimits, Service, combine_salts
 from octavo.serve.tracing import Tracing
+from octavo.utils.event_loop import new_event_loop
 
 logger = logging.getLogger("octavo.serve")
 

@@ -11,13 +11,13 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from octavo.event_loop import new_event_loop
 from octavo.serve.app import on_http_exception
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.context import Receive, RequestContext, Scope, Send, new_request_id
 from octavo.serve.http.endpoint import Endpoint, send_error
 from octavo.serve.http.server import LimitedHttpProtocol, socket_url
 from octavo.serve.view_routes import EVENTS, PLAY_BODY_BYTES, View
+from octavo.utils.event_loop import new_event_loop
 
 
 class ViewApp:

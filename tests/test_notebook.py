@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from octavo import LLM, CompletionOutput, RequestOutput, SamplingParams
-from octavo.engine.notebook import (
+from octavo.engine.outputs import RequestMetrics
+from octavo.notebook import (
     MAX_PROMPT,
     MAX_SQUARES,
     OTHERS,
@@ -22,7 +23,6 @@ from octavo.engine.notebook import (
     picture_pool,
     pool_html,
 )
-from octavo.engine.outputs import RequestMetrics
 from tests.engine.models import WrappedModel, make_talking_checkpoint
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
