@@ -28,6 +28,7 @@ from tests.engine.models import WrappedModel, make_talking_checkpoint
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 MARKUP = "<script>alert('a & \"b\"')</script>"
 PREFIX = list(range(3, 12))
+PIN = 'pin:"><guide>'
 
 
 class Page(HTMLParser):
@@ -103,9 +104,9 @@ def pictures_of(llm: LLM, *prompts: dict[str, Any]) -> list[PoolPicture]:
 
 
 def test_colours_are_owners_while_requests_run(llm: LLM) -> None:
-    llm.pin_prefix(ids(*PREFIX), "<guide>")
+    llm.pin_prefix(ids(*PREFIX), PIN.removeprefix("pin:"))
     titles = [title for title, _ in page_of(llm).squares]
-    assert titles[:4] == [f"block {i}: pin:<guide>" for i in (1, 2, 3)] + ["block 4: free"]
+    assert titles[:4] == [f"block {i}: {PIN}" for i in (1, 2, 3)] + ["block 4: free"]
     pictures = pictures_of(llm, ids(*PREFIX, 20), ids(30, 31, 32, 33, 34))
     for pool in pictures:
         assert sum(label not in ("free", "cached") for label in pool.labels) == pool.stats.num_used
@@ -114,8 +115,8 @@ def test_colours_are_owners_while_requests_run(llm: LLM) -> None:
     for i, label in enumerate(pictures[-1].labels, 1):
         assert f"block {i}: {label}" in squares
     # The request shares the two whole blocks of the pin, and has copied the third, which was partly filled.
-    assert pictures[-1].labels[:3] == [SHARED, SHARED, "pin:<guide>"]
-    assert pictures[-1].owners == ["request 0", "request 1", "pin:<guide>"]
+    assert pictures[-1].labels[:3] == [SHARED, SHARED, PIN]
+    assert pictures[-1].owners == ["request 0", "request 1", PIN]
     for owner, colour in zip(pictures[-1].owners, OWNERS, strict=False):
         styles = {style for title, style in squares.items() if title.endswith(f": {owner}")}
         assert [style.split("background:")[1] for style in styles] == [colour]
