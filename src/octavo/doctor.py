@@ -396,9 +396,9 @@ def format_report(report: Report) -> list[str]:
         out += [f"  {n:>11,}    {count:>16,.1f}" for n, count in report.at_once.items()]
         out += [f"note: {warning}" for warning in budget.warnings]
     for use in report.keys:
-        out += ["", f"keys of {use.file}"]
         kinds = (("read", use.read), ("no effect", use.inert), ("unknown", use.unknown))
-        out += [_wrapped(f"  {title:<11} ", names) for title, names in kinds if names]
+        lines = [_wrapped(f"  {title:<11} ", names) for title, names in kinds if names]
+        out += ["", f"keys of {use.file}", *lines] if lines else []
     return out
 
 

@@ -51,7 +51,7 @@ def test_start_logs_the_time_of_each_phase(bfloat16_model: Path, caplog: pytest.
     open_llm(bfloat16_model).close()
     line = caplog.messages[-1]
     whole, *parts = (float(number) for number in re.findall(r"[\d.]+(?= s:|,|$)", line))
-    assert re.fullmatch(r"ready in [\d.]+ s: files [\d.]+, weights [\d.]+, pool [\d.]+", line)
+    assert re.fullmatch(r"the model is ready in [\d.]+ s: files [\d.]+, weights [\d.]+, pool [\d.]+", line)
     assert whole == pytest.approx(sum(parts), abs=0.2)
 
 

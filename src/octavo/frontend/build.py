@@ -63,7 +63,7 @@ class _StartupTimer:
         self._last = now
 
     def __str__(self) -> str:
-        return f"ready in {self._last - self._start:.1f} s: {', '.join(self._laps)}"
+        return f"the model is ready in {self._last - self._start:.1f} s: {', '.join(self._laps)}"
 
 
 @dataclass(frozen=True, slots=True)
