@@ -19,7 +19,10 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "examples/README")),
+    *sorted(DOCS.rglob("*.md")),
+]
 
 
 def name_of(page: Path) -> str:

@@ -61,7 +61,9 @@ def test_unreachable_slo_has_no_best_deployment() -> None:
 
 
 def test_model_that_does_not_fit_is_not_tried() -> None:
-    answer = Planner(MODELS["llama-3.1-70b"], load(0.2, 10), SLO(5.0), devices=[DEVICES["h100"]], max_gpus=4).search()
+    answer = Planner(
+        MODELS["llama-3.1-70b"], load(0.2, 10), SLO(5.0), devices=[DEVICES["h100"]], max_gpus=4, max_devices=4
+    ).search()
     assert answer.best is not None and answer.best.num_devices >= 2
     assert all(c.num_devices >= 2 for c in answer.tried)
 

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import ModelNotFoundError
 
@@ -68,12 +69,13 @@ MODELS = {
 
 
 def find_model(name: str) -> ModelShape:
-    """A model of `MODELS`, or any model by directory or hub name, read from its config.json without weights.
+    """A model of `MODELS` or of the catalogue, or any model by directory or hub name: its config.json, without weights.
 
     Raises `ModelNotFoundError`, or the error of reading that model.
     """
-    shape = MODELS.get(name.lower())
-    if shape is not None:
+    entry = catalog.find(name)
+    names = [name.lower()] if entry is None else [entry.name, *entry.aliases]
+    if (shape := next((MODELS[n] for n in names if n in MODELS), None)) is not None:
         return shape
     path = Path(name).expanduser()
     if "/" in name or path.exists():

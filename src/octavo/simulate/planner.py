@@ -20,6 +20,7 @@ from octavo.simulate.simulation import SimConfig, simulate
 from octavo.simulate.traces import Arrival
 
 NUMBERS_OF_DEVICES = (1, 2, 4, 8)
+"""Tensor parallel sizes of a replica, tried up to `max_devices`."""
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"max_num_seqs": 512},
     {"max_num_seqs": 128},
@@ -93,6 +94,7 @@ class Planner:
         prices: Mapping[str, float] | None = None,
         settings: Mapping[str, Any] | None = None,
         max_gpus: int = 64,
+        max_devices: int = 1,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model, self.arrivals, self.slo, self.share = model, arrivals, slo, share
@@ -100,13 +102,14 @@ class Planner:
         self.prices = prices or {}
         self.settings = dict(settings or {})
         self.max_gpus = max_gpus
+        self.max_devices = max_devices
         self.progress = progress
         self.tried: list[Deployment] = []
 
     def search(self) -> PlannerResult:
         for device in self.devices:
             for num_devices in NUMBERS_OF_DEVICES:
-                if self.model.num_heads % num_devices == 0:
+                if num_devices <= self.max_devices and self.model.num_heads % num_devices == 0:
                     self._search(device, num_devices)
         self.tried.sort(key=lambda c: (0.0, *c.sort_key) if self._meets_slo(c) else (1.0, -c.kept, *c.sort_key[:2]))
         best = next((c for c in self.tried if self._meets_slo(c)), None)

@@ -130,6 +130,11 @@ def memory_shares(samples: Seq[PoolSample]) -> dict[str, float]:
 def format_summary(stats: dict[str, Any]) -> list[str]:
     """The summary as lines of text."""
     text = _recording(stats) if "replay" in stats else []
+    if "trace" in stats:
+        text = [
+            f"{stats['model']} on {stats['num_gpus']} x {stats['gpu']}, {stats['num_blocks']:,} blocks a replica, "
+            f"trace {stats['trace']}"
+        ]
     if not stats["num_requests"]:
         return [*text, "no request finished", *_refusals(stats["refused"])]
     unfinished = f"; {stats['num_unfinished']:,} unfinished" if stats["num_unfinished"] else ""

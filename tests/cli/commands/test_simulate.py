@@ -18,7 +18,9 @@ def test_simulate_a_workload(capsys: Output, tmp_path: Path) -> None:
     line = ["simulate", "--requests", "50", "--rate", "5", "--slo", "ttft=1s", "--output", str(report)]
     assert run([*line, "--plot", str(plot)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("50 requests in ") and "first token" in text and "memory" in text
+    first, *rest = text.splitlines()
+    assert first.startswith("llama-3.1-8b on 1 x h200, ") and first.endswith(" blocks a replica, trace sharegpt")
+    assert rest[0].startswith("50 requests in ") and "first token" in text and "memory" in text
     result = json.loads(report.read_text())
     assert result["num_requests"] == 50 and result["model"] == "llama-3.1-8b" and 0 < result["slo_kept"] <= 1
     ElementTree.parse(plot)
@@ -147,7 +149,19 @@ def test_plan(capsys: Output, tmp_path: Path) -> None:
     line = ["plan", "--trace", "sharegpt", "--rate", "4", "--requests", "60", "--slo", "ttft=2s,tpot=100ms"]
     assert run([*line, "--prices", str(prices)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1 x a100-80: 1 replica of llama-3.1-8b") and "times this load" in text
+    load, best, *_ = text.splitlines()
+    assert load == "load      60 requests of sharegpt, 4 requests/s; ttft=2s,tpot=100ms for 95% of them"
+    assert best.startswith("1 x a100-80: 1 replica of llama-3.1-8b") and "times this load" in text
     assert run([*line, "--gpu", "h100", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["best"]["gpu"] == "h100" and result["margin"] >= 1 and result["tried"][0]["slo_kept"] >= 0.95
+    assert {tried["tensor_parallel_size"] for tried in result["tried"]} == {1}
+
+
+def test_plan_that_nothing_meets_ends_with_status_1(capsys: Output) -> None:
+    line = ["plan", "--trace", "sharegpt", "--rate", "4", "--requests", "20", "--gpu", "l4"]
+    assert run([*line, "--slo", "ttft=0.1ms", "--max-gpus", "1"]) == 1
+    assert "nothing of up to 1 GPUs meets it; the nearest:" in capsys.readouterr().out
+    assert run([*line, "--slo", "ttft=2s", "--model", "opt-175b"]) == 1
+    assert "opt-175b fits on none of these GPUs; --max-tensor-parallel-size 8" in capsys.readouterr().out
+    assert run([*line, "--slo", "ttft=2s", "--model", "smollm2-135m-instruct"]) == 0

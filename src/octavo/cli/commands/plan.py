@@ -22,6 +22,9 @@ def plan(
     gpu: Annotated[list[str] | None, typer.Option(help="Consider this GPU only; may be repeated.")] = None,
     prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price per hour, ...}.')] = None,
     max_gpus: Annotated[int, typer.Option("--max-gpus", help="Maximum number of GPUs.")] = 64,
+    max_tensor_parallel_size: Annotated[
+        int, typer.Option(help="Maximum number of GPUs of a replica. This engine runs on one; more is hypothetical.")
+    ] = 1,
     rate: Rate = None,
     requests: Annotated[int, typer.Option(help="Number of requests, the first of the trace.")] = 2000,
     burstiness: Burstiness = 1.0,
@@ -29,7 +32,10 @@ def plan(
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Find the cheapest machines and settings that serve a trace within an SLO, by simulation."""
+    """Find the cheapest machines and settings that serve a trace within an SLO, by simulation.
+
+    The exit status is 1 if none does.
+    """
     from rich.console import Console
 
     from octavo.simulate.cost import DEVICES, find_device
@@ -39,8 +45,9 @@ def plan(
 
     if not 0 < share <= 1:
         raise ParameterError(f"share is {share}, it must be above 0 and at most 1", param="share")
-    if max_gpus < 1:
-        raise ParameterError(f"max_gpus is {max_gpus}, it must be from 1", param="max_gpus")
+    for name, number in (("max_gpus", max_gpus), ("max_tensor_parallel_size", max_tensor_parallel_size)):
+        if number < 1:
+            raise ParameterError(f"{name} is {number}, it must be from 1", param=name)
     wanted, shape = SLO.parse(slo), find_model(model)
     devices = [find_device(name) for name in gpu] if gpu else list(DEVICES.values())
     priced = None if prices is None else read_prices(prices)
@@ -54,6 +61,7 @@ def plan(
             devices=devices,
             prices=priced,
             max_gpus=max_gpus,
+            max_devices=max_tensor_parallel_size,
             progress=status.update,
         )
         answer = planner.search()
@@ -65,9 +73,14 @@ def plan(
             "tried": [c.as_dict() for c in answer.tried],
         }
         print(json.dumps(result))
-        return
+        raise typer.Exit(best is None)
+    times = "its own times" if rate is None else f"{rate:g} requests/s"
+    print(f"load      {len(arrivals):,} requests of {trace}, {times}; {slo} for {share:.0%} of them")
+    if not answer.tried:
+        print(f"{shape.name} fits on none of these GPUs; --max-tensor-parallel-size 8 gives a hypothetical answer")
+        raise typer.Exit(1)
     if best is None:
-        print(f"no setup of up to {max_gpus} GPUs meets {slo} for {share:.0%} of the requests; the nearest:")
+        print(f"nothing of up to {max_gpus} GPUs meets it; the nearest:")
     else:
         options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
         margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "only this load"
@@ -76,6 +89,7 @@ def plan(
         print(f"{best.num_gpus} x {best.device.name}: {each}")
         print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
     print_table(answer.tried[:12])
+    raise typer.Exit(best is None)
 
 
 def print_table(tried: list) -> None:  # type: ignore[type-arg]

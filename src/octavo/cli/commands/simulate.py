@@ -118,6 +118,7 @@ def simulate(
         with progress_bar(limit) as progress:
             records = run(setup, arrivals, progress=progress)
         result = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
+        result["num_gpus"] = tensor_parallel_size * replicas
     result |= report.summary(records, slo_limits)
     # Print before writing files, which may fail.
     print(json.dumps(result) if as_json else "\n".join(report.format_summary(result)), flush=True)
