@@ -34,7 +34,8 @@ from octavo.config import EngineArgs
 from octavo.frontend.build import BuiltEngine, build
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.calibrate import MAX_BATCH, MeasuredStep, fit, measure, median_error
-from octavo.simulate.cost import DEVICES, LinearCost
+from octavo.simulate.cost import LinearCost
+from octavo.simulate.devices import DEVICES
 from octavo.simulate.live import RecordingClock, ScheduledCall, run_calls
 from octavo.simulate.models import ModelShape
 from octavo.simulate.report import latency, tpot, ttft

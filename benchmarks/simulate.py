@@ -14,7 +14,7 @@ import time
 
 from octavo.config import EngineArgs
 from octavo.simulate import traces
-from octavo.simulate.cost import find_device
+from octavo.simulate.devices import find_device
 from octavo.simulate.models import find_model
 from octavo.simulate.simulation import Records, SimConfig, simulate
 

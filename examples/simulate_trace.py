@@ -9,7 +9,7 @@ import argparse
 
 from octavo import EngineArgs
 from octavo.simulate import report, traces
-from octavo.simulate.cost import find_device
+from octavo.simulate.devices import find_device
 from octavo.simulate.models import find_model
 from octavo.simulate.simulation import SimConfig, simulate
 

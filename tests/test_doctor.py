@@ -21,6 +21,7 @@ from octavo.kernels import reference
 from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.config import spec_from_config
 from octavo.models.loading.loader import empty_model
+from octavo.runner.memory import needs
 from octavo.runner.memory.budget import FreeMemory
 from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.passes.prefill_batch import PrefillSizes
@@ -146,20 +147,20 @@ def test_dtype_equals_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     args: dict[str, Any] = {"model": write_config(tmp_path), "load_format": "dummy", "device": "cpu"}
     for fast in (False, True):
         monkeypatch.setattr(packed, "has_fast_bfloat16", lambda fast=fast: fast)
-        monkeypatch.setattr(doctor, "has_bfloat16_products", lambda fast=fast: fast)
+        monkeypatch.setattr(needs, "has_bfloat16_products", lambda fast=fast: fast)
         with LLM(**args, skip_tokenizer_init=True) as llm:
             assert llm.config.dtype == examine(EngineArgs(**args)).need.kv.dtype == ("bfloat16" if fast else "float32")
 
 
 def test_bfloat16_detection_equals_torch() -> None:
-    assert doctor.has_bfloat16_products() == packed.has_fast_bfloat16()
+    assert needs.has_bfloat16_products() == packed.has_fast_bfloat16()
 
 
 def test_graph_counts_equal_the_runner() -> None:
-    assert [doctor.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
+    assert [needs.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
         len(decode_sizes(n) + cascade_sizes(n)) for n in (1, 4, 100, 256, 600)
     ]
-    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_PREFILL_GRAPHS
+    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == needs.NUM_PREFILL_GRAPHS
 
 
 # -- remedies ----------------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def test_remedy_makes_the_model_fit(
     options: dict[str, Any],
     remedy: str,
 ) -> None:
-    monkeypatch.setattr(doctor, "has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(needs, "has_bfloat16_products", lambda: True)
     free_bytes[0] = int(free_gib * GIB)
     args = EngineArgs(model=write_config(tmp_path, config), **options)
     report = examine(args, gpu)
@@ -283,7 +284,9 @@ def test_command_lists_the_keys_of_the_files(tmp_path: Path, call: Call, free_by
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (("--gpu", "h20000"), 2, "no GPU 'h20000'; known: h200"),
+        (("--gpu", "h20000"), 2, "no device 'h20000'; did you mean h200?"),
+        (("--gpu", "5000gib"), 2, "no GPU '5000gib'; known: h200"),
+        (("--gpu", "cpu"), 2, "gpu is cpu; pass --device cpu"),
         (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
         (("--gpu", "h200", "--quantization", "int8"), 2, "works on CPUs only; remove it"),
         (("--device", "cuda"), 2, "nvidia-smi finds no GPU"),
@@ -298,8 +301,10 @@ def test_contradictory_arguments_are_rejected(
 
 def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="models fetch"):
-        examine(EngineArgs(model="smollm2"))
+    report = examine(EngineArgs(model="smollm2"), "l4")
+    assert report.spec.num_params == 134_515_008 and report.keys == () and not list(tmp_path.iterdir())
+    with pytest.raises(ModelNotFoundError, match="no-such-model"):
+        examine(EngineArgs(model="no-such-model"))
     done = call("doctor", str(tmp_path))
     assert done.code == 1 and "without config.json" in done.err
 

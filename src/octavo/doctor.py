@@ -23,60 +23,23 @@ from octavo.checkpoint import generation_config
 from octavo.checkpoint.keys import KeyUse
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
-from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
-from octavo.errors import MemoryBudgetError, ParameterError
+from octavo.errors import MemoryBudgetError, ModelNotFoundError, ParameterError
 from octavo.integers import cdiv
 from octavo.models.config import config_key_use, read_spec
 from octavo.models.spec import ModelSpec
-from octavo.runner.memory.budget import (
-    GRAPH_BYTES,
-    SPARE_BYTES,
-    FreeMemory,
-    MemoryBudget,
-    doctor_hint,
-    free_memory,
-    plan_memory,
+from octavo.runner.memory import needs
+from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.memory.needs import (
+    CONTEXT_BYTES,
+    Machine,
+    MemoryNeeds,
+    free_for_kv,
+    memory_needs,
 )
+from octavo.simulate.devices import DEVICES, find_device
+from octavo.simulate.models import find_shape
 
-GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
-"""GiB as CUDA reports them, less than the GB of the data sheet."""
-CONTEXT_BYTES = 512 << 20
-"""Estimated memory of the CUDA context on an otherwise empty GPU."""
-NUM_PREFILL_GRAPHS = 17
-"""Equal to the number in `runner.prefill_batch`, which imports torch; a test compares them."""
 LENGTHS = (1024, 4096, 16384, 65536)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The machine the model is to run on.
-
-    device_bytes   memory of the GPU; None on a CPU      held_bytes   part of it in use by CUDA and other processes
-    free_bytes     free memory of the host
-    """
-
-    name: str
-    free_bytes: int
-    device_bytes: int | None = None
-    held_bytes: int = 0
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.device_bytes is None else "cuda"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryNeeds:
-    """Memory of a model in bytes, without its K and V, and the layout of these."""
-
-    kv: KVCacheSpec
-    weights: int
-    activations: int
-    graphs: int
-
-    @property
-    def all(self) -> int:
-        return self.weights + self.activations + self.graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +104,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
 
     Raises `ModelError` for a model that is not on this machine or not supported, `ParameterError` for an unknown GPU.
     """
-    checkpoint = open_checkpoint(args.model, revision=args.revision, download=False, weights=False)
-    spec = read_spec(checkpoint)
+    spec, keys = read_model(args)
     if gpu is not None and args.device == "cpu":
         raise ParameterError(f"device is cpu, but gpu is {gpu}; remove one of them", param="device")
     machine = detect_machine(args.device) if gpu is None else machine_with(gpu)
@@ -163,7 +125,19 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
             advice = _suggest_gpu(args, spec)
     need = memory_needs(args, spec, machine)
     at_once = _concurrency(budget, spec) if budget is not None else {}
-    return Report(name, spec, machine, args, need, budget, problem, remedy, advice, at_once, key_uses(checkpoint))
+    return Report(name, spec, machine, args, need, budget, problem, remedy, advice, at_once, keys)
+
+
+def read_model(args: EngineArgs) -> tuple[ModelSpec, tuple[KeyUse, ...]]:
+    """The model of `args.model`, and the keys of its files. Without files, a name of `simulate.models` has sizes."""
+    shape = None if Path(args.model).exists() else find_shape(args.model)
+    try:
+        checkpoint = open_checkpoint(args.model, revision=args.revision, download=False, weights=False)
+    except ModelNotFoundError:
+        if shape is None or shape.spec is None:
+            raise
+        return shape.spec, ()
+    return read_spec(checkpoint), key_uses(checkpoint)
 
 
 def key_uses(checkpoint: Checkpoint) -> tuple[KeyUse, ...]:
@@ -182,48 +156,6 @@ def key_uses(checkpoint: Checkpoint) -> tuple[KeyUse, ...]:
     )
 
 
-# -- memory needs ------------------------------------------------------------------------------------------------------
-
-
-def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryNeeds:
-    """The memory needs of a model on a machine, before its KV pool."""
-    dtype = args.resolved_dtype(machine.device, spec.dtype, has_bfloat16=has_bfloat16_products())
-    size = ITEMSIZE[dtype]
-    activations = activation_bytes(args, spec, size)
-    graphs = 0
-    if machine.device == "cuda" and not args.enforce_eager:
-        graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
-    weights = spec.weight_bytes(size, args.quantization)
-    return MemoryNeeds(KVCacheSpec.of(spec, args.block_size, dtype), weights, activations, graphs)
-
-
-def has_bfloat16_products() -> bool:
-    """True if this processor has bfloat16 matrix products."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return False
-    flags = next((line for line in lines if line.startswith("flags")), "").split()
-    return "avx512_bf16" in flags or "amx_tile" in flags
-
-
-def activation_bytes(args: EngineArgs, spec: ModelSpec, itemsize: int) -> int:
-    """Peak activation memory of a step: its widest layer, or the hidden states plus each row's logits in the model's
-    dtype and in float32."""
-    num_tokens = args.max_num_batched_tokens or 1
-    num_rows = min(args.max_num_seqs or 1, num_tokens)
-    layer = num_tokens * (2 * spec.hidden_size + spec.activation_size) * itemsize
-    logits = num_tokens * 2 * spec.hidden_size * itemsize + num_rows * spec.vocab_size * (itemsize + 4)
-    return max(layer, logits)
-
-
-def num_decode_graphs(max_rows: int) -> int:
-    """Number of CUDA graphs for decode batches of up to `max_rows` rows, graphs with cascade attention included."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_rows + 32, 32)]
-    sizes = [*(size for size in sizes if size < max_rows), max_rows]
-    return len(sizes) + len([size for size in sizes if size in (8, 16) or size % 32 == 0 or size == max_rows >= 8])
-
-
 # -- machines ----------------------------------------------------------------------------------------------------------
 
 
@@ -239,17 +171,17 @@ def detect_machine(device: str) -> Machine:
 
 
 def machine_with(gpu: str) -> Machine:
-    """This host with an otherwise empty GPU, named as in `GPUS` or by its memory in GiB."""
-    gib = GPUS.get(gpu.lower())
-    if gib is None:
-        try:
-            gib = float(gpu.lower().removesuffix("gib"))
-        except ValueError:
-            gib = 0.0
-        if not 1 <= gib <= 4096:
-            known = ", ".join(GPUS)
-            raise ParameterError(f"no GPU {gpu!r}; known: {known}, or its memory, such as 48GiB", param="gpu")
-    return Machine(gpu.lower(), free_memory(), int(gib * GIB), CONTEXT_BYTES)
+    """This host with an otherwise empty GPU: a name or file of `find_device`, or its memory in GiB."""
+    try:
+        num_bytes = float(gpu.lower().removesuffix("gib")) * GIB
+    except ValueError:
+        if gpu.lower() == "cpu":
+            raise ParameterError("gpu is cpu; pass --device cpu", param="gpu") from None
+        num_bytes = find_device(gpu).memory_bytes
+    if not 1 <= num_bytes / GIB <= 4096:
+        known = ", ".join(DEVICES)
+        raise ParameterError(f"no GPU {gpu!r}; known: {known}, a .json file, or its memory, such as 48GiB", param="gpu")
+    return Machine(gpu.lower(), free_memory(), int(num_bytes), CONTEXT_BYTES)
 
 
 def _nvidia_gpu() -> tuple[str, int, int] | None:
@@ -270,19 +202,7 @@ def _nvidia_gpu() -> tuple[str, int, int] | None:
 
 
 def _plan(args: EngineArgs, spec: ModelSpec, need: MemoryNeeds, machine: Machine) -> MemoryBudget:
-    device_bytes = None
-    free_bytes = machine.free_bytes - need.weights
-    if machine.device_bytes is not None:
-        free_bytes = machine.free_bytes
-        share = int(machine.device_bytes * (args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION))
-        device_bytes = share - need.all - machine.held_bytes - SPARE_BYTES
-        if device_bytes <= 0:
-            raise MemoryBudgetError(
-                f"No available memory for the cache blocks: {_gib(share)} of {machine.name}'s "
-                f"{_gib(machine.device_bytes)} may be used; weights take {_gib(need.weights)}, activations "
-                f"{_gib(need.activations)}, CUDA graphs {_gib(need.graphs)}, CUDA and others {_gib(machine.held_bytes)}"
-            )
-    free = FreeMemory(weights=need.weights, host=free_bytes, device=device_bytes)
+    free = free_for_kv(args, need, machine)
     return plan_memory(args, need.kv, free, model_len=spec.max_model_len(args.max_model_len))
 
 
@@ -320,7 +240,7 @@ def _changes(args: EngineArgs, machine: Machine) -> Iterator[dict[str, Any]]:
             smaller += [{"gpu_memory_utilization": share} for share in (0.5, 0.8, 0.95)]
         if args.dtype in ("auto", "float32"):
             smaller += [{"dtype": "bfloat16"}]
-        if args.quantization is None and has_bfloat16_products():
+        if args.quantization is None and needs.has_bfloat16_products():
             smaller += [{"quantization": "int8"} | ({"dtype": "auto"} if args.dtype == "float32" else {})]
     yield from (shorter, without_overrides, shorter | without_overrides)
     for change in smaller:
@@ -336,7 +256,8 @@ def _flag(name: str, value: Any) -> str:
 
 def _suggest_gpu(args: EngineArgs, spec: ModelSpec) -> str:
     """Advice that names the smallest known GPU on which the model fits."""
-    for name in sorted(GPUS, key=lambda name: GPUS[name]):
+    supported = [device for device in DEVICES.values() if device.is_supported]
+    for name in (d.name for d in sorted(supported, key=lambda device: device.memory_bytes)):
         machine, gpu_args = machine_with(name), replace(args, quantization=None)
         try:
             _plan(gpu_args, spec, memory_needs(gpu_args, spec, machine), machine)

@@ -24,7 +24,8 @@ from octavo.simulate.calibrate import (
     median_error,
 )
 from octavo.simulate.clock import VirtualClock
-from octavo.simulate.cost import DEVICES, LinearCost, StepWork
+from octavo.simulate.cost import LinearCost, StepWork
+from octavo.simulate.devices import DEVICES
 from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.models import MODELS
 from octavo.simulate.simulation import Records, Replica, SimConfig

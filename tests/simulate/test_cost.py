@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from octavo.config import EngineArgs
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.errors import ModelNotFoundError, ParameterError, UsageError
-from octavo.simulate.cost import DEVICES, LinearCost, RooflineCost, StepWork, find_device, step_work, this_cpu
+from octavo.simulate.cost import LinearCost, RooflineCost, StepWork, step_work
+from octavo.simulate.devices import DEVICES, find_device, this_cpu
+from octavo.simulate.experiments.paper import OPT_13B, OPT_175B
 from octavo.simulate.models import MODELS, find_model
+from octavo.simulate.simulation import SimConfig, simulate
+from octavo.simulate.traces import Arrival
 
 
 def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> StepPlan:
@@ -158,9 +163,9 @@ def test_this_cpu_is_a_device() -> None:
 
 def test_paper_models_match_table_1() -> None:
     """Table 1 and section 6.1: 26 GB of weights, 800 KB per token, 1.6 GB for 2,048 tokens."""
-    model = MODELS["opt-13b"]
+    model = OPT_13B.model
     assert model.weight_bytes == 26e9 and model.kv_cache(16).bytes_per_token == 819_200
-    assert [MODELS[f"opt-{size}"].weight_bytes / 1e9 for size in ("66b", "175b")] == [132, 346]
+    assert OPT_175B.model.weight_bytes == 346e9
 
 
 def test_model_shape_from_config_json(tmp_path: Path) -> None:
@@ -175,3 +180,49 @@ def test_model_shape_from_config_json(tmp_path: Path) -> None:
         shape = find_model(str(path))
         assert shape.num_params == pytest.approx(known.num_params, rel=0.001)
         assert shape.kv_cache(16) == known.kv_cache(16) and shape.max_len == 131072
+
+
+# -- agreement with measurements ---------------------------------------------------------------------------------------
+
+MEASURED_MODELS = {"Qwen2.5-0.5B": "qwen2.5-0.5b", "Qwen3-0.6B": "qwen3-0.6b", "Llama-3.1-8B": "llama-3.1-8b"}
+GPU_ENGINE = Path(__file__).parents[2] / "docs" / "gpu-engine.md"
+
+
+def measured() -> dict[str, dict[str, float]]:
+    """The first table of docs/gpu-engine.md: model -> case -> Octavo's milliseconds."""
+    lines = GPU_ENGINE.read_text().split("## Speed, compared with vLLM")[1].splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("| |"))
+    names = [cell.strip() for cell in lines[begin].split("|")]
+    times: dict[str, dict[str, float]] = {model: {} for model in MEASURED_MODELS}
+    for line in lines[begin + 2 :]:
+        cells = [cell.strip() for cell in line.split("|")]
+        if not line.startswith("|"):
+            break
+        for name in MEASURED_MODELS:
+            if (cell := cells[names.index(name)]).endswith(" ms"):
+                times[name][cells[1]] = float(cell.removesuffix(" ms").replace(",", ""))
+    return times
+
+
+def simulated_ms(model: str, batch: int, num_prompt: int, num_output: int = 1) -> float:
+    args = EngineArgs(model=model, max_model_len=4096, num_gpu_blocks_override=60_000)
+    arrivals = [Arrival(0.0, ((10 + i, num_prompt),), num_output) for i in range(batch)]
+    records = simulate(SimConfig(MODELS[model], DEVICES["h200"], args), arrivals, interval_s=1e9)
+    return float(records.column("finished_s").max()) * 1e3
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B"])
+def test_simulated_h200_is_within_10_percent_of_the_measured_one(name: str) -> None:
+    model, rows = MEASURED_MODELS[name], measured()[name]
+    found = {}
+    for batch, case in ((1, "first token, 1 x 1,024"), (32, "32 x 1,024 tokens"), (256, "256 x 1,024 tokens")):
+        found[case] = first_ms = simulated_ms(model, batch, 1024)
+        found[f"per token, batch {batch}"] = (simulated_ms(model, batch, 1024, 129) - first_ms) / 128
+    assert found == {case: pytest.approx(rows[case], rel=0.1) for case in found}
+
+
+def test_simulated_h200_is_within_15_percent_for_the_smallest_model() -> None:
+    """No row of it was dropped for being off."""
+    rows = measured()["Qwen2.5-0.5B"]
+    for batch, case in ((1, "first token, 1 x 1,024"), (256, "256 x 1,024 tokens")):
+        assert simulated_ms("qwen2.5-0.5b", batch, 1024) == pytest.approx(rows[case], rel=0.15)

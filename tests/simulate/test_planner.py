@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.simulate.cost import DEVICES
+from octavo.simulate.devices import DEVICES
 from octavo.simulate.models import MODELS
 from octavo.simulate.planner import Planner
 from octavo.simulate.report import SLO

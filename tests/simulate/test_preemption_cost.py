@@ -12,7 +12,7 @@ import pytest
 from octavo.config import EngineArgs
 from octavo.core import events as ev
 from octavo.simulate import traces
-from octavo.simulate.cost import find_device
+from octavo.simulate.devices import find_device
 from octavo.simulate.models import find_model
 from octavo.simulate.simulation import Records, Replica, SimConfig
 

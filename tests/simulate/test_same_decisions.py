@@ -19,7 +19,8 @@ from octavo.core import events as ev
 from octavo.engine.request_update import RequestUpdate, SampleUpdate
 from octavo.frontend.build import build
 from octavo.params.sampling_params import SamplingParams
-from octavo.simulate.cost import DEVICES, LinearCost
+from octavo.simulate.cost import LinearCost
+from octavo.simulate.devices import DEVICES
 from octavo.simulate.live import RecordingClock, ReplayClock, ScheduledCall, ScriptedTokens, run_calls
 from octavo.simulate.models import ModelShape
 from octavo.simulate.simulation import Records, Replica, SimConfig

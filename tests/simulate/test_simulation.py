@@ -14,7 +14,8 @@ import pytest
 from octavo.config import EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.simulate import report, traces
-from octavo.simulate.cost import DEVICES, LinearCost
+from octavo.simulate.cost import LinearCost
+from octavo.simulate.devices import DEVICES
 from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.models import MODELS
 from octavo.simulate.plot import Area, Bars, Chart, Line, svg
@@ -139,9 +140,9 @@ def test_pool_samples_are_thinned_out() -> None:
 def test_num_blocks_follows_the_memory_budget() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
     config = SimConfig(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
-    assert config.num_blocks() == int((141e9 * 0.5 - 16.06e9) // (131_072 * 16))
+    assert config.num_blocks() == 26_697  # of 69.9 GiB, 14.96 of weights and 2.8 of activations, graphs and CUDA
     assert config.num_host_blocks() == (4 << 30) // (131_072 * 16)
-    with pytest.raises(MemoryBudgetError, match=r"llama-3\.1-70b takes 141\.2 GB and 1 x h200 has 141 GB"):
+    with pytest.raises(MemoryBudgetError, match=r"1 x h200's 139\.80 GiB may be used; weights take 131\.42 GiB"):
         SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x")).num_blocks()
     assert SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
 

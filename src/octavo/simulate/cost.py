@@ -11,7 +11,6 @@ A cost is a function of a `StepPlan` alone. The plan's work is summed up in `Ste
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,10 +20,10 @@ from typing import NamedTuple, Protocol
 
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.plan import StepPlan
-from octavo.errors import ParameterError, UsageError, naming_file
+from octavo.errors import UsageError, naming_file
+from octavo.simulate.devices import Device
 from octavo.simulate.models import ModelShape
 
-GIB = 1 << 30
 NUM_FIRST_TOKENS = 8
 """Tokens of a pass that each add to the time of the matrix products, as on a CPU; further tokens cost less."""
 
@@ -104,84 +103,6 @@ class CostModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """Published peaks of a device, and the shares of them that are reached.
-
-    memory_bytes                    memory of one device
-    bandwidth, flops                peak bytes and 16-bit operations per second
-    bandwidth_share, flops_share    shares reached by kernels: for weights and KV, and for matrix products
-    host_link, peer_link            bytes per second to the host (one way, reached), and to other devices of the host
-    peer_s                          latency of an all-reduce before its first byte
-    launch_s                        overhead of a forward pass
-    slice_s                         time per sequence of a pass: sampling, and the host's work on its token
-    host_s                          see `CostModel`
-    move_s                          latency of each block moved to or from the host, before its first byte
-    """
-
-    name: str
-    memory_bytes: float
-    bandwidth: float
-    flops: float
-    host_link: float
-    peer_link: float
-    bandwidth_share: float = 0.8
-    flops_share: float = 0.5
-    peer_s: float = 10e-6
-    launch_s: float = 0.3e-3
-    slice_s: float = 2e-6
-    host_s: float = 0.2e-3
-    move_s: float = 5e-6
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("h200", 141e9, 4.8e12, 989e12, 50e9, 450e9),
-        Device("h100", 80e9, 3.35e12, 989e12, 50e9, 450e9),
-        Device("a100-80", 80e9, 2.039e12, 312e12, 22e9, 300e9),
-        Device("a100-40", 40e9, 1.555e12, 312e12, 22e9, 300e9),
-        Device("l4", 24e9, 0.3e12, 121e12, 22e9, 22e9),
-    )
-}
-"""Peaks from the vendors' data sheets, dense 16-bit; `peer_link` is one way. The reached shares are assumptions;
-`octavo calibrate` measures."""
-
-
-def find_device(name: str) -> Device:
-    """A device of `DEVICES` by name, or "cpu", this machine. Raises `ParameterError`."""
-    if name.lower() == "cpu":
-        return this_cpu()
-    device = DEVICES.get(name.lower())
-    if device is None:
-        near = difflib.get_close_matches(name.lower(), [*DEVICES, "cpu"], n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(DEVICES)}, cpu"
-        raise ParameterError(f"no device {name!r}; {hint}", param="device")
-    return device
-
-
-def this_cpu() -> Device:
-    """This machine, estimated with a copy and a matrix product in half a second. `octavo calibrate` is more
-    accurate."""
-    import os
-    import time
-
-    import numpy as np
-
-    source = np.ones(1 << 24, dtype=np.float32)
-    matrix = np.ones((1024, 1024), dtype=np.float32)
-    copy_s, product_s = math.inf, math.inf
-    for _ in range(5):
-        begin = time.perf_counter()
-        source.copy()
-        middle = time.perf_counter()
-        matrix @ matrix
-        copy_s, product_s = min(copy_s, middle - begin), min(product_s, time.perf_counter() - middle)
-    bandwidth, flops = 2 * source.nbytes / copy_s, 2 * 1024**3 / product_s
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("cpu", memory, bandwidth, flops, bandwidth / 2, bandwidth / 2, 0.6, 0.6, launch_s=1e-3, slice_s=5e-5)
-
-
-@dataclass(frozen=True, slots=True)
 class RooflineCost:
     """Roofline model with tensor parallelism over `num_devices` of one host: weights, heads and KV are split evenly,
     and each layer has two all-reduces of `[num_tokens, hidden_size]`."""
@@ -211,19 +132,23 @@ class RooflineCost:
         work, model, device = step_work(plan), self.model, self.device
         bandwidth = device.bandwidth * device.bandwidth_share * self.num_devices
         flops = device.flops * device.flops_share * self.num_devices
-        weights_s = model.weight_bytes / bandwidth
-        token_s = 2 * model.num_params / flops
-        tokens_per_pass = work.num_decoding / work.num_passes
+        weights_s = model.bytes_per_pass / bandwidth
+        layers_s, head_s = 2 * model.num_layer_params / flops, 2 * model.num_head_params / flops
+        per_pass = work.num_decoding / work.num_passes
         passes = work.num_passes - 1
+        activation_bytes = device.activation_passes * model.num_layers * model.hidden_size * model.itemsize
+        num_rows = per_pass + work.num_chunks  # at most one token of a chunk goes through the head
         return (
-            max(weights_s, (work.num_new + tokens_per_pass) * token_s)
-            + passes * max(weights_s, tokens_per_pass * token_s)
+            max(weights_s, (work.num_new + per_pass) * layers_s + num_rows * head_s)
+            + passes * max(weights_s, per_pass * (layers_s + head_s))
+            + (work.num_new + work.num_decoding) * activation_bytes / bandwidth
             + work.chunk_pairs * model.flops_per_pair / flops
             + work.kv_tokens * self.kv.bytes_per_token / bandwidth
-            + work.num_passes * device.launch_s
-            + (work.num_slices + work.num_decoding - tokens_per_pass) * device.slice_s
-            + self._all_reduce_s(work.num_new + tokens_per_pass)
-            + passes * self._all_reduce_s(tokens_per_pass)
+            + work.num_passes * model.num_layers * device.layer_s
+            + (device.chunk_s if work.num_chunks else 0.0)
+            + (work.num_slices + work.num_decoding - per_pass) * device.slice_s
+            + self._all_reduce_s(work.num_new + per_pass)
+            + passes * self._all_reduce_s(per_pass)
             + self._block_moves_s(work, bandwidth)
         )
 

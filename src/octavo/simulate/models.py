@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import ModelNotFoundError
+from octavo.models.config import read_spec, spec_from_config
+from octavo.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a model. `num_heads` query heads share `num_kv_heads` K/V heads of size `head_dim`. Parameters, K and V
-    have one dtype; sequences have at most `max_len` tokens."""
+    have one dtype; sequences have at most `max_len` tokens.
+
+    num_head_params        of the head, which only tokens to sample from go through
+    num_embedding_params   of a separate embedding table, of which a pass reads a few rows
+    spec                   None: a model by sizes alone, of which nothing but the weights takes memory
+    """
 
     name: str
     num_params: int
@@ -25,6 +34,27 @@ class ModelShape:
     head_dim: int
     max_len: int
     dtype: str = "bfloat16"
+    num_head_params: int = 0
+    num_embedding_params: int = 0
+    spec: ModelSpec | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, name: str, spec: ModelSpec) -> ModelShape:
+        vocabulary = math.prod(spec.vocabulary)
+        return cls(
+            name,
+            spec.num_params,
+            spec.num_layers,
+            spec.hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.max_position_embeddings,
+            "bfloat16" if spec.dtype == "float32" else spec.dtype,
+            vocabulary,
+            0 if spec.tie_word_embeddings else vocabulary,
+            spec,
+        )
 
     @property
     def itemsize(self) -> int:
@@ -33,6 +63,16 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         return self.num_params * self.itemsize
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Weights that a pass reads."""
+        return (self.num_params - self.num_embedding_params) * self.itemsize
+
+    @property
+    def num_layer_params(self) -> int:
+        """Parameters that every token goes through."""
+        return self.num_params - self.num_embedding_params - self.num_head_params
 
     def kv_cache(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.of(self, block_size, self.dtype)
@@ -44,28 +84,58 @@ class ModelShape:
 
 
 def _shape(
-    name: str, billions: float, layers: int, hidden: int, heads: tuple[int, int], head_dim: int, max_len: int
+    name: str, layers: int, hidden: int, heads: tuple[int, int], head_dim: int, mlp: int, vocab: int, max_len: int
 ) -> ModelShape:
-    return ModelShape(name, round(billions * 1e9), layers, hidden, heads[0], heads[1], head_dim, max_len)
+    family = name.split("-")[0]
+    tied = name in TIED
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads[0],
+        "vocab_size": vocab,
+        "max_position_embeddings": max_len,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+    }
+    if family == "opt":
+        return ModelShape.of(name, spec_from_config(config | {"ffn_dim": mlp, "tie_word_embeddings": True}))
+    config |= {"num_key_value_heads": heads[1], "head_dim": head_dim, "intermediate_size": mlp, "rms_norm_eps": 1e-5}
+    return ModelShape.of(name, spec_from_config(config))
 
 
+ARCHITECTURES = {
+    "opt": "OPTForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "smollm2": "LlamaForCausalLM",
+    "qwen2.5": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+TIED = ("qwen2.5-0.5b", "qwen3-0.6b", "smollm2-135m")
 MODELS = {
     shape.name: shape
     for shape in (
-        _shape("opt-13b", 13.0, 40, 5120, (40, 40), 128, 2048),
-        _shape("opt-66b", 66.0, 64, 9216, (72, 72), 128, 2048),
-        _shape("opt-175b", 173.0, 96, 12288, (96, 96), 128, 2048),
-        _shape("llama-13b", 13.0, 40, 5120, (40, 40), 128, 2048),
-        _shape("llama-3.1-8b", 8.03, 32, 4096, (32, 8), 128, 131072),
-        _shape("llama-3.1-70b", 70.6, 80, 8192, (64, 8), 128, 131072),
-        _shape("qwen2.5-0.5b", 0.494, 24, 896, (14, 2), 64, 32768),
-        _shape("qwen2.5-7b", 7.62, 28, 3584, (28, 4), 128, 32768),
-        _shape("qwen3-0.6b", 0.596, 28, 1024, (16, 8), 128, 40960),
-        _shape("qwen3-8b", 8.19, 36, 4096, (32, 8), 128, 40960),
-        _shape("smollm2-135m", 0.1345, 30, 576, (9, 3), 64, 8192),
+        _shape("opt-13b", 40, 5120, (40, 40), 128, 20480, 50272, 2048),
+        _shape("opt-66b", 64, 9216, (72, 72), 128, 36864, 50272, 2048),
+        _shape("opt-175b", 96, 12288, (96, 96), 128, 49152, 50272, 2048),
+        _shape("llama-13b", 40, 5120, (40, 40), 128, 13824, 32000, 2048),
+        _shape("llama-3.1-8b", 32, 4096, (32, 8), 128, 14336, 128256, 131072),
+        _shape("llama-3.1-70b", 80, 8192, (64, 8), 128, 28672, 128256, 131072),
+        _shape("qwen2.5-0.5b", 24, 896, (14, 2), 64, 4864, 151936, 32768),
+        _shape("qwen2.5-7b", 28, 3584, (28, 4), 128, 18944, 152064, 32768),
+        _shape("qwen3-0.6b", 28, 1024, (16, 8), 128, 3072, 151936, 40960),
+        _shape("qwen3-8b", 36, 4096, (32, 8), 128, 12288, 151936, 40960),
+        _shape("smollm2-135m", 30, 576, (9, 3), 64, 1536, 49152, 8192),
     )
 }
-"""Published sizes; the three OPT models take 26, 132 and 346 GB as in table 1 of the paper."""
+"""Published sizes; the number of parameters follows from them."""
+
+
+def find_shape(name: str) -> ModelShape | None:
+    """A model of `MODELS`, by its name or the catalogue's."""
+    entry = catalog.find(name)
+    names = [name.lower()] if entry is None else [entry.name, *entry.aliases]
+    return next((MODELS[n] for n in names if n in MODELS), None)
 
 
 def find_model(name: str) -> ModelShape:
@@ -73,9 +143,7 @@ def find_model(name: str) -> ModelShape:
 
     Raises `ModelNotFoundError`, or the error of reading that model.
     """
-    entry = catalog.find(name)
-    names = [name.lower()] if entry is None else [entry.name, *entry.aliases]
-    if (shape := next((MODELS[n] for n in names if n in MODELS), None)) is not None:
+    if (shape := find_shape(name)) is not None:
         return shape
     path = Path(name).expanduser()
     if "/" in name or path.exists():
@@ -87,18 +155,6 @@ def find_model(name: str) -> ModelShape:
 
 def _from_config(path: Path) -> ModelShape:
     from octavo.checkpoint.resolve import open_checkpoint
-    from octavo.models.config import read_spec
 
     checkpoint = open_checkpoint(path, download=False, weights=False)
-    spec = read_spec(checkpoint)
-    return ModelShape(
-        path.name or str(path),
-        spec.num_params,
-        spec.num_layers,
-        spec.hidden_size,
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.max_position_embeddings,
-        spec.dtype,
-    )
+    return ModelShape.of(path.name or str(path), read_spec(checkpoint))

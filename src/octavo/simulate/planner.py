@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.config import EngineArgs
 from octavo.errors import MemoryBudgetError
-from octavo.simulate.cost import DEVICES, Device
+from octavo.simulate.devices import DEVICES, Device
 from octavo.simulate.models import ModelShape
 from octavo.simulate.report import SLO, summary
 from octavo.simulate.simulation import SimConfig, simulate
@@ -45,6 +45,7 @@ class Deployment:
     kept: float
     report: dict[str, Any] = field(repr=False)
     price: float = 0.0
+    num_blocks: int = 0
 
     @property
     def num_gpus(self) -> int:
@@ -64,6 +65,7 @@ class Deployment:
             "settings": self.settings,
             "slo_kept": self.kept,
             "price": self.price or None,
+            "num_blocks": self.num_blocks,
             "ttft_s": self.report.get("ttft_s"),
             "tpot_s": self.report.get("tpot_s"),
         }
@@ -161,10 +163,11 @@ class Planner:
         config = SimConfig(self.model, device, EngineArgs(model=self.model.name, **settings), num_devices, num_replicas)
         self.progress(f"{num_replicas} x {num_devices} {device.name}")
         try:
-            report = self._run(config, 1.0)
+            num_blocks, report = config.num_blocks(), self._run(config, 1.0)
         except MemoryBudgetError:
             return None
-        self.tried.append(Deployment(device, num_devices, num_replicas, settings, report["kept"], report, price))
+        found = Deployment(device, num_devices, num_replicas, settings, report["kept"], report, price, num_blocks)
+        self.tried.append(found)
         return self.tried[-1]
 
     def _run(self, config: SimConfig, load: float) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from octavo.core.plan import RowSetup
 from octavo.errors import OctavoError, TraceError
 from octavo.simulate.allocators import split_of
 from octavo.simulate.calibrate import MeasuredStep, fit
-from octavo.simulate.cost import DEVICES, CostModel, LinearCost, StepWork, step_work
+from octavo.simulate.cost import CostModel, LinearCost, StepWork, step_work
+from octavo.simulate.devices import DEVICES
 from octavo.simulate.executor import OUTPUT_TOKEN
 from octavo.simulate.models import ModelShape
 from octavo.simulate.simulation import MAX_POOL_SAMPLES, PoolSample, Records, SimConfig, simulate

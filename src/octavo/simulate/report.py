@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ParameterError, cut
+from octavo.simulate.devices import Device
 from octavo.simulate.plot import Area, Chart, Line
 from octavo.simulate.simulation import PoolSample, Records
 
@@ -48,6 +49,19 @@ class SLO:
         if self.tpot_s is not None:
             good &= tpot(records) <= self.tpot_s
         return good
+
+
+def assumption(device: Device, cost_file: str = "") -> str:
+    """Where the step times of a device come from."""
+    if cost_file:
+        return f"{device.name}: step times of {cost_file}"
+    reached = f"{device.bandwidth_share:.0%} of {device.bandwidth / 1e9:,.0f} GB/s, "
+    reached += f"{device.flops_share:.0%} of {device.flops / 1e12:,.0f} TFLOP/s"
+    if device.source == "measured":
+        return f"{device.name}: {reached}, fitted to measurements"
+    origin = "published peaks" if device.source == "published" else device.source
+    text = f"{device.name}: {reached}; {origin}, not measured"
+    return text if device.is_supported else f"{text}; hypothetical: this engine does not run on it"
 
 
 def ttft(records: Records) -> np.ndarray:
@@ -133,7 +147,8 @@ def format_summary(stats: dict[str, Any]) -> list[str]:
     if "trace" in stats:
         text = [
             f"{stats['model']} on {stats['num_gpus']} x {stats['gpu']}, {stats['num_blocks']:,} blocks a replica, "
-            f"trace {stats['trace']}"
+            f"trace {stats['trace']}{f' at {rate:g} requests/s' if (rate := stats['rate']) else ''}",
+            f"assumed        {stats['assumption']}",
         ]
     if not stats["num_requests"]:
         return [*text, "no request finished", *_refusals(stats["refused"])]
@@ -150,7 +165,8 @@ def format_summary(stats: dict[str, Any]) -> list[str]:
         text.append(f"normalised     {_seconds(normalized)} a token of output, queue and prompt included")
     if "slo_kept" in stats:
         kept, goodput = stats["slo_kept"], stats["goodput_requests_per_s"]
-        text.append(f"good           {kept:.1%}, {goodput:.2f} requests/s meet the SLO")
+        wanted = stats.get("slo", "the SLO")
+        text.append(f"good           {kept:.1%}, {goodput:.2f} requests/s meet {wanted}")
     text.append(f"prefix hits    {stats['hit_rate']:.1%} of the prompts' tokens")
     preempted = ", ".join(f"{count:,} by {how}" for how, count in sorted(stats["num_preempted"].items()))
     waits = ", ".join(f"{reason} {count:,}" for reason, count in sorted(stats["num_waits"].items()))

@@ -10,12 +10,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
-from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_SWAP_BYTES, GIB, EngineArgs
+from octavo.config import DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import KVCacheSpec
@@ -23,18 +23,23 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
 from octavo.engine.request_update import RequestUpdate
-from octavo.errors import EngineError, MemoryBudgetError, UsageError
+from octavo.errors import EngineError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
+from octavo.runner.memory.budget import free_memory, plan_memory
+from octavo.runner.memory.needs import CONTEXT_BYTES, Machine, MemoryNeeds, free_for_kv, memory_needs
 from octavo.simulate.allocators import MemorySplit, split_of
 from octavo.simulate.clock import VirtualClock
-from octavo.simulate.cost import CostModel, Device, RooflineCost
+from octavo.simulate.cost import CostModel, RooflineCost
+from octavo.simulate.devices import Device
 from octavo.simulate.executor import SimulatedExecutor, TokenSource
 from octavo.simulate.models import ModelShape
 from octavo.simulate.traces import Arrival
 
 VOCAB_SIZE = 1 << 31
 """Vocabulary of a simulated model: any token of a trace."""
+HOST_BYTES = 1 << 40
+"""Host memory of a simulated machine with GPUs: swap space is never short."""
 MAX_POOL_SAMPLES = 1024
 """Maximum number of pool samples kept; beyond, every second one is dropped."""
 
@@ -76,22 +81,22 @@ class SimConfig:
         return self.model.kv_cache(self.args.block_size)
 
     def num_blocks(self) -> int:
-        """Usable blocks of a replica. Raises `MemoryBudgetError` if the weights leave no room for KV blocks."""
-        args = self.args
-        if args.num_gpu_blocks_override is not None:
-            return args.num_gpu_blocks_override
-        if args.kv_cache_memory_bytes is not None:
-            room = float(args.kv_cache_memory_bytes)
+        """Usable blocks of a replica, as `octavo doctor` counts them. Raises `MemoryBudgetError` if it does not fit."""
+        if self.args.num_gpu_blocks_override is not None:
+            return self.args.num_gpu_blocks_override
+        args, n, spec = self.resolved(), self.num_devices, self.model.spec
+        is_cpu = self.device.name == "cpu"
+        memory = None if is_cpu else int(self.device.memory_bytes * n)
+        machine = Machine(f"{n} x {self.device.name}", HOST_BYTES, memory, n * CONTEXT_BYTES)
+        if is_cpu:
+            machine = replace(machine, free_bytes=free_memory())
+        if spec is None:
+            need = MemoryNeeds(self.kv, self.model.weight_bytes, 0, 0)
         else:
-            share = args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-            room = self.device.memory_bytes * self.num_devices * share - self.model.weight_bytes
-        if room < self.kv.bytes_per_block:
-            raise MemoryBudgetError(
-                f"{self.model.name} takes {self.model.weight_bytes / 1e9:.1f} GB and {self.num_devices} x "
-                f"{self.device.name} has {self.device.memory_bytes * self.num_devices / 1e9:.0f} GB: no room for KV "
-                "blocks; use more devices or larger ones"
-            )
-        return int(room // self.kv.bytes_per_block)
+            need = memory_needs(args, spec, machine)
+            need = replace(need, activations=n * need.activations, graphs=n * need.graphs)
+        model_len = self.model.max_len if spec is None else spec.max_model_len(args.max_model_len)
+        return plan_memory(args, need.kv, free_for_kv(args, need, machine), model_len=model_len).num_blocks
 
     def num_host_blocks(self) -> int:
         space = self.args.swap_space

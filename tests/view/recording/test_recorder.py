@@ -29,7 +29,8 @@ from octavo.engine.query import DumpRecording
 from octavo.errors import EngineError, TraceError
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate import replay
-from octavo.simulate.cost import DEVICES, LinearCost
+from octavo.simulate.cost import LinearCost
+from octavo.simulate.devices import DEVICES
 from octavo.simulate.models import MODELS
 from octavo.simulate.simulation import Records, Replica, SimConfig
 from octavo.simulate.traces import Arrival, Lengths, chat, poisson

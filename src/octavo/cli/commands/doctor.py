@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli.options import DEFAULT_MODEL, options_of
 from octavo.config import EngineArgs
-from octavo.errors import ModelNotFoundError
 
 MEMORY_OPTIONS = (
     "revision",
@@ -36,10 +34,10 @@ def doctor(
     *,
     model: Annotated[
         str,
-        typer.Argument(help="Directory with a config.json, .gguf file, name in `octavo models`, hub id; or --model."),
+        typer.Argument(help="Directory with a config.json, .gguf file, name in `octavo models` or `simulate`, hub id."),
     ] = DEFAULT_MODEL,
     gpu: Annotated[
-        str | None, typer.Option(help="h200, h100, a100-80, a100-40, l4, or GiB such as 48GiB. Default: this machine.")
+        str | None, typer.Option(help="As for `octavo simulate`, or GiB such as 48GiB. Default: this machine.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     engine: dict[str, Any],
@@ -49,13 +47,8 @@ def doctor(
     Reads config.json only: needs no weights and downloads nothing. The exit code is 1 if the model does not fit; the
     report then names the flag that makes it fit.
     """
-    from octavo.checkpoint import catalog
     from octavo.doctor import examine, format_report
-    from octavo.simulate.models import MODELS
 
-    if model.lower() in MODELS and not Path(model).exists() and catalog.find(model) is None:
-        text = f"{model} has sizes but no files here; give its directory, or use octavo plan --model {model}"
-        raise ModelNotFoundError(text, param="model")
     report = examine(EngineArgs(model=model, **engine), gpu)
     print(json.dumps(report.as_dict()) if as_json else "\n".join(format_report(report)))
     return 0 if report.fits else 1

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.commands.simulate import Burstiness, Rate, Scale, Seed, SimulatedModel, arrivals_of
 from octavo.errors import ParameterError
+
+if TYPE_CHECKING:
+    from octavo.simulate.devices import Device
 
 
 def plan(
@@ -38,10 +41,10 @@ def plan(
     """
     from rich.console import Console
 
-    from octavo.simulate.cost import DEVICES, find_device
+    from octavo.simulate.devices import DEVICES, find_device
     from octavo.simulate.models import find_model
     from octavo.simulate.planner import Planner
-    from octavo.simulate.report import SLO
+    from octavo.simulate.report import SLO, assumption
 
     if not 0 < share <= 1:
         raise ParameterError(f"share is {share}, it must be above 0 and at most 1", param="share")
@@ -49,8 +52,8 @@ def plan(
         if number < 1:
             raise ParameterError(f"{name} is {number}, it must be from 1", param=name)
     wanted, shape = SLO.parse(slo), find_model(model)
-    devices = [find_device(name) for name in gpu] if gpu else list(DEVICES.values())
-    priced = None if prices is None else read_prices(prices)
+    devices = [find_device(name) for name in gpu] if gpu else [d for d in DEVICES.values() if d.is_supported]
+    priced = prices_of(devices, prices, all_needed=bool(gpu))
     arrivals = list(arrivals_of(trace, rate, requests, scale=scale, seed=seed, burstiness=burstiness))
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(
@@ -72,9 +75,12 @@ def plan(
             "margin": answer.margin,
             "tried": [c.as_dict() for c in answer.tried],
         }
-        print(json.dumps(result))
+        load = {"model": shape.name, "trace": trace, "rate": rate, "slo": slo, "share": share}
+        assumptions = [assumption(device) for device in devices]
+        print(json.dumps(load | {"assumptions": assumptions} | result))
         raise typer.Exit(best is None)
     times = "its own times" if rate is None else f"{rate:g} requests/s"
+    print(f"model     {shape.name}")
     print(f"load      {len(arrivals):,} requests of {trace}, {times}; {slo} for {share:.0%} of them")
     if not answer.tried:
         print(f"{shape.name} fits on none of these GPUs; --max-tensor-parallel-size 8 gives a hypothetical answer")
@@ -89,6 +95,9 @@ def plan(
         print(f"{best.num_gpus} x {best.device.name}: {each}")
         print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
     print_table(answer.tried[:12])
+    print("\nassumed")
+    for device in {c.device.name: c.device for c in answer.tried}.values():
+        print(f"  {assumption(device)}")
     raise typer.Exit(best is None)
 
 
@@ -113,18 +122,33 @@ def print_table(tried: list) -> None:  # type: ignore[type-arg]
     Console().print(table)
 
 
-def read_prices(path: Path) -> dict[str, float]:
-    """Read prices by device. Raises `ParameterError` unless the file maps known devices to positive numbers."""
-    from octavo.simulate.cost import find_device
+def prices_of(devices: list[Device], path: Path | None, *, all_needed: bool) -> dict[str, float] | None:
+    """Prices per hour from the devices' own files and from `path`, which wins; None if there are none.
+
+    Raises `ParameterError` if `all_needed` and some devices have no price: they cannot be compared with the others.
+    """
+    prices = {device.name: device.price for device in devices if device.price}
+    if path is not None:
+        prices |= read_prices(path, {device.name for device in devices})
+    missing = [device.name for device in devices if device.name not in prices]
+    if prices and missing and all_needed:
+        raise ParameterError(f"no price of {missing[0]}, but one of {next(iter(prices))}; add it", param="prices")
+    return prices or None
+
+
+def read_prices(path: Path, names: set[str]) -> dict[str, float]:
+    """Read prices by device. Raises `ParameterError` unless the file maps known devices, or some of `names`, to
+    positive numbers."""
+    from octavo.simulate.devices import find_device
 
     try:
         prices = json.loads(path.read_text(encoding="utf-8"))
         values = prices.values() if isinstance(prices, dict) else [None]
-        good = all(isinstance(p, int | float) and 0 < p < math.inf for p in values)
+        good = all(isinstance(p, int | float) and not isinstance(p, bool) and 0 < p < math.inf for p in values)
     except OSError as error:
         raise ParameterError(f"cannot read {path}: {error.strerror}", param="prices") from None
     except ValueError:
         good = False
     if not good or not prices:
         raise ParameterError(f'{path} has no prices; give JSON such as {{"h200": 3.5}}, per hour', param="prices")
-    return {find_device(name).name: float(price) for name, price in prices.items()}
+    return {name if name in names else find_device(name).name: float(price) for name, price in prices.items()}

@@ -51,6 +51,9 @@ TRACE_PARAMS = (
 )
 """Parameters of `simulate` that a replay takes from its dump."""
 
+GPU_HELP = (
+    "h200, h100, a100-80, a100-40, l4, l40s, a10g, rtx4090, rtx5090, b200, mi300x, cpu (this one), or a .json file."
+)
 Workload = Literal["sharegpt", "alpaca", "prefix", "chat"]
 WORKLOADS = ("sharegpt", "alpaca", "prefix", "chat")
 
@@ -58,8 +61,8 @@ Trace = Annotated[
     str, typer.Argument(help=f"A .jsonl (Mooncake), .csv (Azure, Vidur) or .npz file, or {', '.join(WORKLOADS)}.")
 ]
 SimulatedModel = Annotated[str, typer.Option("--model", "-m", help="A name, or a directory with a config.json.")]
-Device = Annotated[str, typer.Option("--gpu", help="h200, h100, a100-80, a100-40, l4, or cpu for this machine.")]
-Rate = Annotated[float | None, typer.Option(help="Requests per second. Default for a file: its own times.")]
+Device = Annotated[str, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
+Rate = Annotated[float | None, typer.Option(help="Requests per second. Default: 1, for a file its own times.")]
 NumRequests = Annotated[int | None, typer.Option("--requests", help="Maximum requests; 1,000 for a workload.")]
 Scale = Annotated[float, typer.Option(help="Multiply a file's lengths by this, to fit a short context.")]
 Burstiness = Annotated[float, typer.Option(help="Of a workload; 1: a Poisson process; less is burstier.")]
@@ -118,8 +121,9 @@ def simulate(
         with progress_bar(limit) as progress:
             records = run(setup, arrivals, progress=progress)
         result = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
-        result["num_gpus"] = tensor_parallel_size * replicas
-    result |= report.summary(records, slo_limits)
+        result |= {"num_gpus": tensor_parallel_size * replicas, "rate": rate_of(trace, rate)}
+        result["assumption"] = report.assumption(setup.device, str(cost or ""))
+    result |= report.summary(records, slo_limits) | ({} if slo is None else {"slo": slo})
     # Print before writing files, which may fail.
     print(json.dumps(result) if as_json else "\n".join(report.format_summary(result)), flush=True)
     if output is not None:
@@ -156,11 +160,17 @@ def run_replay(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple
         return result, replay.what_if(recording, settings, times, progress=progress)
 
 
+def rate_of(trace: str, rate: float | None) -> float | None:
+    """Requests per second of a trace; None: a file's own times."""
+    return 1.0 if rate is None and trace in WORKLOADS else rate
+
+
 def setup_of(
     model: str, gpu: str, engine: dict[str, Any], num_devices: int = 1, num_replicas: int = 1, cost: Path | None = None
 ) -> SimConfig:
     """Build the simulation's configuration. Raises `UsageError` or `ModelError` for an unknown model or device."""
-    from octavo.simulate.cost import LinearCost, find_device
+    from octavo.simulate.cost import LinearCost
+    from octavo.simulate.devices import find_device
     from octavo.simulate.models import find_model
     from octavo.simulate.simulation import SimConfig
 

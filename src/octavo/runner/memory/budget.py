@@ -67,15 +67,15 @@ class MemoryBudget:
         return self.free.host - (self.pool_bytes if self.free.device is None else 0)
 
     def __str__(self) -> str:
-        free = _gib(self.free.host)
+        free = gib(self.free.host)
         if self.free.device is not None:
-            free = f"{_gib(self.free.device)} on the device and {free} on the host"
-        block = f"of {self.kv.block_size} tokens, {_gib(self.kv.bytes_per_block)} each"
-        pool = f"KV pool {_gib(self.pool_bytes)} ({self.num_blocks} blocks {block})"
+            free = f"{gib(self.free.device)} on the device and {free} on the host"
+        block = f"of {self.kv.block_size} tokens, {gib(self.kv.bytes_per_block)} each"
+        pool = f"KV pool {gib(self.pool_bytes)} ({self.num_blocks} blocks {block})"
         if self.num_blocks < 0:
-            pool = f"{_gib(-self.pool_bytes)} too little for a KV pool (blocks {block})"
+            pool = f"{gib(-self.pool_bytes)} too little for a KV pool (blocks {block})"
         return (
-            f"weights {_gib(self.free.weights)}, {pool}, swap space {_gib(self.swap_bytes)}, "
+            f"weights {gib(self.free.weights)}, {pool}, swap space {gib(self.swap_bytes)}, "
             f"free memory after the weights {free}"
         )
 
@@ -89,7 +89,7 @@ def plan_memory(args: EngineArgs, kv: KVCacheSpec, free: FreeMemory, *, model_le
     """
     if free.host <= 0:
         raise MemoryBudgetError(
-            f"the weights take {_gib(free.weights)}, {_gib(-free.host)} more than the free memory; free more than "
+            f"the weights take {gib(free.weights)}, {gib(-free.host)} more than the free memory; free more than "
             f"that, or choose a smaller model or dtype; {doctor_hint(args)}"
         )
     given = args.max_model_len
@@ -191,7 +191,7 @@ def _larger_pool(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> str
         return "raise max_model_len to 2 or more: one prompt token and one output token"
     kv, free, room = budget.kv, budget.free, _room(args, budget)
     if kv.num_blocks(room) < 1:
-        return f"free {_gib(kv.pool_bytes(1) - room)} more; {doctor_hint(args)}"
+        return f"free {gib(kv.pool_bytes(1) - room)} more; {doctor_hint(args)}"
     larger = replace(budget, num_blocks=min(cdiv(wanted_len - 1, kv.block_size), kv.num_blocks(room)))
     remedy = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {larger.pool_bytes}"
     if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
@@ -266,5 +266,5 @@ def _read(path: str) -> str:
         return ""
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 100 else f"{num_bytes / 1024:.0f} KiB"

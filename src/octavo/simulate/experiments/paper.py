@@ -17,7 +17,8 @@ from octavo.core.plan import StepPlan
 from octavo.errors import naming_file
 from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
-from octavo.simulate.cost import DEVICES, CostModel, Device, LinearCost
+from octavo.simulate.cost import CostModel, LinearCost
+from octavo.simulate.devices import DEVICES, Device
 from octavo.simulate.models import MODELS, ModelShape
 from octavo.simulate.plot import Chart, svg
 from octavo.simulate.report import normalized_latency
@@ -103,9 +104,9 @@ class Server:
     """FasterTransformer's batch sizes, for ShareGPT and for Alpaca."""
 
 
-OPT_13B = Server(MODELS["opt-13b"], DEVICES["a100-40"], 1, 15_728, (5, 14))
-OPT_175B = Server(MODELS["opt-175b"], DEVICES["a100-80"], 8, 60_096, (24, 80))
-LLAMA_13B = replace(OPT_13B, model=MODELS["llama-13b"])
+OPT_13B = Server(replace(MODELS["opt-13b"], num_params=13_000_000_000), DEVICES["a100-40"], 1, 15_728, (5, 14))
+OPT_175B = Server(replace(MODELS["opt-175b"], num_params=173_000_000_000), DEVICES["a100-80"], 8, 60_096, (24, 80))
+LLAMA_13B = replace(OPT_13B, model=replace(MODELS["llama-13b"], num_params=13_000_000_000))
 
 SEQUENCE_S = 0.1e-3
 """Host time per sequence of a step in 2023: sampling and returning its token."""
