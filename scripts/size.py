@@ -25,7 +25,7 @@ BUDGETS: dict[str, int] = {
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2575,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
     "serve": 4815,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 2820,  # cost models, traces, planner, the paper's experiments
+    "simulate": 2825,  # cost models, traces, planner, the paper's experiments
     "bench": 1065,  # `octavo bench`
     "view": 3048,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
