@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from octavo.frontend.standalone.paged_attention import PagedAttention
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 
+PAGE = Path(__file__).parents[3] / "docs" / "paged-attention.md"
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 14, 2, 16
 LENGTHS = [1, 3, 4, 5, 16, 17, 33]
 OPS = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -281,3 +284,10 @@ def test_random_histories_equal_plain_attention(block_size: int) -> None:
     for seq_id in held:
         attention.free_sequence(seq_id)
     assert attention.stats().num_free == attention.stats().num_blocks
+
+
+def test_the_code_of_its_page_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(code, {})
+    (printed,) = re.findall(r"print\(.*# ([\d ]+)\n", code)
+    assert capsys.readouterr().out == f"{printed}\n"
