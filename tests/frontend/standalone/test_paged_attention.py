@@ -165,6 +165,18 @@ def test_a_fork_shares_blocks_and_copies_the_last_on_write(length: int) -> None:
             assert torch.allclose(attention.compute_attention(i, q, layer), plain(q, k, v), atol=1e-5)
 
 
+def test_no_tokens_are_a_sequence_without_blocks_and_copy_nothing() -> None:
+    attention = make(2)
+    attention.append_kv(0, *random_kv(0))
+    assert attention.fork(0) == 1 and attention.stats().num_used == 0
+    for i, num_unfilled in enumerate([1, 2]):
+        attention.append_kv(i, *random_kv(3))
+        assert attention.stats().num_unfilled_slots == num_unfilled
+    assert attention.fork(0) == 2
+    attention.append_kv(2, *random_kv(0))
+    assert attention.stats().num_copied == 0 and attention.compute_batch([], random_q(0)).shape == random_q(0).shape
+
+
 def test_a_fork_outlives_its_parent() -> None:
     attention = make(3)
     k, v = random_kv(6)

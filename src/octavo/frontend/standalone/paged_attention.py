@@ -39,7 +39,7 @@ class PagedAttention:
     block_size    tokens per block
     num_kv_heads  default: num_heads. With fewer, neighbouring query heads share a K/V head
     num_layers    all layers share one block table per sequence
-    ops           operations on the pool: `kernels.reference`, `kernels.cpu.ops` or `kernels.triton.ops`
+    ops           operations on the pool: `kernels.reference` in any dtype, or `kernels.cpu.ops`, faster on a CPU
     kv            [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim], the pool; block 0 is never used
     manager       the engine's own bookkeeping of blocks
 
@@ -78,11 +78,10 @@ class PagedAttention:
         k, v  [num_kv_heads, head_dim] for one token, or [num_tokens, num_kv_heads, head_dim]
         """
         k, v = (_tokens(x, self.kv_shape).to(self.kv) for x in (k, v))
-        kv_layer, entry = self._layer(layer), self._entries.get(seq_id)
         if len(k) != len(v):
             raise ParameterError(f"k has {len(k)} tokens and v has {len(v)}", param="v")
-        if entry is None:
-            entry = _Entry(Sequence(self._request, 0, array("i"), 0), [0] * self.kv.shape[1])
+        kv_layer = self._layer(layer)
+        entry = self._entries.get(seq_id) or self._new_entry([0] * self.kv.shape[1])
         length, table, pool = entry.num_tokens[layer] + len(k), entry.table, self.manager.pool
         num_new = max(0, length - table.num_computed)  # 0 in every layer but the first to get them
         if num_new and (needed := self.manager.blocks_needed([(table, num_new)])) > pool.num_available:
@@ -90,11 +89,16 @@ class PagedAttention:
                 f"sequence {seq_id} needs {needed} more blocks; {pool.num_available} of {pool.num_blocks} are free; "
                 "free a sequence, or make a larger pool"
             )
-        if seq_id not in self._entries:
+        self._entries[seq_id], self._next_id = entry, max(self._next_id, seq_id + 1)
+        if not table.block_ids:
             self.manager.attach(table, Prefix([], [], 0))
-            self._add(seq_id, entry)
         if num_new:
-            self._grow(table, num_new)
+            plan = StepPlan()
+            self.manager.grow(table, num_new, plan)
+            table.num_computed += num_new
+            if plan.copies:
+                src_ids, dst_ids = torch.tensor(plan.copies, device=self.kv.device).unbind(1)
+                self.ops.block_copy(self.kv, src_ids, dst_ids)  # in all layers
         entry.num_tokens[layer] = length
         slots = self._batch([entry], [len(k)], layer).slot_mapping
         self.ops.kv_write(k, v, kv_layer, slots)
@@ -139,10 +143,9 @@ class PagedAttention:
         parent = self._entry(seq_id)
         if len(set(parent.num_tokens)) > 1:
             raise ParameterError(f"sequence {seq_id} has {parent.num_tokens} tokens in its layers; append to all first")
-        child = _Entry(Sequence(self._request, 0, array("i"), 0), parent.num_tokens[:])
+        new_id, self._next_id = self._next_id, self._next_id + 1
+        child = self._entries[new_id] = self._new_entry(parent.num_tokens[:])
         self.manager.fork(parent.table, child.table)
-        new_id = self._next_id
-        self._add(new_id, child)
         return new_id
 
     def free_sequence(self, seq_id: int) -> None:
@@ -154,9 +157,8 @@ class PagedAttention:
         """Count the blocks: used, free, shared, copied, and slots without a token."""
         return self.manager.stats()
 
-    def _add(self, seq_id: int, entry: _Entry) -> None:
-        self._entries[seq_id] = entry
-        self._next_id = max(self._next_id, seq_id + 1)
+    def _new_entry(self, num_tokens: list[int]) -> _Entry:
+        return _Entry(Sequence(self._request, 0, array("i"), 0), num_tokens)
 
     def _entry(self, seq_id: int) -> _Entry:
         if seq_id not in self._entries:
@@ -167,15 +169,6 @@ class PagedAttention:
         if not 0 <= layer < self.kv.shape[1]:
             raise ParameterError(f"layer is {layer}, and num_layers {self.kv.shape[1]}", param="layer")
         return self.kv[:, layer]
-
-    def _grow(self, table: Sequence, count: int) -> None:
-        """Extend a block table; a shared last block is copied first, in all layers."""
-        plan = StepPlan()
-        self.manager.grow(table, count, plan)
-        table.num_computed += count
-        if plan.copies:
-            src_ids, dst_ids = torch.tensor(plan.copies, device=self.kv.device).unbind(1)
-            self.ops.block_copy(self.kv, src_ids, dst_ids)
 
     def _batch(self, entries: list[_Entry], query_lens: Seq[int], layer: int) -> RaggedBatch:
         lengths, tables = [entry.num_tokens[layer] for entry in entries], [entry.table.block_ids for entry in entries]
