@@ -19,7 +19,7 @@ BUDGETS: dict[str, int] = {
     "core": 2880,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2460,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
-    "frontend": 1880,  # LLM, the client with its transports, text input
+    "frontend": 2000,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2230,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
