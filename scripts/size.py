@@ -19,17 +19,17 @@ BUDGETS: dict[str, int] = {
     "core": 2880,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2460,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
-    "frontend": 1880,  # LLM, the client with its transports, text input
+    "frontend": 2000,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2230,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2575,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
     "serve": 4815,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 2820,  # cost models, traces, planner, the paper's experiments
-    "bench": 1065,  # `octavo bench`
+    "simulate": 2825,  # cost models, traces, planner, the paper's experiments
+    "bench": 1072,  # `octavo bench`
     "view": 3048,  # live view, flight recorder and player, playground and lessons
     "view (JavaScript)": 2050,  # the page, without a framework
-    "cli": 2005,  # one file a command
+    "cli": 2020,  # one file a command
     "utils": 20,  # the argument parser of vLLM's scripts, the choice of the event loop
     "v1": 5,  # names of modules that vLLM's scripts import
 }

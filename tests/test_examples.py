@@ -23,6 +23,7 @@ FINDS = {
     "many_chats.py": r"\[(1\d\d|2\d\d) of 2\d\d prompt tokens came from the cache\]\n\nprefix cache: \d{3} of \d{4} ",
     "notebook_pool.py": r"^[1-9]\d of 96 blocks are cached\n$",
     "offline_batch.py": r"new; (stop|length)\]\n\n\d+ tokens, up to 3 requests in a step\n$",
+    "paged_attention.py": r"\n3 of 3 as the model's own generation; \d blocks in use\n$",
     "rag_pinned_prefix.py": r"\n1\d\d\d of 1\d\d\d prompt tokens were not computed again\n2\d blocks unpinned\n$",
     "simulate_trace.py": r"( +\d+ requests/s: first token .* 20 finished, 0 preemptions\n){3}$",
     "streaming_client.py": r".+\n\n\[\d+ prompt tokens, 100 new\]\n$",

@@ -209,7 +209,7 @@ def test_servers_that_cannot_be_measured() -> None:
             return str(caught.value)
 
     replies = {"GET /v1/models": whole({"data": []})}
-    assert "lists no model; set model" in run(why())
+    assert "lists no model; set --model" in run(why())
     replies = {"GET /v1/models": whole({"error": {"message": "no key"}}, "401 Unauthorized")}
     assert "does not answer a first request: /v1/models answers 401 no key" in run(why())
     replies = {"POST /v1/completions": whole({"error": {"code": "model_not_found"}}, "404 Not Found")}

@@ -126,6 +126,7 @@ def test_help_groups_options_and_shows_the_defaults_of_the_command(capfd: pytest
     assert "Keys, TLS and access: --api-key" in texts["serve"] and "[default: 16]" in texts["generate"]
     assert "--max-tokens" in texts["chat"] and texts["chat"].count("[default: 16]") == 1  # block_size
     assert texts["generate"].count("[default: 16]") == 2 and "(16)" not in texts["generate"]
+    assert "[default: 1024]" in texts["chat"] and "as many as fit. Of" not in texts["chat"] + texts["generate"]
     assert "..." not in texts[""].partition("Commands:")[2]
 
 

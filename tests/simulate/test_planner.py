@@ -60,6 +60,16 @@ def test_unreachable_slo_has_no_best_deployment() -> None:
     assert kept == sorted(kept, reverse=True)
 
 
+def test_replicas_are_added_while_they_help() -> None:
+    """One and two replicas are overloaded alike, and more are not."""
+    fixed = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "decode_window": 8, "block_size": 16}
+    slo, devices = SLO(0.5, 0.09), [DEVICES["l4"]]
+    answer = planner(150.0, slo, devices=devices, share=0.14, max_gpus=8, settings=fixed).search()
+    kept = {c.num_replicas: c.kept for c in answer.tried}
+    assert kept[2] <= kept[1] + 0.01 < 0.1
+    assert answer.best is not None and answer.best.num_replicas > 2
+
+
 def test_model_that_does_not_fit_is_not_tried() -> None:
     answer = Planner(
         MODELS["llama-3.1-70b"], load(0.2, 10), SLO(5.0), devices=[DEVICES["h100"]], max_gpus=4, max_devices=4

@@ -139,7 +139,7 @@ class BenchArgs(ValidatedParams):
         if not self.request_rate > 0:
             raise invalid("request_rate", f"is {self.request_rate}, it must be above 0, or inf")
         if (self.dataset_name in ("sharegpt", "timed_trace")) != (self.dataset_path is not None):
-            needs = "needs a file; set dataset_path" if self.dataset_path is None else "is generated; remove the file"
+            needs = "needs a file; set --dataset-path" if self.dataset_path is None else "is generated; remove the file"
             raise ParameterError(f"dataset {self.dataset_name} {needs}", param="dataset_path")
         for name, parts in (("header", self.header), ("metadata", self.metadata)):
             for part in parts:

@@ -201,5 +201,5 @@ def read_conversations(path: Path) -> list[tuple[str, str]]:
 def _existing_file(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ParameterError(f"no file {name!r}; name the dataset's", param="dataset_path")
+        raise ParameterError(f"no file {name!r}; set --dataset-path to the dataset's file", param="dataset_path")
     return path

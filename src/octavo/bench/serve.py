@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ from octavo.bench.args import PATHS, BenchArgs
 from octavo.bench.http_client import HTTPClient, LostConnectionError, Response
 from octavo.bench.records import Record, Run
 from octavo.bench.samples import Count, Sample, make_samples
-from octavo.errors import OctavoError, ParameterError
+from octavo.errors import OctavoError, ParameterError, check_output
 
 T = TypeVar("T")
 KEY_VARIABLES = ("OCTAVO_API_KEY", "OPENAI_API_KEY", "VLLM_API_KEY")
@@ -164,7 +165,7 @@ class Bench:
         except LostConnectionError as error:
             return str(error)
         except (*JSON_ERRORS, LookupError, TypeError):
-            return "/v1/models lists no model; set model"
+            return "/v1/models lists no model; set --model"
 
     def _counter(self) -> Count:
         if self.args.tokenizer is None:
@@ -287,7 +288,10 @@ def main(args: BenchArgs, progress: Progress = lambda done, of: None) -> dict[st
     Raises `KeyboardInterrupt` afterwards if Ctrl-C interrupted the run, `OctavoError` if no request succeeded.
     """
     if saves := args.save_result or args.save_detailed or args.append_result:
-        os.makedirs(args.result_dir or ".", exist_ok=True)  # fails before the load, if at all
+        folder = Path(args.result_dir or ".")
+        path = folder / args.result_filename if args.result_filename else None
+        os.makedirs(path.parent if path else folder, exist_ok=True)  # fails before the load, if at all
+        check_output("result_filename", path)
     run = run_until_done(lambda: Bench(args).run(progress))
     summary = report.summary(run, args)
     print("\n".join(report.lines(summary, run, args)), flush=True)

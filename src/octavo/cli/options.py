@@ -161,18 +161,18 @@ def options_of(
     """Decorator that adds an option for each field of `settings` and collects the values in `into`.
 
     only      the fields; default: all but those of `NO_OPTIONS`      also  further fields
-    defaults  this command's own defaults
+    defaults  this command's own defaults for --help; the command applies them
     """
     names = only or [f.name for f in dataclasses.fields(settings) if f.init and f.name not in NO_OPTIONS[settings]]
     names = [*names, *also]
     help_texts, hints = field_texts(settings), typing.get_type_hints(settings)
-    fields, own_defaults = {field.name: field for field in dataclasses.fields(settings)}, defaults or {}
+    fields = {field.name: field for field in dataclasses.fields(settings)}
     declared = [
         _option_of(
             fields[name],
             hints[name],
             help_texts[name],
-            own_defaults.get(name, fields[name].default),
+            (defaults or {}).get(name, fields[name].default),
             group_of(name, settings),
         )
         for name in names
@@ -192,7 +192,7 @@ def options_of(
                 if owner and own:
                     adopted = adopt(owner, {"model": values.get("model"), **given, **own})
                     given = {name: value for name, value in adopted.items() if name != "model"}
-                return command(**values, **{into: {**own_defaults, **given}})
+                return command(**values, **{into: given})
             except UsageError as error:
                 if error.param in given.keys() | own.keys():  # name the option, not the field
                     error.args = (f"{flag(str(error.param))}: {error}",)
@@ -245,7 +245,7 @@ def _option_of(field: dataclasses.Field[Any], hint: Any, text: str, default: Any
     if isinstance(field.default, bool):
         names, default = [f"{flag(name)}/--no-{flag(name)[2:]}"], "on" if default else "off"
     shown = "" if default is None or default == () else f"  [default: {default}]"
-    text = text.replace("None:", "default:")
+    text = text.replace("None:", "default:") if default is None else re.sub(r"; None: [^.;]*", "", text)
     text = text if re.match(r"\S+:", text) else text[0].upper() + text[1:]
     return _keyword(
         name, kind, typer.Option(*names, help=f"{text}.{shown}", show_default=False, rich_help_panel=group, **settings)

@@ -56,6 +56,13 @@ class Deployment:
         """Cheapest first; without prices the fewest GPUs, then the least memory; then the best share within the SLO."""
         return (self.price or self.num_gpus, self.num_gpus * self.device.memory_bytes, -self.kept)
 
+    def is_faster_than(self, other: Deployment) -> bool:
+        """True if more requests meet the SLO, or latencies are at least 5 % lower."""
+        if self.kept > other.kept + 0.01 or not other.report["num_requests"]:
+            return True
+        names = "ttft_s", "tpot_s", "latency_s"
+        return any(self.report[name]["p50"] < 0.95 * other.report[name]["p50"] for name in names)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "gpu": self.device.name,
@@ -133,7 +140,7 @@ class Planner:
         while high <= max_replicas and (deployment := self._try(device, num_devices, high, self.settings)) is not None:
             if self._meets_slo(deployment):
                 break
-            if low and deployment.kept <= self.tried[-2].kept + 0.01 and deployment.kept < self.share / 2:
+            if low and not deployment.is_faster_than(self.tried[-2]):
                 return  # more replicas do not help: single steps are too slow
             low, high = high, 2 * high
         else:

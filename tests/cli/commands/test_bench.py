@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,11 @@ def test_serve_without_a_server(call: Call) -> None:
     assert done.code == 1
     assert done.err.startswith("error: the server at http://127.0.0.1:1 does not answer a first request")
     assert done.err.endswith("start it, or give it time with --ready-check-timeout-sec\n")
+
+
+def test_result_file_is_checked_before_the_load(call: Call, tmp_path: Path) -> None:
+    line = ["bench", "serve", "--port", "1", "--save-result", "--result-dir", str(tmp_path / "new")]
+    assert "does not answer" in call(*line, "--result-filename", "sub/x.json").err and (tmp_path / "new/sub").is_dir()
+    done = call(*line, "--result-filename", "sub")
+    assert done.code == 2 and f"result_filename is '{tmp_path / 'new/sub'}', a directory; name another" in done.err
+    assert "set --dataset-path" in call("bench", "serve", "--dataset-name", "sharegpt").err

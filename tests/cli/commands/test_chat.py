@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from octavo.checkpoint.generation_config import SamplingDefaults
 from octavo.cli.commands import chat as chat_module
+from octavo.params.sampling_params import SamplingParams
 from tests.cli.conftest import Call
 from tests.cli.fake_llm import FakeLLM, Output, Tokenizer, decode
 
@@ -53,8 +55,8 @@ def test_new_keeps_only_the_system_message(chat: Callable[..., Any], fake: type[
 
 
 def test_an_unknown_command_is_no_message(chat: Callable[..., Any], fake: type[FakeLLM]) -> None:
-    done = chat("/clear", " /clear", "/usr/bin is a path")
-    assert done.err.startswith("no command /clear; /new: ")
+    done = chat("/clear", "/new topic", " /clear", "/usr/bin is a path")
+    assert done.err.startswith("no command /clear; /new: ") and "no command /new topic; /new: " in done.err
     assert [prompt.rpartition("user: ")[2] for prompt in prompts_of(fake)] == ["/clear", "/usr/bin is a path"]
 
 
@@ -63,11 +65,17 @@ def test_exit_command(chat: Callable[..., Any], fake: type[FakeLLM]) -> None:
     assert prompts_of(fake) == []
 
 
-def test_max_tokens_is_unlimited_by_default(chat: Callable[..., Any], fake: type[FakeLLM]) -> None:
+def test_max_tokens_is_the_users_or_the_models_or_the_chats(
+    chat: Callable[..., Any], fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat("a")
-    assert fake.made[0].requests[0][1].max_tokens is None
-    chat("a", options=("--max-tokens", "2"))
-    assert fake.made[1].requests[0][1].max_tokens == 2
+    done = chat("a b", options=("--max-tokens", "2"))
+    assert done.err.startswith("cut at --max-tokens: 2 tokens, ")
+    values = {"max_tokens": 9}
+    monkeypatch.setattr(fake, "sampling_defaults", SamplingDefaults(SamplingParams(**values), values, "x.json"))
+    chat("a")
+    chat("a", options=("--max-tokens", "1024"))
+    assert [llm.requests[0][1].max_tokens for llm in fake.made] == [1024, 2, 9, 1024]
 
 
 def test_several_samples_are_refused(chat: Callable[..., Any], fake: type[FakeLLM]) -> None:

@@ -30,9 +30,12 @@ def core(as_json: Json = False) -> None:
 
     Schedule and update at several numbers of requests, context lengths and decode windows, without a model.
     """
+    from rich.console import Console
+
     from octavo.bench.core import main
 
-    main(as_json=as_json)
+    with Console(stderr=True).status("measuring the scheduler"):
+        main(as_json=as_json)
 
 
 @bench.command(cls=Command)

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from octavo.engine.outputs import RequestOutput
     from octavo.frontend.llm import LLM
 
-COMMAND = re.compile(r"/\w+\s*")
-"""A line that is one word after a slash: a command, not a message."""
+COMMAND = re.compile(r"/\w+(\s.*)?")
+"""A line whose first word has one slash, at its beginning: a command, not a message."""
 HELP = "/new: new conversation; /exit: exit; Ctrl-C: stop the answer, twice: exit"
+MAX_TOKENS = 1024
+"""Of an answer, unless the model or the user sets it: a small model may never end one."""
 
 
 @options_of(EngineArgs, into="engine")
-@options_of(SamplingParams, into="sampling", defaults={"max_tokens": None})
+@options_of(SamplingParams, into="sampling", defaults={"max_tokens": MAX_TOKENS})
 def chat(
     *,
     model: Model = DEFAULT_MODEL,
@@ -49,6 +51,8 @@ def chat(
                 "generate",
                 param="model",
             )
+        if "max_tokens" not in llm.sampling_defaults.values:
+            sampling = {"max_tokens": MAX_TOKENS} | sampling
         Conversation(llm, sampling_params(llm, sampling), system, chat_template_kwargs or {}).run()
 
 
@@ -86,7 +90,7 @@ class Conversation:
             elif line.strip() == "/help":
                 print(HELP)
             elif COMMAND.fullmatch(line):
-                print(f"no command {line.strip()}; {HELP}; a space before the / sends it", file=sys.stderr)
+                print(f"no command {line.strip():.40}; {HELP}; a space before the / sends it", file=sys.stderr)
             elif line.strip():
                 just_interrupted = self.answer_message(line)
 
@@ -115,14 +119,17 @@ class Conversation:
         print()
         if output is not None and not report_failures([output]):
             self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
-            self._print_stats(output, started, first or started, "interrupted: " if interrupt.pressed else "")
+            self._print_stats(output, started, first or started, interrupted=interrupt.pressed)
         return interrupt.pressed
 
-    def _print_stats(self, output: RequestOutput, started: float, first: float, state: str) -> None:
+    def _print_stats(self, output: RequestOutput, started: float, first: float, *, interrupted: bool) -> None:
         from rich.console import Console
 
         num_tokens = len(output.outputs[0].token_ids)
         decode_s = time.perf_counter() - first
+        state = "interrupted: " if interrupted else ""
+        if output.outputs[0].finish_reason == "length":
+            state = f"cut at {'--max-tokens' if num_tokens == self.params.max_tokens else 'the end of the context'}: "
         rate = f"{(num_tokens - 1) / decode_s:.1f} tokens/s, " if num_tokens > 1 and decode_s > 0 else ""
         cached = f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
         line = f"{state}{num_tokens} tokens, {rate}first after {first - started:.2f} s, {cached}"

@@ -60,6 +60,8 @@ def view(
 
     A trace is simulated first. The options below are the simulator's.
     """
+    from rich.console import Console
+
     from octavo.serve.http.allowed_hosts import is_loopback
     from octavo.view.recording.frames import Replay, encode_frames
 
@@ -78,10 +80,12 @@ def view(
     else:
         setup = setup_of(model, gpu, engine)
         frames = simulated_frames(setup, arrivals_of(str(file), None, requests))
-    if save is None:
-        serve_page(host, port, name=file.name, replay=Replay(frames))
-    else:
-        write_whole(save, (encode_frames([frame]) for frame in frames))
+    with Console(stderr=True).status(f"reading {file.name}"):
+        if save is not None:
+            write_whole(save, (encode_frames([frame]) for frame in frames))
+            return
+        replay = Replay(frames)
+    serve_page(host, port, name=file.name, replay=replay)
 
 
 def check_combination(

@@ -73,7 +73,8 @@ class MemoryBudget:
         block = f"of {self.kv.block_size} tokens, {gib(self.kv.bytes_per_block)} each"
         pool = f"KV pool {gib(self.pool_bytes)} ({self.num_blocks} blocks {block})"
         if self.num_blocks < 0:
-            pool = f"{gib(-self.pool_bytes)} too little for a KV pool (blocks {block})"
+            short = f"{gib(-self.pool_bytes)} too little" if self.pool_bytes < 0 else "no room"
+            pool = f"{short} for a KV pool (blocks {block})"
         return (
             f"weights {gib(self.free.weights)}, {pool}, swap space {gib(self.swap_bytes)}, "
             f"free memory after the weights {free}"
