@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli.main import run
 from octavo.config import EngineArgs
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.errors import ModelNotFoundError, ParameterError, UsageError
 from octavo.simulate.cost import LinearCost, RooflineCost, StepWork, step_work
-from octavo.simulate.devices import DEVICES, find_device, this_cpu
+from octavo.simulate.devices import DEVICES, find_device, name_of, this_cpu
 from octavo.simulate.experiments.paper import OPT_13B, OPT_175B
 from octavo.simulate.models import MODELS, find_model
 from octavo.simulate.simulation import SimConfig, simulate
@@ -137,6 +138,33 @@ def test_calibration_is_saved_as_json(tmp_path: Path) -> None:
     cost, path = LinearCost(1e-3, 2e-6, 3e-6, kv_s=4e-9), tmp_path / "c.json"
     cost.save(path, machine="mine")
     assert LinearCost.load(path) == cost and json.loads(path.read_text())["machine"] == "mine"
+
+
+def test_cost_of_another_model_or_device_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cost, path = LinearCost(1e-3, 2e-6, 3e-6), tmp_path / "c.json"
+    cost.save(path, model="smollm2", device="l4")
+    assert LinearCost.load_for(path, "smollm2-135m", "l4") == cost
+    line = ["simulate", "--requests", "5", "--cost", str(path)]
+    assert run([*line, "--model", "smollm2-135m-instruct", "--gpu", "l4"]) == 0
+    assert f"assumed        l4: step times of {path}" in capsys.readouterr().out
+    for other in (["--model", "qwen3-0.6b", "--gpu", "l4"], ["--model", "smollm2", "--gpu", "h200"]):
+        assert run([*line, *other]) == 2
+        error = capsys.readouterr().err
+        assert f"{path} was measured with smollm2 on l4, not with " in error and " on " + other[3] in error
+        assert run([*line, *other, "--allow-mismatched-cost"]) == 0
+        capsys.readouterr()
+    cost.save(path, model="/models/mine", device="h200")
+    assert LinearCost.load_for(path, "mine", "h200") == cost
+
+
+def test_drivers_names_are_known_devices() -> None:
+    names = {
+        "h200": ("NVIDIA H200", 143_771), "h100": ("NVIDIA H100 80GB HBM3", 81_559),
+        "a100-80": ("NVIDIA A100-SXM4-80GB", 81_920), "a100-40": ("NVIDIA A100-SXM4-40GB", 40_960),
+        "l4": ("NVIDIA L4", 23_034), "l40s": ("NVIDIA L40S", 46_068), "a10g": ("NVIDIA A10G", 23_028),
+        "rtx4090": ("NVIDIA GeForce RTX 4090", 24_564), "Tesla T4": ("Tesla T4", 15_360),
+    }  # fmt: skip
+    assert {name: name_of(driver, mib << 20) for name, (driver, mib) in names.items()} == {n: n for n in names}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cost": {}}', '{"cost": {"pass_s": -1, "new_s": 0, "decode_s": 0}}',

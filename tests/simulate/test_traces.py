@@ -78,6 +78,40 @@ def test_lengths_file_gets_poisson_arrivals(tmp_path: Path) -> None:
         next(read_trace(tmp_path / "l.npz"))
 
 
+UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_times_in_each_unit_are_exact_and_may_be_equal(tmp_path: Path, unit: str) -> None:
+    times = [0, 3, 3, 4]
+    start = 1_700_000_000
+    csv_file = write(tmp_path / "v.csv", VIDUR + "".join(f"{(start + t) * UNITS[unit]},10,3\n" for t in times))
+    lines = "".join(mooncake((start + t) * UNITS[unit], 5, 3, []) for t in times)
+    for path in (csv_file, write(tmp_path / "m.jsonl", lines)):
+        assert [a.time_s for a in read_trace(path, time_unit=unit)] == pytest.approx(times, abs=1e-6)
+
+
+def test_without_a_unit_only_mooncakes_ticks_are_spread(tmp_path: Path) -> None:
+    rows = [(0, 0), (0, 1.5), (3000, 3), (3500, 3.5), (3500, 3.5)]
+    path = write(tmp_path / "m.jsonl", "".join(mooncake(ms, 5, 3, []) for ms, _ in rows))
+    assert [a.time_s for a in read_trace(path)] == [s for _, s in rows]
+    path = write(tmp_path / "v.csv", VIDUR + "5,10,3\n5,10,3\n6,10,3\n")
+    assert [a.time_s for a in read_trace(path)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "unit", "message"),
+    [
+        ("v.csv", VIDUR + "0,10,3\n", "min", "time_unit is 'min', it must be one of s, ms, us, ns"),
+        ("a.csv", AZURE + "2023-11-16 18:15:46,10,3\n", "s", "TIMESTAMP is a date; remove it"),
+        ("l.npz", "", "s", "which has no times; remove it"),
+    ],
+)
+def test_time_unit_without_effect_is_refused(tmp_path: Path, name: str, text: str, unit: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        next(read_trace(write(tmp_path / name, text), time_unit=unit))
+
+
 BAD = {
     "negative length": ("v.csv", VIDUR + "0,10,3\n1,-4,3\n", ":3: num_prefill_tokens is '-4'"),
     "no output": ("v.csv", VIDUR + "0,10,0\n", ":2: num_decode_tokens is '0'"),
@@ -85,7 +119,6 @@ BAD = {
     "NaN": ("v.csv", VIDUR + "nan,10,3\n", ":2: arrived_at is 'nan'; expected a finite number"),
     "no number": ("v.csv", VIDUR + "0,ten,3\n", ":2: num_prefill_tokens is 'ten'"),
     "unsorted": ("v.csv", VIDUR + "5,10,3\n4,10,3\n", ":3: a time before the line before; expected rising times"),
-    "same time": ("v.csv", VIDUR + "5,10,3\n5,10,3\n", ":3: the same time as the line before; expected rising"),
     "columns": ("v.csv", "a,b,c\n1,2,3\n", ":1: columns a, b, c.*expected TIMESTAMP, ContextTokens"),
     "a column missing": ("v.csv", VIDUR + "0,10\n", ":2: 2 columns; expected 3"),
     "timestamp": ("v.csv", AZURE + "yesterday,10,3\n", ":2: TIMESTAMP 'yesterday'; expected one such as"),

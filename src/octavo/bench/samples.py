@@ -90,6 +90,19 @@ async def count_all(count: Count, texts: Sequence[str]) -> list[int]:
     return await asyncio.gather(*map(counted, texts))
 
 
+def local_counter(tokenizer: str) -> Count:
+    """Counts with the tokenizer of a model on this machine."""
+    from octavo.checkpoint.resolve import open_checkpoint
+    from octavo.text.tokenizer import Tokenizer
+
+    encode = Tokenizer.from_checkpoint(open_checkpoint(tokenizer, download=False, weights=False)).encode
+
+    async def count(text: str) -> int:
+        return len(encode(text))
+
+    return count
+
+
 async def make_samples(args: BenchArgs, count: Count) -> list[Sample]:
     """At most `num_prompts` requests. Raises `ParameterError` or `TraceError`."""
     if args.dataset_name == "sharegpt":

@@ -21,7 +21,7 @@ from octavo.bench import report
 from octavo.bench.args import PATHS, BenchArgs
 from octavo.bench.http_client import HTTPClient, LostConnectionError, Response
 from octavo.bench.records import Record, Run
-from octavo.bench.samples import Count, Sample, make_samples
+from octavo.bench.samples import Count, Sample, local_counter, make_samples
 from octavo.errors import OctavoError, ParameterError, check_output
 
 T = TypeVar("T")
@@ -170,15 +170,7 @@ class Bench:
     def _counter(self) -> Count:
         if self.args.tokenizer is None:
             return self._count
-        from octavo.checkpoint.resolve import open_checkpoint
-        from octavo.text.tokenizer import Tokenizer
-
-        tokenizer = Tokenizer.from_checkpoint(open_checkpoint(self.args.tokenizer, download=False, weights=False))
-
-        async def count(text: str) -> int:
-            return len(tokenizer.encode(text))
-
-        return count
+        return local_counter(self.args.tokenizer)
 
     async def _count(self, text: str) -> int:
         response = await self._client.post("/tokenize", msgspec.json.encode({"model": self.model, "prompt": text}))

@@ -22,7 +22,7 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.plan import StepPlan
 from octavo.errors import UsageError, naming_file
 from octavo.simulate.devices import Device
-from octavo.simulate.models import ModelShape
+from octavo.simulate.models import ModelShape, find_shape
 
 NUM_FIRST_TOKENS = 8
 """Tokens of a pass that each add to the time of the matrix products, as on a CPU; further tokens cost less."""
@@ -218,6 +218,22 @@ class LinearCost:
     def save(self, path: Path, **metadata: object) -> None:
         with naming_file(path):
             path.write_text(json.dumps({**metadata, "cost": asdict(self)}, indent=2) + "\n")
+
+    @classmethod
+    def load_for(cls, path: Path, model: str, device: str, *, allow_mismatch: bool = False) -> LinearCost:
+        """`load` a file that was measured with this model and device. Raises `UsageError` for those of others."""
+        cost = cls.load(path)
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        of_model, of_device = measured.get("model", model), measured.get("device", device)
+        shape = find_shape(str(of_model))
+        is_same = model in (Path(str(of_model)).name, shape and shape.name)
+        if not allow_mismatch and not (is_same and of_device == device):
+            raise UsageError(
+                f"{path} was measured with {of_model} on {of_device}, not with {model} on {device}; calibrate "
+                "these, or pass --allow-mismatched-cost",
+                param="cost",
+            )
+        return cost
 
     @classmethod
     def load(cls, path: Path) -> LinearCost:

@@ -109,6 +109,15 @@ def find_device(name: str) -> Device:
     return device
 
 
+def name_of(driver_name: str, memory_bytes: float) -> str:
+    """The name in `DEVICES` of a GPU, given its driver's name and memory; `driver_name` if there is none."""
+    words = driver_name.lower().replace("rtx ", "rtx").replace("-", " ").split()
+    for device in DEVICES.values():
+        if device.name.split("-")[0] in words and abs(device.memory_bytes / memory_bytes - 1) < 0.1:
+            return device.name
+    return driver_name
+
+
 def read_device(path: Path) -> Device:
     """Read a device file. Raises `ParameterError` for a missing, unknown or invalid field."""
     try:

@@ -19,6 +19,8 @@ PERCENTILES = (50, 90, 95, 99)
 UNITS = {"ms": 1e-3, "s": 1.0}
 TIME = re.compile(r"(?P<name>ttft|tpot)=(?P<time>[0-9]{1,20}(\.[0-9]{1,20})?)(?P<unit>ms|s)")
 
+NO_UNIT = re.compile(r"(ttft|tpot)=([0-9]{1,20}(?:\.[0-9]{1,20})?)")
+
 
 @dataclass(frozen=True, slots=True)
 class SLO:
@@ -33,6 +35,10 @@ class SLO:
         times: dict[str, float] = {}
         for part in text.split(","):
             found = TIME.fullmatch(part.strip())
+            if unclear := NO_UNIT.fullmatch(part.strip()):
+                name, number = unclear.groups()
+                text = f"slo is {cut(repr(text))}; {name} needs a unit: {name}={number}ms or {name}={number}s"
+                raise ParameterError(text, param="slo")
             if found is None or found["name"] in times or not 0 < (time := float(found["time"])) < float("inf"):
                 raise ParameterError(
                     f"slo is {cut(repr(text))}; pass times with units, s or ms, such as ttft=500ms,tpot=50ms",

@@ -35,6 +35,8 @@ MAX_TOKENS = 1 << 30
 """Maximum token id and length; a larger value indicates a damaged file."""
 TICK_S = 3.0
 """Mooncake's timestamps are rounded down to multiples of this."""
+TIME_UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+"""Units of a file's times, a second each."""
 HASHED_TOKENS = 512
 """Prompt tokens per hash id in Mooncake's traces."""
 MAX_LINE_BYTES = 1 << 24
@@ -69,7 +71,9 @@ class Arrival(NamedTuple):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, seed: int = 0) -> Iterator[Arrival]:
+def read_trace(
+    path: Path, *, scale: float = 1.0, rate: float | None = None, seed: int = 0, time_unit: str | None = None
+) -> Iterator[Arrival]:
     """Read a trace. The format is determined by the file's name and first line.
 
         *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens); optionally
@@ -79,19 +83,30 @@ def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, see
         *.npz         lengths only: input_len, output_len; arrivals are drawn at `rate` per second
 
     Lengths, shared prefixes included, are multiplied by `scale`: a Mooncake trace at 1/16 fits models with 8k context.
-    With `rate`, times are multiplied so that the first thousand requests arrive at that rate.
+    With `rate`, times are multiplied so that the first thousand requests arrive at that rate. `time_unit`, a key of
+    `TIME_UNITS`, takes the place of the format's; times are then exact, relative to the first, and requests may share
+    one.
 
     Raises `TraceError` with the line, the problem and the expected format.
     """
     if not 0 < scale <= 1:
         raise ParameterError(f"scale is {scale}, it must be above 0 and at most 1", param="scale")
     name = path.name.removesuffix(".gz")
+    if time_unit is not None and time_unit not in TIME_UNITS:
+        text = f"time_unit is {time_unit!r}, it must be one of {', '.join(TIME_UNITS)}"
+        raise ParameterError(text, param="time_unit")
+    if time_unit is not None and not name.endswith((".jsonl", ".csv")):
+        raise ParameterError(f"time_unit has no effect with {path}, which has no times; remove it", param="time_unit")
     if name.endswith(".npz"):
         return _lengths(path, scale, rate, seed)
     if name.endswith(".jsonl"):
-        arrivals = _spread_ticks(_mooncake(path, scale), path)
+        rows = _mooncake(path, scale, time_unit)
+        if time_unit is None:
+            arrivals = _spread_ticks(rows, path)
+        else:
+            arrivals = _check_order(((line, arrival) for line, _, arrival in rows), path)
     elif name.endswith(".csv"):
-        arrivals = _check_order(_csv(path, scale), path)
+        arrivals = _check_order(_csv(path, scale, time_unit), path)
     else:
         raise TraceError(f"{path} is not a trace; pass a .jsonl, .csv or .npz file (.jsonl.gz and .csv.gz work too)")
     return _require_one(arrivals if rate is None else _at_rate(arrivals, rate), path)
@@ -126,7 +141,7 @@ def _require_one(arrivals: Iterator[Arrival], path: Path) -> Iterator[Arrival]:
     yield from arrivals
 
 
-def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, bool, Arrival]]:
+def _mooncake(path: Path, scale: float, time_unit: str | None) -> Iterator[tuple[int, bool, Arrival]]:
     """Yields (line number, True if the time is exact, arrival)."""
     expected = "expected {timestamp (ms), input_length, output_length, hash_ids}"
     for line, text in _lines(path):
@@ -138,7 +153,7 @@ def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, bool, Arrival]]:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             missing = f"no {error}" if isinstance(error, KeyError) else "no JSON object"
             raise TraceError(f"{where}: {missing}; {expected}") from None
-        time_s = _number(time_ms, where, "timestamp") / 1000
+        time_s = _number(time_ms, where, "timestamp") / TIME_UNITS[time_unit or "ms"]
         tokens, hash_size = _length(num_prompt, where, "input_length"), _length(hash_size, where, "hash_tokens")
         if not isinstance(ids, list) or (ids and len(ids) != cdiv(tokens, hash_size)):
             found = len(ids) if isinstance(ids, list) else "no list of"
@@ -154,7 +169,8 @@ def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, bool, Arrival]]:
         if not ids:
             runs.append((MAX_TOKENS + line, num_left))
         num_output = _scaled(num_output, scale, where, "output_length")
-        yield line, "hash_tokens" in row, Arrival(time_s, tuple(runs), num_output, _length(n, where, "n"))
+        is_exact = "hash_tokens" in row or time_s % TICK_S != 0
+        yield line, is_exact, Arrival(time_s, tuple(runs), num_output, _length(n, where, "n"))
 
 
 def _hash_id(value: Any, where: str) -> int:
@@ -192,7 +208,7 @@ AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 VIDUR = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
 
 
-def _csv(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
+def _csv(path: Path, scale: float, time_unit: str | None) -> Iterator[tuple[int, Arrival]]:
     rows = _lines(path)
     first = next(rows, None)
     if first is None:
@@ -202,6 +218,9 @@ def _csv(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
     if names is None:
         expected = f"{', '.join(AZURE)} or {', '.join(VIDUR)}"
         raise TraceError(f"{path}:{first[0]}: columns {', '.join(header)[:80]}; expected {expected}")
+    if names is AZURE and time_unit is not None:
+        text = f"time_unit has no effect with {path}, whose TIMESTAMP is a date; remove it"
+        raise ParameterError(text, param="time_unit")
     columns = [header.index(name) for name in names]
     for line, text in rows:
         where = f"{path}:{line}"
@@ -209,7 +228,10 @@ def _csv(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
         if len(row) != len(header):
             raise TraceError(f"{where}: {len(row)} columns; expected {len(header)}, as in the first line")
         time, prompt, output = (row[c] for c in columns)
-        time_s = _timestamp(time, where) if names is AZURE else _number(time, where, names[0])
+        if names is AZURE:
+            time_s = _timestamp(time, where)
+        else:
+            time_s = _number(time, where, names[0]) / TIME_UNITS[time_unit or "s"]
         num_prompt = _scaled(_integer(prompt, where, names[1]), scale, where, names[1])
         num_output = _scaled(_integer(output, where, names[2]), scale, where, names[2])
         yield line, Arrival(time_s, ((FIRST_TOKEN + line, num_prompt),), num_output)
@@ -238,9 +260,8 @@ def _check_order(rows: Iterator[tuple[int, Arrival]], path: Path) -> Iterator[Ar
     for i, (line, arrival) in enumerate(rows):
         if not i:
             first = arrival.time_s
-        elif arrival.time_s <= last:
-            what = "the same time as the line before" if arrival.time_s == last else "a time before the line before"
-            raise TraceError(f"{path}:{line}: {what}; expected rising times: sort the file, and move ties apart")
+        elif arrival.time_s < last:
+            raise TraceError(f"{path}:{line}: a time before the line before; expected rising times: sort the file")
         last = arrival.time_s
         yield arrival._replace(time_s=arrival.time_s - first)
 

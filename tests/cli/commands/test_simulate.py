@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from octavo.bench.args import BenchArgs
+from octavo.bench.samples import local_counter, sharegpt
+from octavo.cli.commands.simulate import arrivals_of
 from octavo.cli.main import run
+from tests.engine.models import make_talking_checkpoint
 
 Output = pytest.CaptureFixture[str]
 
@@ -53,7 +58,12 @@ USAGE_ERRORS = {
     "trace": (["simulate", "nowhere"], "no file or workload 'nowhere'; known: sharegpt"),
     "gpu": (["simulate", "--gpu", "h20"], "did you mean h200"),
     "slo": (["simulate", "--slo", "fast"], "pass times with units, s or ms, such as ttft=500ms"),
-    "slo without units": (["simulate", "--slo", "ttft=500,tpot=50"], "pass times with units"),
+    "slo without units": (["simulate", "--slo", "ttft=500,tpot=50"], "ttft needs a unit: ttft=500ms or ttft=500s"),
+    "slo of a plan": (["plan", "--trace", "chat", "--slo", "tpot=50"], "tpot needs a unit: tpot=50ms or tpot=50s"),
+    "time unit of a workload": (
+        ["simulate", "--time-unit", "ms"],
+        "time_unit has no effect with the workload sharegpt",
+    ),
     "rate": (["simulate", "--rate", "0"], "rate is 0.0, it must be above 0"),
     "requests": (["simulate", "--requests", "0"], "requests are 0"),
     "replicas": (["simulate", "--replicas", "0"], "replicas are 0"),
@@ -169,3 +179,21 @@ def test_plan_that_nothing_meets_ends_with_status_1(capsys: Output) -> None:
     assert run([*line, "--slo", "ttft=2s", "--model", "opt-175b"]) == 1
     assert "opt-175b fits on none of these GPUs; --max-tensor-parallel-size 8" in capsys.readouterr().out
     assert run([*line, "--slo", "ttft=2s", "--model", "smollm2-135m-instruct"]) == 0
+
+
+def test_sharegpt_file_gives_the_requests_of_bench_serve(capsys: Output, tmp_path: Path) -> None:
+    model = make_talking_checkpoint(tmp_path / "model")
+    turns = [("hello there", "general answer"), ("hi", "too short a prompt"), ("hello there", "x" * 2041)]
+    rows = [{"conversations": [{"value": prompt}, {"value": answer}]} for prompt, answer in turns]
+    (tmp_path / "talk.json").write_text(json.dumps(rows))
+    talk = str(tmp_path / "talk.json")
+    args = BenchArgs(dataset_name="sharegpt", dataset_path=talk, num_prompts=4, seed=3)
+    samples = asyncio.run(sharegpt(args, local_counter(str(model))))
+    arrivals = list(arrivals_of(talk, 2.0, 4, seed=3, tokenizer=str(model)))
+    assert [(a.num_prompt, a.num_output) for a in arrivals] == [(s.num_prompt, s.num_output) for s in samples]
+    assert len(arrivals) == 4 and len({a.runs for a in arrivals}) == 1, "an equal prompt is in the cache"
+    assert run(["simulate", talk, "--requests", "4", "--tokenizer", str(model), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_requests"] == 4 and result["rate"] == 1.0
+    assert run(["simulate", talk]) == 2
+    assert "has text; pass --tokenizer, a local model that counts its tokens" in capsys.readouterr().err

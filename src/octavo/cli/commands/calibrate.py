@@ -29,7 +29,9 @@ def calibrate(
     check_output("output", output)
     from rich.console import Console
 
+    from octavo.doctor import detect_machine
     from octavo.simulate.calibrate import fit, measure, median_error
+    from octavo.simulate.devices import name_of
 
     with (
         load(model, engine | {"enable_prefix_caching": False}) as llm,
@@ -40,7 +42,9 @@ def calibrate(
         move_s = llm.engine.scheduler.policy.costs.move_s
     cost = fit(steps, move_s=move_s)
     error = median_error(cost, steps)
-    cost.save(output, model=model, device=device, dtype=dtype, num_steps=len(steps), median_error=round(error, 4))
+    machine = detect_machine(device)
+    on = "cpu" if machine.device_bytes is None else name_of(machine.name, machine.device_bytes)
+    cost.save(output, model=model, device=on, dtype=dtype, num_steps=len(steps), median_error=round(error, 4))
     print(f"a step takes {cost.pass_s * 1e3:.3f} ms, {cost.new_s * 1e6:.1f} us per prompt token,")
     print(f"{cost.decode_s * 1e6:.1f} us per decoding sequence, {cost.kv_s * 1e9:.1f} ns per token of its context")
     print(f"{len(steps):,} steps, median error {error:.1%}; written to {output}")

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.commands.simulate import Burstiness, Rate, Scale, Seed, SimulatedModel, arrivals_of
+from octavo.cli.commands.simulate import (
+    Burstiness,
+    Rate,
+    Scale,
+    Seed,
+    SimulatedModel,
+    TimeUnit,
+    Tokenizer,
+    arrivals_of,
+)
 from octavo.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -31,6 +40,8 @@ def plan(
     rate: Rate = None,
     requests: Annotated[int, typer.Option(help="Number of requests, the first of the trace.")] = 2000,
     burstiness: Burstiness = 1.0,
+    time_unit: TimeUnit = None,
+    tokenizer: Tokenizer = None,
     scale: Scale = 1.0,
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -54,7 +65,18 @@ def plan(
     wanted, shape = SLO.parse(slo), find_model(model)
     devices = [find_device(name) for name in gpu] if gpu else [d for d in DEVICES.values() if d.is_supported]
     priced = prices_of(devices, prices, all_needed=bool(gpu))
-    arrivals = list(arrivals_of(trace, rate, requests, scale=scale, seed=seed, burstiness=burstiness))
+    arrivals = list(
+        arrivals_of(
+            trace,
+            rate,
+            requests,
+            scale=scale,
+            seed=seed,
+            burstiness=burstiness,
+            time_unit=time_unit,
+            tokenizer=tokenizer,
+        )
+    )
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(
             shape,

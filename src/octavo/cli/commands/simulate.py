@@ -43,6 +43,8 @@ TRACE_PARAMS = (
     "rate",
     "requests",
     "burstiness",
+    "time_unit",
+    "tokenizer",
     "scale",
     "seed",
     "tensor_parallel_size",
@@ -58,13 +60,23 @@ Workload = Literal["sharegpt", "alpaca", "prefix", "chat"]
 WORKLOADS = ("sharegpt", "alpaca", "prefix", "chat")
 
 Trace = Annotated[
-    str, typer.Argument(help=f"A .jsonl (Mooncake), .csv (Azure, Vidur) or .npz file, or {', '.join(WORKLOADS)}.")
+    str,
+    typer.Argument(
+        help=f"A .jsonl (Mooncake), .csv (Azure, Vidur), .json (ShareGPT) or .npz file, or {', '.join(WORKLOADS)}."
+    ),
 ]
 SimulatedModel = Annotated[str, typer.Option("--model", "-m", help="A name, or a directory with a config.json.")]
 Device = Annotated[str, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
 Rate = Annotated[float | None, typer.Option(help="Requests per second. Default: 1, for a file its own times.")]
 NumRequests = Annotated[int | None, typer.Option("--requests", help="Maximum requests; 1,000 for a workload.")]
 Scale = Annotated[float, typer.Option(help="Multiply a file's lengths by this, to fit a short context.")]
+TimeUnit = Annotated[
+    Literal["s", "ms", "us", "ns"] | None,
+    typer.Option(help="Of a file's times, which are then exact. Default: ms in .jsonl, s in .csv."),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Of a ShareGPT .json: a local model that counts its tokens.")
+]
 Burstiness = Annotated[float, typer.Option(help="Of a workload; 1: a Poisson process; less is burstier.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="Devices that share one model.")]
@@ -81,6 +93,8 @@ def simulate(
     rate: Rate = None,
     requests: NumRequests = None,
     burstiness: Burstiness = 1.0,
+    time_unit: TimeUnit = None,
+    tokenizer: Tokenizer = None,
     scale: Scale = 1.0,
     seed: Seed = 0,
     tensor_parallel_size: TensorParallel = 1,
@@ -88,6 +102,9 @@ def simulate(
     samples: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
     slo: Annotated[str | None, typer.Option(metavar="TIMES", help="Such as ttft=500ms,tpot=50ms.")] = None,
     cost: Cost = None,
+    allow_mismatched_cost: Annotated[
+        bool, typer.Option("--allow-mismatched-cost", help="Use a --cost of another model or device.")
+    ] = False,
     replay: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Replay a flight recorder's dump, also with other options.")
     ] = None,
@@ -113,9 +130,11 @@ def simulate(
         refuse_unused_options(context, TRACE_PARAMS, "a replay, which has the requests and the model of its dump")
         result, records = run_replay(replay, engine, cost)
     else:
-        setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost)
+        setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost, allow_mismatched_cost)
         limit = requests if requests is not None or trace not in WORKLOADS else 1000
-        arrivals = arrivals_of(trace, rate, limit, scale=scale, seed=seed, burstiness=burstiness)
+        arrivals = arrivals_of(
+            trace, rate, limit, scale=scale, seed=seed, burstiness=burstiness, time_unit=time_unit, tokenizer=tokenizer
+        )
         if samples != 1:
             arrivals = (arrival._replace(n=samples) for arrival in arrivals)
         with progress_bar(limit) as progress:
@@ -162,11 +181,17 @@ def run_replay(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple
 
 def rate_of(trace: str, rate: float | None) -> float | None:
     """Requests per second of a trace; None: a file's own times."""
-    return 1.0 if rate is None and trace in WORKLOADS else rate
+    return 1.0 if rate is None and (trace in WORKLOADS or trace.endswith(".json")) else rate
 
 
 def setup_of(
-    model: str, gpu: str, engine: dict[str, Any], num_devices: int = 1, num_replicas: int = 1, cost: Path | None = None
+    model: str,
+    gpu: str,
+    engine: dict[str, Any],
+    num_devices: int = 1,
+    num_replicas: int = 1,
+    cost: Path | None = None,
+    allow_mismatch: bool = False,
 ) -> SimConfig:
     """Build the simulation's configuration. Raises `UsageError` or `ModelError` for an unknown model or device."""
     from octavo.simulate.cost import LinearCost
@@ -174,7 +199,7 @@ def setup_of(
     from octavo.simulate.models import find_model
     from octavo.simulate.simulation import SimConfig
 
-    shape = find_model(model)
+    shape, device = find_model(model), find_device(gpu)
     if num_devices < 1 or shape.num_heads % num_devices:
         raise ParameterError(
             f"tensor_parallel_size is {num_devices}; {shape.name} has {shape.num_heads} heads, which it must divide",
@@ -183,14 +208,24 @@ def setup_of(
     if num_replicas < 1:
         raise ParameterError(f"replicas are {num_replicas}, it must be from 1", param="replicas")
     args = EngineArgs(model=shape.name, **engine)
-    measured = None if cost is None else LinearCost.load(cost)
-    setup = SimConfig(shape, find_device(gpu), args, num_devices, num_replicas, measured)
+    measured = None
+    if cost is not None:
+        measured = LinearCost.load_for(cost, shape.name, device.name, allow_mismatch=allow_mismatch)
+    setup = SimConfig(shape, device, args, num_devices, num_replicas, measured)
     setup.num_blocks()  # raises now if there is no room for KV blocks
     return setup
 
 
 def arrivals_of(
-    trace: str, rate: float | None, limit: int | None, *, scale: float = 1.0, seed: int = 0, burstiness: float = 1.0
+    trace: str,
+    rate: float | None,
+    limit: int | None,
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    burstiness: float = 1.0,
+    time_unit: str | None = None,
+    tokenizer: str | None = None,
 ) -> Iterator[Arrival]:
     """The requests of a file or of one of `WORKLOADS`, at most `limit` of them.
 
@@ -207,10 +242,16 @@ def arrivals_of(
         path = Path(trace)
         if not path.exists():
             raise ParameterError(f"no file or workload {trace!r}; known: {', '.join(WORKLOADS)}", param="trace")
+        if path.suffix == ".json":
+            times = traces.bursty(1.0 if rate is None else rate, burstiness, seed)
+            return conversations_of(path, tokenizer, times, limit, seed)
         if burstiness != 1:
             text = f"burstiness is {burstiness}; it has no effect with a file such as {trace}; remove it"
             raise ParameterError(text, param="burstiness")
-        return islice(traces.read_trace(path, scale=scale, rate=rate, seed=seed), limit)
+        arrivals = traces.read_trace(path, scale=scale, rate=rate, seed=seed, time_unit=time_unit)
+        return islice(arrivals, limit)
+    if time_unit is not None:
+        raise ParameterError(f"time_unit has no effect with the workload {trace}; remove it", param="time_unit")
     if scale != 1:
         text = f"scale is {scale}; it has no effect with the workload {trace}, only with a file; remove it"
         raise ParameterError(text, param="scale")
@@ -220,6 +261,28 @@ def arrivals_of(
     if trace == "chat":
         return traces.chat(lengths, times, seed=seed)
     return traces.from_lengths(lengths, times, prefix=512 if trace == "prefix" else 0)
+
+
+def conversations_of(
+    path: Path, tokenizer: str | None, times: Iterator[float], limit: int | None, seed: int
+) -> Iterator[Arrival]:
+    """The requests that `octavo bench serve --dataset-name sharegpt` makes of ShareGPT's file. Equal prompts share
+    their tokens."""
+    import asyncio
+
+    from octavo.bench.args import BenchArgs
+    from octavo.bench.samples import local_counter, sharegpt
+    from octavo.simulate.traces import FIRST_TOKEN, Arrival
+
+    if tokenizer is None:
+        text = f"{path} has text; pass --tokenizer, a local model that counts its tokens"
+        raise ParameterError(text, param="tokenizer")
+    args = BenchArgs(dataset_name="sharegpt", dataset_path=str(path), num_prompts=limit or 1000, seed=seed)
+    samples = asyncio.run(sharegpt(args, local_counter(tokenizer)))
+    ids: dict[str, int] = {}
+    for time_s, sample in zip(times, samples, strict=False):
+        token = FIRST_TOKEN + ids.setdefault(sample.prompt, len(ids))
+        yield Arrival(time_s, ((token, sample.num_prompt),), sample.num_output)
 
 
 @contextlib.contextmanager
