@@ -18,6 +18,7 @@ from octavo.simulate.models import MODELS
 from octavo.simulate.planner import Planner
 from octavo.simulate.report import SLO
 from octavo.simulate.traces import from_lengths, poisson, sharegpt_like
+from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS = ({}, {"block_size": 32, "max_num_seqs": 64}, {"gpu_memory_utilization": 0.8, "max_model_len": 4096})
 
@@ -51,3 +52,19 @@ def test_every_name_works_without_files(
     run(["doctor", model, "--gpu", "b200", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["num_params"] == setup_of(model, "b200", {"num_gpu_blocks_override": 9}).model.num_params
+
+
+def test_blocks_agree_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gib in (3, 30):
+        for module in ("octavo.doctor", "octavo.simulate.simulation"):
+            monkeypatch.setattr(f"{module}.free_memory", lambda gib=gib: gib << 30)
+        budget = examine(EngineArgs(model="smollm2", device="cpu")).budget
+        assert budget is not None and setup_of("smollm2", "cpu", {}).num_blocks() == budget.num_blocks
+
+
+def test_a_local_directory_wins_over_a_built_in_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(make_tiny_checkpoint("llama", tmp_path / "qwen3-0.6b").parent)
+    report = examine(EngineArgs(model="qwen3-0.6b"), "l4")
+    setup = setup_of("qwen3-0.6b", "l4", {})
+    assert report.budget is not None and setup.num_blocks() == report.budget.num_blocks
+    assert setup.model.num_params == report.spec.num_params < 1e6

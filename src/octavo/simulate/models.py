@@ -143,11 +143,13 @@ def find_model(name: str) -> ModelShape:
 
     Raises `ModelNotFoundError`, or the error of reading that model.
     """
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_config(path.parent if path.name == "config.json" else path)
     if (shape := find_shape(name)) is not None:
         return shape
-    path = Path(name).expanduser()
-    if "/" in name or path.exists():
-        return _from_config(path.parent if path.name == "config.json" else path)
+    if "/" in name:
+        return _from_config(path)
     near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(MODELS)}"
     raise ModelNotFoundError(f"no model {name!r} to simulate; pass a directory with a config.json, or a name; {hint}")

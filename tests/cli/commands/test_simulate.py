@@ -175,7 +175,8 @@ def test_plan(capsys: Output, tmp_path: Path) -> None:
 def test_plan_that_nothing_meets_ends_with_status_1(capsys: Output) -> None:
     line = ["plan", "--trace", "sharegpt", "--rate", "4", "--requests", "20", "--gpu", "l4"]
     assert run([*line, "--slo", "ttft=0.1ms", "--max-gpus", "1"]) == 1
-    assert "nothing of up to 1 GPUs meets it; the nearest:" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "nothing of up to 1 GPUs meets it; --max-tensor-parallel-size 8 tries hypothetical replicas; the nea" in text
     assert run([*line, "--slo", "ttft=2s", "--model", "opt-175b"]) == 1
     assert "opt-175b fits on none of these GPUs; --max-tensor-parallel-size 8" in capsys.readouterr().out
     assert run([*line, "--slo", "ttft=2s", "--model", "smollm2-135m-instruct"]) == 0
@@ -197,3 +198,27 @@ def test_sharegpt_file_gives_the_requests_of_bench_serve(capsys: Output, tmp_pat
     assert result["num_requests"] == 4 and result["rate"] == 1.0
     assert run(["simulate", talk]) == 2
     assert "has text; pass --tokenizer, a local model that counts its tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--model", "llama-3.1-70b", "--gpu", "h200", "--max-tensor-parallel-size", "2"], ["--gpu", "mi300x"]],
+    ids=["tensor parallel", "no NVIDIA GPU"],
+)
+def test_plan_says_what_is_hypothetical(capsys: Output, options: list[str]) -> None:
+    line = ["plan", "--trace", "alpaca", "--rate", "1", "--requests", "10", "--slo", "ttft=2s"]
+    assert run([*line, *options]) == 0
+    note = "this is hypothetical: today a replica of this engine has one NVIDIA GPU"
+    assert note in capsys.readouterr().out
+    assert run([*line, "--gpu", "h200"]) == 0
+    assert note not in capsys.readouterr().out
+
+
+def test_calibration_names_its_model_and_device(capsys: Output, tmp_path: Path) -> None:
+    model, cost = str(make_talking_checkpoint(tmp_path / "model")), str(tmp_path / "c.json")
+    assert run(["calibrate", "--model", model, "--output", cost, "--repeats", "1", "--device", "cpu"]) == 0
+    line = ["simulate", "alpaca", "--requests", "3", "--gpu", "cpu", "--cost", cost]
+    assert run([*line, "--model", model]) == 0
+    assert "model on 1 x cpu, " in capsys.readouterr().out
+    assert run([*line, "--model", "smollm2"]) == 2
+    assert f"was measured with {model} on cpu, not with smollm2-135m on cpu" in capsys.readouterr().err

@@ -108,13 +108,16 @@ def plan(
         print(f"{shape.name} fits on none of these GPUs; --max-tensor-parallel-size 8 gives a hypothetical answer")
         raise typer.Exit(1)
     if best is None:
-        print(f"nothing of up to {max_gpus} GPUs meets it; the nearest:")
+        hint = "" if max_tensor_parallel_size > 1 else "; --max-tensor-parallel-size 8 tries hypothetical replicas"
+        print(f"nothing of up to {max_gpus} GPUs meets it{hint}; the nearest:")
     else:
         options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
         margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "only this load"
         copies = f"{best.num_replicas} replica{'s' * (best.num_replicas > 1)} of {shape.name}"
         each = f"{copies} on {best.num_devices} each"
         print(f"{best.num_gpus} x {best.device.name}: {each}")
+        if best.num_devices > 1 or not best.device.is_supported:
+            print("note      this is hypothetical: today a replica of this engine has one NVIDIA GPU")
         print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
     print_table(answer.tried[:12])
     print("\nassumed")
