@@ -204,14 +204,34 @@ def test_slo_is_parsed(text: str, slo: SLO) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "ttft", "ttft=x", "ttft=-1s", "latency=1s", "ttft=0", "ttft=inf", "ttft=nan", "ttft=0s", "ttft=500"),
-        *("ttft=0.5", "ttft=500ms,tpot=50", "ttft=1s,ttft=2s", "ttft=1m", "ttft=1us", "ttft=1ss", "ttft=1e3ms"),
+        *(
+            "",
+            "ttft",
+            "ttft=x",
+            "ttft=-1s",
+            "latency=1s",
+            "ttft=inf",
+            "ttft=nan",
+            "ttft=0s",
+            "ttft=1s,ttft=2s",
+            "ttft=1m",
+            "ttft=1us",
+            "ttft=1ss",
+            "ttft=1e3ms",
+        ),
         *("ttft=1_0s", "ttft=s", "ttft=1s,", "ttft=" + "9" * 400 + "s"),
     ],
 )
 def test_invalid_slo_is_rejected(text: str) -> None:
     with pytest.raises(ParameterError, match="pass times with units, s or ms, such as ttft=500ms"):
         SLO.parse(text)
+
+
+@pytest.mark.parametrize("number", ["0", "500", "0.5"])
+def test_slo_without_a_unit_names_both(number: str) -> None:
+    for text in (f"tpot={number}", f"ttft=1s,tpot={number}"):
+        with pytest.raises(ParameterError, match=f"tpot needs a unit: tpot={number}ms or tpot={number}s"):
+            SLO.parse(text)
 
 
 def test_summary_without_finished_requests() -> None:

@@ -170,6 +170,10 @@ def test_plan(capsys: Output, tmp_path: Path) -> None:
     result = json.loads(capsys.readouterr().out)
     assert result["best"]["gpu"] == "h100" and result["margin"] >= 1 and result["tried"][0]["slo_kept"] >= 0.95
     assert {tried["tensor_parallel_size"] for tried in result["tried"]} == {1}
+    assert (result["model"], result["rate"], result["slo"]) == ("llama-3.1-8b", 4, "ttft=2s,tpot=100ms")
+    assert result["assumptions"][0].startswith("h100: 86% of 3,350 GB/s")
+    assert run(["plan", "--trace", "alpaca", "--requests", "5", "--slo", "ttft=2s", "--gpu", "l4"]) == 0
+    assert "load      5 requests of alpaca, 1 requests/s; " in capsys.readouterr().out
 
 
 def test_plan_that_nothing_meets_ends_with_status_1(capsys: Output) -> None:

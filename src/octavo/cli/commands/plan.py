@@ -18,6 +18,7 @@ from octavo.cli.commands.simulate import (
     TimeUnit,
     Tokenizer,
     arrivals_of,
+    rate_of,
 )
 from octavo.errors import ParameterError
 
@@ -97,11 +98,11 @@ def plan(
             "margin": answer.margin,
             "tried": [c.as_dict() for c in answer.tried],
         }
-        load = {"model": shape.name, "trace": trace, "rate": rate, "slo": slo, "share": share}
+        load = {"model": shape.name, "trace": trace, "rate": rate_of(trace, rate), "slo": slo, "share": share}
         assumptions = [assumption(device) for device in devices]
         print(json.dumps(load | {"assumptions": assumptions} | result))
         raise typer.Exit(best is None)
-    times = "its own times" if rate is None else f"{rate:g} requests/s"
+    times = "its own times" if (load_rate := rate_of(trace, rate)) is None else f"{load_rate:g} requests/s"
     print(f"model     {shape.name}")
     print(f"load      {len(arrivals):,} requests of {trace}, {times}; {slo} for {share:.0%} of them")
     if not answer.tried:
