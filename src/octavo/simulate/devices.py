@@ -76,7 +76,8 @@ DEVICES = {
         _published("mi300x", 191.5, 5300, 1307.4, 50, 448, is_supported=False),
     )
 }
-"""Peaks from the vendors' data sheets, dense, 16-bit with sums in float32; `peer_link` is one way. Memory is what the
+"""Peaks from the vendors' data sheets, dense, 16-bit with sums in float32 (a10g's, rtx5090's and mi300x's
+operations from memory, not checked); `peer_link` is one way. Memory is what the
 driver reports. The shares are fitted to an H200 (docs/simulator.md), and assumed for the others."""
 
 FILE_FIELDS = {
