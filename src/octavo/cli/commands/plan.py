@@ -24,6 +24,7 @@ from octavo.errors import ParameterError
 
 if TYPE_CHECKING:
     from octavo.simulate.devices import Device
+    from octavo.simulate.planner import Deployment
 
 
 def plan(
@@ -112,19 +113,22 @@ def plan(
         hint = "" if max_tensor_parallel_size > 1 else "; --max-tensor-parallel-size 8 tries hypothetical replicas"
         print(f"nothing of up to {max_gpus} GPUs meets it{hint}; the nearest:")
     else:
-        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
-        margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "only this load"
-        copies = f"{best.num_replicas} replica{'s' * (best.num_replicas > 1)} of {shape.name}"
-        each = f"{copies} on {best.num_devices} each"
-        print(f"{best.num_gpus} x {best.device.name}: {each}")
-        if best.num_devices > 1 or not best.device.is_supported:
-            print("note      this is hypothetical: today a replica of this engine has one NVIDIA GPU")
-        print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
+        print_best(best, answer.margin, shape.name)
     print_table(answer.tried[:12])
     print("\nassumed")
     for device in {c.device.name: c.device for c in answer.tried}.values():
         print(f"  {assumption(device)}")
     raise typer.Exit(best is None)
+
+
+def print_best(best: Deployment, load_factor: float, model: str) -> None:
+    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
+    margin = f"{load_factor:.2f} times this load" if load_factor > 1 else "only this load"
+    copies = f"{best.num_replicas} replica{'s' * (best.num_replicas > 1)} of {model}"
+    print(f"{best.num_gpus} x {best.device.name}: {copies} on {best.num_devices} each")
+    if best.num_devices > 1 or not best.device.is_supported:
+        print("note      this is hypothetical: today a replica of this engine has one NVIDIA GPU")
+    print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
 
 
 def print_table(tried: list) -> None:  # type: ignore[type-arg]
