@@ -168,8 +168,12 @@ def compile_kernel(line: str) -> Any:
     spec = json.loads(data)
     constants = dict(zip(map(tuple, spec["constant_keys"]), spec["constant_vals"], strict=True))
     attributes = dict(zip(map(tuple, spec["attrs_keys"]), spec["attrs_vals"], strict=True))
-    source = ASTSource(function, spec["signature"], constants, attributes)
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec["options"].items()}
+    # JSON turned tuples, such as a parameter that is several tensors, into lists.
+    signature, options = (
+        {key: tuple(value) if isinstance(value, list) else value for key, value in spec[part].items()}
+        for part in ("signature", "options")
+    )
+    source = ASTSource(function, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget(*target), options=options)
 
 

@@ -39,13 +39,8 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         batch.seq_lens,
         batch.block_tables,
         *or_placeholder(inputs.step_counter, batch.common_prefix_lens),
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.seed,
-        sampling.sample_index,
         sampling.position,
+        tuple(getattr(sampling, name) for name in COLUMN),
         state.null_row,
         state.block_tables.stride(0),
         batch.block_tables.stride(0),
@@ -120,13 +115,8 @@ def _prepare_decode_inputs(
     seq_lens,
     batch_tables,
     common_prefix_lens,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    sample_index,
     next_position,
+    sampling,
     null_row,
     table_stride,
     batch_table_stride,
@@ -147,13 +137,12 @@ def _prepare_decode_inputs(
     tl.store(slot_mapping + i, tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0))
     tl.store(seq_lens + i, seq_len)
 
-    params_ptr = sampling_params + row * COLUMNS
-    tl.store(temperature + i, tl.load(params_ptr + TEMPERATURE_COLUMN).to(tl.float64, bitcast=True).to(tl.float32))
-    tl.store(top_p + i, tl.load(params_ptr + TOP_P_COLUMN).to(tl.float64, bitcast=True).to(tl.float32))
-    tl.store(min_p + i, tl.load(params_ptr + MIN_P_COLUMN).to(tl.float64, bitcast=True).to(tl.float32))
-    tl.store(top_k + i, tl.load(params_ptr + TOP_K_COLUMN).to(tl.int32))
-    tl.store(seed + i, tl.load(params_ptr + SEED_COLUMN))
-    tl.store(sample_index + i, tl.load(params_ptr + SAMPLE_INDEX_COLUMN))
+    for k in tl.static_range(len(sampling)):  # the columns of COLUMN
+        value = tl.load(sampling_params + row * COLUMNS + k)
+        dtype = sampling[k].dtype.element_ty
+        if dtype.is_floating():
+            value = value.to(tl.float64, bitcast=True)
+        tl.store(sampling[k] + i, value.to(dtype))
     tl.store(next_position + i, position + 1)
 
     num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
@@ -272,12 +261,6 @@ def _commit_sampled_tokens(
     tl.store(step_counter + 1, num_passes + 1)
 
 
-TEMPERATURE_COLUMN = tl.constexpr(COLUMN["temperature"])
-TOP_P_COLUMN = tl.constexpr(COLUMN["top_p"])
-MIN_P_COLUMN = tl.constexpr(COLUMN["min_p"])
-TOP_K_COLUMN = tl.constexpr(COLUMN["top_k"])
-SEED_COLUMN = tl.constexpr(COLUMN["seed"])
-SAMPLE_INDEX_COLUMN = tl.constexpr(COLUMN["sample_index"])
 FIRST_STOP_COLUMN = tl.constexpr(FIRST_STOP_ID)
 NUM_STOP_COLUMNS = tl.constexpr(MAX_STOP_IDS)
 NOT_FINITE_MARK = tl.constexpr(NOT_FINITE)
