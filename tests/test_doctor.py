@@ -259,7 +259,7 @@ def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[
     done = call("doctor", model, "--device", "cpu", "--dtype", "bfloat16", "--num-gpu-blocks-override", "90000")
     assert done.code == 1 and "It does not fit: No available memory for the cache blocks" in done.out
     assert "This makes it fit: without --num-gpu-blocks-override" in done.out
-    done = call("doctor", model, "--max-model-len", "8192", "--swap-space", "9999", "--json")
+    done = call("doctor", model, "--dtype", "bfloat16", "--max-model-len", "8192", "--swap-space", "9999", "--json")
     report = json.loads(done.out)
     assert report["fits"] and "cut to its size" in report["warnings"][0]
 

@@ -40,7 +40,7 @@ class Recorder:
     """The events of an engine's runner, which it moves to a stub platform with graphs.
 
     events   as text, in order
-    results  tokens of the columns that the host sampled
+    results  tokens of the columns that the host sampled; candidates of beams with rounded log-probabilities
     shapes   of the captured work
     """
 
@@ -67,7 +67,7 @@ class Recorder:
         def add_column() -> None:
             (output,) = outputs
             if output.results:
-                self.results.append(output.results[-1].tokens)
+                self.results.append(_rounded(output.results[-1].tokens))
             else:
                 self.events.append(f"column of {list(output.slice_ids[-1])}")
 
@@ -85,6 +85,13 @@ class Recorder:
             clear()
 
         buffer.fill, buffer.clear = filled, cleared
+
+
+def _rounded(entries: Any) -> Any:
+    """Candidates of beams, (log-probability, token), for comparison: processors round log-probabilities differently."""
+    if isinstance(entries, tuple):
+        return (round(entries[0], 3), *entries[1:])
+    return [_rounded(entry) for entry in entries] if isinstance(entries, list) else entries
 
 
 class RecordedPlatform(StubPlatform):
