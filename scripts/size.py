@@ -20,10 +20,10 @@ BUDGETS: dict[str, int] = {
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2460,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 2000,  # LLM, the client with its transports, text input; PagedAttention without an engine
-    "text": 2230,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
+    "text": 2231,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
-    "runner": 2630,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
+    "runner": 2645,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
     "serve": 4815,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3005,  # cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`

@@ -246,6 +246,8 @@ class GrammarCompiler:
             compilation.num_callers -= 1
             if not compilation.num_callers and self._turns.withdraw(compilation):
                 compilation.cancel()
+                if self._cache.get(compilation.grammar) is compilation:
+                    del self._cache[compilation.grammar]  # else it would evict another
 
     def compile(self, grammar: str, code: str = "invalid_grammar") -> Grammar:
         """Compile and wait."""

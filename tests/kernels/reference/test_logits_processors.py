@@ -138,10 +138,11 @@ def test_bad_words_equal_transformers() -> None:
             for i, (tokens, bad) in enumerate(zip(sequences, words, strict=True))
         ]
     )
-    for line, tokens, bad in zip(logits, sequences, words, strict=True):
+    for line, (tokens, bad) in enumerate(zip(sequences, words, strict=True)):
         longest = max(map(len, bad))
         padded = torch.tensor([[-1] * (longest - len(w)) + w for w in bad])
-        reference.mask_bad_words(line, padded, torch.tensor(tokens, dtype=torch.int32))
+        last = torch.tensor([([-2] * longest + tokens)[len(tokens) + 1 :]], dtype=torch.int32)
+        reference.mask_bad_words(logits, torch.tensor([line]), padded, last)
     assert torch.equal(logits, wanted)
     assert wanted[1, 4] == -math.inf and (wanted == -math.inf).sum() > 12
 

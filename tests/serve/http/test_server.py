@@ -829,16 +829,16 @@ def test_requests_during_the_start_get_503_and_a_second_server_ends(model: str) 
         assert server.wait() == 0
 
 
-@pytest.mark.parametrize("max_files", [16, 63])
+@pytest.mark.parametrize("max_files", [16, 95])
 def test_too_few_open_files_fail_at_once(model: str, max_files: int) -> None:
     server = Process(model, before=f"ulimit -n {max_files}")
     assert server.wait() == 1
-    needed = f"error: the limit of open files is {max_files}; a server needs 64; raise the limit: ulimit -n 4096"
+    needed = f"error: the limit of open files is {max_files}; a server needs 96; raise the limit: ulimit -n 4096"
     assert server.log.strip().splitlines() == [needed]
 
 
 def test_health_is_answered_with_few_open_files(model: str) -> None:
-    server = Process(model, "--max-body-bytes", "1000000", before="ulimit -n 64")
+    server = Process(model, "--max-body-bytes", "1000000", before="ulimit -n 96")
     try:
         url = server.wait_ready()
         address = ("127.0.0.1", int(url.rpartition(":")[2]))

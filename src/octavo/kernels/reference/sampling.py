@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import SamplingTensors
@@ -152,19 +151,18 @@ def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
     return torch.cat([best[:, :1], finite_rows(logits).int().unsqueeze(1), ids, best], 1)
 
 
-def mask_bad_words(logits: Tensor, words: Tensor, token_ids: Tensor) -> None:
+def mask_bad_words(logits: Tensor, lines: Tensor, words: Tensor, last: Tensor) -> None:
     """Set the last token of each bad word to -inf where the word's other tokens end the sequence, in place.
 
-    logits     [vocab_size]
-    words      [num_words, longest] int64, right-aligned, padded with -1 on the left
-    token_ids  [num_tokens] int, the sequence, of one token or more
+    logits  [num_lines, vocab_size]
+    lines   [num_sequences] int64, the line of each sequence
+    words   [num_words, longest] int64, right-aligned, padded with -1 on the left
+    last    [num_sequences, longest - 1] int, the last tokens of each sequence, padded with -2 on the left
     """
-    before, num_before = words[:, :-1], words.shape[1] - 1
-    last = token_ids[max(0, len(token_ids) - num_before) :]
-    if len(last) < num_before:
-        last = F.pad(last, (num_before - len(last), 0), value=-2)  # which is in no word
-    hits = ((last == before) | (before < 0)).all(1)
-    logits.index_add_(0, words[:, -1], torch.where(hits, -math.inf, 0.0).to(logits.dtype))  # waits for no device
+    before = words[:, :-1]
+    hits = ((last.unsqueeze(1) == before) | (before < 0)).all(2)
+    masked = torch.where(hits, -math.inf, 0.0).to(logits.dtype)
+    logits.index_put_((lines.unsqueeze(1), words[:, -1]), masked, accumulate=True)  # waits for no device
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -32,6 +33,13 @@ BitmaskTensors = tuple[Tensor, Tensor]
 """(mask_index, bitmask): see `reference.apply_token_bitmask`."""
 
 
+@lru_cache(maxsize=8)
+def _padded(words: Seq[Seq[int]], device: torch.device) -> Tensor:
+    """Bad words as a tensor [num_words, longest] int64, which the samples of a request share."""
+    longest = max(map(len, words))
+    return torch.tensor([(*[-1] * (longest - len(w)), *w) for w in words], device=device)
+
+
 class RowLogitsProcessors:
     """Logits processors and log-probabilities of one row's request, as tensors that are made once.
 
@@ -54,10 +62,8 @@ class RowLogitsProcessors:
         has_stops = params.min_tokens and setup.stop_ids
         self.stop_ids = platform.index_tensor(sorted(setup.stop_ids)) if has_stops else None
         self.bad_words = self.bias_ids = self.bias_values = None
-        if words := params.bad_words_token_ids:
-            longest = max(map(len, words))
-            padded = [(*[-1] * (longest - len(w)), *w) for w in words]
-            self.bad_words = torch.tensor(padded, device=platform.device)
+        if params.bad_words_token_ids:
+            self.bad_words = _padded(params.bad_words_token_ids, platform.device)
         if bias := params.logit_bias:
             self.bias_ids = platform.index_tensor(list(bias))
             self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32, device=platform.device)
@@ -119,6 +125,15 @@ class LogitsProcessors:
         if self._history is None:
             self._history = self.platform.zeros((len(self.of_row), self._max_len), torch.int32)
         return self._history
+
+    def last_tokens(self, rows: Tensor, position: Tensor, num: int) -> Tensor:
+        """The `num` tokens before a position of each row [num_rows, num] int32, -2 for those before the first.
+
+        rows, position  [num_rows] int, on the device
+        """
+        column = position.unsqueeze(1) - torch.arange(num, 0, -1, device=position.device)
+        tokens = self.history[rows.unsqueeze(1), column.clamp(min=0)]
+        return tokens.masked_fill(column < 0, -2)
 
     def applies_to(self, plan: StepPlan) -> bool:
         return bool(self.rows) and not self.rows.isdisjoint(plan.rows)

@@ -27,6 +27,8 @@ NO_ALLOWED_TOKEN = (
     "no_allowed_token: structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token that "
     "could come next"
 )
+MAX_COMPARED = 1 << 24
+"""Tokens of bad words that are compared at once: memory of one byte each."""
 ERRORS = {-1: NOT_FINITE, -2: NO_ALLOWED_TOKEN}  # see `reference.sample_checked`
 
 
@@ -91,6 +93,7 @@ class Sampler:
         if beams:  # processors change log-probabilities here, as in Transformers' beam search
             logits[beam_ids] = logits[beam_ids].log_softmax(-1)
         self._process_on_host(logits, samples, active)
+        self._mask_bad_words(logits, rows, sampling.position, active)
         masks = None
         if bitmask is not None:
             arrays = mask_indices(bitmask, [sample.slice_index for sample in samples]), bitmask.bitmask
@@ -117,13 +120,24 @@ class Sampler:
     ) -> None:
         """Apply what `LogitsProcessorState` does not hold, before the rest: penalties come after biases."""
         for i, p in active:
-            line, row, position = logits[i], samples[i].setup.row, samples[i].position
+            line, position = logits[i], samples[i].position
             if p.large_bias and p.bias_ids is not None and p.bias_values is not None:
                 line[p.bias_ids] += p.bias_values
             if p.many_stop_ids and p.stop_ids is not None and position < p.min_length:
                 line[p.stop_ids] = -torch.inf
+
+    def _mask_bad_words(
+        self, logits: Tensor, rows: Tensor, position: Tensor, active: list[tuple[int, RowLogitsProcessors]]
+    ) -> None:
+        """Samples with the same words, such as those of one request, are masked together."""
+        lines_of: dict[Tensor, list[int]] = {}
+        for i, p in active:
             if p.bad_words is not None:
-                mask_bad_words(line, p.bad_words, self.processors.history[row, :position])
+                lines_of.setdefault(p.bad_words, []).append(i)
+        for words, all_lines in lines_of.items():
+            for lines in self._ids(all_lines).split(max(1, MAX_COMPARED // words.numel())):
+                last = self.processors.last_tokens(rows[lines], position[lines], words.shape[1] - 1)
+                mask_bad_words(logits, lines, words, last)
 
     def _ids(self, values: Seq[int]) -> Tensor:
         return self.platform.index_tensor(values)

@@ -43,12 +43,16 @@ FEED_BYTES = 16 * 1024
 """Bytes that are parsed before limits are checked: each byte may be a chunk of its own."""
 KEEP_ALIVE_S = 5
 BACKLOG = 4096
+NUM_LISTENERS = 16
+"""Connections that are accepted in one turn of the event loop: uvloop accepts one for each listening file. With one, a
+health check waits behind a flood of connections for as many turns."""
 STATS_PERIOD_S = 10.0
 FINAL_EVENT_S = 1.0
 """Time for ended requests to send their final error to their clients."""
 MAX_OPEN_FILES = 65_536
-MIN_OPEN_FILES = 64
-"""Open files that a server needs: 24 when idle, as many for a restarted engine, and connections."""
+MIN_OPEN_FILES = 96
+"""Open files that a server needs: 39 when idle, `NUM_LISTENERS` that it closes in a turn, as many as that for a
+restarted engine, and connections."""
 PROBE_TIMEOUT_S = 2.0
 """Header timeout of a connection beyond the limit."""
 
@@ -358,7 +362,7 @@ class HTTPServer(uvicorn.Server):
         log = None if settings.disable_log_stats else asyncio.ensure_future(self._log_stats())
         ready = asyncio.ensure_future(self._announce(sock))
         try:
-            await self.serve(sockets=[sock])
+            await self.serve(sockets=[sock, *(sock.dup() for _ in range(NUM_LISTENERS - 1))])
         finally:
             for task in (log, ready, self._draining):
                 if task is not None:
@@ -440,7 +444,7 @@ def connection_limits(num_files: int) -> tuple[int, int]:
     if num_files < MIN_OPEN_FILES:
         text = f"the limit of open files is {num_files}; a server needs {MIN_OPEN_FILES}"
         raise OctavoError(f"{text}; raise the limit: ulimit -n 4096")
-    reserved, probes = min(64, 24 + num_files // 4), min(64, num_files // 8)
+    reserved, probes = min(96, 56 + num_files // 4), min(64, num_files // 8)
     return num_files - reserved - probes, probes
 
 
