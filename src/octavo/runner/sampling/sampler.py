@@ -135,7 +135,7 @@ class Sampler:
             if p.bad_words is not None:
                 lines_of.setdefault(p.bad_words, []).append(i)
         for words, all_lines in lines_of.items():
-            for lines in self._ids(all_lines).split(max(1, MAX_COMPARED // words.numel())):
+            for lines in self._ids(all_lines).split(max(1, MAX_COMPARED // words.numel())):  # type: ignore[no-untyped-call]
                 last = self.processors.last_tokens(rows[lines], position[lines], words.shape[1] - 1)
                 mask_bad_words(logits, lines, words, last)
 
