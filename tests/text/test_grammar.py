@@ -311,6 +311,20 @@ def test_grammars_are_cached_and_evicted(
     assert compiler.num_cached_bytes > 1 << 20  # a single one may take more
 
 
+def test_grammars_whose_callers_leave_evict_no_other(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "NUM_CACHED", 3)
+    monkeypatch.setattr(compiler._threads, "submit", lambda call: None)  # the first ones are still compiling
+    kept = compiler.submit(regex_grammar("kept"))
+    for i in range(9):
+        compiler.withdraw(compiler.submit(regex_grammar(f"left {i}")))
+    assert compiler.submit(regex_grammar("kept")) is kept
+    monkeypatch.undo()
+    compiler._compile_next()
+    assert kept.result()
+
+
 def test_failure_is_not_cached(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may have been overloaded."""
     source = regex_grammar("a grammar without luck")

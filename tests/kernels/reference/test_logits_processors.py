@@ -147,6 +147,15 @@ def test_bad_words_equal_transformers() -> None:
     assert wanted[1, 4] == -math.inf and (wanted == -math.inf).sum() > 12
 
 
+def test_bad_words_of_several_sequences_at_once() -> None:
+    logits = torch.zeros(4, 6)
+    words = torch.tensor([[-1, 1, 2], [3, 1, 4], [-1, -1, 5]])
+    last = torch.tensor([[3, 1], [-2, 1], [2, 2]], dtype=torch.int32)
+    reference.mask_bad_words(logits, torch.tensor([3, 0, 1]), words, last)
+    masked = [[t for t in range(6) if line[t] == -math.inf] for line in logits]
+    assert masked == [[2, 5], [5], [], [2, 4, 5]]
+
+
 @BOTH
 def test_allowed_banned_and_biased_tokens(ops: ModuleType) -> None:
     """allowed_token_ids equals SuppressTokens of all others, logit_bias equals SequenceBias of single tokens."""

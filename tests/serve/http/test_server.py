@@ -32,7 +32,7 @@ from octavo.serve.http import body as body_module
 from octavo.serve.http import endpoint
 from octavo.serve.http import server as http_server
 from octavo.serve.http.allowed_hosts import AllowedHosts
-from octavo.serve.http.server import HTTPServer, bind
+from octavo.serve.http.server import NUM_LISTENERS, HTTPServer, bind
 from tests.engine.process.engines import children_of
 from tests.serve.in_process_server import Server, events_of, serving
 
@@ -57,6 +57,17 @@ async def listening(
             http.stop()
             await asyncio.wait_for(task, 50)
             sock.close()
+
+
+async def test_one_turn_of_the_loop_accepts_many_connections(model: str) -> None:
+    async with listening(model) as (_, http, port), contextlib.AsyncExitStack() as stack:
+        for _ in range(NUM_LISTENERS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        num_turns = 0
+        while len(http.server_state.connections) < NUM_LISTENERS:
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert num_turns < NUM_LISTENERS
 
 
 def request(body: dict[str, Any], path: str = C) -> bytes:
