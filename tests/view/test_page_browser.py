@@ -92,7 +92,7 @@ class Window:
 
     def settle(self) -> None:
         """Wait until clicks are handled and painted."""
-        self.js("octavoView.uses.playground.queue.then(() => octavoView.stage.paint())")
+        self.js("(octavoView.uses.playground?.queue ?? Promise.resolve()).then(() => octavoView.stage.paint())")
 
     def click(self, name: str) -> None:
         self.page.click(f"#{name}")
@@ -562,13 +562,111 @@ def test_axe_finds_no_violations(browser: Any, playground: str, busy: Busy, reco
         pytest.skip("set OCTAVO_AXE to the path of axe.min.js")
     source = Path(axe).read_text(encoding="utf-8")
     for name, url in urls(playground, busy, recording).items():
-        for size in (SIZES[0], SIZES[-1]):
+        for size in SIZES:
             with window(browser, url, dark=dark, size=size) as shown:
                 shown.js("octavoView.stage.paint()")
                 shown.js(source)  # evaluated, because the policy forbids other scripts
                 found = shown.js("axe.run().then((result) => result.violations)")
                 violations = [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
                 assert not violations, (name, size)
+
+
+FOCUSED = """(() => {
+  const element = document.activeElement;
+  if (element === document.body) return null;
+  const shown = element.matches("#modes input") ? element.nextElementSibling : element;
+  const box = shown.getBoundingClientRect();
+  const { outlineStyle, outlineWidth } = getComputedStyle(shown);
+  const name = element.id || element.className + ":" + element.textContent.trim().slice(0, 40);
+  const isInSight = box.width > 0 && box.height > 0 && box.bottom > 0 && box.top < innerHeight
+    && box.right > 0 && box.left < innerWidth;
+  return { name, isInSight, hasOutline: outlineStyle !== "none" && parseFloat(outlineWidth) >= 1 };
+})()"""
+
+
+class Keyboard:
+    """Keys only. Each element that gets the focus must be in sight, with an outline."""
+
+    def __init__(self, shown: Window) -> None:
+        self.shown = shown
+
+    def press(self, key: str) -> str:
+        """Press a key; return the name of the element that has the focus, or an empty text if none has."""
+        self.shown.page.keyboard.press(key)
+        self.shown.settle()
+        focused = self.shown.js(FOCUSED)
+        if focused is None:
+            return ""
+        assert focused["isInSight"] and focused["hasOutline"], (key, focused)
+        return str(focused["name"])
+
+    def go_to(self, name: str, key: str = "Tab") -> None:
+        seen = []
+        for _ in range(150):
+            seen.append(self.press(key))
+            if seen[-1] == name:
+                return
+        raise AssertionError(f"{key} never comes to {name}: {seen}")
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
+def test_the_playground_by_keyboard_alone(browser: Any, playground: str, size: tuple[int, int]) -> None:
+    lesson = LESSONS[1]
+    with window(browser, playground, size=size) as shown:
+        page, keys = shown.page, Keyboard(shown)
+        keys.go_to(f":{lesson.title}")
+        keys.press("Enter")
+        assert page.inner_text("#lesson-title") == lesson.title
+        for i in range(1, len(lesson.steps)):
+            if i == 1:  # then the button keeps the focus
+                keys.go_to("lesson-next")
+            keys.press("Enter" if i % 2 else "Space")
+            assert page.url.endswith(f"#lesson={lesson.id}.{i + 1}")
+        keys.go_to("lesson-back")
+        keys.press("Space")
+        assert page.url.endswith(f".{len(lesson.steps) - 1}")
+        keys.go_to("lesson-leave", "Shift+Tab")
+        keys.press("Enter")
+        assert page.is_visible("#lesson-list")
+        keys.go_to("reset")
+        keys.press("Enter")
+        keys.go_to("new-tokens")
+        for key in ("Control+a", "7"):
+            keys.press(key)
+        keys.go_to("new")
+        keys.press("Enter")
+        keys.go_to("fork")
+        keys.press("Space")
+        assert shown.history.endswith(";new,7;fork,A,1")
+        keys.go_to("grid")
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight"):
+            assert keys.press(key) == "grid"
+        assert shown.js("octavoView.stage.grid.picked") == 2 and page.inner_text("#facts dd").strip() == "2"
+        assert page.inner_text("#picked").startswith("Block 2: used, 2 references")
+
+
+@pytest.mark.parametrize("key", ["Tab", "Shift+Tab"])
+def test_the_focus_goes_through_all_uses_and_is_never_trapped(
+    browser: Any, playground: str, busy: Busy, recording: str, key: str
+) -> None:
+    for name, url in urls(playground, busy, recording).items():
+        with window(browser, url) as shown:
+            keys, seen = Keyboard(shown), [""]
+            while len(seen) < 250 and (len(seen) == 1 or seen[-1]):
+                seen.append(keys.press(key))
+            assert not seen[-1], (name, "the focus never leaves the page", seen)
+            wanted = {"play": "new", "lesson": "lesson-next", "live": "zoom-in", "replay": "scrub"}[name]
+            assert wanted in seen and "grid" in seen and len(set(seen)) > 15, (name, seen)
+
+
+def test_the_tabs_are_switched_by_keyboard(browser: Any, recording: str) -> None:
+    with window(browser, recording) as shown:
+        keys = Keyboard(shown)
+        for label, use in (("Playground", "playground"), ("Replay", "replay")):
+            keys.go_to(f":{label}")
+            keys.press("Enter")
+            shown.until(f"document.body.dataset.use === '{use}' && octavoView.stage.pool")
+            assert shown.page.inner_text("nav a[aria-current]") == label
 
 
 @pytest.mark.parametrize("size", SIZES, ids=[f"{width}x{height}" for width, height in SIZES])
