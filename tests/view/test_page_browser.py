@@ -342,7 +342,24 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
         for i, step in enumerate(lesson.steps):
             shown.settle()
             assert page.inner_text("#lesson-step") == step.text
+            if step.choices:
+                assert shown.history == step.history.rpartition(";")[0] and page.inner_text("#lesson-look") == ""
+                choices = page.locator("#lesson-choices button")
+                assert choices.all_inner_texts() == list(step.choices)
+                choices.nth(step.answer - 1 if step.answer else 1).click()
+                shown.settle()
+                assert "Not this one" in page.inner_text("#lesson-look")
+                assert shown.history == step.history.rpartition(";")[0]
+                choices.nth(step.answer).click()
+                shown.settle()
+                assert choices.nth(step.answer).inner_text().startswith("✓")
             assert page.inner_text("#lesson-look") == step.look
+            cells = [row.locator("th, td").all_inner_texts() for row in page.locator("#lesson-rows tr").all()]
+            assert cells == [list(row) for row in step.rows]
+            current = shown.js("[...document.querySelectorAll('#lesson-code [aria-current]')].map(e => e.textContent)")
+            assert current == [lesson.code[line] for line in step.lines]
+            assert shown.js("octavoView.stage.grid.picked") == step.block
+            assert shown.js("octavoView.stage.grid.mode") == lesson.colour
             assert shown.history == step.history
             answer = shown.js("octavoView.uses.playground.reply")
             assert answer["done"] is (step.action is None)
@@ -359,6 +376,86 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
                 page.click("#lesson-next")
         page.click("#lesson-leave")
         assert page.is_visible("#lesson-list")
+
+
+def test_first_visit_begins_with_lesson_1(browser: Any, playground: str) -> None:
+    with window(browser, playground) as shown:
+        page = shown.page
+        assert page.inner_text("#begin-lesson") == "Lesson 1, two minutes"
+        page.click("#begin-lesson")
+        shown.settle()
+        assert page.url.endswith(f"#lesson={LESSONS[0].id}.1")
+        page.goto(playground)
+        page.reload()
+        shown.until("globalThis.octavoView?.stage.pool")
+        assert page.is_visible("#lesson-list") and not page.is_visible("#begin-lesson")
+
+
+def test_steps_are_in_the_history_of_the_browser(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#lesson=copy-on-write") as shown:
+        page, (first, second, *_) = shown.page, LESSONS[[lesson.id for lesson in LESSONS].index("copy-on-write")].steps
+        page.click("#lesson-next")
+        shown.settle()
+        page.go_back()
+        shown.until(f"octavoView.uses.playground.history === {json.dumps(first.history)}")
+        assert page.inner_text("#lesson-step") == first.text and page.url.endswith(".1")
+        page.go_forward()
+        shown.until(f"octavoView.uses.playground.history === {json.dumps(second.history)}")
+        assert page.inner_text("#lesson-step") == second.text
+    with window(browser, playground) as shown:
+        page = shown.page
+        page.click("#begin-lesson")
+        shown.settle()
+        page.go_back()
+        shown.until("octavoView.uses.playground.history === '64x16'")
+        assert page.is_visible("#lesson-list") and not page.is_visible("#notice")
+
+
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        ("lesson=nothing.2", "There is no lesson “nothing”"),
+        ("lesson=copy-on-write.99", "“Copy-on-write” has no step 99"),
+        ("play=0x4", "This link cannot be shown: a pool of 0 blocks"),
+        ("blocks", "This page has nothing at #blocks"),
+        ("live", "This page has nothing at #live"),
+    ],
+)
+def test_wrong_link_says_so_and_offers_the_playground(browser: Any, playground: str, link: str, message: str) -> None:
+    with window(browser, f"{playground}#{link}", size=SIZES[-1]) as shown:
+        page = shown.page
+        shown.settle()
+        assert message in page.inner_text("#notice span")
+        assert page.locator("#notice").bounding_box()["y"] < 300
+        assert shown.js("octavoView.stage.pool.numBlocks") == 64
+        page.click("#notice a")
+        shown.until("document.querySelector('#notice').hidden && location.hash === '#play'")
+        assert shown.history == "64x16"
+        if link.startswith("play"):
+            shown.errors.clear()  # the browser logs the status 400
+
+
+def test_counters_show_bytes_of_a_model(browser: Any, playground: str) -> None:
+    """A block of 16 tokens has 2 MiB in Llama 3.1 8B, and 8 MiB in Llama 2 7B."""
+    with window(browser, f"{playground}#play=64x16;new,60;fork,A,3") as shown:
+        shown.settle()
+        assert "4 of 64" in shown.page.inner_text("#numbers")
+        for model, used, total, empty in (("131072", "8", "128", "0.5"), ("524288", "32", "512", "2")):
+            shown.page.select_option("#unit", model)
+            assert f"{used} MiB of {total} MiB" in shown.page.inner_text("#numbers")
+            assert f"{empty} MiB (6.3 %)" in shown.page.inner_text("#numbers")
+            assert f"{used} MiB, {empty} MiB empty" in shown.page.inner_text("#contrast")
+        shown.page.select_option("#unit", "0")
+        assert "4 of 64" in shown.page.inner_text("#numbers")
+
+
+def test_skip_link_moves_the_focus_only(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#play=8x4;new,7") as shown:
+        shown.settle()
+        shown.page.keyboard.press("Tab")
+        shown.page.keyboard.press("Enter")
+        assert shown.js("document.activeElement.id") == "grid" and shown.history == "8x4;new,7"
+        assert "#play=8x4;new,7" in shown.page.url
 
 
 def test_grid_tables_and_details_highlight_each_other(browser: Any, playground: str) -> None:
