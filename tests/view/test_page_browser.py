@@ -442,7 +442,7 @@ def test_counters_show_bytes_of_a_model(browser: Any, playground: str) -> None:
         assert "4 of 64" in shown.page.inner_text("#numbers")
         for model, used, total, empty in (("131072", "8", "128", "0.5"), ("524288", "32", "512", "2")):
             shown.page.select_option("#unit", model)
-            assert f"{used} MiB of {total} MiB" in shown.page.inner_text("#numbers")
+            assert f"{used} of {total} MiB" in shown.page.inner_text("#numbers")
             assert f"{empty} MiB (6.3 %)" in shown.page.inner_text("#numbers")
             assert f"{used} MiB, {empty} MiB empty" in shown.page.inner_text("#contrast")
         shown.page.select_option("#unit", "0")
@@ -647,6 +647,9 @@ def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
     return {
         "play": f"{playground}#play={history}",
         "lesson": f"{playground}#lesson=copy-on-write.2",
+        "kernel": f"{playground}#lesson=kernel.3",
+        "questions": f"{playground}#lesson=questions.2",
+        "wrong": f"{playground}#lesson=nothing",
         "live": f"{busy.url}#live",
         "replay": f"{recording}#replay=2",
     }
@@ -708,7 +711,7 @@ class Keyboard:
 
 @pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
 def test_the_playground_by_keyboard_alone(browser: Any, playground: str, size: tuple[int, int]) -> None:
-    lesson = LESSONS[1]
+    lesson = next(lesson for lesson in LESSONS if lesson.id == "block-tables")
     with window(browser, playground, size=size) as shown:
         page, keys = shown.page, Keyboard(shown)
         keys.go_to(f":{lesson.title}")
@@ -752,7 +755,8 @@ def test_the_focus_goes_through_all_uses_and_is_never_trapped(
             while len(seen) < 250 and (len(seen) == 1 or seen[-1]):
                 seen.append(keys.press(key))
             assert not seen[-1], (name, "the focus never leaves the page", seen)
-            wanted = {"play": "new", "lesson": "lesson-next", "live": "zoom-in", "replay": "scrub"}[name]
+            own = {"play": "new", "live": "zoom-in", "replay": "scrub", "wrong": "begin-lesson"}
+            wanted = own.get(name, "lesson-next")
             assert wanted in seen and "grid" in seen and len(set(seen)) > 15, (name, seen)
 
 
@@ -782,6 +786,16 @@ def test_a_lesson_and_its_blocks_are_in_sight_on_a_phone(browser: Any, playgroun
         for name in ("#lesson .current-step", "#grid"):
             box = shown.page.locator(name).bounding_box()
             assert box["y"] >= 0 and box["y"] + box["height"] <= SIZES[-1][1], (name, box)
+
+
+def test_the_blocks_stay_in_sight_at_the_end_of_a_long_step_on_a_phone(browser: Any, playground: str) -> None:
+    for link in ("kernel.6", "virtual-memory.1", "bytes.4", "questions.5"):
+        with window(browser, f"{playground}#lesson={link}", size=SIZES[-1]) as shown:
+            shown.settle()
+            shown.page.locator("#lesson-next").scroll_into_view_if_needed()
+            grid, button = (shown.page.locator(name).bounding_box() for name in ("#grid", "#lesson-next"))
+            assert 0 <= grid["y"] and grid["y"] + grid["height"] < button["y"], link
+            assert button["y"] + button["height"] <= SIZES[-1][1], link
 
 
 def test_no_layout_shift_while_playing(browser: Any, recording: str) -> None:

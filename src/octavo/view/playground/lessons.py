@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LessonStep:
-    """`text` is the step's explanation, `look` describes what to look at, or gives the reason of a question's answer."""
+    """`text` is the step's explanation or a question. `look` describes what to look at, or explains the answer."""
 
     text: str
     history: str
@@ -65,14 +65,15 @@ _USERS = ";share,4096,16"
 _KERNEL = (
     "top, total, out = -inf, 0, 0",
     "for i in range(len(table)):",
-    "    block = table[i]",
-    "    for slot in range(filled(i)):",
-    "        score = q @ K[block][slot] * scale",
-    "        new_top = max(top, score)",
-    "        old, now = exp(top - new_top), exp(score - new_top)",
-    "        total = total * old + now",
-    "        out = out * old + V[block][slot] * now",
-    "        top = new_top",
+    "  b = table[i]",
+    "  for slot in range(filled(i)):",
+    "    score = scale * q @ K[b][slot]",
+    "    new_top = max(top, score)",
+    "    old = exp(top - new_top)",
+    "    now = exp(score - new_top)",
+    "    total = old*total + now",
+    "    out = old*out + now*V[b][slot]",
+    "    top = new_top",
     "return out / total",
 )
 _SCORES = (1, 0, 3, 2, 0, 1, 4, 2, 3)
@@ -84,7 +85,8 @@ def _kernel_steps() -> tuple[LessonStep, ...]:
     seen = {"tables": {"H": [*table]}, "num_tokens": {"H": 9}}
     steps = [
         LessonStep(
-            "A query reads all keys and values of H: 9 tokens in three blocks. One program does it per sequence and head.",
+            "A query reads all keys and values of H: 9 tokens in three blocks. One program does it per sequence and "
+            "head.",
             _NINE,
             "The kernel reads a block's number once, not once per token. It computes whole blocks at a time; here it "
             "goes slot by slot.",
@@ -115,7 +117,7 @@ def _kernel_steps() -> tuple[LessonStep, ...]:
                 seen,
                 rows=(("score", "maximum", "sum of weights"), (str(score), str(top), f"{total:.3f}")),
                 block=table[i],
-                lines=(1, 2, 3, 4, 5, 6, 7, 8, 9) if slot == 0 else (3, 4, 5, 6, 7, 8, 9),
+                lines=tuple(range(1 if slot == 0 else 3, 11)),
             )
         )
     steps.append(
@@ -125,7 +127,7 @@ def _kernel_steps() -> tuple[LessonStep, ...]:
             "The order of the blocks in memory changed nothing. The table costs one more read per block. The paper "
             "measured its attention kernel as 20 to 26 % slower than a contiguous one.",
             seen,
-            lines=(10,),
+            lines=(11,),
         )
     )
     return tuple(steps)
@@ -169,7 +171,7 @@ LESSONS = (
     Lesson(
         "bytes",
         "Bytes and waste",
-        "A token's keys and values take 2 × layers × KV heads × head size × 2 bytes in bfloat16. The counters show the "
+        "A token's keys and values take 2 x layers x KV heads x head size x 2 bytes in bfloat16. The counters show the "
         "pool in bytes of Llama 2 7B here; choose another unit there.",
         (
             LessonStep(
@@ -178,9 +180,9 @@ LESSONS = (
                 "A block of Llama 2 7B has 8 MiB. The pool has 512 MiB, and the prompt takes 32 MiB.",
                 {"num_used": 4, "num_free": 60},
                 rows=(
-                    ("model", "layers × heads × size", "a token", "a block"),
-                    ("Llama 2 7B", "32 × 32 × 128", "512 KiB", "8 MiB"),
-                    ("Llama 3.1 8B", "32 × 8 × 128", "128 KiB", "2 MiB"),
+                    ("model", "layers x heads x size", "a token", "a block"),
+                    ("Llama 2 7B", "32 x 32 x 128", "512 KiB", "8 MiB"),
+                    ("Llama 3.1 8B", "32 x 8 x 128", "128 KiB", "2 MiB"),
                 ),
             ),
             LessonStep(
@@ -196,10 +198,10 @@ LESSONS = (
                 {"num_used": 260, "unshared_blocks": 1028, "num_hits": 768},
             ),
             LessonStep(
-                "Waste of contiguous memory: (reserved − filled) slots of each sequence, and (sharers − 1) × the prefix. "
-                "Four sequences share 64 tokens and have 10 of their own; each reserves 512 slots.",
+                "Waste of contiguous memory: (reserved - filled) slots of each sequence, and (sharers - 1) x the "
+                "prefix. Four sequences share 64 tokens and have 10 of their own; each reserves 512 slots.",
                 "128x16x512" + 4 * ";share,64,10",
-                "Reserved and empty: 1,752 slots, 876 MiB. Copies of the prefix: 3 × 64 slots, 96 MiB. In blocks: 24 "
+                "Reserved and empty: 1,752 slots, 876 MiB. Copies of the prefix: 3 x 64 slots, 96 MiB. In blocks: 24 "
                 "slots, 12 MiB.",
                 {"contiguous_waste_slots": 1752, "paged_waste_slots": 24, "num_hit_tokens": 192, "num_used": 8},
             ),
@@ -235,14 +237,15 @@ LESSONS = (
     ),
     Lesson(
         "virtual-memory",
-        "The operating-system analogy",
-        "An operating system gives a process pages of one size, and a page table finds them. The engine does the same for "
-        "a sequence, with blocks.",
+        "Virtual memory",
+        "An operating system gives a process pages of one size, and a page table finds them. The engine does the same "
+        "for a sequence, with blocks.",
         (
             LessonStep(
                 "A process sees its pages in order. A sequence sees its logical blocks in order.",
                 _PAGES,
-                "C's four logical blocks are in blocks 2, 5, 6 and 7 of the pool. Block 2 was another sequence's before.",
+                "C's four logical blocks are in blocks 2, 5, 6 and 7 of the pool. Block 2 was another sequence's "
+                "before.",
                 {"tables": {"C": [2, 5, 6, 7], "B": [3, 4]}, "num_tokens": {"C": 14}},
                 rows=(
                     ("operating system", "engine", "here"),
@@ -273,7 +276,8 @@ LESSONS = (
             LessonStep(
                 "Frames have one size, so no hole has the wrong one. B ends, and D needs 7 blocks.",
                 f"{_PAGES};append,C,3;free,B;new,25",
-                "D takes every block that C does not hold: 4, 9 to 12, 1 and 3. The pool is full, with no fragment left.",
+                "D takes every block that C does not hold: 4, 9 to 12, 1 and 3. The pool is full, with no fragment "
+                "left.",
                 {"num_used": 12, "num_free": 0, "tables": {"D": [4, 9, 10, 11, 12, 1, 3]}},
             ),
             LessonStep(
@@ -303,7 +307,8 @@ LESSONS = (
             LessonStep(
                 "A page table has levels, and the processor caches its entries. A block table is one list of numbers.",
                 "160x16;new,2048",
-                "2,048 tokens have 128 entries of 4 bytes: 512 bytes. Their keys and values take 256 MiB in Llama 3.1 8B.",
+                "2,048 tokens have 128 entries of 4 bytes: 512 bytes. Their keys and values take 256 MiB in Llama 3.1 "
+                "8B.",
                 {"num_used": 128},
             ),
         ),
@@ -352,7 +357,8 @@ LESSONS = (
             LessonStep(
                 "A prompt of 60 tokens in blocks of 16, and four samples of it.",
                 _SAMPLES,
-                "4 blocks with 4 references each, instead of 16 blocks. The last block has 12 tokens and 4 empty slots.",
+                "4 blocks with 4 references each, instead of 16 blocks. The last block has 12 tokens and 4 empty "
+                "slots.",
                 {"num_used": 4, "unshared_blocks": 16, "paged_waste_slots": 4},
             ),
             LessonStep(
@@ -369,8 +375,8 @@ LESSONS = (
             LessonStep(
                 "The samples have different lengths: 40 more tokens for A, 10 for B, 25 for C.",
                 f"{_WRITTEN};append,A,40;append,B,10;append,C,25",
-                "Each takes blocks of its own as it grows. 13 blocks instead of 22; the 3 full blocks of the prompt stay "
-                "shared.",
+                "Each takes blocks of its own as it grows. 13 blocks instead of 22; the 3 full blocks of the prompt "
+                "stay shared.",
                 {"num_used": 13, "unshared_blocks": 22, "num_copied": 3},
             ),
             LessonStep(
@@ -518,7 +524,7 @@ LESSONS = (
     ),
     Lesson(
         "kernel",
-        "What the kernel does",
+        "The kernel",
         "Attention reads keys and values through the block table. Its running maximum and sum need no second pass.",
         _kernel_steps(),
         colour="owner",
@@ -556,15 +562,15 @@ LESSONS = (
             LessonStep(
                 "Four beams share 64 tokens in blocks of 16. Each gets 10 more. How many blocks are used?",
                 "64x16;new,64;fork,A,3;beam,A,4,10",
-                "4 shared blocks and 1 for each beam. 20 would be separate sequences; 12 would need more than 16 tokens "
-                "each.",
+                "4 shared blocks and 1 for each beam. 20 would be separate sequences; 12 would need more than 16 "
+                "tokens each.",
                 {"num_used": 8, "unshared_blocks": 20},
                 choices=("8", "12", "16", "20"),
                 answer=0,
             ),
             LessonStep(
-                "A had a prefix of 12 tokens in blocks of 4, and has ended. B has the prefix and 2 tokens of its own. How "
-                "many tokens are computed?",
+                "A had a prefix of 12 tokens in blocks of 4, and has ended. B has the prefix and 2 tokens of its own. "
+                "How many tokens are computed?",
                 "12x4;share,12,2;free,A;share,12,2",
                 "The 3 full blocks of the prefix are still cached. Only B's own 2 tokens are computed.",
                 {"num_hits": 3, "num_hit_tokens": 12, "num_used": 4},

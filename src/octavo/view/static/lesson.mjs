@@ -5,16 +5,15 @@ import { h, text } from "./dom.mjs";
 export function showRows(table, [head, ...body] = []) {
   const row = (cells, tag, props) => h("tr", {}, ...cells.map((cell) => h(tag, props, cell)));
   table.hidden = !head;
-  table.replaceChildren(
-    ...(head ? [h("thead", {}, row(head, "th", { scope: "col" })), h("tbody", {}, ...body.map((c) => row(c, "td", {})))] : []),
-  );
+  table.replaceChildren();
+  if (!head) return;
+  const rows = body.map((cells) => row(cells, "td", {}));
+  table.append(h("thead", {}, row(head, "th", { scope: "col" })), h("tbody", {}, ...rows));
 }
 
 export function showCode(list, code = [], current = []) {
   list.hidden = !code.length;
-  list.replaceChildren(
-    ...code.map((line, i) => h("li", { "aria-current": current.includes(i) && "step" }, line)),
-  );
+  list.replaceChildren(...code.map((line, i) => h("li", { "aria-current": current.includes(i) && "step" }, line)));
 }
 
 // `onRight` is called at the first right answer. A wrong one can be followed by another.

@@ -30,6 +30,7 @@ $("#theme").onclick = () => {
   chooseTheme(name);
 };
 dark.onchange = () => localStorage.getItem(THEME) ?? chooseTheme(dark.matches ? "dark" : "light");
+$("#notice a").onclick = () => notice(); // the playground may be shown already, and the address be its own
 // Not a use: the address stays.
 $("#skip").onclick = (event) => {
   event.preventDefault();

@@ -140,12 +140,18 @@ const shorten = (id) => (id.length > 20 ? `${id.slice(0, 17)}…` : id);
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
-// A number of slots or blocks as text: with `unit` bytes a token as MiB, else as it is.
+// Numbers of blocks and slots as text: in MiB with `unit` bytes a token, else as they are.
 function amounts(pool, unit) {
-  const mib = (slots) => `${format((slots * unit) / 2 ** 20)} MiB`;
-  return unit
-    ? { slots: mib, blocks: (n) => mib(n * pool.blockSize), countBlocks: (n) => mib(n * pool.blockSize), countSlots: (n) => `${mib(n)} empty` }
-    : { slots: format, blocks: format, countBlocks: (n) => count(n, "block"), countSlots: (n) => count(n, "empty slot") };
+  const [each, size] = unit ? [unit / 2 ** 20, pool.blockSize] : [1, 1];
+  const slots = (n) => format(n * each);
+  const blocks = (n) => slots(n * size);
+  return {
+    mark: unit ? " MiB" : "",
+    slots,
+    blocks,
+    countBlocks: (n) => (unit ? `${blocks(n)} MiB` : count(n, "block")),
+    countSlots: (n) => (unit ? `${slots(n)} MiB empty` : count(n, "empty slot")),
+  };
 }
 
 export function showNumbers(pool, root, bar, compare, unit = 0) {
@@ -156,18 +162,20 @@ export function showNumbers(pool, root, bar, compare, unit = 0) {
   // An attached server has only some of them.
   const row = (name, stat, value = format) => stat in stats && [name, value(stats[stat])];
   const rows = [
-    row("used", "num_used", (n) => `${as.blocks(n)} of ${as.blocks(pool.numBlocks)}`),
-    row("cached", "num_cached", as.blocks),
-    row("free", "num_free", as.blocks),
-    row("saved by sharing", "num_saved_by_sharing", (n) => (unshared ? `${as.blocks(n)} of ${as.blocks(unshared)}` : "0")),
-    row("unfilled slots", "num_unfilled_slots", (n) => `${as.slots(n)} (${percent(n, slots)})`),
+    row("used", "num_used", (n) => `${as.blocks(n)} of ${as.blocks(pool.numBlocks)}${as.mark}`),
+    row("cached", "num_cached", (n) => as.blocks(n) + as.mark),
+    row("free", "num_free", (n) => as.blocks(n) + as.mark),
+    row("saved by sharing", "num_saved_by_sharing", (n) =>
+      unshared ? `${as.blocks(n)} of ${as.blocks(unshared)}${as.mark}` : "0",
+    ),
+    row("unfilled slots", "num_unfilled_slots", (n) => `${as.slots(n)}${as.mark} (${percent(n, slots)})`),
     row("prefix cache hits", "num_hits", (n) => `${format(n)} (${percent(n, n + stats.num_misses)})`),
     row("evicted", "num_evicted"),
     row("copied on write", "num_copied"),
   ].filter(Boolean);
   if (stats.num_host_blocks)
     rows.push(["host blocks", `${format(stats.num_host_used)} of ${format(stats.num_host_blocks)}`]);
-  if (compare) rows.push(["without sharing", as.blocks(compare.unshared_blocks)]);
+  if (compare) rows.push(["without sharing", as.blocks(compare.unshared_blocks) + as.mark]);
   renderList(
     root,
     rows,

@@ -84,7 +84,8 @@ export class Playground {
     if (lesson?.steps[number - 1]) return this.openLesson(id, number - 1, true);
     const before = this.lesson ? FIRST_POOL : this.history;
     this._hideLesson();
-    if (id !== undefined) notice(lesson ? `“${lesson.title}” has no step ${number}.` : `There is no lesson “${id.slice(0, 60)}”.`);
+    if (lesson) notice(`“${lesson.title}” has no step ${number}.`);
+    else if (id !== undefined) notice(`There is no lesson “${id.slice(0, 60)}”.`);
     if (link && id === undefined) {
       if (await this.go(link)) return;
       notice(`This link cannot be shown: ${$("#error").textContent}`);
@@ -108,6 +109,7 @@ export class Playground {
 
   do(name) {
     this._visit();
+    notice();
     return this._post(() => this.history, ACTIONS[name]($("#sequence").value), NEW_SEQUENCE_ACTIONS.has(name));
   }
 

@@ -112,7 +112,8 @@ export class Stage {
   }
 
   _drawPieces() {
-    if (this.reply && this.pool) panels.showPieces(this.pool, $("#pieces"), $("#contrast"), this.grid, this.reply, this.unit);
+    const { pool, grid, reply, unit } = this;
+    if (reply && pool) panels.showPieces(pool, $("#pieces"), $("#contrast"), grid, reply, unit);
   }
 
   // Bytes of a token, in the playground only: there the pool has no model. 0: blocks.
