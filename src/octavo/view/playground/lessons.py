@@ -180,7 +180,7 @@ LESSONS = (
                 "A block of Llama 2 7B has 8 MiB. The pool has 512 MiB, and the prompt takes 32 MiB.",
                 {"num_used": 4, "num_free": 60},
                 rows=(
-                    ("model", "layers x heads x size", "a token", "a block"),
+                    ("model", "sizes", "token", "block"),
                     ("Llama 2 7B", "32 x 32 x 128", "512 KiB", "8 MiB"),
                     ("Llama 3.1 8B", "32 x 8 x 128", "128 KiB", "2 MiB"),
                 ),
