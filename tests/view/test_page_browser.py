@@ -92,7 +92,7 @@ class Window:
 
     def settle(self) -> None:
         """Wait until clicks are handled and painted."""
-        self.js("octavoView.uses.playground.queue.then(() => octavoView.stage.paint())")
+        self.js("(octavoView.uses.playground?.queue ?? Promise.resolve()).then(() => octavoView.stage.paint())")
 
     def click(self, name: str) -> None:
         self.page.click(f"#{name}")
@@ -342,7 +342,24 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
         for i, step in enumerate(lesson.steps):
             shown.settle()
             assert page.inner_text("#lesson-step") == step.text
+            if step.choices:
+                assert shown.history == step.history.rpartition(";")[0] and page.inner_text("#lesson-look") == ""
+                choices = page.locator("#lesson-choices button")
+                assert choices.all_inner_texts() == list(step.choices)
+                choices.nth(step.answer - 1 if step.answer else 1).click()
+                shown.settle()
+                assert "Not this one" in page.inner_text("#lesson-look")
+                assert shown.history == step.history.rpartition(";")[0]
+                choices.nth(step.answer).click()
+                shown.settle()
+                assert choices.nth(step.answer).inner_text().startswith("✓")
             assert page.inner_text("#lesson-look") == step.look
+            cells = [row.locator("th, td").all_inner_texts() for row in page.locator("#lesson-rows tr").all()]
+            assert cells == [list(row) for row in step.rows]
+            current = shown.js("[...document.querySelectorAll('#lesson-code [aria-current]')].map(e => e.textContent)")
+            assert current == [lesson.code[line] for line in step.lines]
+            assert shown.js("octavoView.stage.grid.picked") == step.block
+            assert shown.js("octavoView.stage.grid.mode") == lesson.colour
             assert shown.history == step.history
             answer = shown.js("octavoView.uses.playground.reply")
             assert answer["done"] is (step.action is None)
@@ -359,6 +376,86 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
                 page.click("#lesson-next")
         page.click("#lesson-leave")
         assert page.is_visible("#lesson-list")
+
+
+def test_first_visit_begins_with_lesson_1(browser: Any, playground: str) -> None:
+    with window(browser, playground) as shown:
+        page = shown.page
+        assert page.inner_text("#begin-lesson") == "Lesson 1, two minutes"
+        page.click("#begin-lesson")
+        shown.settle()
+        assert page.url.endswith(f"#lesson={LESSONS[0].id}.1")
+        page.goto(playground)
+        page.reload()
+        shown.until("globalThis.octavoView?.stage.pool")
+        assert page.is_visible("#lesson-list") and not page.is_visible("#begin-lesson")
+
+
+def test_steps_are_in_the_history_of_the_browser(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#lesson=copy-on-write") as shown:
+        page, (first, second, *_) = shown.page, LESSONS[[lesson.id for lesson in LESSONS].index("copy-on-write")].steps
+        page.click("#lesson-next")
+        shown.settle()
+        page.go_back()
+        shown.until(f"octavoView.uses.playground.history === {json.dumps(first.history)}")
+        assert page.inner_text("#lesson-step") == first.text and page.url.endswith(".1")
+        page.go_forward()
+        shown.until(f"octavoView.uses.playground.history === {json.dumps(second.history)}")
+        assert page.inner_text("#lesson-step") == second.text
+    with window(browser, playground) as shown:
+        page = shown.page
+        page.click("#begin-lesson")
+        shown.settle()
+        page.go_back()
+        shown.until("octavoView.uses.playground.history === '64x16'")
+        assert page.is_visible("#lesson-list") and not page.is_visible("#notice")
+
+
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        ("lesson=nothing.2", "There is no lesson “nothing”"),
+        ("lesson=copy-on-write.99", "“Copy-on-write” has no step 99"),
+        ("play=0x4", "This link cannot be shown: a pool of 0 blocks"),
+        ("blocks", "This page has nothing at #blocks"),
+        ("live", "This page has nothing at #live"),
+    ],
+)
+def test_wrong_link_says_so_and_offers_the_playground(browser: Any, playground: str, link: str, message: str) -> None:
+    with window(browser, f"{playground}#{link}", size=SIZES[-1]) as shown:
+        page = shown.page
+        shown.settle()
+        assert message in page.inner_text("#notice span")
+        assert page.locator("#notice").bounding_box()["y"] < 300
+        assert shown.js("octavoView.stage.pool.numBlocks") == 64
+        page.click("#notice a")
+        shown.until("document.querySelector('#notice').hidden && location.hash === '#play'")
+        assert shown.history == "64x16"
+        if link.startswith("play"):
+            shown.errors.clear()  # the browser logs the status 400
+
+
+def test_counters_show_bytes_of_a_model(browser: Any, playground: str) -> None:
+    """A block of 16 tokens has 2 MiB in Llama 3.1 8B, and 8 MiB in Llama 2 7B."""
+    with window(browser, f"{playground}#play=64x16;new,60;fork,A,3") as shown:
+        shown.settle()
+        assert "4 of 64" in shown.page.inner_text("#numbers")
+        for model, used, total, empty in (("131072", "8", "128", "0.5"), ("524288", "32", "512", "2")):
+            shown.page.select_option("#unit", model)
+            assert f"{used} of {total} MiB" in shown.page.inner_text("#numbers")
+            assert f"{empty} MiB (6.3 %)" in shown.page.inner_text("#numbers")
+            assert f"{used} MiB, {empty} MiB empty" in shown.page.inner_text("#contrast")
+        shown.page.select_option("#unit", "0")
+        assert "4 of 64" in shown.page.inner_text("#numbers")
+
+
+def test_skip_link_moves_the_focus_only(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#play=8x4;new,7") as shown:
+        shown.settle()
+        shown.page.keyboard.press("Tab")
+        shown.page.keyboard.press("Enter")
+        assert shown.js("document.activeElement.id") == "grid" and shown.history == "8x4;new,7"
+        assert "#play=8x4;new,7" in shown.page.url
 
 
 def test_grid_tables_and_details_highlight_each_other(browser: Any, playground: str) -> None:
@@ -550,6 +647,9 @@ def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
     return {
         "play": f"{playground}#play={history}",
         "lesson": f"{playground}#lesson=copy-on-write.2",
+        "kernel": f"{playground}#lesson=kernel.3",
+        "questions": f"{playground}#lesson=questions.2",
+        "wrong": f"{playground}#lesson=nothing",
         "live": f"{busy.url}#live",
         "replay": f"{recording}#replay=2",
     }
@@ -562,13 +662,112 @@ def test_axe_finds_no_violations(browser: Any, playground: str, busy: Busy, reco
         pytest.skip("set OCTAVO_AXE to the path of axe.min.js")
     source = Path(axe).read_text(encoding="utf-8")
     for name, url in urls(playground, busy, recording).items():
-        for size in (SIZES[0], SIZES[-1]):
+        for size in SIZES:
             with window(browser, url, dark=dark, size=size) as shown:
                 shown.js("octavoView.stage.paint()")
                 shown.js(source)  # evaluated, because the policy forbids other scripts
                 found = shown.js("axe.run().then((result) => result.violations)")
                 violations = [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
                 assert not violations, (name, size)
+
+
+FOCUSED = """(() => {
+  const element = document.activeElement;
+  if (element === document.body) return null;
+  const shown = element.matches("#modes input") ? element.nextElementSibling : element;
+  const box = shown.getBoundingClientRect();
+  const { outlineStyle, outlineWidth } = getComputedStyle(shown);
+  const name = element.id || element.className + ":" + element.textContent.trim().slice(0, 40);
+  const isInSight = box.width > 0 && box.height > 0 && box.bottom > 0 && box.top < innerHeight
+    && box.right > 0 && box.left < innerWidth;
+  return { name, isInSight, hasOutline: outlineStyle !== "none" && parseFloat(outlineWidth) >= 1 };
+})()"""
+
+
+class Keyboard:
+    """Keys only. Each element that gets the focus must be in sight, with an outline."""
+
+    def __init__(self, shown: Window) -> None:
+        self.shown = shown
+
+    def press(self, key: str) -> str:
+        """Press a key; return the name of the element that has the focus, or an empty text if none has."""
+        self.shown.page.keyboard.press(key)
+        self.shown.settle()
+        focused = self.shown.js(FOCUSED)
+        if focused is None:
+            return ""
+        assert focused["isInSight"] and focused["hasOutline"], (key, focused)
+        return str(focused["name"])
+
+    def go_to(self, name: str, key: str = "Tab") -> None:
+        seen = []
+        for _ in range(150):
+            seen.append(self.press(key))
+            if seen[-1] == name:
+                return
+        raise AssertionError(f"{key} never comes to {name}: {seen}")
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
+def test_the_playground_by_keyboard_alone(browser: Any, playground: str, size: tuple[int, int]) -> None:
+    lesson = next(lesson for lesson in LESSONS if lesson.id == "block-tables")
+    with window(browser, playground, size=size) as shown:
+        page, keys = shown.page, Keyboard(shown)
+        keys.go_to(f":{lesson.title}")
+        keys.press("Enter")
+        assert page.inner_text("#lesson-title") == lesson.title
+        for i in range(1, len(lesson.steps)):
+            if i == 1:  # then the button keeps the focus
+                keys.go_to("lesson-next")
+            keys.press("Enter" if i % 2 else "Space")
+            assert page.url.endswith(f"#lesson={lesson.id}.{i + 1}")
+        keys.go_to("lesson-back")
+        keys.press("Space")
+        assert page.url.endswith(f".{len(lesson.steps) - 1}")
+        keys.go_to("lesson-leave", "Shift+Tab")
+        keys.press("Enter")
+        assert page.is_visible("#lesson-list")
+        keys.go_to("reset")
+        keys.press("Enter")
+        keys.go_to("new-tokens")
+        for key in ("Control+a", "7"):
+            keys.press(key)
+        keys.go_to("new")
+        keys.press("Enter")
+        keys.go_to("fork")
+        keys.press("Space")
+        assert shown.history.endswith(";new,7;fork,A,1")
+        keys.go_to("grid")
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight"):
+            assert keys.press(key) == "grid"
+        assert shown.js("octavoView.stage.grid.picked") == 2 and page.inner_text("#facts dd").strip() == "2"
+        assert page.inner_text("#picked").startswith("Block 2: used, 2 references")
+
+
+@pytest.mark.parametrize("key", ["Tab", "Shift+Tab"])
+def test_the_focus_goes_through_all_uses_and_is_never_trapped(
+    browser: Any, playground: str, busy: Busy, recording: str, key: str
+) -> None:
+    for name, url in urls(playground, busy, recording).items():
+        with window(browser, url) as shown:
+            keys, seen = Keyboard(shown), [""]
+            while len(seen) < 250 and (len(seen) == 1 or seen[-1]):
+                seen.append(keys.press(key))
+            assert not seen[-1], (name, "the focus never leaves the page", seen)
+            own = {"play": "new", "live": "zoom-in", "replay": "scrub", "wrong": "begin-lesson"}
+            wanted = own.get(name, "lesson-next")
+            assert wanted in seen and "grid" in seen and len(set(seen)) > 15, (name, seen)
+
+
+def test_the_tabs_are_switched_by_keyboard(browser: Any, recording: str) -> None:
+    with window(browser, recording) as shown:
+        keys = Keyboard(shown)
+        for label, use in (("Playground", "playground"), ("Replay", "replay")):
+            keys.go_to(f":{label}")
+            keys.press("Enter")
+            shown.until(f"document.body.dataset.use === '{use}' && octavoView.stage.pool")
+            assert shown.page.inner_text("nav a[aria-current]") == label
 
 
 @pytest.mark.parametrize("size", SIZES, ids=[f"{width}x{height}" for width, height in SIZES])
@@ -587,6 +786,16 @@ def test_a_lesson_and_its_blocks_are_in_sight_on_a_phone(browser: Any, playgroun
         for name in ("#lesson .current-step", "#grid"):
             box = shown.page.locator(name).bounding_box()
             assert box["y"] >= 0 and box["y"] + box["height"] <= SIZES[-1][1], (name, box)
+
+
+def test_the_blocks_stay_in_sight_at_the_end_of_a_long_step_on_a_phone(browser: Any, playground: str) -> None:
+    for link in ("kernel.6", "virtual-memory.1", "bytes.4", "questions.5"):
+        with window(browser, f"{playground}#lesson={link}", size=SIZES[-1]) as shown:
+            shown.settle()
+            shown.page.locator("#lesson-next").scroll_into_view_if_needed()
+            grid, button = (shown.page.locator(name).bounding_box() for name in ("#grid", "#lesson-next"))
+            assert 0 <= grid["y"] and grid["y"] + grid["height"] < button["y"], link
+            assert button["y"] + button["height"] <= SIZES[-1][1], link
 
 
 def test_no_layout_shift_while_playing(browser: Any, recording: str) -> None:

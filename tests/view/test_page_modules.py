@@ -56,6 +56,7 @@ const replies = []; // [beginning of a path, function that returns the reply], t
 const requests = [];
 const set = (name, value) => Object.defineProperty(globalThis, name, { value, configurable: true });
 set("document", { createElement: () => new Element(), querySelector: $, querySelectorAll: () => [] });
+set("localStorage", { getItem: () => null, setItem() {} });
 set("matchMedia", () => ({ matches: true, addEventListener() {} }));
 set("ResizeObserver", class { observe() {} });
 set("requestAnimationFrame", (draw) => drawing.push(draw));

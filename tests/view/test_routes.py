@@ -83,7 +83,7 @@ def test_playground_routes() -> None:
     async def main() -> None:
         async with alone(View()) as client:
             lessons = (await client.get("/view/play/lessons")).json()
-            assert [lesson["id"] for lesson in lessons][:2] == ["fragmentation", "block-tables"]
+            assert [lesson["id"] for lesson in lessons][:2] == ["fragmentation", "bytes"]
             body = {"history": "64x16;new,64", "action": "fork,A,3"}
             answer = (await client.post("/view/play", json=body)).json()
             assert answer["history"] == "64x16;new,64;fork,A,3" and answer["names"] == dict(

@@ -42,9 +42,43 @@ def test_lesson_numbers_match_the_core(step: LessonStep) -> None:
 
 def test_lesson_ids() -> None:
     ids = [lesson.id for lesson in LESSONS]
-    assert ids == ["fragmentation", "block-tables", "copy-on-write", "beam-search", "prefix-caching", "preemption"]
+    first = ["fragmentation", "bytes", "block-tables", "virtual-memory", "copy-on-write", "parallel-samples"]
+    assert ids == [*first, "beam-search", "prefix-caching", "preemption", "kernel", "questions"]
     assert all(step.text and step.look for lesson in LESSONS for step in lesson.steps)
-    assert set(LESSONS[0].as_dict()) == {"id", "title", "text", "steps"}
+    assert set(LESSONS[0].as_dict()) == {"id", "title", "text", "steps", "colour"}
+    assert set(LESSONS[0].as_dict()["steps"][0]) == {"text", "history", "look"}
+
+
+def test_five_questions_have_one_right_answer_each() -> None:
+    steps = LESSONS[-1].steps
+    assert len(steps) == 5
+    for step in steps:
+        assert 0 <= step.answer < len(step.choices) == len(set(step.choices))
+        before = Playgrounds().answer(step.history.rpartition(";")[0])
+        assert before["picture"].stats != Playgrounds().answer(step.history)["picture"].stats
+
+
+def test_bytes_lesson() -> None:
+    """A token of Llama 2 7B has 524,288 bytes, one of Llama 3.1 8B 131,072."""
+    llama_2, llama_3 = 2 * 32 * 32 * 128 * 2, 2 * 32 * 8 * 128 * 2
+    mib = 1 << 20
+    assert (llama_2, llama_3) == (524_288, 131_072)
+    assert [16 * llama_2, 16 * llama_3] == [8 * mib, 2 * mib]
+    assert 4096 * llama_2 == 2048 * mib and 260 * 8 == 2080 and 1028 * 8 == 8224
+    assert [1752 * llama_2, 3 * 64 * llama_2, 24 * llama_2] == [876 * mib, 96 * mib, 12 * mib]
+    assert 2048 * llama_3 == 256 * mib
+
+
+def test_kernel_lesson_computes_softmax() -> None:
+    """The last running sum is the denominator of softmax over all scores."""
+    steps = next(lesson for lesson in LESSONS if lesson.id == "kernel").steps[1:-1]
+    scores = np.array([float(step.rows[1][0]) for step in steps])
+    assert len(scores) == 9 and steps[-1].rows[1][1:] == ("4", f"{np.exp(scores - scores.max()).sum():.3f}")
+    running, top = 0.0, -np.inf
+    for step, score in zip(steps, scores, strict=True):
+        new_top = max(top, score)
+        running, top = running * np.exp(top - new_top) + np.exp(score - new_top), new_top
+        assert step.rows[1][1:] == (f"{top:.0f}", f"{running:.3f}")
 
 
 def test_fragmentation_lesson_wastes_96_percent() -> None:

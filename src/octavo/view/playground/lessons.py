@@ -3,13 +3,15 @@ compare with the core: names of `Playground.compare` and of `KVStats`, or `table
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from math import exp
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class LessonStep:
-    """`text` is the step's explanation, `look` describes what to look at."""
+    """`text` is the step's explanation or a question. `look` describes what to look at, or explains the answer."""
 
     text: str
     history: str
@@ -17,6 +19,15 @@ class LessonStep:
     expect: dict[str, Any] = field(default_factory=dict)
     action: str | None = None
     """An action after the history, which is refused."""
+    rows: tuple[tuple[str, ...], ...] = ()
+    """A table below the text; its first row is the head."""
+    choices: tuple[str, ...] = ()
+    """Answers to the text, which is a question. The last action of `history` is done after the right one."""
+    answer: int = 0
+    block: int = 0
+    """Selected in the grid."""
+    lines: tuple[int, ...] = ()
+    """Current lines of the lesson's code, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +36,102 @@ class Lesson:
     title: str
     text: str
     steps: tuple[LessonStep, ...]
+    colour: str = "state"
+    """What the grid's colours show: sharing is seen best by owner."""
+    unit: int = 0
+    """Bytes of a token in which the counters show the pool; 0: blocks."""
+    code: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        steps = [
-            {"text": s.text, "history": s.history, "look": s.look} | ({"action": s.action} if s.action else {})
-            for s in self.steps
-        ]
-        return {"id": self.id, "title": self.title, "text": self.text, "steps": steps}
+        """Without empty fields."""
+        steps = [_filled(step) for step in self.steps]
+        return {**_filled(self), "steps": [{k: v for k, v in step.items() if k != "expect"} for step in steps]}
+
+
+def _filled(item: Lesson | LessonStep) -> dict[str, Any]:
+    values = {each.name: getattr(item, each.name) for each in fields(item)}
+    return {name: value for name, value in values.items() if value or (name == "answer" and values["choices"])}
 
 
 _FOUR_BEAMS = "64x16;new,64;fork,A,3"
 _FIGURE = "8x4;new,1;new,1;new,1;new,1;new,1;new,1;new,1;free,C;free,A;free,G"
+
+_NINE = f"{_FIGURE};text,Four%20score%20and%20seven%20years%20ago%20our;type,H,fathers;type,H,brought"
+_PAGES = "12x4x16;new,6;new,6;free,A;new,14"
+_SAMPLES = "64x16;new,60;fork,A,3"
+_WRITTEN = f"{_SAMPLES};write,A;write,B;write,C;write,D"
+_USERS = ";share,4096,16"
+
+_KERNEL = (
+    "top, total, out = -inf, 0, 0",
+    "for i in range(len(table)):",
+    "  b = table[i]",
+    "  for slot in range(filled(i)):",
+    "    score = scale * q @ K[b][slot]",
+    "    new_top = max(top, score)",
+    "    old = exp(top - new_top)",
+    "    now = exp(score - new_top)",
+    "    total = old*total + now",
+    "    out = old*out + now*V[b][slot]",
+    "    top = new_top",
+    "return out / total",
+)
+_SCORES = (1, 0, 3, 2, 0, 1, 4, 2, 3)
+
+
+def _kernel_steps() -> tuple[LessonStep, ...]:
+    """One step per slot of H, whose 9 tokens are in blocks 7, 1 and 3."""
+    table, tops = (7, 1, 3), tuple(accumulate(_SCORES, max))
+    seen = {"tables": {"H": [*table]}, "num_tokens": {"H": 9}}
+    steps = [
+        LessonStep(
+            "A query reads all keys and values of H: 9 tokens in three blocks. One program does it per sequence and "
+            "head.",
+            _NINE,
+            "The kernel reads a block's number once, not once per token. It computes whole blocks at a time; here it "
+            "goes slot by slot.",
+            seen,
+            lines=(0,),
+        )
+    ]
+    for position, score in enumerate(_SCORES):
+        i, slot = divmod(position, 4)
+        top, total = tops[position], sum(exp(each - tops[position]) for each in _SCORES[: position + 1])
+        if slot == 0:
+            text = f"Entry {i} of the table is {table[i]}. Slot 0 of block {table[i]} holds position {position}."
+        else:
+            text = f"Slot {slot} of block {table[i]}: position {position}."
+        if position == 8:
+            look = "Only 1 slot of block 3 is filled. The loop ends here: the empty slots are never read."
+        elif position and top > tops[position - 1]:
+            look = "A new maximum. The sum and the output so far are scaled down, so exp never overflows."
+        elif position:
+            look = "The maximum stays. The slot adds its weight to the sum, and its weighted value to the output."
+        else:
+            look = "The first score is the maximum, so its weight is exp(0) = 1."
+        steps.append(
+            LessonStep(
+                text,
+                _NINE,
+                look,
+                seen,
+                rows=(("score", "maximum", "sum of weights"), (str(score), str(top), f"{total:.3f}")),
+                block=table[i],
+                lines=tuple(range(1 if slot == 0 else 3, 11)),
+            )
+        )
+    steps.append(
+        LessonStep(
+            "All slots are read. The output is divided by the sum: this is exact softmax attention.",
+            _NINE,
+            "The order of the blocks in memory changed nothing. The table costs one more read per block. The paper "
+            "measured its attention kernel as 20 to 26 % slower than a contiguous one.",
+            seen,
+            lines=(11,),
+        )
+    )
+    return tuple(steps)
+
 
 LESSONS = (
     Lesson(
@@ -73,6 +169,46 @@ LESSONS = (
         ),
     ),
     Lesson(
+        "bytes",
+        "Bytes and waste",
+        "A token's keys and values take 2 x layers x KV heads x head size x 2 bytes in bfloat16. The counters show the "
+        "pool in bytes of Llama 2 7B here; choose another unit there.",
+        (
+            LessonStep(
+                "64 blocks of 16 tokens, and a prompt of 64 tokens.",
+                "64x16;new,64",
+                "A block of Llama 2 7B has 8 MiB. The pool has 512 MiB, and the prompt takes 32 MiB.",
+                {"num_used": 4, "num_free": 60},
+                rows=(
+                    ("model", "sizes", "token", "block"),
+                    ("Llama 2 7B", "32 x 32 x 128", "512 KiB", "8 MiB"),
+                    ("Llama 3.1 8B", "32 x 8 x 128", "128 KiB", "2 MiB"),
+                ),
+            ),
+            LessonStep(
+                "A prompt of 4,096 tokens, and 16 tokens of one user.",
+                f"512x16{_USERS}",
+                "256 blocks hold the prompt: 2 GiB. One more holds the user's tokens.",
+                {"num_used": 257},
+            ),
+            LessonStep(
+                "Three more users with the same prompt.",
+                f"512x16{4 * _USERS}",
+                "260 blocks: 2,080 MiB. Without sharing, 1,028 blocks would take 8,224 MiB, more than 8 GiB.",
+                {"num_used": 260, "unshared_blocks": 1028, "num_hits": 768},
+            ),
+            LessonStep(
+                "Waste of contiguous memory: (reserved - filled) slots of each sequence, and (sharers - 1) x the "
+                "prefix. Four sequences share 64 tokens and have 10 of their own; each reserves 512 slots.",
+                "128x16x512" + 4 * ";share,64,10",
+                "Reserved and empty: 1,752 slots, 876 MiB. Copies of the prefix: 3 x 64 slots, 96 MiB. In blocks: 24 "
+                "slots, 12 MiB.",
+                {"contiguous_waste_slots": 1752, "paged_waste_slots": 24, "num_hit_tokens": 192, "num_used": 8},
+            ),
+        ),
+        unit=524_288,
+    ),
+    Lesson(
         "block-tables",
         "Block tables",
         "A sequence's tokens are in order, but its blocks can be anywhere in the pool. The block table maps positions "
@@ -97,6 +233,86 @@ LESSONS = (
                 {"tables": {"H": [7, 1, 3]}, "num_tokens": {"H": 9}},
             ),
         ),
+        colour="owner",
+    ),
+    Lesson(
+        "virtual-memory",
+        "Virtual memory",
+        "An operating system gives a process pages of one size, and a page table finds them. The engine does the same "
+        "for a sequence, with blocks.",
+        (
+            LessonStep(
+                "A process sees its pages in order. A sequence sees its logical blocks in order.",
+                _PAGES,
+                "C's four logical blocks are in blocks 2, 5, 6 and 7 of the pool. Block 2 was another sequence's "
+                "before.",
+                {"tables": {"C": [2, 5, 6, 7], "B": [3, 4]}, "num_tokens": {"C": 14}},
+                rows=(
+                    ("operating system", "engine", "here"),
+                    ("process", "sequence", "C"),
+                    ("virtual page", "logical block", "0, 1, 2, 3"),
+                    ("physical frame", "block of the pool", "2, 5, 6, 7"),
+                    ("page table", "block table", "0→2, 1→5, …"),
+                ),
+            ),
+            LessonStep(
+                "An address is a page and an offset. A position is a logical block and a slot. Find position 9 of C.",
+                _PAGES,
+                "Logical block 2 is in block 6 of the pool, so position 9 is in slot 1 of block 6.",
+                {"tables": {"C": [2, 5, 6, 7]}},
+                rows=(
+                    ("position", "logical block", "slot", "block"),
+                    ("9", "9 // 4 = 2", "9 % 4 = 1", "table[2] = 6"),
+                ),
+                block=6,
+            ),
+            LessonStep(
+                "A page gets a frame when it is first touched. C grows by 3 tokens.",
+                f"{_PAGES};append,C,3",
+                "Two tokens fill block 7. The third touches logical block 4, which gets block 8.",
+                {"tables": {"C": [2, 5, 6, 7, 8]}, "num_tokens": {"C": 17}},
+                block=8,
+            ),
+            LessonStep(
+                "Frames have one size, so no hole has the wrong one. B ends, and D needs 7 blocks.",
+                f"{_PAGES};append,C,3;free,B;new,25",
+                "D takes every block that C does not hold: 4, 9 to 12, 1 and 3. The pool is full, with no fragment "
+                "left.",
+                {"num_used": 12, "num_free": 0, "tables": {"D": [4, 9, 10, 11, 12, 1, 3]}},
+            ),
+            LessonStep(
+                "fork() copies the page table, not the pages. C is forked instead.",
+                f"{_PAGES};append,C,3;fork,C",
+                "Two tables have the same 5 blocks. Each block has 2 references.",
+                {"num_used": 7, "unshared_blocks": 12, "tables": {"C": [2, 5, 6, 7, 8], "D": [2, 5, 6, 7, 8]}},
+            ),
+            LessonStep(
+                "The first write to a shared page copies it. D writes a token.",
+                f"{_PAGES};append,C,3;fork,C;write,D",
+                "Block 8 is copied to block 9, and D's last entry changes. C sees nothing of it.",
+                {"num_copied": 1, "tables": {"C": [2, 5, 6, 7, 8], "D": [2, 5, 6, 7, 9]}},
+            ),
+            LessonStep(
+                "Pages are swapped out one by one. Sequences are swapped out as a whole, with their forks.",
+                f"{_PAGES};append,C,3;fork,C;write,D;preempt,C,swap",
+                "Attention reads all blocks for every token, so a sequence without one block cannot run. All 6 blocks "
+                "are on the host.",
+                {"num_swapped_out": 6, "num_host_used": 6, "num_used": 2},
+                rows=(
+                    ("no room", "process", "sequence"),
+                    ("swapped", "cold pages", "all blocks"),
+                    ("or else", "nothing", "freed, computed again"),
+                ),
+            ),
+            LessonStep(
+                "A page table has levels, and the processor caches its entries. A block table is one list of numbers.",
+                "160x16;new,2048",
+                "2,048 tokens have 128 entries of 4 bytes: 512 bytes. Their keys and values take 256 MiB in Llama 3.1 "
+                "8B.",
+                {"num_used": 128},
+            ),
+        ),
+        colour="owner",
     ),
     Lesson(
         "copy-on-write",
@@ -130,6 +346,53 @@ LESSONS = (
                 {"num_used": 3, "tables": {"A": [1, 2], "B": [1, 2, 3]}, "num_copied": 0},
             ),
         ),
+        colour="owner",
+    ),
+    Lesson(
+        "parallel-samples",
+        "Parallel samples",
+        "One prompt, several answers (n = 4). The prompt is computed once; then the sequence is forked. The samples "
+        "diverge at once, since each draws its own tokens.",
+        (
+            LessonStep(
+                "A prompt of 60 tokens in blocks of 16, and four samples of it.",
+                _SAMPLES,
+                "4 blocks with 4 references each, instead of 16 blocks. The last block has 12 tokens and 4 empty "
+                "slots.",
+                {"num_used": 4, "unshared_blocks": 16, "paged_waste_slots": 4},
+            ),
+            LessonStep(
+                "A, B, C and D draw their first tokens, one after the other.",
+                _WRITTEN,
+                "A, B and C copy the last block. D has the only reference left, and writes in place: 3 copies for 4 "
+                "samples.",
+                {
+                    "num_copied": 3,
+                    "num_used": 7,
+                    "tables": {"A": [1, 2, 3, 5], "B": [1, 2, 3, 6], "C": [1, 2, 3, 7], "D": [1, 2, 3, 4]},
+                },
+            ),
+            LessonStep(
+                "The samples have different lengths: 40 more tokens for A, 10 for B, 25 for C.",
+                f"{_WRITTEN};append,A,40;append,B,10;append,C,25",
+                "Each takes blocks of its own as it grows. 13 blocks instead of 22; the 3 full blocks of the prompt "
+                "stay shared.",
+                {"num_used": 13, "unshared_blocks": 22, "num_copied": 3},
+            ),
+            LessonStep(
+                "D ends first.",
+                f"{_WRITTEN};append,A,40;append,B,10;append,C,25;free,D",
+                "Only block 4 is free again. The prompt's blocks go from 4 references to 3.",
+                {"num_used": 12, "num_free": 52},
+            ),
+            LessonStep(
+                "B and C end, too.",
+                f"{_WRITTEN};append,A,40;append,B,10;append,C,25;free,D;free,B;free,C",
+                "A keeps its 7 blocks. No prompt block was ever moved or copied as a whole.",
+                {"num_used": 7, "num_copied": 3, "tables": {"A": [1, 2, 3, 5, 8, 9, 10]}},
+            ),
+        ),
+        colour="owner",
     ),
     Lesson(
         "beam-search",
@@ -158,12 +421,20 @@ LESSONS = (
                 {"num_used": 8, "unshared_blocks": 20, "num_copied": 9},
             ),
             LessonStep(
+                "After 40 tokens of such a search.",
+                "64x16;new,64;beam,A,4,40",
+                "The best beam and its fork share 2 blocks of output, too: 14 blocks, not 16. Separate sequences would "
+                "take 28. A dropped beam frees the blocks that only it had.",
+                {"num_used": 14, "unshared_blocks": 28, "num_cached": 2},
+            ),
+            LessonStep(
                 "A prompt of 256 tokens, 4 beams.",
                 "128x16;new,256;fork,A,3",
                 "16 blocks instead of 64. The longer the prompt, the closer to one fourth.",
                 {"num_used": 16, "unshared_blocks": 64},
             ),
         ),
+        colour="owner",
     ),
     Lesson(
         "prefix-caching",
@@ -250,5 +521,63 @@ LESSONS = (
                 {"num_used": 5, "num_swapped_out": 0, "unshared_blocks": 8},
             ),
         ),
+    ),
+    Lesson(
+        "kernel",
+        "The kernel",
+        "Attention reads keys and values through the block table. Its running maximum and sum need no second pass.",
+        _kernel_steps(),
+        colour="owner",
+        code=_KERNEL,
+    ),
+    Lesson(
+        "questions",
+        "Five questions",
+        "Each can be answered from what the lessons showed. A right answer is then shown by the engine.",
+        (
+            LessonStep(
+                "A's 80 tokens fill 5 blocks of 16. How many slots are empty after its 81st token?",
+                "64x16;new,80;append,A,1",
+                "A sixth block is allocated for one token, so 15 of its slots are empty. A sequence never wastes more.",
+                {"num_used": 6, "paged_waste_slots": 15},
+                choices=("none", "15", "16", "all of a reservation"),
+                answer=1,
+            ),
+            LessonStep(
+                "H's table is 7, 1, and blocks have 4 slots. Where does position 8 go?",
+                _NINE,
+                "8 // 4 = 2 and 8 % 4 = 0. Entry 2 does not exist yet, so a block is allocated: the next free one, 3.",
+                {"tables": {"H": [7, 1, 3]}},
+                choices=("slot 4 of block 1", "slot 0 of block 8", "slot 0 of a new block"),
+                answer=2,
+            ),
+            LessonStep(
+                "A, B and C share a last block that is partly filled. All three write. How many blocks are copied?",
+                "8x4;new,7;fork,A,2;beam,A,3",
+                "The first two copy it. The third has the only reference left, and writes in place.",
+                {"num_copied": 2, "num_used": 4},
+                choices=("none", "1", "2", "3"),
+                answer=2,
+            ),
+            LessonStep(
+                "Four beams share 64 tokens in blocks of 16. Each gets 10 more. How many blocks are used?",
+                "64x16;new,64;fork,A,3;beam,A,4,10",
+                "4 shared blocks and 1 for each beam. 20 would be separate sequences; 12 would need more than 16 "
+                "tokens each.",
+                {"num_used": 8, "unshared_blocks": 20},
+                choices=("8", "12", "16", "20"),
+                answer=0,
+            ),
+            LessonStep(
+                "A had a prefix of 12 tokens in blocks of 4, and has ended. B has the prefix and 2 tokens of its own. "
+                "How many tokens are computed?",
+                "12x4;share,12,2;free,A;share,12,2",
+                "The 3 full blocks of the prefix are still cached. Only B's own 2 tokens are computed.",
+                {"num_hits": 3, "num_hit_tokens": 12, "num_used": 4},
+                choices=("14", "12", "2", "none"),
+                answer=2,
+            ),
+        ),
+        colour="owner",
     ),
 )

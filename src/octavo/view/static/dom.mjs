@@ -20,6 +20,12 @@ export function text(element, value) {
   if (element.textContent !== string) element.textContent = string;
 }
 
+// Says above everything else that a link is wrong; without a message, hides that.
+export function notice(message = "") {
+  text($("#notice span"), message);
+  $("#notice").hidden = !message;
+}
+
 // Makes the children of `parent` one element per item, in order. An item keeps the element of its key, so that hover,
 // focus and scroll position survive. `update(element, item)` fills it.
 export function renderList(parent, items, key, create, update) {

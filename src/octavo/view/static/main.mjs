@@ -1,6 +1,6 @@
 // The page: the current use (playground, live or replay), the theme, and the keys.
 
-import { $, text } from "./dom.mjs";
+import { $, notice, text } from "./dom.mjs";
 import { MODES } from "./grid.mjs";
 import { Live } from "./live.mjs";
 import { Playground } from "./playground.mjs";
@@ -30,6 +30,12 @@ $("#theme").onclick = () => {
   chooseTheme(name);
 };
 dark.onchange = () => localStorage.getItem(THEME) ?? chooseTheme(dark.matches ? "dark" : "light");
+$("#notice a").onclick = () => notice(); // the playground may be shown already, and the address be its own
+// Not a use: the address stays.
+$("#skip").onclick = (event) => {
+  event.preventDefault();
+  $("#grid").focus();
+};
 $("#keys").onclick = () => $("#help").showModal();
 
 const uses = {};
@@ -41,6 +47,7 @@ async function route() {
   const [name, ...rest] = fragment.split("=");
   const requested = { play: "playground", lesson: "playground", live: "live", replay: "replay" }[name];
   const use = requested in uses ? requested : Object.keys(uses).at(-1);
+  notice(fragment && use !== requested ? `This page has nothing at #${fragment.slice(0, 60)}.` : "");
   const argument = name === "lesson" ? fragment : rest.join("=");
   current?.leave();
   stage.clear();
@@ -79,6 +86,7 @@ async function begin() {
     uses[use] = factories[use]();
     $(`nav a[data-use=${use}]`).hidden = false;
   }
+  $("#notice a").hidden = !uses.playground;
   if (config.title) document.title = `${config.title.split("/").at(-1)} · Octavo view`;
   addEventListener("hashchange", route);
   await route();

@@ -140,25 +140,42 @@ const shorten = (id) => (id.length > 20 ? `${id.slice(0, 17)}…` : id);
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
-export function showNumbers(pool, root, bar, compare) {
+// Numbers of blocks and slots as text: in MiB with `unit` bytes a token, else as they are.
+function amounts(pool, unit) {
+  const [each, size] = unit ? [unit / 2 ** 20, pool.blockSize] : [1, 1];
+  const slots = (n) => format(n * each);
+  const blocks = (n) => slots(n * size);
+  return {
+    mark: unit ? " MiB" : "",
+    slots,
+    blocks,
+    countBlocks: (n) => (unit ? `${blocks(n)} MiB` : count(n, "block")),
+    countSlots: (n) => (unit ? `${slots(n)} MiB empty` : count(n, "empty slot")),
+  };
+}
+
+export function showNumbers(pool, root, bar, compare, unit = 0) {
   const { stats } = pool;
+  const as = amounts(pool, unit);
   const slots = stats.num_used * pool.blockSize;
   const unshared = stats.num_used + stats.num_saved_by_sharing;
   // An attached server has only some of them.
   const row = (name, stat, value = format) => stat in stats && [name, value(stats[stat])];
   const rows = [
-    row("used", "num_used", (n) => `${format(n)} of ${format(pool.numBlocks)}`),
-    row("cached", "num_cached"),
-    row("free", "num_free"),
-    row("saved by sharing", "num_saved_by_sharing", (n) => (unshared ? `${format(n)} of ${format(unshared)}` : "0")),
-    row("unfilled slots", "num_unfilled_slots", (n) => `${format(n)} (${percent(n, slots)})`),
+    row("used", "num_used", (n) => `${as.blocks(n)} of ${as.blocks(pool.numBlocks)}${as.mark}`),
+    row("cached", "num_cached", (n) => as.blocks(n) + as.mark),
+    row("free", "num_free", (n) => as.blocks(n) + as.mark),
+    row("saved by sharing", "num_saved_by_sharing", (n) =>
+      unshared ? `${as.blocks(n)} of ${as.blocks(unshared)}${as.mark}` : "0",
+    ),
+    row("unfilled slots", "num_unfilled_slots", (n) => `${as.slots(n)}${as.mark} (${percent(n, slots)})`),
     row("prefix cache hits", "num_hits", (n) => `${format(n)} (${percent(n, n + stats.num_misses)})`),
     row("evicted", "num_evicted"),
     row("copied on write", "num_copied"),
   ].filter(Boolean);
   if (stats.num_host_blocks)
     rows.push(["host blocks", `${format(stats.num_host_used)} of ${format(stats.num_host_blocks)}`]);
-  if (compare) rows.push(["without sharing", format(compare.unshared_blocks)]);
+  if (compare) rows.push(["without sharing", as.blocks(compare.unshared_blocks) + as.mark]);
   renderList(
     root,
     rows,
@@ -304,7 +321,7 @@ export function showLog(pool, list) {
 // -- contiguous reservation -------------------------------------------------------------------------------------------
 
 // The same memory with contiguous reservation: one row of slots, drawn in cells like the pool.
-export function showPieces(pool, canvas, list, grid, { contiguous, compare }) {
+export function showPieces(pool, canvas, list, grid, { contiguous, compare }, unit = 0) {
   const c = canvas.getContext("2d");
   const width = canvas.clientWidth;
   const height = parseFloat(getComputedStyle(canvas).maxHeight);
@@ -350,9 +367,10 @@ export function showPieces(pool, canvas, list, grid, { contiguous, compare }) {
     });
   });
   const { paged_blocks: paged, contiguous_blocks: reserved } = compare;
+  const as = amounts(pool, unit);
   const facts = [
-    ["reserved", `${count(reserved, "block")}, ${count(compare.contiguous_waste_slots, "empty slot")}`],
-    ["in blocks", `${count(paged, "block")}, ${count(compare.paged_waste_slots, "empty slot")}`],
+    ["reserved", `${as.countBlocks(reserved)}, ${as.countSlots(compare.contiguous_waste_slots)}`],
+    ["in blocks", `${as.countBlocks(paged)}, ${as.countSlots(compare.paged_waste_slots)}`],
   ];
   if (contiguous.refused.length) facts.push(["no room for", contiguous.refused.join(" ")]);
   renderList(

@@ -1,11 +1,13 @@
 // The playground: the server's own core executes every action. The history of actions is the session and its link.
 
-import { $, count, h, reducedMotion, renderList, text } from "./dom.mjs";
+import { $, count, h, notice, reducedMotion, renderList, text } from "./dom.mjs";
+import { showChoices, showCode, showRows } from "./lesson.mjs";
 import { fetchJson, copyLink } from "./server.mjs";
 
 const FIRST_POOL = "64x16";
 const PHASE_MS = 1100;
 const MAX_PHASES = 40;
+const VISITED = "octavo-view-visited";
 
 const number = (selector) => Math.max(0, Math.floor(Number($(selector).value) || 0));
 const typed = () => encodeURIComponent($("#words").value.trim()).replaceAll("'", "%27");
@@ -53,6 +55,8 @@ export class Playground {
     $("#lesson-next").onclick = () => this._changeStep(1);
     $("#lesson-back").onclick = () => this._changeStep(-1);
     $("#lesson-leave").onclick = () => this._closeLesson();
+    $("#begin-lesson").onclick = () => this.openLesson(this.lessons[0].id);
+    $("#begin").hidden = Boolean(localStorage.getItem(VISITED));
   }
 
   // `link`: a history, or "lesson=ID.STEP".
@@ -75,9 +79,18 @@ export class Playground {
         );
       },
     );
-    const [, id, step] = /^lesson=([^.]+)(?:\.(\d+))?$/.exec(link ?? "") ?? [];
-    if (id && this.lessons.some((lesson) => lesson.id === id)) await this.openLesson(id, Number(step ?? 1) - 1);
-    else await this.go(link && !id ? link : this.history);
+    const [, id, number = "1"] = /^lesson=([^.]*)(?:\.(\d+))?/.exec(link ?? "") ?? [];
+    const lesson = this.lessons.find((each) => each.id === id);
+    if (lesson?.steps[number - 1]) return this.openLesson(id, number - 1, true);
+    const before = this.lesson ? FIRST_POOL : this.history;
+    this._hideLesson();
+    if (lesson) notice(`“${lesson.title}” has no step ${number}.`);
+    else if (id !== undefined) notice(`There is no lesson “${id.slice(0, 60)}”.`);
+    if (link && id === undefined) {
+      if (await this.go(link)) return;
+      notice(`This link cannot be shown: ${$("#error").textContent}`);
+    }
+    await this.go(before);
   }
 
   leave() {
@@ -95,6 +108,8 @@ export class Playground {
   // -- actions -------------------------------------------------------------------------------------------------------
 
   do(name) {
+    this._visit();
+    notice();
     return this._post(() => this.history, ACTIONS[name]($("#sequence").value), NEW_SEQUENCE_ACTIONS.has(name));
   }
 
@@ -103,6 +118,7 @@ export class Playground {
   }
 
   // Sends one action after the other, in the order of the clicks: each continues the history of the one before.
+  // Resolves to false if the server refuses it as invalid.
   _post(from, action = null, isNew = false) {
     this.queue = this.queue.then(async () => {
       try {
@@ -110,8 +126,10 @@ export class Playground {
         text($("#error"), "");
         if (this.isShown) this._show(reply, isNew, action);
         else this.history = reply.history; // shown when the user comes back
+        return true;
       } catch (error) {
         text($("#error"), error.message);
+        return false;
       }
     });
     return this.queue;
@@ -224,48 +242,66 @@ export class Playground {
 
   // -- lessons -------------------------------------------------------------------------------------------------------
 
-  openLesson(id, step = 0) {
+  // The first visit has one large button, which begins lesson 1.
+  _visit() {
+    localStorage.setItem(VISITED, "yes");
+    $("#begin").hidden = true;
+  }
+
+  openLesson(id, step = 0, isLink = false) {
+    this._visit();
     this.lesson = this.lessons.find((lesson) => lesson.id === id);
     $("#lesson-list").hidden = true;
     $("#lesson").hidden = false;
     text($("#lesson-title"), this.lesson.title);
     text($("#lesson-text"), this.lesson.text);
-    this.step = Math.min(Math.max(0, step), this.lesson.steps.length - 1);
-    return this._showStep();
+    this.stage.colourBy(this.lesson.colour);
+    $("#unit").value = this.lesson.unit ?? 0;
+    return this._showStep(step, isLink);
   }
 
   _changeStep(by) {
-    if (this.step + by >= this.lesson.steps.length) {
-      const next = this.lessons[this.lessons.indexOf(this.lesson) + 1];
-      return next ? this.openLesson(next.id) : this._closeLesson();
-    }
-    this.step += by;
-    return this._showStep();
+    if (this.step + by < this.lesson.steps.length) return this._showStep(this.step + by);
+    const next = this.lessons[this.lessons.indexOf(this.lesson) + 1];
+    return next ? this.openLesson(next.id) : this._closeLesson();
   }
 
   // Goes to the history before the step's last action and then does that action, so that its phases are shown.
-  _showStep() {
-    const { steps, id } = this.lesson;
-    const step = steps[this.step];
-    text($("#lesson-place"), `Step ${this.step + 1} of ${steps.length}`);
+  async _showStep(number, isLink = false) {
+    this.step = number;
+    const { steps, id, code } = this.lesson;
+    const step = steps[number];
+    const cut = step.history.lastIndexOf(";");
+    const act = () => this._post(() => step.history.slice(0, cut), step.history.slice(cut + 1));
+    text($("#lesson-place"), `Step ${number + 1} of ${steps.length}`);
     text($("#lesson-step"), step.text);
-    text($("#lesson-look"), step.look ?? "");
-    const isLast = this.step + 1 === steps.length;
+    showChoices($("#lesson-choices"), $("#lesson-look"), step, act);
+    showRows($("#lesson-rows"), step.rows);
+    showCode($("#lesson-code"), code, step.lines);
+    const isLast = number + 1 === steps.length;
     const isEnd = isLast && this.lesson === this.lessons.at(-1);
     text($("#lesson-next"), isEnd ? "Done" : isLast ? "Next lesson" : "Next step");
-    $("#lesson-back").disabled = this.step === 0;
-    history.replaceState(null, "", `#lesson=${id}.${this.step + 1}`);
-    if (step.action) return this._post(() => step.history, step.action); // to show that it is refused
-    const cut = step.history.lastIndexOf(";");
-    if (cut > 0) return this._post(() => step.history.slice(0, cut), step.history.slice(cut + 1));
-    return this.go(step.history);
+    const back = $("#lesson-back");
+    if (number === 0 && document.activeElement === back) $("#lesson-next").focus(); // a disabled button loses the focus
+    back.disabled = number === 0;
+    const address = `#lesson=${id}.${number + 1}`;
+    if (isLink) history.replaceState(null, "", address);
+    else history.pushState(null, "", address);
+    if (step.choices) await this.go(step.history.slice(0, cut));
+    else if (step.action) await this._post(() => step.history, step.action); // to show that it is refused
+    else await (cut > 0 ? act() : this.go(step.history));
+    if (this.lesson?.steps[this.step] === step) this.stage.grid.pick(step.block ?? 0);
   }
 
-  _closeLesson() {
+  _hideLesson() {
     this.lesson = null;
     $("#lesson-list").hidden = false;
     $("#lesson").hidden = true;
-    history.replaceState(null, "", `#play=${this.history}`);
-    $("#lesson-list button").focus();
+  }
+
+  _closeLesson() {
+    this._hideLesson();
+    history.pushState(null, "", `#play=${this.history}`);
+    $("#lesson-list ol button").focus();
   }
 }

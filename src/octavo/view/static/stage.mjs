@@ -47,6 +47,7 @@ export class Stage {
     $("#zoom-in").onclick = () => this.grid.zoom(1.6);
     $("#zoom-out").onclick = () => this.grid.zoom(1 / 1.6);
     $("#zoom-fit").onclick = () => this.grid.fit();
+    $("#unit").onchange = () => this.paint();
     for (const panel of ["#tables", "#tree"]) this._link($(panel));
     new ResizeObserver(() => this._drawPieces()).observe($("#pieces"));
   }
@@ -93,7 +94,7 @@ export class Stage {
     if (!pool) return;
     this.painted = performance.now();
     text($("#pool-title"), `${format(pool.numBlocks)} blocks of ${pool.blockSize}`);
-    panels.showNumbers(pool, $("#numbers"), $("#shares"), this.reply?.compare);
+    panels.showNumbers(pool, $("#numbers"), $("#shares"), this.reply?.compare, this.unit);
     panels.showTables(pool, $("#tables > ul"), $("#tables-note"), this.title);
     if (this.reply) this._drawPieces();
     else {
@@ -111,7 +112,13 @@ export class Stage {
   }
 
   _drawPieces() {
-    if (this.reply && this.pool) panels.showPieces(this.pool, $("#pieces"), $("#contrast"), this.grid, this.reply);
+    const { pool, grid, reply, unit } = this;
+    if (reply && pool) panels.showPieces(pool, $("#pieces"), $("#contrast"), grid, reply, unit);
+  }
+
+  // Bytes of a token, in the playground only: there the pool has no model. 0: blocks.
+  get unit() {
+    return this.reply ? Number($("#unit").value) : 0;
   }
 
   // -- one block -----------------------------------------------------------------------------------------------------
