@@ -794,7 +794,7 @@ def test_the_blocks_stay_in_sight_at_the_end_of_a_long_step_on_a_phone(browser: 
             shown.settle()
             shown.page.locator("#lesson-next").scroll_into_view_if_needed()
             grid, button = (shown.page.locator(name).bounding_box() for name in ("#grid", "#lesson-next"))
-            assert 0 <= grid["y"] and grid["y"] + grid["height"] < button["y"], link
+            assert grid["y"] >= 0 and grid["y"] + grid["height"] < button["y"], link
             assert button["y"] + button["height"] <= SIZES[-1][1], link
 
 
