@@ -43,6 +43,13 @@ def test_tokens_equal_the_cpu_engines(kind: str, tmp_path: Path) -> None:
                 assert completions(outputs) == expected, way
 
 
+def bad_words_params() -> list[SamplingParams]:
+    """Most tokens are bad words, or end one."""
+    words = [*([i] for i in range(3, 80, 2)), *([i, i + 2] for i in range(4, 70, 2))]
+    common: dict[str, Any] = {"bad_words_token_ids": words, "ignore_eos": True, "max_tokens": 20}
+    return [SamplingParams(temperature=0.9, seed=6, n=2, **common), SamplingParams(temperature=0, **common)]
+
+
 @pytest.mark.parametrize("way", ["eager", "graphs", "windows", "chunks", "swap"])
 def test_all_sampling_features_together(way: str, tmp_path: Path) -> None:
     """Grammars, logits processors, log-probabilities and beams, together with plain requests."""
@@ -54,6 +61,7 @@ def test_all_sampling_features_together(way: str, tmp_path: Path) -> None:
         *mixed_params()[4:],
         *processor_params(),
         *logprobs_params(),
+        *bad_words_params(),
     ]
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     beams = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)

@@ -37,33 +37,38 @@ def poison_one(llm: LLM, prompts: Sequence[list[int]], late: Sequence[list[int]]
     kv, requests = runner.state.kv, llm.engine.scheduler.requests
     last_outputs: dict[int, RequestOutput] = {}
     poisoned: list[int] = []
+    kept: list[bool] = []
     reused: set[int] = set()
+    step = llm.engine.step  # type: ignore[attr-defined]
 
     def wait() -> None:
         if kv.is_cuda:
             torch.cuda.synchronize()
 
-    def watch(output: RequestOutput) -> None:
-        last_outputs[int(output.request_id)] = output
-        others = [request for name, request in requests.items() if name != str(VICTIM)]
-        reused.update(block for request in others for block in request.sequences[0].block_ids if poisoned)
-
-    for output in llm.stream(list(prompts), GREEDY):
-        watch(output)
+    def step_and_watch() -> Any:
+        """Runs in the engine's thread, so that no step passes unseen."""
+        updates = step()
         victim = requests.get(str(VICTIM))
         if not poisoned and victim is not None and len(victim.sequences[0].output_token_ids) > 3:
-            poisoned = [block for block in victim.sequences[0].block_ids if block]  # without those before its window
+            poisoned.extend(filter(None, victim.sequences[0].block_ids))  # without those before its window
             wait()
             kv[poisoned] = math.nan
             wait()
-        elif output.request_id == str(VICTIM) and output.finished:
+        elif poisoned and victim is None and not kept:
             wait()
-            assert kv[poisoned].isnan().any()  # blocks are not cleared; the engine's thread may reuse some by now
+            kept.append(bool(kv[poisoned].isnan().any()))
+        others = [request for name, request in requests.items() if name != str(VICTIM)]
+        reused.update(block for request in others for block in request.sequences[0].block_ids if poisoned)
+        return updates
+
+    llm.engine.step = step_and_watch  # type: ignore[attr-defined]
+    for prompt_list in (list(prompts), list(late)):
+        for output in llm.stream(prompt_list, GREEDY):
+            last_outputs[int(output.request_id)] = output
+    assert kept == [True]  # blocks are not cleared
     failed = last_outputs.pop(VICTIM).outputs[0]
     assert failed.finish_reason == "error" and "not finite" in str(failed.stop_reason)
     assert 3 < len(failed.token_ids) < GREEDY.max_tokens
-    for output in llm.stream([*late], GREEDY):
-        watch(output)
     assert len(reused.intersection(poisoned)) > len(poisoned) / 2
     return [last_outputs[name] for name in sorted(last_outputs)]
 

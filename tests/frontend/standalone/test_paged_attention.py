@@ -41,6 +41,18 @@ def random_q(num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(num_tokens, NUM_HEADS, HEAD_DIM, dtype=dtype)
 
 
+def test_kernels_get_whole_rows_whatever_the_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's `kv_write` copies a token's heads as one row."""
+    written = []
+
+    def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        written.extend([k.is_contiguous(), v.is_contiguous()])
+
+    monkeypatch.setattr(reference, "kv_write", kv_write)
+    make().append_kv(0, *torch.randn(2, NUM_KV_HEADS, 5, HEAD_DIM).transpose(1, 2))
+    assert written == [True, True]
+
+
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last len(q) tokens over contiguous K and V, [num_tokens, heads, head_dim] each."""
     mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))

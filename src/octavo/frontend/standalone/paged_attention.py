@@ -77,7 +77,7 @@ class PagedAttention:
 
         k, v  [num_kv_heads, head_dim] for one token, or [num_tokens, num_kv_heads, head_dim]
         """
-        k, v = (_tokens(x, self.kv_shape).to(self.kv) for x in (k, v))
+        k, v = (_tokens(x, self.kv_shape).to(self.kv).contiguous() for x in (k, v))  # whatever its strides
         if len(k) != len(v):
             raise ParameterError(f"k has {len(k)} tokens and v has {len(v)}", param="v")
         kv_layer = self._layer(layer)
