@@ -83,9 +83,22 @@ def test_it_runs_in_an_empty_folder(run: Run, programs: Path) -> None:
     assert "smollm2-135m-instruct" in run("octavo", "models")
 
 
-def test_it_generates_and_serves_its_page(run: Run, programs: Path, tmp_path: Path) -> None:
-    model = str(make_talking_checkpoint(tmp_path / "model"))
-    options = ["--num-gpu-blocks-override", "64"]
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The folder of a tiny model that can chat."""
+    folder = make_talking_checkpoint(tmp_path / "model", max_position_embeddings=2048)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    return str(folder)
+
+
+def test_its_demo_answers_eight_questions(run: Run, model: str) -> None:
+    printed = run("octavo", "demo", "--model", model, "--max-tokens", "4", "--num-gpu-blocks-override", "512")
+    assert printed.count("?\n") == 6 and "Write one sentence about a lighthouse." in printed
+    assert re.search(r"^blocks saved by sharing +[1-9]", printed, re.MULTILINE)
+
+
+def test_it_generates_and_serves_its_page(run: Run, programs: Path, tmp_path: Path, model: str) -> None:
+    options = ["--num-gpu-blocks-override", "128"]
     assert '"finish_reason"' in run("octavo", "generate", "--model", model, "-p", "Hello", "--json", *options)
     command = [str(programs / "octavo"), "serve", model, "--port", "0", *options]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as server:

@@ -10,7 +10,7 @@ import argparse
 import os
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from octavo.core.kv_cache_spec import KVCacheSpec
@@ -152,7 +152,7 @@ class EngineArgs(ValidatedParams):
     TITLE: ClassVar[str] = "the engine"
     ARGUMENT_OWNER: ClassVar[Owner | None] = "engine"
 
-    model: str
+    model: str = field(kw_only=False)
     revision: str | None = None
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
@@ -186,9 +186,9 @@ class EngineArgs(ValidatedParams):
     flight_recorder: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) is None and field.default is not MISSING:  # None is "not set" in vLLM
-                self._set(field.name, field.default)
+        for option in fields(self):
+            if getattr(self, option.name) is None and option.default is not MISSING:  # None is "not set" in vLLM
+                self._set(option.name, option.default)
         dtype = str(self.dtype).removeprefix("torch.")  # may be a torch.dtype
         self._set("dtype", DTYPE_NAMES.get(dtype, dtype))
         if isinstance(self.model, os.PathLike):
@@ -246,13 +246,13 @@ class EngineArgs(ValidatedParams):
         vLLM's others are attributes of the result only if they are on the command line.
         """
         hints = get_type_hints(cls)
-        for field in fields(cls):
-            hint = hints[field.name]
+        for option in fields(cls):
+            hint = hints[option.name]
             kinds = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
-            default = None if field.default is MISSING else field.default
+            default = None if option.default is MISSING else option.default
             _add_flag(
                 parser,
-                field.name,
+                option.name,
                 bool if kinds[0] is bool else _PARSERS.get(get_origin(kinds[0]) or kinds[0], str),
                 default,
             )

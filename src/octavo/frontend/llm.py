@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
@@ -35,7 +35,13 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.params.vllm_arguments import check_call
 from octavo.text.script_tokenizer import ScriptTokenizer
 
+P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _takes(function: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Gives a method the arguments of `function` for type checkers, and changes nothing."""
+    return lambda method: method
 
 
 class LLM:
@@ -55,6 +61,7 @@ class LLM:
     engine's events may not call it; both get an `EngineError`.
     """
 
+    @_takes(EngineArgs)
     def __init__(self, model: str, **options: Any) -> None:
         built = build(EngineArgs(model=str(model), **options))
         self.engine = built.engine

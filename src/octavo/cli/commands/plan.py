@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -24,7 +24,28 @@ from octavo.errors import ParameterError
 
 if TYPE_CHECKING:
     from octavo.simulate.devices import Device
-    from octavo.simulate.planner import Deployment
+    from octavo.simulate.models import ModelShape
+    from octavo.simulate.planner import Deployment, PlannerResult
+    from octavo.simulate.report import SLO
+    from octavo.simulate.traces import Arrival
+
+MaxTensorParallel = Annotated[
+    int, typer.Option(help="Maximum number of GPUs of a replica. This engine runs on one; more is hypothetical.")
+]
+
+
+class Question(NamedTuple):
+    """Which machines serve this load within these times?"""
+
+    shape: ModelShape
+    trace: str
+    rate: float | None
+    slo: str
+    limits: SLO
+    share: float
+    devices: list[Device]
+    max_gpus: int
+    max_devices: int
 
 
 def plan(
@@ -36,9 +57,7 @@ def plan(
     gpu: Annotated[list[str] | None, typer.Option(help="Consider this GPU only; may be repeated.")] = None,
     prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price per hour, ...}.')] = None,
     max_gpus: Annotated[int, typer.Option("--max-gpus", help="Maximum number of GPUs.")] = 64,
-    max_tensor_parallel_size: Annotated[
-        int, typer.Option(help="Maximum number of GPUs of a replica. This engine runs on one; more is hypothetical.")
-    ] = 1,
+    max_tensor_parallel_size: MaxTensorParallel = 1,
     rate: Rate = None,
     requests: Annotated[int, typer.Option(help="Number of requests, the first of the trace.")] = 2000,
     burstiness: Burstiness = 1.0,
@@ -52,73 +71,95 @@ def plan(
 
     The exit status is 1 if none does.
     """
-    from rich.console import Console
-
-    from octavo.simulate.devices import DEVICES, find_device
     from octavo.simulate.models import find_model
-    from octavo.simulate.planner import Planner
-    from octavo.simulate.report import SLO, assumption
+    from octavo.simulate.report import SLO
 
+    check_ranges(share, max_gpus=max_gpus, max_tensor_parallel_size=max_tensor_parallel_size)
+    limits, shape, devices = SLO.parse(slo), find_model(model), devices_of(gpu)
+    load = rate_of(trace, rate)
+    question = Question(shape, trace, load, slo, limits, share, devices, max_gpus, max_tensor_parallel_size)
+    priced = prices_of(devices, prices, all_needed=bool(gpu))
+    draw: dict[str, Any] = {"scale": scale, "seed": seed, "burstiness": burstiness}
+    arrivals = list(arrivals_of(trace, rate, requests, time_unit=time_unit, tokenizer=tokenizer, **draw))
+    answer = search(question, arrivals, priced)
+    if as_json:
+        print(json.dumps(as_dict(question, answer)))
+    else:
+        print_answer(question, len(arrivals), answer)
+    raise typer.Exit(answer.best is None)
+
+
+def check_ranges(share: float, **numbers: int) -> None:
     if not 0 < share <= 1:
         raise ParameterError(f"share is {share}, it must be above 0 and at most 1", param="share")
-    for name, number in (("max_gpus", max_gpus), ("max_tensor_parallel_size", max_tensor_parallel_size)):
+    for name, number in numbers.items():
         if number < 1:
             raise ParameterError(f"{name} is {number}, it must be from 1", param=name)
-    wanted, shape = SLO.parse(slo), find_model(model)
-    devices = [find_device(name) for name in gpu] if gpu else [d for d in DEVICES.values() if d.is_supported]
-    priced = prices_of(devices, prices, all_needed=bool(gpu))
-    arrivals = list(
-        arrivals_of(
-            trace,
-            rate,
-            requests,
-            scale=scale,
-            seed=seed,
-            burstiness=burstiness,
-            time_unit=time_unit,
-            tokenizer=tokenizer,
-        )
-    )
+
+
+def devices_of(names: list[str] | None) -> list[Device]:
+    """The devices of these names; without names all that run this engine."""
+    from octavo.simulate.devices import DEVICES, find_device
+
+    return [find_device(n) for n in names] if names else [d for d in DEVICES.values() if d.is_supported]
+
+
+def search(question: Question, arrivals: list[Arrival], prices: dict[str, float] | None) -> PlannerResult:
+    from rich.console import Console
+
+    from octavo.simulate.planner import Planner
+
     with Console(stderr=True).status("simulating") as status:
         planner = Planner(
-            shape,
+            question.shape,
             arrivals,
-            wanted,
-            share=share,
-            devices=devices,
-            prices=priced,
-            max_gpus=max_gpus,
-            max_devices=max_tensor_parallel_size,
+            question.limits,
+            share=question.share,
+            devices=question.devices,
+            prices=prices,
+            max_gpus=question.max_gpus,
+            max_devices=question.max_devices,
             progress=status.update,
         )
-        answer = planner.search()
-    best = answer.best
-    if as_json:
-        result = {
-            "best": None if best is None else best.as_dict(),
-            "margin": answer.margin,
-            "tried": [c.as_dict() for c in answer.tried],
-        }
-        load = {"model": shape.name, "trace": trace, "rate": rate_of(trace, rate), "slo": slo, "share": share}
-        assumptions = [assumption(device) for device in devices]
-        print(json.dumps(load | {"assumptions": assumptions} | result))
-        raise typer.Exit(best is None)
-    times = "its own times" if (load_rate := rate_of(trace, rate)) is None else f"{load_rate:g} requests/s"
-    print(f"model     {shape.name}")
-    print(f"load      {len(arrivals):,} requests of {trace}, {times}; {slo} for {share:.0%} of them")
+        return planner.search()
+
+
+def as_dict(question: Question, answer: PlannerResult) -> dict[str, Any]:
+    from octavo.simulate.report import assumption
+
+    return {
+        "model": question.shape.name,
+        "trace": question.trace,
+        "rate": question.rate,
+        "slo": question.slo,
+        "share": question.share,
+        "assumptions": [assumption(device) for device in question.devices],
+        "best": None if answer.best is None else answer.best.as_dict(),
+        "margin": answer.margin,
+        "tried": [deployment.as_dict() for deployment in answer.tried],
+    }
+
+
+def print_answer(question: Question, num_requests: int, answer: PlannerResult) -> None:
+    from octavo.simulate.report import assumption
+
+    name, rate = question.shape.name, question.rate
+    times = "its own times" if rate is None else f"{rate:g} requests/s"
+    print(f"model     {name}")
+    wanted = f"{question.slo} for {question.share:.0%} of them"
+    print(f"load      {num_requests:,} requests of {question.trace}, {times}; {wanted}")
     if not answer.tried:
-        print(f"{shape.name} fits on none of these GPUs; --max-tensor-parallel-size 8 gives a hypothetical answer")
-        raise typer.Exit(1)
-    if best is None:
-        hint = "" if max_tensor_parallel_size > 1 else "; --max-tensor-parallel-size 8 tries hypothetical replicas"
-        print(f"nothing of up to {max_gpus} GPUs meets it{hint}; the nearest:")
+        print(f"{name} fits on none of these GPUs; --max-tensor-parallel-size 8 gives a hypothetical answer")
+        return
+    if answer.best is None:
+        hint = "" if question.max_devices > 1 else "; --max-tensor-parallel-size 8 tries hypothetical replicas"
+        print(f"nothing of up to {question.max_gpus} GPUs meets it{hint}; the nearest:")
     else:
-        print_best(best, answer.margin, shape.name)
+        print_best(answer.best, answer.margin, name)
     print_table(answer.tried[:12])
     print("\nassumed")
     for device in {c.device.name: c.device for c in answer.tried}.values():
         print(f"  {assumption(device)}")
-    raise typer.Exit(best is None)
 
 
 def print_best(best: Deployment, load_factor: float, model: str) -> None:
@@ -131,7 +172,7 @@ def print_best(best: Deployment, load_factor: float, model: str) -> None:
     print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
 
 
-def print_table(tried: list) -> None:  # type: ignore[type-arg]
+def print_table(tried: list[Deployment]) -> None:
     from rich.console import Console
     from rich.table import Table
 
