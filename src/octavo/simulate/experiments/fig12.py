@@ -31,7 +31,7 @@ from octavo.simulate.plot import Chart
 
 SYSTEMS = (OURS, ORACLE, POW2, MAX, FT)
 SHAREGPT, ALPACA = "ShareGPT", "Alpaca-like"
-SECONDS = {SHAREGPT: 1200.0, ALPACA: 240.0}
+SECONDS = {SHAREGPT: 900.0, ALPACA: 150.0}
 SHARES = (0.35, PASS_SHARE, 0.8)
 """Shares of the peak that weights reach: the middle one is the headline, the others the band."""
 RANGES = {ORACLE: (1.7, 2.7), MAX: (2.7, 8.0), FT: (1.0, 22.0)}

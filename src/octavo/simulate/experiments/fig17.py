@@ -22,7 +22,7 @@ from octavo.simulate.experiments.paper import (
 )
 from octavo.simulate.plot import Chart
 
-SECONDS = 1800.0
+SECONDS = 900.0
 NEW_CHANCES = (0.5, 0.1, 0.03)
 """Probability of a new conversation, for all systems: the artifact's for vLLM, the artifact's for the Orcas, and one
 with which nearly all prompts have 1,024 tokens."""

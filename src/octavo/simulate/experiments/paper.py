@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,9 @@ LLAMA_13B = replace(OPT_13B, model=replace(MODELS["llama-13b"], num_params=13_00
 
 SEQUENCE_S = 0.1e-3
 """Host time per sequence of a step in 2023: sampling and returning its token."""
+SLOW_SEQUENCE_S = 0.3e-3
+"""The same where a figure tries whether it explains a difference. It is fitted to figure 13: with it, nearly as many of
+Alpaca's requests run at a time as in the paper."""
 PASS_SHARE, PROMPT_SHARE, KV_SHARE = 0.5, 0.7, 0.88
 """Shares of a GPU's peak: of the bandwidth by weights, including the host's work between two steps; of the operations
 by prefill, whose matrix products are large; of the bandwidth by K and V."""
@@ -232,7 +236,7 @@ class Paper:
         step = f"{cost.pass_s * 1e3:.1f} ms + {cost.new_s * 1e3:.3f} ms a prompt token + {cost.decode_s * 1e3:.2f} ms "
         step += f"a sequence + {cost.kv_s * 1e6:.2f} us a token of context"
         setup: dict[str, Any] = {"server": f"{server.model.name} on {where}", "step": step}
-        setup["lengths"] = "18 percentiles of ShareGPT" if self.lengths_file is None else "ShareGPT's"
+        setup["lengths"] = "generated with ShareGPT's percentiles" if self.lengths_file is None else "ShareGPT's"
         return {**setup, "seed": self.seed, **more}
 
 
@@ -310,7 +314,7 @@ class Curve:
         return Line(name, self.rates, self.latencies)
 
 
-def curve(latency: Callable[[float], float], guess: float, *, steps: int = 4) -> Curve:
+def curve(latency: Callable[[float], float], guess: float, *, steps: int = 3) -> Curve:
     """The curve around the knee that `knee` finds from a guess, with all rates that it tried and two low ones."""
     asked: dict[float, float] = {}
 
@@ -326,21 +330,24 @@ def curve(latency: Callable[[float], float], guess: float, *, steps: int = 4) ->
 
 
 def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:
-    """The rate at which the latency is `KNEE_S`, bisected on a logarithmic scale. `low` and `high` move if needed."""
-    factor = high / low
-    while latency(high) < KNEE_S:
-        low, high = high, high * factor
+    """The rate at which the latency is `KNEE_S`: bisected on a logarithmic scale, at last interpolated. `low` and
+    `high` move if needed."""
+    factor, below, above = high / low, latency(low), latency(high)
+    while above < KNEE_S:
+        low, high, below, above = high, high * factor, above, latency(high * factor)
         factor *= factor
-    while latency(low) > KNEE_S:
-        low, high = low / factor, low
+    while below > KNEE_S:
+        low, high, below, above = low / factor, low, latency(low / factor), below
         factor *= factor
     for _ in range(steps):
         middle = float(np.sqrt(low * high))
-        if latency(middle) < KNEE_S:
-            low = middle
+        if (seconds := latency(middle)) < KNEE_S:
+            low, below = middle, seconds
         else:
-            high = middle
-    return float(np.sqrt(low * high))
+            high, above = middle, seconds
+    below = max(below, 1e-6)
+    share = math.log(KNEE_S / below) / math.log(above / below)
+    return float(low * (high / low) ** share)
 
 
 def within(records: Records, begin_s: float, end_s: float) -> list[PoolSample]:
