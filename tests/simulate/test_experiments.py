@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -168,3 +170,9 @@ def test_knee_is_bisected() -> None:
 def test_every_figure_has_a_module() -> None:
     for name in ALL:
         assert callable(experiment(name))
+
+
+def test_tables_of_the_page_are_those_of_the_figures() -> None:
+    """docs/paper/README.md against the JSON beside it."""
+    script = Path(__file__).parents[2] / "scripts" / "paper_tables.py"
+    assert subprocess.run([sys.executable, script, "--check"]).returncode == 0, "run scripts/paper_tables.py"

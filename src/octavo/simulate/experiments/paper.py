@@ -127,8 +127,8 @@ LLAMA_13B = replace(OPT_13B, model=replace(MODELS["llama-13b"], num_params=13_00
 SEQUENCE_S = 0.1e-3
 """Host time per sequence of a step in 2023: sampling and returning its token."""
 SLOW_SEQUENCE_S = 0.3e-3
-"""The same where a figure tries whether it explains a difference. It is fitted to figure 13: with it, nearly as many of
-Alpaca's requests run at a time as in the paper."""
+"""The same where a figure tries whether it explains a difference. It is fitted to figure 13: with it, Octavo runs about
+as many of Alpaca's requests at a time as the paper's system."""
 PASS_SHARE, PROMPT_SHARE, KV_SHARE = 0.5, 0.7, 0.88
 """Shares of a GPU's peak: of the bandwidth by weights, including the host's work between two steps; of the operations
 by prefill, whose matrix products are large; of the bandwidth by K and V."""
