@@ -43,6 +43,8 @@ HOST_BYTES = 1 << 40
 MAX_POOL_SAMPLES = 1024
 """Maximum number of pool samples kept; beyond, every second one is dropped."""
 
+SLICE_S = 10.0
+"""Simulated time between two questions whether a run is enough."""
 GC_THRESHOLD = 1000
 """Number of requests from which a simulation runs the garbage collector at its end."""
 
@@ -288,11 +290,13 @@ def simulate(
     interval_s: float = 1.0,
     token_source: TokenSource | None = None,
     progress: Callable[[int, float], None] | None = None,
+    is_enough: Callable[[Records], bool] | None = None,
 ) -> Records:
     """Run a trace to its end, or until `until_s`; requests still running then count as unfinished.
 
     interval_s   initial time between two pool samples
     progress     called every 256 arrivals with their number and the time of the last
+    is_enough    asked now and then; true ends the run, as `until_s` does
     """
     records = Records()
     numbers = range(config.num_replicas)
@@ -301,15 +305,15 @@ def simulate(
         for replica in replicas:
             stack.enter_context(replica.engine.gc_pause)
         for index, arrival in enumerate(arrivals):
-            if arrival.time_s >= until_s:
+            if arrival.time_s >= until_s or (is_enough is not None and index % 64 == 0 and is_enough(records)):
+                until_s = min(until_s, arrival.time_s)
                 break
             for replica in replicas:
                 replica.run_until(arrival.time_s)
             min(replicas, key=lambda r: r.num_requests).submit(index, arrival)
             if progress is not None and index % 256 == 0:
                 progress(index, arrival.time_s)
-        for replica in replicas:
-            replica.run_until(until_s)
+        _finish(replicas, records, until_s, is_enough)
     records.num_steps = sum(r.scheduler.num_steps for r in replicas)
     records.busy_s = sum(r.executor.busy_s for r in replicas)
     records.end_s = max(r.clock.now for r in replicas)
@@ -318,3 +322,18 @@ def simulate(
         del replica, replicas
         gc.collect()
     return records
+
+
+def _finish(
+    replicas: list[Replica], records: Records, until_s: float, is_enough: Callable[[Records], bool] | None
+) -> None:
+    """Run without further arrivals, in slices of `SLICE_S` if someone wants to be asked between them."""
+    time_s = until_s if is_enough is None else 0.0
+    while True:
+        for replica in replicas:
+            replica.run_until(time_s)
+        if time_s >= until_s or not any(r.engine.has_work for r in replicas):
+            return
+        if is_enough is not None and is_enough(records):
+            return
+        time_s = min(until_s, max(r.clock.now for r in replicas) + SLICE_S)

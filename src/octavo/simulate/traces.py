@@ -361,6 +361,8 @@ SHAREGPT_INPUT = (1, 2, 7, 9, 13, 18, 24, 35, 55, 94, 203, 324, 506, 863, 1146, 
 SHAREGPT_OUTPUT = (1, 4, 22, 45, 101, 157, 216, 271, 330, 405, 525, 619, 754, 899, 1092, 1280, 1443, 2009)
 """Percentiles of the first rounds of ShareGPT's conversations by OPT's tokenizer, restricted to prompt and output of
 less than 2,048 tokens together: the trace of the paper's evaluation (figure 11)."""
+RANK_CORRELATION = 0.15
+"""Of prompt and output: longer prompts have slightly longer answers. With it, the sums have the trace's percentiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,12 +380,27 @@ class Lengths:
 
 
 def sharegpt_like(num: int, seed: int = 0) -> Lengths:
-    """Independent samples of the percentiles above, interpolated linearly; prompt and output below 2,048 tokens
-    together."""
+    """Lengths with the percentiles above, prompt and output below 2,048 tokens together.
+
+    Prompts are interpolated on a logarithmic scale, as their tail is long. The shares are spread evenly, so that a
+    short trace has the same means. Pairs that are too long exchange their outputs with others: dropping them would
+    shorten both.
+    """
     rng = np.random.default_rng([seed, 2])
-    shares = rng.uniform(0, 100, size=(2, num + num // 8 + 64))
-    prompts = np.interp(shares[0], SHARES, SHAREGPT_INPUT).round().astype(int)
+    size = num + 64
+    prompt_ranks, own = rng.standard_normal((2, size))
+    output_ranks = RANK_CORRELATION * prompt_ranks + math.sqrt(1 - RANK_CORRELATION**2) * own
+    shares = [
+        (ranks.argsort().argsort() + rng.uniform(size=size)) * 100 / size for ranks in (prompt_ranks, output_ranks)
+    ]
+    prompts = np.exp(np.interp(shares[0], SHARES, np.log(SHAREGPT_INPUT))).round().astype(int)
     outputs = np.interp(shares[1], SHARES, SHAREGPT_OUTPUT).round().astype(int)
+    for _ in range(1000):
+        if not len(too_long := np.flatnonzero(prompts + outputs >= 2048)):
+            break
+        for i in too_long:
+            j = rng.integers(size)
+            outputs[i], outputs[j] = outputs[j], outputs[i]
     kept = Lengths("sharegpt-like", prompts, outputs).below(2048)
     return Lengths(kept.name, kept.prompts[:num], kept.outputs[:num])
 

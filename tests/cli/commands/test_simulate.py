@@ -83,6 +83,7 @@ USAGE_ERRORS = {
         "burstiness is 0.5; it has no effect with a file",
     ),
     "burstiness 0": (["simulate", "--burstiness", "0"], "burstiness is 0.0, it must be above 0"),
+    "no figure": (["reproduce"], "no figures; pass some of fig2, fig12, "),
     "figure": (["reproduce", "fig1"], "no experiment 'fig1'; known: fig2"),
     "time": (["reproduce", "fig2", "--time", "0"], "time is 0.0"),
     "lengths": (["reproduce", "fig2", "--lengths", "nowhere.npz"], "no file 'nowhere.npz'"),
@@ -151,9 +152,21 @@ def test_reproduce(capsys: Output, tmp_path: Path) -> None:
     assert run(["reproduce", "fig2", "--time", "0.05", "--output", str(tmp_path), "--json"]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
-    assert captured.err == f"written: {tmp_path / 'fig2.json'} {tmp_path / 'fig2.svg'}\n"
+    assert captured.err.startswith(f"written: {tmp_path / 'fig2.json'} {tmp_path / 'fig2.svg'} (")
     assert result["figure"] == "fig2" and len(result["rows"]) == 14
     assert json.loads((tmp_path / "fig2.json").read_text()) == result
+
+
+def test_reproduced_figures_are_the_same_bytes(capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs, on one process and on two."""
+    monkeypatch.setattr("octavo.simulate.experiments.ALL", ("fig2", "fig15", "fig19"))
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, jobs in zip(folders, ("1", "2"), strict=True):
+        assert run(["reproduce", "--all", "--time", "0.02", "--jobs", jobs, "--out", str(folder)]) == 0
+    names = sorted(path.name for path in folders[0].iterdir())
+    assert names == [f"{name}.{kind}" for name in ("fig15", "fig19", "fig2") for kind in ("json", "svg")]
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 
 
 def test_plan(capsys: Output, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
-    Entry,
+    SEQUENCE_S,
+    SLOW_SEQUENCE_S,
     Figure,
     Paper,
     config_for,
@@ -21,6 +22,7 @@ from octavo.simulate.plot import Bars, Chart
 from octavo.simulate.simulation import simulate
 
 BEGIN_S, END_S = 300.0, 900.0
+RATES = {"ShareGPT, 2/s": 2.0, "Alpaca-like, 30/s": 30.0}
 PAPER = {  # ShareGPT at 2 requests/s, Alpaca at 30
     MAX: (7.00, 7.00),
     POW2: (9.81, 43.24),
@@ -38,19 +40,26 @@ def run(paper: Paper) -> Figure:
         paper.about(OPT_13B, cost, load=f"mean of seconds {begin_s:.0f} to {end_s:.0f}"),
         notes=["Alpaca's lengths are synthetic: lognormal, with the means that the paper gives"],
     )
-    workloads = (
-        ("ShareGPT, 2/s", 2.0, paper.sharegpt(int(3 * end_s) + 100)),
-        ("Alpaca-like, 30/s", 30.0, traces.alpaca_like(int(33 * end_s) + 100, paper.seed)),
-    )
-    for column, (name, rate, lengths) in enumerate(workloads):
-        ours = []
-        for system, theirs in PAPER.items():
-            paper.progress(f"{system}, {name}")
-            arrivals = poisson_trace(lengths, rate, end_s, seed=paper.seed)
-            records = simulate(config_for(system, OPT_13B, cost), arrivals, until_s=end_s)
-            samples = within(records, begin_s, end_s)
-            ours.append(sum(s.num_running for s in samples) / len(samples))
-            figure.rows.append(Entry(system, name, theirs[column], ours[-1]))
+    found = paper.each(_running, [(system, name) for name in RATES for system in PAPER])
+    for column, name in enumerate(RATES):
+        ours = found[column * len(PAPER) : (column + 1) * len(PAPER)]
+        for (system, theirs), value in zip(PAPER.items(), ours, strict=True):
+            figure.add(system, name, value, theirs[column])
         bars = [Bars("paper", [theirs[column] for theirs in PAPER.values()]), Bars("Octavo's simulator", ours)]
         figure.charts.append(Chart(name, "", "requests", bars=bars, labels=list(PAPER)))
+    slow = f", {SLOW_SEQUENCE_S * 1e3:.1f} ms a sequence"
+    found = paper.each(_running, [(system, name, SLOW_SEQUENCE_S) for name in RATES for system in (ORACLE, OURS)])
+    for i, (name, system) in enumerate((name, system) for name in RATES for system in (ORACLE, OURS)):
+        figure.add(system, name + slow, found[i], PAPER[system][i // 2])
     return figure
+
+
+def _running(paper: Paper, system: str, workload: str, sequence_s: float = SEQUENCE_S) -> float:
+    """Mean number of running requests."""
+    begin_s, end_s, rate = BEGIN_S * paper.time, END_S * paper.time, RATES[workload]
+    num = int((rate + 3) * end_s) + 100
+    lengths = paper.sharegpt(num) if "ShareGPT" in workload else traces.alpaca_like(num, paper.seed)
+    arrivals = poisson_trace(lengths, rate, end_s, seed=paper.seed)
+    records = simulate(config_for(system, OPT_13B, era_cost(OPT_13B, sequence_s=sequence_s)), arrivals, until_s=end_s)
+    samples = within(records, begin_s, end_s)
+    return sum(s.num_running for s in samples) / len(samples)

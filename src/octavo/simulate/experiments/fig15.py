@@ -7,7 +7,6 @@ from octavo.simulate.experiments.beams import OPEN_SHARE, SyntheticBeams
 from octavo.simulate.experiments.paper import (
     OPT_13B,
     OURS,
-    Entry,
     Figure,
     Paper,
     config_for,
@@ -48,13 +47,12 @@ def run(paper: Paper) -> Figure:
             "Alpaca's lengths are synthetic: lognormal, with the means that the paper gives",
         ],
     )
+    found = iter(paper.each(saving, [(name, width, beams) for name, beams in PAPER for width in WIDTHS]))
     for (name, beams), theirs in PAPER.items():
-        ours = []
-        for width, value in zip(WIDTHS, theirs, strict=True):
-            kind = "beam search" if beams else "parallel sampling"
-            paper.progress(f"{name}, {kind} of {width}")
-            ours.append(100 * saving(paper, name, width, beams))
-            figure.rows.append(Entry(OURS, f"{name}, {kind} of {width} %", value, ours[-1]))
+        kind = "beam search" if beams else "parallel sampling"
+        ours = [100 * next(found) for _ in WIDTHS]
+        for width, value, percent in zip(WIDTHS, theirs, ours, strict=True):
+            figure.add(OURS, f"{name}, {kind} of {width} %", percent, value)
         labels = [f"{kind} {width}" for width in WIDTHS]
         bars = [Bars("paper", [value or 0.0 for value in theirs]), Bars("Octavo's simulator", ours)]
         figure.charts.append(Chart(f"{name}, {kind}", "", "% of blocks", bars=bars, labels=labels))

@@ -10,19 +10,20 @@ from octavo.simulate.experiments.paper import (
     LLAMA_13B,
     ORACLE,
     OURS,
-    Entry,
+    SEQUENCE_S,
+    SLOW_SEQUENCE_S,
+    Curve,
     Figure,
     Paper,
     config_for,
+    curve,
     era_cost,
-    knee,
     latency_at,
     poisson_trace,
 )
-from octavo.simulate.plot import Chart, Line
-from octavo.simulate.traces import Lengths
+from octavo.simulate.plot import Chart
 
-SECONDS = 300.0
+SECONDS = 150.0
 CASES = {"one example": (80, 1.67, 44.0, 28.0), "five examples": (341, 3.58, 44.0, 10.0)}
 """Prefix tokens, the paper's gain over Orca (Oracle), and initial guesses of the rates."""
 
@@ -38,21 +39,30 @@ def run(paper: Paper) -> Figure:
             "the prefix is found by automatic prefix caching, computed once, by the first request",
         ],
     )
-    lengths = traces.lognormal("wmt-like", 40_000, (3.5, 0.5), (3.5, 0.5), paper.seed)
-    for name, (prefix, theirs, ours_about, oracle_about) in CASES.items():
-        rates, lines = [], []
-        for system, guess in ((OURS, ours_about), (ORACLE, oracle_about)):
-            paper.progress(f"{system}, {name}")
-            ask = partial(_latency, paper, system, lengths, prefix)
-            rates.append(knee(ask, guess / 1.5, guess * 1.5, steps=5))
-            figure.rows.append(Entry(system, f"{name}, {prefix} tokens: requests/s", None, rates[-1]))
-            xs = [rates[-1] * share for share in (0.5, 0.75, 0.9, 0.97, 1.03, 1.1)]
-            lines.append(Line(system, xs, [ask(x) for x in xs]))
-        figure.rows.append(Entry(OURS, f"{name}: over {ORACLE}", theirs, rates[0] / rates[1]))
+    systems = (OURS, ORACLE)
+    cases = [(system, case[0], case[2 + i]) for case in CASES.values() for i, system in enumerate(systems)]
+    found = iter(paper.each(_curve, cases))
+    for name, (prefix, theirs, *_) in CASES.items():
+        curves = [next(found) for _ in systems]
+        for system, each in zip(systems, curves, strict=True):
+            figure.add(system, f"{name}, {prefix} tokens: requests/s", each.knee)
+        figure.add(OURS, f"{name}: over {ORACLE}", curves[0].knee / curves[1].knee, theirs)
+        lines = [each.line(system) for system, each in zip(systems, curves, strict=True)]
         figure.charts.append(Chart(f"{name}, {prefix} tokens", "requests/s", "s/token", lines=lines, top=1.0))
+    slow = paper.each(_curve, [(*case[:2], case[2] * 0.75, SLOW_SEQUENCE_S) for case in cases])
+    for i, (name, (_, theirs, *_)) in enumerate(CASES.items()):
+        gain = slow[2 * i].knee / slow[2 * i + 1].knee
+        figure.add(OURS, f"{name}, {SLOW_SEQUENCE_S * 1e3:.1f} ms a sequence: over {ORACLE}", gain, theirs)
     return figure
 
 
-def _latency(paper: Paper, system: str, lengths: Lengths, prefix: int, rate: float) -> float:
+def _curve(paper: Paper, system: str, prefix: int, guess: float, sequence_s: float = SEQUENCE_S) -> Curve:
+    return curve(partial(_latency, paper, system, prefix, sequence_s), guess)
+
+
+def _latency(paper: Paper, system: str, prefix: int, sequence_s: float, rate: float) -> float:
+    lengths = traces.lognormal("wmt-like", 40_000, (3.5, 0.5), (3.5, 0.5), paper.seed)
     arrivals = poisson_trace(lengths, rate, SECONDS * paper.time, seed=paper.seed, prefix=prefix)
-    return latency_at(config_for(system, LLAMA_13B, era_cost(LLAMA_13B), prefixes=True), arrivals)
+    return latency_at(
+        config_for(system, LLAMA_13B, era_cost(LLAMA_13B, sequence_s=sequence_s), prefixes=True), arrivals
+    )

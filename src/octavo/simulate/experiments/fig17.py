@@ -12,24 +12,30 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
-    Entry,
+    Curve,
     Figure,
     Paper,
     config_for,
+    curve,
     era_cost,
-    knee,
     latency_at,
 )
-from octavo.simulate.plot import Chart, Line
-from octavo.simulate.traces import Lengths
+from octavo.simulate.plot import Chart
 
-SECONDS = 1800.0
+SECONDS = 900.0
 NEW_CHANCES = (0.5, 0.1, 0.03)
 """Probability of a new conversation, for all systems: the artifact's for vLLM, the artifact's for the Orcas, and one
 with which nearly all prompts have 1,024 tokens."""
 CACHED = f"{OURS}, prefix caching"
 PAPER_GAIN = 2.0
-SYSTEMS = {OURS: 0.85, CACHED: 0.9, ORACLE: 0.55, POW2: 0.55, MAX: 0.55}
+SYSTEMS = {
+    OURS: (1.31, 0.87, 0.82),
+    CACHED: (1.36, 0.95, 0.88),
+    ORACLE: (0.81, 0.61, 0.58),
+    POW2: (0.73, 0.59, 0.57),
+    MAX: (0.6, 0.56, 0.56),
+}
+"""Initial guesses of the rates."""
 
 
 def run(paper: Paper) -> Figure:
@@ -44,31 +50,34 @@ def run(paper: Paper) -> Figure:
             "1,024 tokens nothing is found again: positions have moved",
         ],
     )
-    lengths = paper.sharegpt(20_000)
+    curves = iter(paper.each(_curve, [(system, chance) for chance in NEW_CHANCES for system in SYSTEMS]))
     found: dict[float, dict[str, float]] = {}
     for chance in NEW_CHANCES:
-        knees = found[chance] = {}
         lines = []
-        for system, guess in SYSTEMS.items():
-            paper.progress(f"{system}, {chance:.0%} new")
-            ask = partial(_latency, paper, system, lengths, chance)
-            knees[system] = knee(ask, guess / 1.4, guess * 1.2, steps=5)
-            figure.rows.append(Entry(system, f"{chance:.0%} new: requests/s", None, knees[system]))
-            xs = [knees[system] * share for share in (0.5, 0.75, 0.9, 1.1)]
-            lines.append(Line(system, xs, [ask(x) for x in xs]))
+        knees = found[chance] = {}
+        for system in SYSTEMS:
+            each = next(curves)
+            knees[system] = each.knee
+            figure.add(system, f"{chance:.0%} new: requests/s", each.knee)
+            lines.append(each.line(system))
         for system in (ORACLE, POW2, MAX):
-            figure.rows.append(Entry(OURS, f"{chance:.0%} new: over {system}", PAPER_GAIN, knees[OURS] / knees[system]))
-        figure.rows.append(Entry(CACHED, f"{chance:.0%} new: over {ORACLE}", None, knees[CACHED] / knees[ORACLE]))
+            figure.add(OURS, f"{chance:.0%} new: over {system}", knees[OURS] / knees[system], PAPER_GAIN)
+        figure.add(CACHED, f"{chance:.0%} new: over {ORACLE}", knees[CACHED] / knees[ORACLE])
         title = f"{chance:.0%} of the requests begin a conversation"
         figure.charts.append(Chart(title, "requests/s", "s/token", lines=lines, top=1.0))
     often, seldom = NEW_CHANCES[:2]
     gain = found[often][OURS] / found[seldom][ORACLE]
-    figure.rows.append(Entry(OURS, f"{often:.0%} new, over {ORACLE} at {seldom:.0%} new", PAPER_GAIN, gain))
+    figure.add(OURS, f"{often:.0%} new, over {ORACLE} at {seldom:.0%} new", gain, PAPER_GAIN)
     return figure
 
 
-def _latency(paper: Paper, system: str, lengths: Lengths, chance: float, rate: float) -> float:
+def _curve(paper: Paper, system: str, chance: float) -> Curve:
+    return curve(partial(_latency, paper, system, chance), SYSTEMS[system][NEW_CHANCES.index(chance)])
+
+
+def _latency(paper: Paper, system: str, chance: float, rate: float) -> float:
     times = traces.poisson(rate, paper.seed)
+    lengths = paper.sharegpt(20_000)
     rounds = traces.chat(lengths, times, new_chance=chance, seed=paper.seed)
     config = config_for(OURS if system == CACHED else system, OPT_13B, era_cost(OPT_13B), prefixes=system == CACHED)
     return latency_at(config, traces.first_seconds(rounds, SECONDS * paper.time))

@@ -6,7 +6,6 @@ from octavo.simulate import traces
 from octavo.simulate.experiments.paper import (
     OPT_13B,
     OURS,
-    Entry,
     Figure,
     Paper,
     config_for,
@@ -35,21 +34,27 @@ def run(paper: Paper) -> Figure:
         ],
     )
     lines = []
-    for name, (rate, duration_s) in WORKLOADS.items():
-        end_s = duration_s * paper.time
-        num = int(rate * end_s * 1.2) + 100
-        lengths = paper.sharegpt(num) if name == "ShareGPT" else traces.alpaca_like(num, paper.seed)
+    found = iter(paper.each(_run, [(name, size) for name in WORKLOADS for size in SIZES]))
+    for name in WORKLOADS:
         latencies = []
         for size in SIZES:
-            paper.progress(f"{name}, blocks of {size}")
-            config = config_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
-            records = simulate(config, poisson_trace(lengths, rate, end_s, seed=paper.seed), interval_s=end_s / 500)
-            latencies.append(normalized_latency(records))
-            figure.rows.append(Entry(OURS, f"{name}, blocks of {size}: s/token", None, latencies[-1]))
-            figure.rows.append(Entry(OURS, f"{name}, blocks of {size}: unfilled %", None, 100 * unfilled(records)))
+            seconds, unfilled = next(found)
+            latencies.append(seconds)
+            figure.add(OURS, f"{name}, blocks of {size}: s/token", seconds)
+            figure.add(OURS, f"{name}, blocks of {size}: unfilled %", 100 * unfilled)
         lines.append(Line(name, SIZES, latencies))
     figure.charts.append(Chart(figure.title, "tokens a block", "s/token", lines=lines, log_x=True, log_y=True))
     return figure
+
+
+def _run(paper: Paper, name: str, size: int) -> tuple[float, float]:
+    """The normalised latency, and the unfilled share of the used slots."""
+    rate, end_s = WORKLOADS[name][0], WORKLOADS[name][1] * paper.time
+    num = int(rate * end_s * 1.2) + 100
+    lengths = paper.sharegpt(num) if name == "ShareGPT" else traces.alpaca_like(num, paper.seed)
+    config = config_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
+    records = simulate(config, poisson_trace(lengths, rate, end_s, seed=paper.seed), interval_s=end_s / 500)
+    return normalized_latency(records), unfilled(records)
 
 
 def unfilled(records: Records) -> float:

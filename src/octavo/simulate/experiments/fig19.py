@@ -10,7 +10,6 @@ from octavo.simulate.experiments.paper import (
     LINK,
     OPT_13B,
     OURS,
-    Entry,
     Figure,
     Paper,
     config_for,
@@ -26,6 +25,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_TOKENS = 256
 RATE, SECONDS = 2.01, 600.0
 APART, WHOLE = "swap, K and V of each layer apart", "swap, a block in one piece"
+COPIES = {APART: 2 * OPT_13B.model.num_layers, WHOLE: 1}
 
 
 def run(paper: Paper) -> Figure:
@@ -47,29 +47,20 @@ def run(paper: Paper) -> Figure:
             "the artifact's plot multiplies the times of recomputing by 0.9; here nothing is",
         ],
     )
-    copies = {APART: 2 * model.num_layers, WHOLE: 1}
     micro: dict[str, list[float]] = {"recompute": [], APART: [], WHOLE: []}
-    latencies: dict[str, list[float]] = {"recompute": [], APART: [], WHOLE: []}
-    end_s = SECONDS * paper.time
-    lengths = paper.sharegpt(int(3 * end_s) + 100)
     weights_s = model.weight_bytes / (OPT_13B.device.bandwidth * KV_SHARE)  # without host time
     for size in SIZES:
         micro["recompute"].append(max(weights_s, cost.new_s * NUM_TOKENS))
-        swaps = {name: move_s(OPT_13B, size, count) for name, count in copies.items()}
-        for name, swap_s in swaps.items():
-            micro[name].append(2 * NUM_TOKENS / size * swap_s)
-        for name in latencies:
-            paper.progress(f"{name}, blocks of {size}")
-            moved = replace(cost, move_s=swaps.get(name, 0.0))
-            config = config_for(OURS, OPT_13B, moved, block_size=size, swap=name in swaps)
-            arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
-            latencies[name].append(normalized_latency(simulate(config, arrivals, interval_s=1e9)))
+        for name, count in COPIES.items():
+            micro[name].append(2 * NUM_TOKENS / size * move_s(OPT_13B, size, count))
+    seconds = iter(paper.each(_latency, [(name, size) for name in micro for size in SIZES]))
+    latencies = {name: [next(seconds) for _ in SIZES] for name in micro}
     for name, values in micro.items():
         for size, value in zip(SIZES, values, strict=True):
-            figure.rows.append(Entry(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", None, 1e3 * value))
+            figure.add(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", 1e3 * value)
     for name, values in latencies.items():
         for size, value in zip(SIZES, values, strict=True):
-            figure.rows.append(Entry(name, f"end to end, blocks of {size}: s/token", None, value))
+            figure.add(name, f"end to end, blocks of {size}: s/token", value)
     for title, label, found, scale in (
         (f"{NUM_TOKENS} tokens", "ms, out and in again", micro, 1e3),
         (f"ShareGPT, {RATE} requests/s", "s/token", latencies, 1.0),
@@ -77,3 +68,11 @@ def run(paper: Paper) -> Figure:
         lines = [Line(name, SIZES, [value * scale for value in values]) for name, values in found.items()]
         figure.charts.append(Chart(title, "tokens a block", label, lines=lines, log_x=True))
     return figure
+
+
+def _latency(paper: Paper, name: str, size: int) -> float:
+    end_s = SECONDS * paper.time
+    moved = replace(era_cost(OPT_13B), move_s=move_s(OPT_13B, size, COPIES[name]) if name in COPIES else 0.0)
+    config = config_for(OURS, OPT_13B, moved, block_size=size, swap=name in COPIES)
+    arrivals = poisson_trace(paper.sharegpt(int(3 * end_s) + 100), RATE, end_s, seed=paper.seed)
+    return normalized_latency(simulate(config, arrivals, interval_s=1e9))

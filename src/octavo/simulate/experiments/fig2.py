@@ -8,7 +8,6 @@ from octavo.simulate.experiments.paper import (
     ORACLE,
     OURS,
     POW2,
-    Entry,
     Figure,
     Paper,
     config_for,
@@ -40,19 +39,22 @@ def run(paper: Paper) -> Figure:
         paper.about(OPT_13B, cost, load=f"{RATE:g} requests/s, mean of seconds {begin_s:.0f} to {end_s:.0f}"),
         notes=["external fragmentation holds what is free, too: the queue is full, and no piece of it is of use"],
     )
-    lengths = paper.sharegpt(int(RATE * end_s * 1.5) + 100)
-    ours: dict[str, list[float]] = {}
+    ours = dict(zip(PAPER, paper.each(_shares, [(system,) for system in PAPER]), strict=True))
     for system, theirs in PAPER.items():
-        paper.progress(system)
-        arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
-        records = simulate(config_for(system, OPT_13B, cost), arrivals, until_s=end_s)
-        split = memory_shares(within(records, begin_s, end_s))
-        internal = 0.0 if system == OURS else split["internal"]
-        rest = 1 - split["tokens"] - split["reserved"] - internal
-        ours[system] = [100 * float(part) for part in (split["tokens"], split["reserved"], internal, rest)]
         for part, value, theirs_value in zip(PARTS, ours[system], theirs, strict=True):
             if theirs_value is not None:
-                figure.rows.append(Entry(system, f"{part} %", theirs_value, value))
+                figure.add(system, f"{part} %", value, theirs_value)
     bars = [Bars(part, [values[i] for values in ours.values()]) for i, part in enumerate(PARTS)]
     figure.charts.append(Chart(figure.title, "", "%", bars=bars, labels=list(ours), stacked=True, top=100))
     return figure
+
+
+def _shares(paper: Paper, system: str) -> list[float]:
+    """Percentages of `PARTS`."""
+    begin_s, end_s = BEGIN_S * paper.time, END_S * paper.time
+    arrivals = poisson_trace(paper.sharegpt(int(RATE * end_s * 1.5) + 100), RATE, end_s, seed=paper.seed)
+    records = simulate(config_for(system, OPT_13B, era_cost(OPT_13B)), arrivals, until_s=end_s)
+    split = memory_shares(within(records, begin_s, end_s))
+    internal = 0.0 if system == OURS else split["internal"]
+    rest = 1 - split["tokens"] - split["reserved"] - internal
+    return [100 * float(part) for part in (split["tokens"], split["reserved"], internal, rest)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,31 +21,38 @@ from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
 from octavo.simulate.cost import CostModel, LinearCost
 from octavo.simulate.devices import DEVICES, Device
+from octavo.simulate.executor import TokenSource
 from octavo.simulate.models import MODELS, ModelShape
-from octavo.simulate.plot import Chart, svg
-from octavo.simulate.report import normalized_latency
+from octavo.simulate.plot import Chart, Line, svg
+from octavo.simulate.report import latency
 from octavo.simulate.simulation import MakeCache, PoolSample, Records, SimConfig, paged, simulate
 from octavo.simulate.traces import Arrival, Lengths
 
 OURS, ORACLE, POW2, MAX, FT = "Octavo", "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "FasterTransformer"
 ORCAS: dict[str, Estimate] = {ORACLE: oracle, POW2: pow2, MAX: maximum}
-KNEE_S = 0.5
-"""Seconds per output token at which throughputs are compared: half-way up the paper's plots."""
+KNEE_S, TOP_S = 0.5, 1.0
+"""Seconds per output token at which throughputs are compared, and the top of the paper's plots."""
+BRACKET = 1.2
+"""A knee is looked for between a guess divided and multiplied by this number."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a figure's table: the paper's number, None if it has none, and the simulated one."""
+    """One line of a figure's table: the paper's number or range, None if it has none, and the simulated one."""
 
     system: str
     metric: str
-    paper: float | None
+    paper: float | tuple[float, float] | None
     ours: float
 
     def difference(self) -> str:
-        """In points if both are percentages, else in per cent of the paper's number."""
+        """In points if both are percentages, else in per cent of the paper's number; or where in its range."""
         if self.paper is None:
             return ""
+        if isinstance(self.paper, tuple):
+            low, high = self.paper
+            return "below" if self.ours < low else "above" if self.ours > high else "within"
         if self.metric.endswith("%"):
             return f"{self.ours - self.paper:+.1f}"
         return f"{self.ours / self.paper - 1:+.0%}" if self.paper else ""
@@ -59,6 +68,9 @@ class Figure:
     rows: list[Entry] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def add(self, system: str, metric: str, ours: float, paper: float | tuple[float, float] | None = None) -> None:
+        self.rows.append(Entry(system, metric, paper, ours))
 
     def as_dict(self) -> dict[str, Any]:
         rows = [{"system": r.system, "metric": r.metric, "paper": r.paper, "ours": round(r.ours, 4)} for r in self.rows]
@@ -78,10 +90,7 @@ class Figure:
     def lines(self) -> list[str]:
         """The figure as a text table."""
         table = [("system", "", "paper", "ours", "")]
-        table += [
-            (r.system, r.metric, "-" if r.paper is None else f"{r.paper:.4g}", f"{r.ours:.4g}", r.difference())
-            for r in self.rows
-        ]
+        table += [(r.system, r.metric, _text(r.paper), f"{r.ours:.4g}", r.difference()) for r in self.rows]
         widths = [max(len(row[i]) for row in table) for i in range(5)]
         text_lines = []
         for row in table:
@@ -90,6 +99,12 @@ class Figure:
             text_lines.append("  ".join(texts + numbers).rstrip())
         about = [f"{key}: {value}" for key, value in self.setup.items()]
         return [f"{self.name}  {self.title}", *about, "", *text_lines, *(f"note: {note}" for note in self.notes)]
+
+
+def _text(number: float | tuple[float, float] | None) -> str:
+    if isinstance(number, tuple):
+        return f"{number[0]:.4g} to {number[1]:.4g}"
+    return "-" if number is None else f"{number:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +120,15 @@ class Server:
 
 
 OPT_13B = Server(replace(MODELS["opt-13b"], num_params=13_000_000_000), DEVICES["a100-40"], 1, 15_728, (5, 14))
+OPT_66B = Server(replace(MODELS["opt-66b"], num_params=66_000_000_000), DEVICES["a100-40"], 4, 9_696, (2, 8))
 OPT_175B = Server(replace(MODELS["opt-175b"], num_params=173_000_000_000), DEVICES["a100-80"], 8, 60_096, (24, 80))
 LLAMA_13B = replace(OPT_13B, model=replace(MODELS["llama-13b"], num_params=13_000_000_000))
 
 SEQUENCE_S = 0.1e-3
 """Host time per sequence of a step in 2023: sampling and returning its token."""
+SLOW_SEQUENCE_S = 0.3e-3
+"""The same where a figure tries whether it explains a difference. It is fitted to figure 13: with it, Octavo runs about
+as many of Alpaca's requests at a time as the paper's system."""
 PASS_SHARE, PROMPT_SHARE, KV_SHARE = 0.5, 0.7, 0.88
 """Shares of a GPU's peak: of the bandwidth by weights, including the host's work between two steps; of the operations
 by prefill, whose matrix products are large; of the bandwidth by K and V."""
@@ -120,24 +139,35 @@ LINK = 25e9
 """Bytes per second of PCIe 4.0, reached."""
 
 
-def era_cost(server: Server, *, share: float = PASS_SHARE) -> LinearCost:
+def era_cost(server: Server, *, share: float = PASS_SHARE, sequence_s: float = SEQUENCE_S) -> LinearCost:
     """Step times of 2023: the GPUs' peaks and the three shares above.
 
     A forward pass reads the weights, and a prefill token takes 2 operations per parameter: 33 ms and 0.12 ms for
     OPT-13B. The former is the assumption that affects the knees most, and their ratios less: figure 12 includes other
-    shares.
+    shares. Several GPUs split weights, operations, K and V evenly, and add two all-reduces per layer.
     """
+    latency_s, token_s = all_reduce_s(server)
     bandwidth = server.device.bandwidth * server.num_devices
     flops = server.device.flops * server.num_devices
     kv = server.model.kv_cache(16)
     return LinearCost(
-        pass_s=server.model.weight_bytes / (bandwidth * share),
-        new_s=2 * server.model.num_params / (flops * PROMPT_SHARE),
-        decode_s=SEQUENCE_S,
+        pass_s=server.model.weight_bytes / (bandwidth * share) + latency_s,
+        new_s=2 * server.model.num_params / (flops * PROMPT_SHARE) + token_s,
+        decode_s=sequence_s + token_s,
         kv_s=kv.bytes_per_token / (bandwidth * KV_SHARE),
         copy_s=2 * kv.bytes_per_block / (bandwidth * KV_SHARE),
         move_s=move_s(server, 16, num_copies=2 * server.model.num_layers),
     )
+
+
+def all_reduce_s(server: Server) -> tuple[float, float]:
+    """Time of a pass's all-reduces before the first byte, and per token of `hidden_size` values: each GPU of a ring
+    sends (n - 1) / n of them twice."""
+    n, model, device = server.num_devices, server.model, server.device
+    if n == 1:
+        return 0.0, 0.0
+    sent_bytes = 2 * (n - 1) / n * model.hidden_size * model.itemsize
+    return 2 * model.num_layers * device.peer_s, 2 * model.num_layers * sent_bytes / device.peer_link
 
 
 def move_s(server: Server, block_size: int, num_copies: int) -> float:
@@ -171,12 +201,26 @@ class Paper:
 
     lengths_file   real lengths of ShareGPT, as an .npz file; None: drawn from the percentiles in the code
     time           multiplies the seconds of each trace: 1 for the published results, less for a quick look
+    progress       told how many simulations of a figure are done
+    pool           processes for the simulations; None: this one
     """
 
     lengths_file: Path | None = None
     time: float = 1.0
     seed: int = 0
-    progress: Callable[[str], None] = lambda text: None
+    progress: Callable[[str], None] | None = None
+    pool: Executor | None = None
+
+    def each(self, job: Callable[..., T], cases: Iterable[tuple[Any, ...]]) -> list[T]:
+        """`job(paper, *case)` for each case. The results are in the order of the cases, whichever is done first."""
+        plain, cases = Paper(self.lengths_file, self.time, self.seed), list(cases)
+        if self.pool is None:
+            return [job(plain, *case) for case in cases]
+        futures = [self.pool.submit(job, plain, *case) for case in cases]
+        for i, _ in enumerate(as_completed(futures)):
+            if self.progress is not None:
+                self.progress(f"{i + 1} of {len(futures)} simulations")
+        return [future.result() for future in futures]
 
     def sharegpt(self, num: int, seed: int | None = None) -> Lengths:
         seed = self.seed if seed is None else seed
@@ -192,7 +236,7 @@ class Paper:
         step = f"{cost.pass_s * 1e3:.1f} ms + {cost.new_s * 1e3:.3f} ms a prompt token + {cost.decode_s * 1e3:.2f} ms "
         step += f"a sequence + {cost.kv_s * 1e6:.2f} us a token of context"
         setup: dict[str, Any] = {"server": f"{server.model.name} on {where}", "step": step}
-        setup["lengths"] = "18 percentiles of ShareGPT" if self.lengths_file is None else "ShareGPT's"
+        setup["lengths"] = "generated with ShareGPT's percentiles" if self.lengths_file is None else "ShareGPT's"
         return {**setup, "seed": self.seed, **more}
 
 
@@ -245,25 +289,65 @@ def poisson_trace(
     return traces.first_seconds(arrivals, duration_s)
 
 
-def latency_at(config: SimConfig, arrivals: Iterable[Arrival]) -> float:
-    """Normalised latency over all requests of a trace, including those finished after its end."""
-    return normalized_latency(simulate(config, arrivals, interval_s=1e9))
+def latency_at(config: SimConfig, arrivals: Iterable[Arrival], tokens: TokenSource | None = None) -> float:
+    """Normalised latency: mean seconds per output token over all requests, including those finished after the trace's
+    end; of several samples, per token of one. A run ends as soon as the mean is known to exceed `TOP_S`, because the
+    rest of an overload takes long to simulate and is above every plot."""
+    every = list(arrivals)
+
+    def mean(records: Records) -> float:
+        total = latency(records) / records.column("num_output")
+        return float(total.sum()) * every[0].n / len(every) if every else 0.0
+
+    return mean(simulate(config, every, token_source=tokens, interval_s=1e9, is_enough=lambda r: mean(r) > TOP_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Latencies at rising rates, and the knee between them."""
+
+    knee: float
+    rates: list[float]
+    latencies: list[float]
+
+    def line(self, name: str) -> Line:
+        return Line(name, self.rates, self.latencies)
+
+
+def curve(latency: Callable[[float], float], guess: float, *, steps: int = 3) -> Curve:
+    """The curve around the knee that `knee` finds from a guess, with all rates that it tried and two low ones."""
+    asked: dict[float, float] = {}
+
+    def ask(rate: float) -> float:
+        if rate not in asked:
+            asked[rate] = latency(rate)
+        return asked[rate]
+
+    found = knee(ask, guess / BRACKET, guess * BRACKET, steps=steps)
+    for share in (0.4, 0.7):
+        ask(found * share)
+    return Curve(found, sorted(asked), [asked[rate] for rate in sorted(asked)])
 
 
 def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:
-    """The rate at which the latency is `KNEE_S`, bisected on a logarithmic scale. `low` and `high` are extended if
-    needed."""
-    while latency(high) < KNEE_S:
-        low, high = high, high * 2
-    while latency(low) > KNEE_S:
-        low, high = low / 2, low
+    """The rate at which the latency is `KNEE_S`: bisected on a logarithmic scale, at last interpolated. `low` and
+    `high` move if needed."""
+    factor, below, above = high / low, latency(low), latency(high)
+    while above < KNEE_S:
+        low, high, below, above = high, high * factor, above, latency(high * factor)
+        factor *= factor
+    while below > KNEE_S:
+        low, high, below, above = low / factor, low, latency(low / factor), below
+        factor *= factor
     for _ in range(steps):
         middle = float(np.sqrt(low * high))
-        if latency(middle) < KNEE_S:
-            low = middle
+        if (seconds := latency(middle)) < KNEE_S:
+            low, below = middle, seconds
         else:
-            high = middle
-    return float(np.sqrt(low * high))
+            high, above = middle, seconds
+    below = max(below, 1e-6)
+    share = math.log(KNEE_S / below) / math.log(above / below)
+    return float(low * (high / low) ** share)
 
 
 def within(records: Records, begin_s: float, end_s: float) -> list[PoolSample]:
