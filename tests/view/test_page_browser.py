@@ -378,6 +378,29 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
         assert page.is_visible("#lesson-list")
 
 
+def test_slider_of_the_block_size(browser: Any, playground: str) -> None:
+    lesson = next(lesson for lesson in LESSONS if lesson.id == "block-size")
+    (step, *_) = lesson.steps
+    with window(browser, f"{playground}#lesson=block-size.1") as shown:
+        page = shown.page
+        shown.settle()
+        page.focus("#stop")
+        page.keyboard.press("Home")
+        for stop, row in zip(step.stops, step.rows[1:], strict=True):
+            shown.settle()
+            assert shown.history == stop
+            assert page.locator("#lesson-rows .chosen td").all_inner_texts() == list(row)
+            assert page.get_attribute("#stop", "aria-valuetext") == f"{row[0]} tokens"
+            assert f"{row[1]} (" in page.inner_text("#numbers [data-key='unfilled slots']")
+            page.keyboard.press("ArrowRight")
+        shares = shown.js(
+            "[...document.querySelectorAll('#lesson-rows td')].map(e => e.style.getPropertyValue('--share'))"
+        )
+        assert shares[:4:2] == ["", "100%"] and shares[-3:-1] == ["100%", f"{100 * 15 / 2870}%"]
+        shown.click("lesson-leave")
+        assert not page.is_visible("#stop")
+
+
 def test_first_visit_begins_with_lesson_1(browser: Any, playground: str) -> None:
     with window(browser, playground) as shown:
         page = shown.page

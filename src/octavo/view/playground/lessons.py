@@ -3,6 +3,7 @@ compare with the core: names of `Playground.compare` and of `KVStats`, or `table
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from math import exp
@@ -28,6 +29,8 @@ class LessonStep:
     """Selected in the grid."""
     lines: tuple[int, ...] = ()
     """Current lines of the lesson's code, from 0."""
+    stops: tuple[str, ...] = ()
+    """Histories that a slider chooses from, one a row of `rows`; `history` is one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,20 @@ def _kernel_steps() -> tuple[LessonStep, ...]:
     )
     return tuple(steps)
 
+
+_LENGTHS = (1000, 700, 500, 300, 200, 100, 50, 20)
+_KERNEL_MS = {1: 229.1, 2: 134.7, 4: 78.5, 8: 57.8, 16: 48.9, 32: 48.3, 64: 48.6, 128: 47.8, 256: 49.4}
+"""By block size: a decode step's attention over sequences of these lengths. docs/view.md says how it was measured."""
+
+
+def _block_size_rows() -> Iterator[tuple[str, ...]]:
+    yield "block", "empty slots", "table entries", "attention, ms"
+    for size, time_ms in _KERNEL_MS.items():
+        num_entries = sum(-(-length // size) for length in _LENGTHS)
+        yield str(size), f"{num_entries * size - sum(_LENGTHS):,}", f"{num_entries:,}", f"{time_ms:.1f}"
+
+
+_BLOCK_SIZES = tuple(f"{4096 // size}x{size}" + "".join(f";new,{n}" for n in _LENGTHS) for size in _KERNEL_MS)
 
 LESSONS = (
     Lesson(
@@ -529,6 +546,34 @@ LESSONS = (
         _kernel_steps(),
         colour="owner",
         code=_KERNEL,
+    ),
+    Lesson(
+        "block-size",
+        "The block size",
+        "Small blocks waste fewer slots. Large blocks need shorter tables and fewer lookups. Eight sequences of 20 to "
+        "1,000 tokens are in 4,096 slots here; the slider sets the block size.",
+        (
+            LessonStep(
+                "Move the slider from 16 to 256, and then to 1.",
+                _BLOCK_SIZES[4],
+                "A sequence wastes less than one block: half a block on average. In blocks of 16 that is 74 slots of "
+                "2,944, in blocks of 256 a quarter of all. Blocks of 1 waste none, but the tables have 2,870 entries.",
+                {"num_used": 184, "paged_waste_slots": 74},
+                rows=(*_block_size_rows(),),
+                stops=_BLOCK_SIZES,
+            ),
+            LessonStep(
+                "The times were measured on one of 2 cores of an AMD EPYC (AVX2), not on this machine: attention of a "
+                "decode step over these sequences, for 30 layers of SmolLM2-135M's shape in float32.",
+                _BLOCK_SIZES[0],
+                "Blocks of 1 take nearly five times as long as blocks of 16: each token is looked up by itself. From "
+                "16 on, the size hardly matters. So 16 wastes little and costs little; another processor or a GPU has "
+                "other times.",
+                {"num_used": 2870, "paged_waste_slots": 0},
+                rows=(*_block_size_rows(),),
+                stops=_BLOCK_SIZES,
+            ),
+        ),
     ),
     Lesson(
         "questions",

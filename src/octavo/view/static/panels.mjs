@@ -60,7 +60,7 @@ export function showTables(pool, list, note, title = (sequence) => shorten(seque
         makeChip,
         (chip, entry) => {
           if (entry) fillChip(pool, sequence, chip, ...entry);
-          else text(chip, `… ${count(sequence.blocks.length - MAX_CHIPS, "more")} …`);
+          else text(chip, `… ${format(sequence.blocks.length - MAX_CHIPS)} more …`);
         },
       );
     },

@@ -1,7 +1,7 @@
 // The playground: the server's own core executes every action. The history of actions is the session and its link.
 
 import { $, count, h, notice, reducedMotion, renderList, text } from "./dom.mjs";
-import { showChoices, showCode, showRows } from "./lesson.mjs";
+import { showChoices, showCode, showRows, showStops } from "./lesson.mjs";
 import { fetchJson, copyLink } from "./server.mjs";
 
 const FIRST_POOL = "64x16";
@@ -277,6 +277,7 @@ export class Playground {
     text($("#lesson-step"), step.text);
     showChoices($("#lesson-choices"), $("#lesson-look"), step, act);
     showRows($("#lesson-rows"), step.rows);
+    showStops($("#slider"), $("#lesson-rows"), step, (stop) => this.go(stop));
     showCode($("#lesson-code"), code, step.lines);
     const isLast = number + 1 === steps.length;
     const isEnd = isLast && this.lesson === this.lessons.at(-1);
