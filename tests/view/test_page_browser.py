@@ -26,6 +26,7 @@ import uvicorn
 
 import octavo.view
 from octavo.serve.http.server import bind, socket_url
+from octavo.view.playground.core_lines import LINES
 from octavo.view.playground.history import Playgrounds
 from octavo.view.playground.lessons import LESSONS
 from tests.serve.in_process_server import Server, run, serving
@@ -334,6 +335,23 @@ def test_copy_on_write_is_shown_step_by_step(browser: Any, playground: str) -> N
         assert shown.js("octavoView.stage.grid.arrow") is None
 
 
+def lit_lines(shown: Window) -> list[str]:
+    found = shown.js("[...document.querySelectorAll('#lesson-code [aria-current]')].map((line) => line.textContent)")
+    return [str(line) for line in found]
+
+
+def steps_through_the_lines_that_ran(shown: Window) -> None:
+    """From an action's first phase to its last one, and back."""
+    phases = [phase for phase in shown.js("octavoView.uses.playground.reply.phases") if phase["lines"]]
+    assert phases and shown.page.locator("#phases button").count() == len(phases)
+    for button, order in (("next", phases), ("back", phases[::-1]), ("next", phases)):
+        for i, phase in enumerate(order):
+            if i:
+                shown.click(f"lesson-{button}")
+            assert lit_lines(shown) == [LINES[line] for line in sorted(phase["lines"])]
+            assert shown.js("[...octavoView.stage.grid.marked]") == [phase["block_id"]]
+
+
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.id for lesson in LESSONS])
 def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) -> None:
     with window(browser, playground) as shown:
@@ -356,8 +374,10 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
             assert page.inner_text("#lesson-look") == step.look
             cells = [row.locator("th, td").all_inner_texts() for row in page.locator("#lesson-rows tr").all()]
             assert cells == [list(row) for row in step.rows]
-            current = shown.js("[...document.querySelectorAll('#lesson-code [aria-current]')].map(e => e.textContent)")
-            assert current == [lesson.code[line] for line in step.lines]
+            if lesson.id == "block-manager":
+                steps_through_the_lines_that_ran(shown)
+            else:
+                assert lit_lines(shown) == [lesson.code[line] for line in step.lines]
             assert shown.js("octavoView.stage.grid.picked") == step.block
             assert shown.js("octavoView.stage.grid.mode") == lesson.colour
             assert shown.history == step.history

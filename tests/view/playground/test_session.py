@@ -46,7 +46,16 @@ def test_lesson_numbers_match_the_core(step: LessonStep) -> None:
 def test_lesson_ids() -> None:
     ids = [lesson.id for lesson in LESSONS]
     first = ["fragmentation", "bytes", "block-tables", "virtual-memory", "copy-on-write", "parallel-samples"]
-    assert ids == [*first, "beam-search", "prefix-caching", "preemption", "kernel", "block-size", "questions"]
+    assert ids == [
+        *first,
+        "beam-search",
+        "prefix-caching",
+        "preemption",
+        "kernel",
+        "block-size",
+        "block-manager",
+        "questions",
+    ]
     assert all(step.text and step.look for lesson in LESSONS for step in lesson.steps)
     assert set(LESSONS[0].as_dict()) == {"id", "title", "text", "steps", "colour"}
     assert set(LESSONS[0].as_dict()["steps"][0]) == {"text", "history", "look"}

@@ -9,6 +9,8 @@ from itertools import accumulate
 from math import exp
 from typing import Any
 
+from octavo.view.playground.core_lines import LINES
+
 
 @dataclass(frozen=True, slots=True)
 class LessonStep:
@@ -44,6 +46,7 @@ class Lesson:
     unit: int = 0
     """Bytes of a token in which the counters show the pool; 0: blocks."""
     code: tuple[str, ...] = ()
+    """If it is `core_lines.LINES`, its current lines are those of each action's phases."""
 
     def as_dict(self) -> dict[str, Any]:
         """Without empty fields."""
@@ -149,6 +152,9 @@ def _block_size_rows() -> Iterator[tuple[str, ...]]:
 
 
 _BLOCK_SIZES = tuple(f"{4096 // size}x{size}" + "".join(f";new,{n}" for n in _LENGTHS) for size in _KERNEL_MS)
+_MANAGER = "4x4;new,6"
+_COPIED = f"{_MANAGER};append,A,1;fork,A;write,A"
+_FREED = f"{_COPIED};free,B;append,A,1;free,A"
 
 LESSONS = (
     Lesson(
@@ -574,6 +580,68 @@ LESSONS = (
                 stops=_BLOCK_SIZES,
             ),
         ),
+    ),
+    Lesson(
+        "block-manager",
+        "The block manager",
+        "The code is the core's own, from core/kv_cache_manager.py and core/block_pool.py, without docstrings, "
+        "assertions and events. Lit lines are those that just ran.",
+        (
+            LessonStep(
+                "A prompt of 6 tokens, in blocks of 4.",
+                _MANAGER,
+                "grow finds that 2 blocks are missing. allocate runs twice. No block was ever freed, so it takes the "
+                "untouched ones, 1 and 2.",
+                {"num_used": 2, "tables": {"A": [1, 2]}},
+            ),
+            LessonStep(
+                "One more token.",
+                f"{_MANAGER};append,A,1",
+                "Block 2 has room, so num_new is 0. No line of the pool runs: most tokens cost nothing more.",
+                {"num_used": 2, "num_tokens": {"A": 7}},
+            ),
+            LessonStep(
+                "A is forked.",
+                f"{_MANAGER};append,A,1;fork,A",
+                "share runs once a block. Its whole work is a reference count of 2 instead of 1.",
+                {"num_used": 2, "tables": {"A": [1, 2], "B": [1, 2]}, "num_saved_by_sharing": 2},
+            ),
+            LessonStep(
+                "A writes. Block 2 has 2 references.",
+                _COPIED,
+                "grow sees the references and calls _copy_on_write. It allocates block 3, releases block 2 and notes "
+                "the copy for the device. One reference is left, so release returns early.",
+                {"num_copied": 1, "tables": {"A": [1, 3], "B": [1, 2]}},
+            ),
+            LessonStep(
+                "B ends.",
+                f"{_COPIED};free,B",
+                "Block 2 loses its last reference. It was never full and has no seal, so it goes onto the stack of "
+                "freed blocks. Block 1 is still A's.",
+                {"num_used": 2, "num_free": 2, "num_cached": 0},
+            ),
+            LessonStep(
+                "A grows into a third block.",
+                f"{_COPIED};free,B;append,A,1",
+                "allocate pops block 2: the block that was freed last is used first.",
+                {"num_used": 3, "tables": {"A": [1, 3, 2]}},
+            ),
+            LessonStep(
+                "A ends.",
+                _FREED,
+                "Its last block goes first. Block 2 is freed; blocks 3 and 1 are full and sealed, so release links "
+                "them into the queue of cached blocks.",
+                {"num_used": 0, "num_free": 2, "num_cached": 2},
+            ),
+            LessonStep(
+                "A prompt of 12 tokens needs 3 blocks, and 2 are free.",
+                f"{_FREED};new,12",
+                "allocate pops block 2, takes the untouched block 4, and then evicts block 3, which was cached first.",
+                {"num_evicted": 1, "num_cached": 1, "tables": {"C": [2, 4, 3]}},
+            ),
+        ),
+        colour="references",
+        code=tuple(LINES),
     ),
     Lesson(
         "questions",

@@ -35,9 +35,15 @@ export function showStops(box, table, { stops = [], rows = [], history }, onStop
   mark();
 }
 
-export function showCode(list, code = [], current = []) {
-  list.hidden = !code.length;
-  list.replaceChildren(...code.map((line, i) => h("li", { "aria-current": current.includes(i) && "step" }, line)));
+// Each function is a list of its own.
+export function showCode(section, code = [], current = []) {
+  section.hidden = !code.length;
+  const lists = [];
+  code.forEach((line, i) => {
+    if (!i || line.startsWith("def ")) lists.push(h("ol"));
+    lists.at(-1).append(h("li", { "aria-current": current.includes(i) && "step" }, line));
+  });
+  section.lastElementChild.replaceChildren(...lists);
 }
 
 // `onRight` is called at the first right answer. A wrong one can be followed by another.
