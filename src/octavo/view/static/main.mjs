@@ -13,7 +13,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
-  text($("#theme"), name === "dark" ? "Light" : "Dark");
+  text($("#theme"), name === "dark" ? "Light colours" : "Dark colours");
 }
 
 setTheme(localStorage.getItem(THEME) ?? (dark.matches ? "dark" : "light"));
@@ -36,7 +36,10 @@ $("#skip").onclick = (event) => {
   event.preventDefault();
   $("#grid").focus();
 };
-$("#keys").onclick = () => $("#help").showModal();
+$("#keys").onclick = () => {
+  $("#more").hidePopover(); // the focus is on More then, and returns there
+  $("#help").showModal();
+};
 
 const uses = {};
 let current = null;
