@@ -480,6 +480,53 @@ def test_wrong_link_says_so_and_offers_the_playground(browser: Any, playground: 
             shown.errors.clear()  # the browser logs the status 400
 
 
+def test_wrong_moment_says_so_and_offers_the_playground(browser: Any, playground: str, recording: str) -> None:
+    with window(browser, f"{recording}#replay=abc", size=SIZES[-1]) as shown:
+        shown.until("!document.querySelector('#notice').hidden && location.hash === '#replay=0.000'")
+        assert "“abc” is not a moment in seconds" in shown.page.inner_text("#notice span")
+        shown.page.click("#notice a")
+        shown.until("document.querySelector('#notice').hidden && document.body.dataset.use === 'playground'")
+    with window(browser, f"{playground}#replay=abc") as shown:
+        assert "This page has nothing at #replay=abc" in shown.page.inner_text("#notice span")
+    with window(browser, f"{recording}#replay=1.5") as shown:
+        shown.until("octavoView.uses.replay.now_s === 1.5 && !octavoView.uses.replay.seeking")
+        assert not shown.page.is_visible("#notice")
+
+
+def test_grid_has_its_height_again_after_a_lesson_on_a_phone(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#lesson=parallel-samples.1", size=SIZES[-1]) as shown:
+        shown.settle()
+        low = shown.page.locator("#grid").bounding_box()["height"]
+        shown.click("lesson-leave")
+        high = shown.page.locator("#grid").bounding_box()["height"]
+        shown.page.goto(f"{playground}#play=64x16;new,60;fork,A,3")
+        shown.page.reload()
+        shown.until("globalThis.octavoView?.stage.pool")
+        assert low <= 150 < high == shown.page.locator("#grid").bounding_box()["height"]
+
+
+@pytest.mark.parametrize("num_blocks", [12, 13, 25, 64, 100])
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
+def test_rows_of_the_grid_are_even(browser: Any, playground: str, num_blocks: int, size: tuple[int, int]) -> None:
+    with window(browser, f"{playground}#play={num_blocks}x4", size=size) as shown:
+        columns, rows, cell, width = shown.js(
+            "(({ columns, rows, cell, canvas }) => [columns, rows, cell, canvas.clientWidth])(octavoView.stage.grid)"
+        )
+        assert (rows - 1) * columns < num_blocks <= rows * columns
+        assert rows * columns - num_blocks < rows, "the last row lacks less than one block of each row"
+        assert columns * cell <= width + 1
+
+
+def test_numbers_of_four_digits_stay_on_a_line(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#play=1028x16" + ";share,4096,16" * 4) as shown:
+        shown.page.select_option("#unit", "524288")
+        assert "6,144 of 8,224 MiB" in shown.page.inner_text("#numbers")
+        rows = "[...document.querySelectorAll('#numbers > div')]"
+        assert {
+            tuple(row) for row in shown.js(f"{rows}.map((e) => [e.scrollWidth - e.clientWidth, e.clientHeight])")
+        } == {(0, 21)}
+
+
 def test_counters_show_bytes_of_a_model(browser: Any, playground: str) -> None:
     """A block of 16 tokens has 2 MiB in Llama 3.1 8B, and 8 MiB in Llama 2 7B."""
     with window(browser, f"{playground}#play=64x16;new,60;fork,A,3") as shown:

@@ -51,7 +51,7 @@ async function route() {
   const requested = { play: "playground", lesson: "playground", live: "live", replay: "replay" }[name];
   const use = requested in uses ? requested : Object.keys(uses).at(-1);
   notice(fragment && use !== requested ? `This page has nothing at #${fragment.slice(0, 60)}.` : "");
-  const argument = name === "lesson" ? fragment : rest.join("=");
+  const argument = use !== requested ? "" : name === "lesson" ? fragment : rest.join("=");
   current?.leave();
   stage.clear();
   current = uses[use];

@@ -318,6 +318,7 @@ export class Playground {
     $("#source").hidden = true;
     $("#lesson-list").hidden = false;
     $("#lesson").hidden = true;
+    this.stage.grid.resize(); // on a phone it has more room now
   }
 
   _closeLesson() {
