@@ -789,6 +789,8 @@ def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
         "play": f"{playground}#play={history}",
         "lesson": f"{playground}#lesson=copy-on-write.2",
         "kernel": f"{playground}#lesson=kernel.3",
+        "size": f"{playground}#lesson=block-size.1",
+        "manager": f"{playground}#lesson=block-manager.4",
         "questions": f"{playground}#lesson=questions.2",
         "wrong": f"{playground}#lesson=nothing",
         "live": f"{busy.url}#live",
