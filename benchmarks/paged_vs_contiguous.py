@@ -12,7 +12,7 @@ sequences grow together, so their blocks alternate in the pool. The columns:
     reference  the loop of `kernels.reference`, relative to the same loop over contiguous K and V; on a CPU only
 
 Times are medians of --rounds. Every round runs everything once, in random order, so that other programs disturb all
-alike. Ratios are medians of each round's ratio. On a GPU, a step is one CUDA graph, timed by events.
+alike. Ratios are medians of each round's ratio; milliseconds stand beside them. On a GPU, a step is one CUDA graph, timed by events.
 """
 
 from __future__ import annotations
@@ -195,17 +195,15 @@ def rows(
     times = measured(steps, rounds, q.device)
     check(steps)
 
-    def ratio(name: str, base: str) -> str:
-        if name not in times:
-            return ""
-        return f"{statistics.median(a / b for a, b in zip(times[name], times[base], strict=True)):.2f}"
-
     def memory(num_slots: int) -> tuple[str, str]:
         num_bytes = num_slots * kv[0][..., :1, :].numel() * q.element_size()
         return f"{num_bytes / 1e6:.1f} MB", f"{100 * (1 - sum(lengths) / num_slots):.1f} %"
 
     def took(name: str, base: str) -> str:
-        return f"{ratio(name, base)} ({statistics.median(times[name]):.3g} ms)" if name in times else ""
+        if name not in times:
+            return ""
+        relative = statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+        return f"{relative:.2f} ({statistics.median(times[name]):.3g} ms)"
 
     base = f"kernel {max_len}" if q.is_cuda else "torch"
     yield (
@@ -222,9 +220,9 @@ def rows(
         yield (
             f"blocks of {size}",
             *memory(num_slots),
-            ratio(f"kernel {size}", base),
+            took(f"kernel {size}", base),
             "",
-            ratio(f"reference {size}", "reference"),
+            took(f"reference {size}", "reference"),
         )
 
 
@@ -244,7 +242,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences of each length")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[2**i for i in range(9)])
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)

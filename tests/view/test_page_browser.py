@@ -26,6 +26,7 @@ import uvicorn
 
 import octavo.view
 from octavo.serve.http.server import bind, socket_url
+from octavo.view.playground.core_lines import LINES
 from octavo.view.playground.history import Playgrounds
 from octavo.view.playground.lessons import LESSONS
 from tests.serve.in_process_server import Server, run, serving
@@ -95,6 +96,8 @@ class Window:
         self.js("(octavoView.uses.playground?.queue ?? Promise.resolve()).then(() => octavoView.stage.paint())")
 
     def click(self, name: str) -> None:
+        if self.js(f"Boolean(document.querySelector('#more:not(:popover-open) #{name}'))"):
+            self.page.click("#more-button")
         self.page.click(f"#{name}")
         self.settle()
 
@@ -334,6 +337,23 @@ def test_copy_on_write_is_shown_step_by_step(browser: Any, playground: str) -> N
         assert shown.js("octavoView.stage.grid.arrow") is None
 
 
+def lit_lines(shown: Window) -> list[str]:
+    found = shown.js("[...document.querySelectorAll('#lesson-code [aria-current]')].map((line) => line.textContent)")
+    return [str(line) for line in found]
+
+
+def steps_through_the_lines_that_ran(shown: Window) -> None:
+    """From an action's first phase to its last one, and back."""
+    phases = [phase for phase in shown.js("octavoView.uses.playground.reply.phases") if phase["lines"]]
+    assert phases and shown.page.locator("#phases button").count() == len(phases)
+    for button, order in (("next", phases), ("back", phases[::-1]), ("next", phases)):
+        for i, phase in enumerate(order):
+            if i:
+                shown.click(f"lesson-{button}")
+            assert lit_lines(shown) == [LINES[line] for line in sorted(phase["lines"])]
+            assert shown.js("[...octavoView.stage.grid.marked]") == [phase["block_id"]]
+
+
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.id for lesson in LESSONS])
 def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) -> None:
     with window(browser, playground) as shown:
@@ -356,8 +376,10 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
             assert page.inner_text("#lesson-look") == step.look
             cells = [row.locator("th, td").all_inner_texts() for row in page.locator("#lesson-rows tr").all()]
             assert cells == [list(row) for row in step.rows]
-            current = shown.js("[...document.querySelectorAll('#lesson-code [aria-current]')].map(e => e.textContent)")
-            assert current == [lesson.code[line] for line in step.lines]
+            if lesson.id == "block-manager":
+                steps_through_the_lines_that_ran(shown)
+            else:
+                assert lit_lines(shown) == [lesson.code[line] for line in step.lines]
             assert shown.js("octavoView.stage.grid.picked") == step.block
             assert shown.js("octavoView.stage.grid.mode") == lesson.colour
             assert shown.history == step.history
@@ -376,6 +398,29 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
                 page.click("#lesson-next")
         page.click("#lesson-leave")
         assert page.is_visible("#lesson-list")
+
+
+def test_slider_of_the_block_size(browser: Any, playground: str) -> None:
+    lesson = next(lesson for lesson in LESSONS if lesson.id == "block-size")
+    (step, *_) = lesson.steps
+    with window(browser, f"{playground}#lesson=block-size.1") as shown:
+        page = shown.page
+        shown.settle()
+        page.focus("#stop")
+        page.keyboard.press("Home")
+        for stop, row in zip(step.stops, step.rows[1:], strict=True):
+            shown.settle()
+            assert shown.history == stop
+            assert page.locator("#lesson-rows .chosen td").all_inner_texts() == list(row)
+            assert page.get_attribute("#stop", "aria-valuetext") == f"{row[0]} tokens"
+            assert f"{row[1]} (" in page.inner_text("#numbers [data-key='unfilled slots']")
+            page.keyboard.press("ArrowRight")
+        shares = shown.js(
+            "[...document.querySelectorAll('#lesson-rows td')].map(e => e.style.getPropertyValue('--share'))"
+        )
+        assert shares[:4:2] == ["", "100%"] and shares[-3:-1] == ["100%", f"{100 * 15 / 2870}%"]
+        shown.click("lesson-leave")
+        assert not page.is_visible("#stop")
 
 
 def test_first_visit_begins_with_lesson_1(browser: Any, playground: str) -> None:
@@ -435,6 +480,53 @@ def test_wrong_link_says_so_and_offers_the_playground(browser: Any, playground: 
             shown.errors.clear()  # the browser logs the status 400
 
 
+def test_wrong_moment_says_so_and_offers_the_playground(browser: Any, playground: str, recording: str) -> None:
+    with window(browser, f"{recording}#replay=abc", size=SIZES[-1]) as shown:
+        shown.until("!document.querySelector('#notice').hidden && location.hash === '#replay=0.000'")
+        assert "“abc” is not a moment in seconds" in shown.page.inner_text("#notice span")
+        shown.page.click("#notice a")
+        shown.until("document.querySelector('#notice').hidden && document.body.dataset.use === 'playground'")
+    with window(browser, f"{playground}#replay=abc") as shown:
+        assert "This page has nothing at #replay=abc" in shown.page.inner_text("#notice span")
+    with window(browser, f"{recording}#replay=1.5") as shown:
+        shown.until("octavoView.uses.replay.now_s === 1.5 && !octavoView.uses.replay.seeking")
+        assert not shown.page.is_visible("#notice")
+
+
+def test_grid_has_its_height_again_after_a_lesson_on_a_phone(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#lesson=parallel-samples.1", size=SIZES[-1]) as shown:
+        shown.settle()
+        low = shown.page.locator("#grid").bounding_box()["height"]
+        shown.click("lesson-leave")
+        high = shown.page.locator("#grid").bounding_box()["height"]
+        shown.page.goto(f"{playground}#play=64x16;new,60;fork,A,3")
+        shown.page.reload()
+        shown.until("globalThis.octavoView?.stage.pool")
+        assert low <= 150 < high == shown.page.locator("#grid").bounding_box()["height"]
+
+
+@pytest.mark.parametrize("num_blocks", [12, 13, 25, 64, 100])
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
+def test_rows_of_the_grid_are_even(browser: Any, playground: str, num_blocks: int, size: tuple[int, int]) -> None:
+    with window(browser, f"{playground}#play={num_blocks}x4", size=size) as shown:
+        columns, rows, cell, width = shown.js(
+            "(({ columns, rows, cell, canvas }) => [columns, rows, cell, canvas.clientWidth])(octavoView.stage.grid)"
+        )
+        assert (rows - 1) * columns < num_blocks <= rows * columns
+        assert rows * columns - num_blocks < rows, "the last row lacks less than one block of each row"
+        assert columns * cell <= width + 1
+
+
+def test_numbers_of_four_digits_stay_on_a_line(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#play=1028x16" + ";share,4096,16" * 4) as shown:
+        shown.page.select_option("#unit", "524288")
+        assert "6,144 of 8,224 MiB" in shown.page.inner_text("#numbers")
+        rows = "[...document.querySelectorAll('#numbers > div')]"
+        assert {
+            tuple(row) for row in shown.js(f"{rows}.map((e) => [e.scrollWidth - e.clientWidth, e.clientHeight])")
+        } == {(0, 21)}
+
+
 def test_counters_show_bytes_of_a_model(browser: Any, playground: str) -> None:
     """A block of 16 tokens has 2 MiB in Llama 3.1 8B, and 8 MiB in Llama 2 7B."""
     with window(browser, f"{playground}#play=64x16;new,60;fork,A,3") as shown:
@@ -481,6 +573,55 @@ def test_grid_tables_and_details_highlight_each_other(browser: Any, playground: 
             page.keyboard.press(key)
             assert shown.js("octavoView.stage.grid.mode") == mode
             assert page.is_checked(f"#modes input[value={mode}]")
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
+def test_more_by_keyboard(browser: Any, playground: str, size: tuple[int, int]) -> None:
+    with window(browser, f"{playground}#play=8x4;new,7", size=size) as shown:
+        page, keys = shown.page, Keyboard(shown)
+        keys.go_to("more-button")
+        keys.press("Enter")
+        assert page.is_visible("#more") and keys.press("Tab") == "link"
+        box = page.locator("#more").bounding_box()
+        assert box["x"] > 0 and box["x"] + box["width"] <= size[0]
+        keys.press("Escape")
+        assert not page.is_visible("#more") and shown.js("document.activeElement.id") == "more-button"
+        keys.press("Enter")
+        keys.go_to("keys")
+        keys.press("Enter")
+        assert page.is_visible("#help") and not page.is_visible("#more")
+        keys.press("Escape")
+        assert not page.is_visible("#help") and shown.js("document.activeElement.id") == "more-button"
+        assert shown.history == "8x4;new,7"
+
+
+def test_cards_without_content_are_folded(browser: Any, playground: str) -> None:
+    with window(browser, playground) as shown:
+        page = shown.page
+        cards = {"tables": "#tables > ul", "contiguous": "#pieces", "details": "#facts", "prefixes": "#tree"}
+        for card, content in cards.items():
+            assert page.is_visible(f"#{card} h2") and not page.is_visible(content), card
+            assert page.locator(f"#{card}").bounding_box()["height"] < 70, card
+        shown.click("new")
+        page.focus("#grid")
+        page.keyboard.press("ArrowRight")
+        assert all(page.is_visible(content) for content in cards.values())
+        height = page.locator("#details").bounding_box()["height"]
+        page.keyboard.press("Escape")
+        assert page.locator("#details").bounding_box()["height"] == height, "the cards below do not jump"
+
+
+def test_legends_are_drawn_as_the_blocks_are(browser: Any, playground: str) -> None:
+    sample = "document.querySelector('#legend li:nth-child({}) canvas').getContext('2d')"
+    colour = f"[...{sample}.getImageData({{}}, {{}}, 1, 1).data]"
+    with window(browser, f"{playground}#play=8x4;new,7;fork,A") as shown:
+        shown.settle()
+        left, right = (shown.js(colour.format(2, x, 14)) for x in (8, 20))
+        assert left[3] == 255 and left != right, "partly filled"
+        shown.page.click("#modes input[value=owner] + span")
+        first, second = (shown.js(colour.format(2, 14, y)) for y in (8, 20))
+        own = [shown.js(colour.format(1, 14, y)) for y in (8, 20)]
+        assert first != second and own == [first, first], "shared blocks have a band for each owner"
 
 
 # -- a running server --------------------------------------------------------------------------------------------------
@@ -648,6 +789,8 @@ def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
         "play": f"{playground}#play={history}",
         "lesson": f"{playground}#lesson=copy-on-write.2",
         "kernel": f"{playground}#lesson=kernel.3",
+        "size": f"{playground}#lesson=block-size.1",
+        "manager": f"{playground}#lesson=block-manager.4",
         "questions": f"{playground}#lesson=questions.2",
         "wrong": f"{playground}#lesson=nothing",
         "live": f"{busy.url}#live",
@@ -665,6 +808,8 @@ def test_axe_finds_no_violations(browser: Any, playground: str, busy: Busy, reco
         for size in SIZES:
             with window(browser, url, dark=dark, size=size) as shown:
                 shown.js("octavoView.stage.paint()")
+                if name == "play":
+                    shown.page.click("#more-button")
                 shown.js(source)  # evaluated, because the policy forbids other scripts
                 found = shown.js("axe.run().then((result) => result.violations)")
                 violations = [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
@@ -728,8 +873,10 @@ def test_the_playground_by_keyboard_alone(browser: Any, playground: str, size: t
         keys.go_to("lesson-leave", "Shift+Tab")
         keys.press("Enter")
         assert page.is_visible("#lesson-list")
-        keys.go_to("reset")
+        keys.go_to("more-button", "Shift+Tab")
         keys.press("Enter")
+        keys.go_to("reset")
+        assert keys.press("Enter") == "more-button" and not page.is_visible("#more")
         keys.go_to("new-tokens")
         for key in ("Control+a", "7"):
             keys.press(key)
@@ -757,7 +904,7 @@ def test_the_focus_goes_through_all_uses_and_is_never_trapped(
             assert not seen[-1], (name, "the focus never leaves the page", seen)
             own = {"play": "new", "live": "zoom-in", "replay": "scrub", "wrong": "begin-lesson"}
             wanted = own.get(name, "lesson-next")
-            assert wanted in seen and "grid" in seen and len(set(seen)) > 15, (name, seen)
+            assert wanted in seen and "grid" in seen and len(set(seen)) > 10, (name, seen)
 
 
 def test_the_tabs_are_switched_by_keyboard(browser: Any, recording: str) -> None:

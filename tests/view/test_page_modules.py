@@ -87,7 +87,7 @@ const stage = {
   apply({ time_s }) { this.applied.push(time_s); this.pool.time_s = time_s; },
   clear() { this.pool = null; },
   paint() {},
-  grid: { mark() {} },
+  grid: { mark() {}, resize() {} },
 };
 const output = (value) => console.log(JSON.stringify(value));
 const load = (name) => import(`${process.argv[1]}/${name}.mjs`);

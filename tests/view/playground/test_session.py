@@ -6,11 +6,13 @@ import contextlib
 import itertools
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import octavo
 from octavo.core.request import Status
 from octavo.errors import ParameterError
 from octavo.view.playground.history import MAX_POOLS, Playgrounds
@@ -20,6 +22,7 @@ from octavo.view.playground.picture import picture_of
 from octavo.view.playground.pool import MAX_TOKENS, Pool, RefusedError
 from octavo.view.playground.session import ACTIONS, MAX_HELD_TOKENS, Playground
 
+BLOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 STEPS = [pytest.param(step, id=f"{lesson.id}-{i}") for lesson in LESSONS for i, step in enumerate(lesson.steps, 1)]
 
 
@@ -43,7 +46,16 @@ def test_lesson_numbers_match_the_core(step: LessonStep) -> None:
 def test_lesson_ids() -> None:
     ids = [lesson.id for lesson in LESSONS]
     first = ["fragmentation", "bytes", "block-tables", "virtual-memory", "copy-on-write", "parallel-samples"]
-    assert ids == [*first, "beam-search", "prefix-caching", "preemption", "kernel", "questions"]
+    assert ids == [
+        *first,
+        "beam-search",
+        "prefix-caching",
+        "preemption",
+        "kernel",
+        "block-size",
+        "block-manager",
+        "questions",
+    ]
     assert all(step.text and step.look for lesson in LESSONS for step in lesson.steps)
     assert set(LESSONS[0].as_dict()) == {"id", "title", "text", "steps", "colour"}
     assert set(LESSONS[0].as_dict()["steps"][0]) == {"text", "history", "look"}
@@ -79,6 +91,19 @@ def test_kernel_lesson_computes_softmax() -> None:
         new_top = max(top, score)
         running, top = running * np.exp(top - new_top) + np.exp(score - new_top), new_top
         assert step.rows[1][1:] == (f"{top:.0f}", f"{running:.3f}")
+
+
+def test_block_size_lesson_counts_what_the_core_has() -> None:
+    """Every row of the slider's table. The times are those of docs/view.md, which says where they were measured."""
+    docs = (Path(octavo.__file__).parents[2] / "docs" / "view.md").read_text(encoding="utf-8")
+    for step in next(lesson for lesson in LESSONS if lesson.id == "block-size").steps:
+        assert step.history in step.stops and len(step.stops) == len(step.rows) - 1
+        for size, history, (shown, empty, entries, time_ms) in zip(BLOCK_SIZES, step.stops, step.rows[1:], strict=True):
+            answer = Playgrounds().answer(history)
+            assert answer["picture"].block_size == int(shown) == size
+            assert f"{answer['compare']['paged_waste_slots']:,}" == empty
+            assert f"{sum(map(len, tables(answer).values())):,}" == entries
+            assert f"| {size} | {time_ms} |" in docs
 
 
 def test_fragmentation_lesson_wastes_96_percent() -> None:

@@ -7,6 +7,7 @@ a link holds everything.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from threading import Lock
 from typing import Any
 
@@ -42,7 +43,8 @@ class Playgrounds:
             if action:
                 before = history
                 try:
-                    explanation = playground.do(action)
+                    with playground.phases.trace:
+                        explanation = playground.do(action)
                     history = f"{history};{action}"
                 except RefusedError as refused:
                     (playground, _), explanation, done = self._replay(actions), refused.explanation, False
@@ -67,8 +69,10 @@ class Playgrounds:
             "A block holds the keys and values of that many tokens. A sequence's block table lists its blocks.",
         )
         for number, action in enumerate(actions[1:], 1):
+            is_last = number == len(actions) - 1
             try:
-                explanation = playground.do(action)
+                with playground.phases.trace if is_last else nullcontext():
+                    explanation = playground.do(action)
             except RefusedError as refused:
                 raise invalid(f"action {number} of the history, {action[:40]}, cannot be done: {refused}") from None
         return playground, explanation

@@ -3,10 +3,13 @@ compare with the core: names of `Playground.compare` and of `KVStats`, or `table
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from math import exp
 from typing import Any
+
+from octavo.view.playground.core_lines import LINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class LessonStep:
     """Selected in the grid."""
     lines: tuple[int, ...] = ()
     """Current lines of the lesson's code, from 0."""
+    stops: tuple[str, ...] = ()
+    """Histories that a slider chooses from, one a row of `rows`; `history` is one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Lesson:
     unit: int = 0
     """Bytes of a token in which the counters show the pool; 0: blocks."""
     code: tuple[str, ...] = ()
+    """If it is `core_lines.LINES`, its current lines are those of each action's phases."""
 
     def as_dict(self) -> dict[str, Any]:
         """Without empty fields."""
@@ -132,6 +138,23 @@ def _kernel_steps() -> tuple[LessonStep, ...]:
     )
     return tuple(steps)
 
+
+_LENGTHS = (1000, 700, 500, 300, 200, 100, 50, 20)
+_KERNEL_MS = {1: 229.1, 2: 134.7, 4: 78.5, 8: 57.8, 16: 48.9, 32: 48.3, 64: 48.6, 128: 47.8, 256: 49.4}
+"""By block size: a decode step's attention over sequences of these lengths. docs/view.md says how it was measured."""
+
+
+def _block_size_rows() -> Iterator[tuple[str, ...]]:
+    yield "block", "empty slots", "table entries", "attention, ms"
+    for size, time_ms in _KERNEL_MS.items():
+        num_entries = sum(-(-length // size) for length in _LENGTHS)
+        yield str(size), f"{num_entries * size - sum(_LENGTHS):,}", f"{num_entries:,}", f"{time_ms:.1f}"
+
+
+_BLOCK_SIZES = tuple(f"{4096 // size}x{size}" + "".join(f";new,{n}" for n in _LENGTHS) for size in _KERNEL_MS)
+_MANAGER = "4x4;new,6"
+_COPIED = f"{_MANAGER};append,A,1;fork,A;write,A"
+_FREED = f"{_COPIED};free,B;append,A,1;free,A"
 
 LESSONS = (
     Lesson(
@@ -529,6 +552,96 @@ LESSONS = (
         _kernel_steps(),
         colour="owner",
         code=_KERNEL,
+    ),
+    Lesson(
+        "block-size",
+        "The block size",
+        "Small blocks waste fewer slots. Large blocks need shorter tables and fewer lookups. Eight sequences of 20 to "
+        "1,000 tokens are in 4,096 slots here; the slider sets the block size.",
+        (
+            LessonStep(
+                "Move the slider from 16 to 256, and then to 1.",
+                _BLOCK_SIZES[4],
+                "A sequence wastes less than one block: half a block on average. In blocks of 16 that is 74 slots of "
+                "2,944, in blocks of 256 a quarter of all. Blocks of 1 waste none, but the tables have 2,870 entries.",
+                {"num_used": 184, "paged_waste_slots": 74},
+                rows=(*_block_size_rows(),),
+                stops=_BLOCK_SIZES,
+            ),
+            LessonStep(
+                "The times were measured on one of 2 cores of an AMD EPYC (AVX2), not on this machine: attention of a "
+                "decode step over these sequences, for 30 layers of SmolLM2-135M's shape in float32.",
+                _BLOCK_SIZES[0],
+                "Blocks of 1 take nearly five times as long as blocks of 16: each token is looked up by itself. From "
+                "16 on, the size hardly matters. So 16 wastes little and costs little; another processor or a GPU has "
+                "other times.",
+                {"num_used": 2870, "paged_waste_slots": 0},
+                rows=(*_block_size_rows(),),
+                stops=_BLOCK_SIZES,
+            ),
+        ),
+    ),
+    Lesson(
+        "block-manager",
+        "The block manager",
+        "The code is the core's own, from core/kv_cache_manager.py and core/block_pool.py, without docstrings, "
+        "assertions and events. Lit lines are those that just ran.",
+        (
+            LessonStep(
+                "A prompt of 6 tokens, in blocks of 4.",
+                _MANAGER,
+                "grow finds that 2 blocks are missing. allocate runs twice. No block was ever freed, so it takes the "
+                "untouched ones, 1 and 2.",
+                {"num_used": 2, "tables": {"A": [1, 2]}},
+            ),
+            LessonStep(
+                "One more token.",
+                f"{_MANAGER};append,A,1",
+                "Block 2 has room, so num_new is 0. No line of the pool runs: most tokens cost nothing more.",
+                {"num_used": 2, "num_tokens": {"A": 7}},
+            ),
+            LessonStep(
+                "A is forked.",
+                f"{_MANAGER};append,A,1;fork,A",
+                "share runs once a block. Its whole work is a reference count of 2 instead of 1.",
+                {"num_used": 2, "tables": {"A": [1, 2], "B": [1, 2]}, "num_saved_by_sharing": 2},
+            ),
+            LessonStep(
+                "A writes. Block 2 has 2 references.",
+                _COPIED,
+                "grow sees the references and calls _copy_on_write. It allocates block 3, releases block 2 and notes "
+                "the copy for the device. One reference is left, so release returns early.",
+                {"num_copied": 1, "tables": {"A": [1, 3], "B": [1, 2]}},
+            ),
+            LessonStep(
+                "B ends.",
+                f"{_COPIED};free,B",
+                "Block 2 loses its last reference. It was never full and has no seal, so it goes onto the stack of "
+                "freed blocks. Block 1 is still A's.",
+                {"num_used": 2, "num_free": 2, "num_cached": 0},
+            ),
+            LessonStep(
+                "A grows into a third block.",
+                f"{_COPIED};free,B;append,A,1",
+                "allocate pops block 2: the block that was freed last is used first.",
+                {"num_used": 3, "tables": {"A": [1, 3, 2]}},
+            ),
+            LessonStep(
+                "A ends.",
+                _FREED,
+                "Its last block goes first. Block 2 is freed; blocks 3 and 1 are full and sealed, so release links "
+                "them into the queue of cached blocks.",
+                {"num_used": 0, "num_free": 2, "num_cached": 2},
+            ),
+            LessonStep(
+                "A prompt of 12 tokens needs 3 blocks, and 2 are free.",
+                f"{_FREED};new,12",
+                "allocate pops block 2, takes the untouched block 4, and then evicts block 3, which was cached first.",
+                {"num_evicted": 1, "num_cached": 1, "tables": {"C": [2, 4, 3]}},
+            ),
+        ),
+        colour="references",
+        code=tuple(LINES),
     ),
     Lesson(
         "questions",

@@ -7,6 +7,7 @@ from collections import deque
 import msgspec
 
 from octavo.core import events as ev
+from octavo.view.playground.core_lines import LineTrace
 from octavo.view.playground.pool import RefusedError, count_of
 
 MAX_WORK = 200_000
@@ -15,13 +16,15 @@ MAX_PHASES = 200
 
 
 class Phase(msgspec.Struct, frozen=True, rename={"text": "says"}):
-    """One operation on a block. `from_block_id` is the block that was copied, or that the table pointed to before."""
+    """One operation on a block. `from_block_id` is the block that was copied, or that the table pointed to before.
+    `lines` are places in `core_lines.LINES` that ran since the phase before."""
 
     kind: str
     text: str
     sequence: str | None = None
     block_id: int | None = None
     from_block_id: int | None = None
+    lines: list[int] = []
 
 
 class Phases:
@@ -29,13 +32,14 @@ class Phases:
 
     def __init__(self) -> None:
         self.latest: deque[Phase] = deque(maxlen=MAX_PHASES)
+        self.trace = LineTrace()
         self._work = 0
 
     def add(
         self, kind: str, text: str, sequence: str | None = None, block: int | None = None, source: int | None = None
     ) -> None:
         self.spend(1)
-        self.latest.append(Phase(kind, text, sequence, block, source))
+        self.latest.append(Phase(kind, text, sequence, block, source, self.trace.take()))
 
     def spend(self, amount: int) -> None:
         self._work += amount

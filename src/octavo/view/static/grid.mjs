@@ -34,8 +34,8 @@ export class PoolGrid {
     this.view = { x: 0, y: 0, zoom: 1 }; // top left of the image in CSS pixels; zoom 1 fits
     this.retheme();
     this._listen();
-    new ResizeObserver(() => this._resize()).observe(canvas);
-    matchMedia("(resolution: 1dppx)").addEventListener("change", () => this._resize());
+    new ResizeObserver(() => this.resize()).observe(canvas);
+    matchMedia("(resolution: 1dppx)").addEventListener("change", () => this.resize());
   }
 
   show(pool) {
@@ -43,7 +43,7 @@ export class PoolGrid {
     this.flashes.clear();
     this.view = { x: 0, y: 0, zoom: 1 };
     this.pointed = this.picked = 0;
-    this._resize();
+    this.resize();
   }
 
   colourBy(mode) {
@@ -136,7 +136,7 @@ export class PoolGrid {
 
   // -- geometry ------------------------------------------------------------------------------------------------------
 
-  _resize() {
+  resize() {
     const { canvas, pool } = this;
     const width = canvas.clientWidth;
     const height = parseFloat(getComputedStyle(canvas).maxHeight);
@@ -149,8 +149,8 @@ export class PoolGrid {
     cell = Math.min(width / columns, height / Math.ceil(pool.numBlocks / columns), 64);
     if (pool.numBlocks * cell < width) columns = pool.numBlocks;
     else columns = Math.max(columns, Math.min(pool.numBlocks, Math.floor(width / cell)));
-    this.columns = columns;
     this.rows = Math.ceil(pool.numBlocks / columns);
+    this.columns = columns = Math.ceil(pool.numBlocks / this.rows); // no row with a few blocks only
     this.fitCell = cell;
     canvas.style.height = `${Math.ceil(this.rows * cell)}px`;
     canvas.width = Math.round(width * dpr);

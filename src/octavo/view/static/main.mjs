@@ -13,7 +13,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
-  text($("#theme"), name === "dark" ? "Light" : "Dark");
+  text($("#theme"), name === "dark" ? "Light colours" : "Dark colours");
 }
 
 setTheme(localStorage.getItem(THEME) ?? (dark.matches ? "dark" : "light"));
@@ -36,7 +36,10 @@ $("#skip").onclick = (event) => {
   event.preventDefault();
   $("#grid").focus();
 };
-$("#keys").onclick = () => $("#help").showModal();
+$("#keys").onclick = () => {
+  $("#more").hidePopover(); // the focus is on More then, and returns there
+  $("#help").showModal();
+};
 
 const uses = {};
 let current = null;
@@ -48,7 +51,7 @@ async function route() {
   const requested = { play: "playground", lesson: "playground", live: "live", replay: "replay" }[name];
   const use = requested in uses ? requested : Object.keys(uses).at(-1);
   notice(fragment && use !== requested ? `This page has nothing at #${fragment.slice(0, 60)}.` : "");
-  const argument = name === "lesson" ? fragment : rest.join("=");
+  const argument = use !== requested ? "" : name === "lesson" ? fragment : rest.join("=");
   current?.leave();
   stage.clear();
   current = uses[use];

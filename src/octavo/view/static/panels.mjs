@@ -60,7 +60,7 @@ export function showTables(pool, list, note, title = (sequence) => shorten(seque
         makeChip,
         (chip, entry) => {
           if (entry) fillChip(pool, sequence, chip, ...entry);
-          else text(chip, `… ${count(sequence.blocks.length - MAX_CHIPS, "more")} …`);
+          else text(chip, `… ${format(sequence.blocks.length - MAX_CHIPS)} more …`);
         },
       );
     },
@@ -206,7 +206,8 @@ function ownersOf(pool, block) {
 
 export function showBlock(pool, block, root, { tokens = null, details = null } = {}) {
   if (!block || block > pool.numBlocks) {
-    root.replaceChildren(h("p", { class: "note" }, "Point at a block or select one to see its details."));
+    // Without a block the card is folded; after the first one it keeps its height.
+    if (!$(".empty", root)) root.replaceChildren(h("p", { class: "note" }, "Point at a block or select one."));
     return;
   }
   const owners = pool.ownersOf(block).map((slot) => pool.slots[slot]);
@@ -249,7 +250,7 @@ export function showTree(pool, root) {
   const roots = pool.tree();
   const left = { nodes: MAX_NODES };
   const message = !roots ? "Too many blocks to draw as a tree." : roots.length ? "" : "No sealed block yet.";
-  root.replaceChildren(message ? h("p", { class: "note" }, message) : branch(pool, roots, left));
+  root.replaceChildren(message ? h("p", { class: roots ? "note empty" : "note" }, message) : branch(pool, roots, left));
   if (left.nodes < 0) root.append(h("p", { class: "note" }, `The first ${MAX_NODES} branches.`));
 }
 

@@ -1,7 +1,7 @@
 // The playground: the server's own core executes every action. The history of actions is the session and its link.
 
 import { $, count, h, notice, reducedMotion, renderList, text } from "./dom.mjs";
-import { showChoices, showCode, showRows } from "./lesson.mjs";
+import { showChoices, showCode, showRows, showStops } from "./lesson.mjs";
 import { fetchJson, copyLink } from "./server.mjs";
 
 const FIRST_POOL = "64x16";
@@ -191,7 +191,8 @@ export class Playground {
   // If a block was copied, only the four phases of the copy are shown.
   _showPhases(phases, action) {
     this._stopPhases();
-    const copy = phases.findIndex((phase) => phase.kind === "copy");
+    if (this.isTraced) phases = phases.filter((phase) => phase.lines.length);
+    const copy = this.isTraced ? -1 : phases.findIndex((phase) => phase.kind === "copy");
     const isCopy = copy >= 0;
     const from = isCopy ? Math.max(0, copy - 1) : 0;
     this.phases = action ? phases.slice(from, from + (isCopy ? 4 : MAX_PHASES)) : [];
@@ -213,8 +214,13 @@ export class Playground {
     );
     if (action && numLeft) $("#phases").append(h("span", { class: "more" }, `and ${numLeft} more`));
     text($("#phase-text"), "");
-    if (isCopy && action) this._phase(0);
+    if (this.phases.length && (isCopy || this.isTraced)) this._phase(0, this.isTraced);
     this._mark();
+  }
+
+  // The lesson shows the core's own code; each phase has the lines that ran.
+  get isTraced() {
+    return Boolean(this.lesson?.code && !this.lesson.steps[0].lines);
   }
 
   // Shows phase i, and after a while the next one, unless the user selected it or prefers reduced motion.
@@ -226,6 +232,11 @@ export class Playground {
       else button.removeAttribute("aria-current");
     });
     text($("#phase-text"), phase.says);
+    this.at = i;
+    if (this.isTraced) {
+      showCode($("#source"), this.lesson.code, phase.lines);
+      this._labelButtons();
+    }
     const arrow = phase.kind === "copy" && phase.from_block_id ? [phase.from_block_id, phase.block_id] : null;
     this.stage.grid.mark(new Set([phase.block_id].filter(Boolean)), arrow);
     if (isSelected || reducedMotion.matches) return;
@@ -261,6 +272,7 @@ export class Playground {
   }
 
   _changeStep(by) {
+    if (this.isTraced && this.phases[this.at + by]) return this._phase(this.at + by, true);
     if (this.step + by < this.lesson.steps.length) return this._showStep(this.step + by);
     const next = this.lessons[this.lessons.indexOf(this.lesson) + 1];
     return next ? this.openLesson(next.id) : this._closeLesson();
@@ -270,6 +282,7 @@ export class Playground {
   async _showStep(number, isLink = false) {
     this.step = number;
     const { steps, id, code } = this.lesson;
+    [this.phases, this.at] = [[], 0];
     const step = steps[number];
     const cut = step.history.lastIndexOf(";");
     const act = () => this._post(() => step.history.slice(0, cut), step.history.slice(cut + 1));
@@ -277,13 +290,9 @@ export class Playground {
     text($("#lesson-step"), step.text);
     showChoices($("#lesson-choices"), $("#lesson-look"), step, act);
     showRows($("#lesson-rows"), step.rows);
-    showCode($("#lesson-code"), code, step.lines);
-    const isLast = number + 1 === steps.length;
-    const isEnd = isLast && this.lesson === this.lessons.at(-1);
-    text($("#lesson-next"), isEnd ? "Done" : isLast ? "Next lesson" : "Next step");
-    const back = $("#lesson-back");
-    if (number === 0 && document.activeElement === back) $("#lesson-next").focus(); // a disabled button loses the focus
-    back.disabled = number === 0;
+    showStops($("#slider"), $("#lesson-rows"), step, (stop) => this.go(stop));
+    showCode($("#source"), code, step.lines);
+    this._labelButtons();
     const address = `#lesson=${id}.${number + 1}`;
     if (isLink) history.replaceState(null, "", address);
     else history.pushState(null, "", address);
@@ -293,10 +302,23 @@ export class Playground {
     if (this.lesson?.steps[this.step] === step) this.stage.grid.pick(step.block ?? 0);
   }
 
+  _labelButtons() {
+    const isLast = this.step + 1 === this.lesson.steps.length;
+    const [next, back] = [$("#lesson-next"), $("#lesson-back")];
+    const isMore = this.isTraced && this.at + 1 < this.phases.length;
+    const isEnd = isLast && this.lesson === this.lessons.at(-1);
+    text(next, isMore ? "Next lines" : isEnd ? "Done" : isLast ? "Next lesson" : "Next step");
+    const isFirst = this.step === 0 && !(this.isTraced && this.at);
+    if (isFirst && document.activeElement === back) next.focus(); // a disabled button loses the focus
+    back.disabled = isFirst;
+  }
+
   _hideLesson() {
     this.lesson = null;
+    $("#source").hidden = true;
     $("#lesson-list").hidden = false;
     $("#lesson").hidden = true;
+    this.stage.grid.resize(); // on a phone it has more room now
   }
 
   _closeLesson() {

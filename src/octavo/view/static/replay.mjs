@@ -1,7 +1,7 @@
 // A recording: play it, scrub through it, jump to preemptions.
 
 import { css, mix, readTheme } from "./colours.mjs";
-import { $, h, text } from "./dom.mjs";
+import { $, h, notice, text } from "./dom.mjs";
 import { FrameLost } from "./pool.mjs";
 import { fetchJson, copyLink } from "./server.mjs";
 
@@ -39,7 +39,9 @@ export class Replay {
     $("#trace").href = "replay/trace";
     $("#jump").disabled = !this._preemptions().length;
     this.drawOverview();
-    await this.seek(Number(moment) || 0);
+    const time_s = Number(moment);
+    if (Number.isNaN(time_s)) notice(`“${moment.slice(0, 60)}” is not a moment in seconds.`);
+    await this.seek(time_s || 0);
   }
 
   leave() {

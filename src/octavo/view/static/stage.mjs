@@ -1,6 +1,6 @@
 // One pool and everything that shows it. Playground, live and replay feed it.
 
-import { css, mix } from "./colours.mjs";
+import { css, mix, ownerColour, rgb } from "./colours.mjs";
 import { $, format, h, renderList, text } from "./dom.mjs";
 import { MODES, PoolGrid } from "./grid.mjs";
 import * as panels from "./panels.mjs";
@@ -9,28 +9,12 @@ import { Timeline } from "./timeline.mjs";
 
 const PANELS_MS = 120; // between two updates of the text
 
+// By mode: what is drawn, and what it means.
 const LEGENDS = {
-  state: [
-    ["used", "filled slots are darker"],
-    ["cached", "no references, can be found"],
-    ["free", ""],
-  ],
-  owner: [
-    ["used", "one colour and letter per sequence; shared blocks have several bands"],
-    ["cached", ""],
-    ["free", ""],
-  ],
-  references: [
-    ["few", "1 reference"],
-    ["many", "4 or more"],
-    ["cached", ""],
-    ["free", ""],
-  ],
-  age: [
-    ["many", "just changed"],
-    ["few", "changed long ago"],
-    ["free", ""],
-  ],
+  state: { used: "used", partly: "partly filled", cached: "cached: no references, can be found", free: "free" },
+  owner: { owner: "one sequence's", shared: "shared by two", cached: "cached", free: "free" },
+  references: { few: "1 reference", many: "4 or more", cached: "cached", free: "free" },
+  age: { many: "just changed", few: "changed long ago", free: "free" },
 };
 
 export class Stage {
@@ -209,26 +193,32 @@ export class Stage {
     $(`#modes input[value=${mode}]`).checked = true;
     this.grid.colourBy(mode);
     const key = ([kind]) => `${mode} ${kind}`;
-    renderList($("#legend"), LEGENDS[mode], key, ([kind, description]) => {
-      const sample = h("canvas", { width: 28, height: 28, "aria-hidden": "true" });
-      const name = { few: "", many: "" }[kind] ?? kind;
-      return h("li", {}, sample, [name, description].filter(Boolean).join(": "));
-    });
+    renderList($("#legend"), Object.entries(LEGENDS[mode]), key, ([, meaning]) =>
+      h("li", {}, h("canvas", { width: 28, height: 28, "aria-hidden": "true" }), meaning),
+    );
     this._drawLegend();
   }
 
+  // As the grid draws such blocks.
   _drawLegend() {
-    const { grid } = this;
-    LEGENDS[grid.mode].forEach(([kind], i) => {
+    const { theme, ramp, hatch, mode } = this.grid;
+    Object.keys(LEGENDS[mode]).forEach((kind, i) => {
       const c = $("#legend").children[i].firstChild.getContext("2d");
+      const owners = { owner: [0], shared: [0, 1] }[kind]?.map((slot) => rgb(ownerColour(slot)));
+      const tones = owners ?? [{ few: ramp[1], many: ramp[7], free: theme.line }[kind] ?? theme.accent];
+      const isPale = owners || kind === "used" || kind === "partly";
       c.clearRect(0, 0, 28, 28);
       c.lineWidth = 2;
-      const tone = { few: grid.ramp[1], many: grid.ramp[7] }[kind] ?? grid.theme.accent;
-      c.fillStyle = kind === "cached" ? grid.hatch : css(mix(tone, grid.theme.surface, kind === "used" ? 0.62 : 1));
-      c.strokeStyle = kind === "free" ? css(grid.theme.line) : css(tone);
       c.beginPath();
       c.roundRect(2, 2, 24, 24, 4);
-      if (kind !== "free") c.fill();
+      c.save();
+      c.clip();
+      tones.forEach((tone, j) => {
+        c.fillStyle = kind === "cached" ? hatch : css(mix(tone, theme.surface, isPale ? 0.62 : 1));
+        if (kind !== "free") c.fillRect(0, 14 * j, kind === "partly" ? 14 : 28, 28);
+      });
+      c.restore();
+      c.strokeStyle = css(tones[0]);
       c.stroke();
     });
   }
