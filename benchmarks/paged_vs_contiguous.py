@@ -12,7 +12,8 @@ sequences grow together, so their blocks alternate in the pool. The columns:
     reference  the loop of `kernels.reference`, relative to the same loop over contiguous K and V; on a CPU only
 
 Times are medians of --rounds. Every round runs everything once, in random order, so that other programs disturb all
-alike. Ratios are medians of each round's ratio; milliseconds stand beside them. On a GPU, a step is one CUDA graph, timed by events.
+alike. Ratios are medians of each round's ratio; milliseconds stand beside them. On a GPU, a step is one CUDA graph,
+timed by events.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ SHORT: dict[str, dict[str, str]] = {
 OTHER = {
     "bench serve": "bench serve --port PORT",
     "http://localhost:8000": "http://127.0.0.1:PORT",
-    "reproduce all": "reproduce fig2",  # all take a minute at their shortest
+    "reproduce --all": "reproduce fig2",  # all take a minute at their shortest
     "reproduce fig2 fig12": "reproduce fig2 fig18",  # another line has fig12
     "tcp://127.0.0.1:": "ipc://",  # a port may be another program's
 }

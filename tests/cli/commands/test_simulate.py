@@ -157,6 +157,12 @@ def test_reproduce(capsys: Output, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "fig2.json").read_text()) == result
 
 
+@pytest.mark.parametrize("figure", ["fig2", "fig13", "fig15", "fig18"])
+def test_a_trace_too_short_to_measure_is_an_error(figure: str, capsys: Output, tmp_path: Path) -> None:
+    assert run(["reproduce", figure, "--time", "0.0001", "--output", str(tmp_path)]) == 2
+    assert "pass a larger --time" in capsys.readouterr().err
+
+
 def test_reproduced_figures_are_the_same_bytes(capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs, on one process and on two."""
     monkeypatch.setattr("octavo.simulate.experiments.ALL", ("fig2", "fig15", "fig19"))

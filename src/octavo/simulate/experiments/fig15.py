@@ -69,5 +69,5 @@ def saving(paper: Paper, name: str, width: int, beams: bool) -> float:
     tokens = SyntheticBeams(seed=paper.seed) if beams else None
     config = config_for(OURS, OPT_13B, era_cost(OPT_13B), swap=True)
     records = simulate(config, arrivals, until_s=end_s, token_source=tokens)
-    ratios = [(s.num_used + s.num_saved) / s.num_used for s in within(records, begin_s, end_s) if s.num_used]
+    ratios = [(s.num_used + s.num_saved) / s.num_used for s in within(records, begin_s, end_s)]
     return 1 - len(ratios) / sum(ratios)

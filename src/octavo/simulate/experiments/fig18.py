@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from octavo.simulate import traces
 from octavo.simulate.experiments.paper import (
     OPT_13B,
@@ -11,6 +13,7 @@ from octavo.simulate.experiments.paper import (
     config_for,
     era_cost,
     poisson_trace,
+    within,
 )
 from octavo.simulate.plot import Chart, Line
 from octavo.simulate.report import normalized_latency
@@ -59,5 +62,5 @@ def _run(paper: Paper, name: str, size: int) -> tuple[float, float]:
 
 def unfilled(records: Records) -> float:
     """Mean over time of the unfilled share of the slots in used blocks."""
-    ratios = [s.split.internal / (s.split.tokens + s.split.internal) for s in records.samples if s.num_used]
+    ratios = [s.split.internal / (s.split.tokens + s.split.internal) for s in within(records, 0.0, math.inf)]
     return sum(ratios) / len(ratios)

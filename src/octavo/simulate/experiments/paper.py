@@ -16,7 +16,7 @@ import numpy as np
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
-from octavo.errors import naming_file
+from octavo.errors import ParameterError, naming_file
 from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
 from octavo.simulate.cost import CostModel, LinearCost
@@ -351,4 +351,10 @@ def knee(latency: Callable[[float], float], low: float, high: float, *, steps: i
 
 
 def within(records: Records, begin_s: float, end_s: float) -> list[PoolSample]:
-    return [s for s in records.samples if begin_s <= s.time_s <= end_s]
+    """The samples of these seconds in which blocks are in use. ParameterError if there is none."""
+    samples = [s for s in records.samples if begin_s <= s.time_s <= end_s and s.num_used]
+    if not samples:
+        raise ParameterError(
+            f"nothing runs between seconds {begin_s:g} and {end_s:g}; pass a larger --time", param="time"
+        )
+    return samples
