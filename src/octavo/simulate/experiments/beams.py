@@ -13,8 +13,8 @@ from typing import Any
 from octavo.core.plan import RowSetup
 from octavo.simulate.executor import OUTPUT_TOKEN
 
-OPEN_SHARE = 0.1
-"""Share of positions at which the next token is open."""
+OPEN_SHARE = 0.02
+"""Share of positions at which the next token is open: six beams then save what the paper's did, on both its traces."""
 GAP_NATS = 1.0
 """At an open position, mean gap of log-probability from 0 to the best candidate and between successive candidates."""
 NUM_LISTS, MAX_CANDIDATES = 4096, 64

@@ -42,7 +42,7 @@ def run(paper: Paper) -> Figure:
         ),
         notes=[
             "beams: no model is there to rank candidates. How often the next token is open is one number, chosen so "
-            "that beams on Alpaca save what the paper's did; ShareGPT's follow from it",
+            "that six beams save what the paper's did, on both traces; fewer beams follow from it",
             "of ShareGPT the paper gives the ends of the range; they stand at 2 and 6",
             "Alpaca's lengths are synthetic: lognormal, with the means that the paper gives",
         ],

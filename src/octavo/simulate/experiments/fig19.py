@@ -23,6 +23,9 @@ from octavo.simulate.simulation import simulate
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_TOKENS = 256
+SLOW_LINK = 18e9
+CROSSING = (16, 64)
+"""Blocks at which the paper's two ways take about as long."""
 RATE, SECONDS = 2.01, 600.0
 APART, WHOLE = "swap, K and V of each layer apart", "swap, a block in one piece"
 COPIES = {APART: 2 * OPT_13B.model.num_layers, WHOLE: 1}
@@ -53,6 +56,10 @@ def run(paper: Paper) -> Figure:
         micro["recompute"].append(max(weights_s, cost.new_s * NUM_TOKENS))
         for name, count in COPIES.items():
             micro[name].append(2 * NUM_TOKENS / size * move_s(OPT_13B, size, count))
+    for link in (LINK, SLOW_LINK):
+        figure.add(
+            "both", f"as fast at blocks of, {link / 1e9:.0f} GB/s", _crossing(micro["recompute"][0], link), CROSSING
+        )
     seconds = iter(paper.each(_latency, [(name, size) for name in micro for size in SIZES]))
     latencies = {name: [next(seconds) for _ in SIZES] for name in micro}
     for name, values in micro.items():
@@ -68,6 +75,12 @@ def run(paper: Paper) -> Figure:
         lines = [Line(name, SIZES, [value * scale for value in values]) for name, values in found.items()]
         figure.charts.append(Chart(title, "tokens a block", label, lines=lines, log_x=True))
     return figure
+
+
+def _crossing(recompute_s: float, link: float) -> float:
+    """Tokens a block at which copying K and V of each layer apart takes as long as recomputing."""
+    moved_s = 2 * NUM_TOKENS * OPT_13B.model.kv_cache(1).bytes_per_block / link
+    return 2 * NUM_TOKENS * COPIES[APART] * COPY_S / (recompute_s - moved_s)
 
 
 def _latency(paper: Paper, name: str, size: int) -> float:
