@@ -123,6 +123,8 @@ clean: ## remove .venv and what the tools left behind
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are older than pyproject.toml after a change to it, and only then is anything installed again.
+# pip is quiet for minutes, so the first line says what it does.
+INSTALLING := installing Octavo and torch into $(VENV); the first time takes minutes
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -130,9 +132,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): pyproject.toml | $(BIN)/python
+	@echo '$(INSTALLING)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) '$(TORCH)' -e .
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
+	@echo '$(INSTALLING)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) '$(TORCH)' -e '.[dev]'
 	@touch $(RUNTIME) $@

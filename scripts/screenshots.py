@@ -81,7 +81,7 @@ def main() -> None:
             for user in users:
                 user.start()
                 time.sleep(0.05)
-            take(browser, "live", f"{url}#live", colours="owner", wait_s=6)
+            take(browser, "live", f"{url}#live", colours="owner", wait_s=30)
         trace, frames = Path(folder) / "busy.jsonl", str(Path(folder) / "busy.frames")
         lengths = [(100 + 37 * i % 500, 80 + 53 * i % 300) for i in range(60)]
         rows = [{"timestamp": 100 * i, "input_length": m, "output_length": n} for i, (m, n) in enumerate(lengths)]

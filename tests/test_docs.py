@@ -253,6 +253,15 @@ def test_the_performance_page_names_the_processors() -> None:
     assert "Intel Xeon" in text and "AMD EPYC" in text and "no AMX" in text
 
 
+def test_the_readme_names_every_architecture() -> None:
+    from octavo.models.registry import FAMILIES
+
+    row = next(cells for cells in rows("README.md") if cells[0] == "Architectures")
+    named = set(re.sub(r"[ -]", "", row[1].partition(";")[0]).lower().split(","))
+    classes = [name for family in FAMILIES for name in family.architectures]
+    assert named == {re.sub("For(Causal|Conditional).*|LMHead.*", "", name).lower() for name in classes}
+
+
 def test_claims_about_gpu_kernels_match_their_tables() -> None:
     text = tables = (DOCS / "gpu-kernels.md").read_text()
     decode = _ratios(tables.split("## Decoding")[1].split("## Shared")[0], columns=(3, 6, 9, 12))

@@ -52,6 +52,7 @@ EXCUSED: dict[str, str] = {}
 """Part of a command -> why it cannot run here."""
 FAILS = {
     "octavo doctor ./llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-model-len 20337;"),
+    "octavo doctor llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-model-len 20337;"),
     "octavo serve smollm2-135m-instruct -tp 2": (2, "tensor_parallel_size is 2: one device computes the whole model"),
 }
 """Command that fails, as its page says -> its exit status, and a part of its message."""

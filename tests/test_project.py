@@ -112,6 +112,14 @@ def test_makefile_and_project_require_the_same_torch() -> None:
     assert f"TORCH    ?= {wanted}\n" in (ROOT / "Makefile").read_text()
 
 
+@pytest.mark.parametrize("target", ["demo", "quick"])
+def test_make_says_what_it_does_before_pip_is_quiet_for_minutes(target: str, tmp_path: Path) -> None:
+    command = ["make", "-n", target, f"VENV={tmp_path / 'venv'}"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    pip = next(i for i, line in enumerate(lines) if "pip install" in line)
+    assert lines[pip - 1].startswith("echo 'installing Octavo") and "minutes" in lines[pip - 1]
+
+
 MAX_FILES = 14
 ONE_FILE_EACH = {
     "cli/commands": "one file per command",

@@ -505,6 +505,15 @@ def test_grid_has_its_height_again_after_a_lesson_on_a_phone(browser: Any, playg
         assert low <= 150 < high == shown.page.locator("#grid").bounding_box()["height"]
 
 
+def test_empty_room_is_below_the_requests_and_not_on_a_phone(browser: Any, recording: str) -> None:
+    """Lists keep their heights so that nothing moves; that of swapped requests is mostly empty."""
+    with window(browser, f"{recording}#replay=1.5", size=SIZES[-1]) as shown:
+        shown.settle()
+        tops = [shown.page.locator(f"#{name}").bounding_box()["y"] for name in ("running", "waiting", "swapped")]
+        assert tops == sorted(tops)
+        assert shown.page.locator("#facts").bounding_box()["height"] < 80
+
+
 @pytest.mark.parametrize("num_blocks", [12, 13, 25, 64, 100])
 @pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
 def test_rows_of_the_grid_are_even(browser: Any, playground: str, num_blocks: int, size: tuple[int, int]) -> None:

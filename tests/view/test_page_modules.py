@@ -160,6 +160,12 @@ def test_log_has_a_text_for_every_event() -> None:
     assert not [line for line in lines if "undefined" in line or "NaN" in line]
 
 
+def test_a_wait_without_numbers_is_a_phrase() -> None:
+    waits = [None, {"reason": "rows"}, {"reason": "rows", "needs": 1, "free": 0}]
+    script = 'const { waitText } = await load("panels"); output(input.map(waitText));'
+    assert run_page(script, waits) == ["", "waits: rows", "needs 1 row: 0 left"]
+
+
 def test_speed_change_keeps_fetched_frames() -> None:
     """At 100 times the speed, minutes are fetched ahead. Slower playing continues with them."""
     script = f"""{RECORDING}

@@ -18,7 +18,7 @@ from octavo.checkpoint.keys import KeyTable
 from octavo.checkpoint.resolve import read_json
 from octavo.errors import CheckpointError, UnsupportedModelError, cut
 
-REMEDY = "set skip_tokenizer_init=True to use token ids only"
+REMEDY = "set skip_tokenizer_init=True in Python to use token ids only"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FORCED_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 

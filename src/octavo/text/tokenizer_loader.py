@@ -106,8 +106,8 @@ def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
         backend = _wrap_errors(str(folder), lambda: _read_vocabulary(folder, settings, model_type))
     else:
         raise CheckpointError(
-            f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
-            f"AutoTokenizer.from_pretrained(d).save_pretrained(d), or {REMEDY}"
+            f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; copy them from the model that it "
+            f"was made from, or {REMEDY}"
         )
     # config.json's ids give none: Transformers' templates do not see them
     special_tokens = {name: content_of(token) for name, token in named_tokens(settings).items()}

@@ -36,7 +36,7 @@ def test_table_lists_models_and_whether_they_are_cached(call: Call, fetched: lis
     assert line.split()[1:4] == ["98", "MB", "no"]
     assert str(tmp_path / "models") in done.out
     assert "other names of smollm2-135m-instruct: smollm2, smollm2-135m\n" in done.out
-    assert "llama-3.1-8b" in done.out
+    assert "sizes without weights, for doctor, simulate, plan and view: " in done.out and "llama-3.1-8b" in done.out
     assert call("doctor", "llama-3.1-8b").out.startswith("llama-3.1-8b: LlamaForCausalLM, 8.03 B parameters")
 
 

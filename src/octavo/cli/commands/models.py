@@ -35,7 +35,7 @@ def list_models(context: typer.Context) -> None:
     Console().print(table)
     for row in catalog.list_models():
         print(f"\nother names of {row.name}: {', '.join(row.aliases)}")
-    print(f"sizes without weights, for simulate, plan and view: {', '.join(MODELS)}")
+    print(f"sizes without weights, for doctor, simulate, plan and view: {', '.join(MODELS)}")
     print(f"stored in {catalog.models_dir()}; set OCTAVO_CACHE to change it")
 
 

@@ -95,7 +95,7 @@ const WAIT_TEXTS = {
 
 // A wait reason as text. The numbers are unknown if the reason was given before the first viewer came.
 export const waitText = (waits) =>
-  !waits ? "" : waits.needs == null ? waits.reason : (WAIT_TEXTS[waits.reason]?.(waits) ?? waits.reason);
+  !waits ? "" : waits.needs == null ? `waits: ${waits.reason}` : (WAIT_TEXTS[waits.reason]?.(waits) ?? waits.reason);
 
 export function showQueues(pool, root) {
   for (const status of ["running", "swapped", "waiting"]) {
