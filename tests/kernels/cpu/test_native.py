@@ -15,6 +15,7 @@ from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.metadata import RaggedBatch
+from tests.kernels.cpu.backends import MARCHES, use_backend
 from tests.kernels.pool import make_case, naive_attention, relative_error, settings_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -26,11 +27,12 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def library() -> native.Library:
+@pytest.fixture(params=["native", *MARCHES])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> native.Library:
+    """Compiled for this processor, and for older ones with other registers."""
+    use_backend(request.param, monkeypatch)
     library = native.library()
-    if library is None:
-        pytest.skip("no C++ compiler")
+    assert library is not None
     return library
 
 

@@ -18,7 +18,14 @@
 
 namespace {
 
-constexpr int LANES = 16;
+// The lanes of a register: compilers keep wider vectors in memory.
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -81,7 +88,10 @@ inline Floats broadcast(float x) { return x - Floats{}; }  // `x + Floats{}` wou
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// Add the two halves of each run of 2 * N lanes: sums of a in the lower half of the run, of b in the upper half.
+// `fold_N` adds the two halves of each run of 2 * N lanes: sums of a in the lower half of the run, of b in the upper half.
+// `sums_of` folds LANES vectors to one with the sum of each in a lane: with 16 lanes, v[0] and v[8] share a vector first,
+// then v[4] and v[12], ...
+#if LANES == 16
 inline Floats fold_8(Floats a, Floats b) {
     return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -102,18 +112,42 @@ inline Floats fold_1(Floats a, Floats b) {
            SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-// The sums of 16 vectors, one in each lane, in 15 folds: v[0] and v[8] share a vector first, then v[4] and v[12], ...
 inline Floats sums_of(const Floats *v) {
     Floats eight[8], four[4];
     for (int i = 0; i < 8; i++) eight[i] = fold_8(v[i], v[i + 8]);
     for (int i = 0; i < 4; i++) four[i] = fold_4(eight[i], eight[i + 4]);
     return fold_1(fold_2(four[0], four[2]), fold_2(four[1], four[3]));
 }
+#elif LANES == 8
+inline Floats fold_4(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+inline Floats fold_2(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+
+inline Floats fold_1(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+}
+
+inline Floats sums_of(const Floats *v) {
+    Floats four[4];
+    for (int i = 0; i < 4; i++) four[i] = fold_4(v[i], v[i + 4]);
+    return fold_1(fold_2(four[0], four[2]), fold_2(four[1], four[3]));
+}
+#else
+inline Floats fold_2(Floats a, Floats b) { return SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7); }
+
+inline Floats fold_1(Floats a, Floats b) { return SHUFFLE(a, b, 0, 4, 2, 6) + SHUFFLE(a, b, 1, 5, 3, 7); }
+
+inline Floats sums_of(const Floats *v) { return fold_1(fold_2(v[0], v[2]), fold_2(v[1], v[3])); }
+#endif
 
 inline float sum(Floats v) {
-    Floats folded = fold_8(v, v);
-    folded = fold_4(folded, folded), folded = fold_2(folded, folded), folded = fold_1(folded, folded);
-    return folded[0];
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
 }
 
 // e^x for x <= 0, with a relative error of 2e-7: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor
