@@ -25,7 +25,7 @@ BUDGETS: dict[str, int] = {
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "runner": 2645,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
     "serve": 4815,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 3110,  # cost models, traces, planner, the paper's experiments
+    "simulate": 3114,  # cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
     "view": 3540,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
     "view (JavaScript)": 2140,  # the page, without a framework

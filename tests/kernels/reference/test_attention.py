@@ -107,7 +107,7 @@ def test_chunked_prefill_equals_whole_prefill(ops: ModuleType) -> None:
 
 @BOTH
 def test_batched_decode_equals_single_decode(ops: ModuleType) -> None:
-    """SEEDS B3.12. Contexts of 1 to 300 tokens, so that the CPU makes several groups, some of them padded."""
+    """Contexts of 1 to 300 tokens, so that the CPU makes several groups, some of them padded."""
     seq_lens = [300, 1, 33, 290, 64, 63, 17, 280, 5]
     together = make_case([1] * len(seq_lens), seq_lens, block_size=16, head_dim=64, num_kv_heads=3)
     out = attend(ops, together)[0]

@@ -76,7 +76,7 @@ def test_padding_writes_to_the_null_block(ops: ModuleType) -> None:
 
 
 def test_slot_mapping_follows_the_block_table() -> None:
-    """S5.07: block_id = table[position // block_size], offset = position % block_size."""
+    """block_id = table[position // block_size], offset = position % block_size."""
     batch = RaggedBatch.from_lists([3, 1], [6, 5], [[7, 1], [3, 9]], 4)
     assert batch.positions.tolist() == [3, 4, 5, 4]
     assert batch.slot_mapping.tolist() == [7 * 4 + 3, 1 * 4 + 0, 1 * 4 + 1, 9 * 4 + 0]

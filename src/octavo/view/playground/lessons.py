@@ -140,7 +140,7 @@ def _kernel_steps() -> tuple[LessonStep, ...]:
 
 
 _LENGTHS = (1000, 700, 500, 300, 200, 100, 50, 20)
-_KERNEL_MS = {1: 229.1, 2: 134.7, 4: 78.5, 8: 57.8, 16: 48.9, 32: 48.3, 64: 48.6, 128: 47.8, 256: 49.4}
+_KERNEL_MS = {1: 112.0, 2: 58.0, 4: 34.4, 8: 26.8, 16: 24.1, 32: 24.4, 64: 24.0, 128: 24.0, 256: 23.6}
 """By block size: a decode step's attention over sequences of these lengths. docs/view.md says how it was measured."""
 
 
@@ -572,7 +572,7 @@ LESSONS = (
                 "The times were measured on one of 2 cores of an AMD EPYC (AVX2), not on this machine: attention of a "
                 "decode step over these sequences, for 30 layers of SmolLM2-135M's shape in float32.",
                 _BLOCK_SIZES[0],
-                "Blocks of 1 take nearly five times as long as blocks of 16: each token is looked up by itself. From "
+                "Blocks of 1 take over four times as long as blocks of 16: each token is looked up by itself. From "
                 "16 on, the size hardly matters. So 16 wastes little and costs little; another processor or a GPU has "
                 "other times.",
                 {"num_used": 2870, "paged_waste_slots": 0},
