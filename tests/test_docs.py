@@ -242,6 +242,11 @@ def rows(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def test_the_attention_chart_shows_the_tables() -> None:
+    chart = load("attention_chart")
+    assert chart.CHART.read_text() == chart.picture(), "run python scripts/attention_chart.py"
+
+
 def test_the_speed_chart_shows_the_tables() -> None:
     chart = load("speed_chart")
     assert chart.CHART.read_text() == chart.draw(), "run python scripts/speed_chart.py"

@@ -56,7 +56,7 @@ def reproduce(
     if lengths is not None and not lengths.exists():
         raise ParameterError(f"no file {str(lengths)!r} of lengths", param="lengths")
     check_folder(output)
-    with worker_pool(jobs or len(os.sched_getaffinity(0))) as pool:
+    with worker_pool(jobs or os.cpu_count() or 1) as pool:
         for name in names:
             write_figure(name, Paper(lengths, time, seed, pool=pool), output, as_json)
 

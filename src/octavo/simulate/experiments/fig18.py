@@ -25,7 +25,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SLOWDOWN = {1: 4.6, 2: 2.4, 4: 1.4, 8: 1.1}
 """Time of the slow kernel over blocks of some sizes, relative to blocks of 16: Octavo's CPU kernel as measured in
 docs/view.md."""
-KERNELS = ("", ", a slow kernel")
+KERNELS = ("", ", slow kernel")
 WORKLOADS = {"ShareGPT": (1.75, 1800.0), "Alpaca-like": (30.1, 600.0)}
 
 
