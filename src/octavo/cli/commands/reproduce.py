@@ -84,13 +84,13 @@ def write_figure(name: str, paper: Paper, output: Path, as_json: bool) -> None:
 @contextmanager
 def worker_pool(num_processes: int) -> Iterator[Executor | None]:
     """Processes for the simulations; None for one, which is this process. An interrupt drops what has not begun."""
-    import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
 
     if num_processes == 1:
         yield None
         return
-    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(num_processes, get_context("spawn"))
     try:
         yield pool
     finally:
