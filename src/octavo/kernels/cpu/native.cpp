@@ -145,9 +145,14 @@ inline Floats sums_of(const Floats *v) { return fold_1(fold_2(v[0], v[2]), fold_
 #endif
 
 inline float sum(Floats v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
+#if LANES == 16
+    v = fold_8(v, v);
+#endif
+#if LANES >= 8
+    v = fold_4(v, v);
+#endif
+    v = fold_2(v, v);
+    return fold_1(v, v)[0];
 }
 
 // e^x for x <= 0, with a relative error of 2e-7: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor
@@ -475,13 +480,17 @@ template <class W, int TILE, int INPUTS> void embed(const Embed &a) {
 
 // reference.rms_norm: rounds before a weight of x's dtype is applied, not before a float32 weight.
 template <class T, class W> inline void rms_norm_row(const float *x, const W *weight, float eps, long size, T *out) {
-    Floats squares = {};
-    long whole = size / LANES * LANES;
-    for (long i = 0; i < whole; i += LANES) {
-        Floats v = load<Floats>(x + i);
-        squares += v * v;
-    }
-    float total = sum(squares);
+    constexpr int COLUMNS = 16, NUM = COLUMNS / LANES;  // the same sums, whatever the width of a register
+    Floats squares[NUM] = {};
+    long whole = size / COLUMNS * COLUMNS;
+    for (long i = 0; i < whole; i += COLUMNS)
+        for (int n = 0; n < NUM; n++) {
+            Floats v = load<Floats>(x + i + n * LANES);
+            squares[n] += v * v;
+        }
+    for (int half = NUM / 2; half; half /= 2)
+        for (int n = 0; n < half; n++) squares[n] += squares[n + half];
+    float total = sum(squares[0]);
     for (long i = whole; i < size; i++) total += x[i] * x[i];
     float scale = 1.0f / std::sqrt(total / size + eps);
     for (long i = 0; i < size; i++) {
