@@ -73,6 +73,16 @@ template <class V, class T> inline V load(const T *from) {
 template <class T> constexpr int WIDTH = 4 * LANES / sizeof(T);
 template <class T> constexpr int PARTS = WIDTH<T> / LANES;
 
+// Sums over a row have this many columns whatever the registers: with 8, their roundings would weigh twice as much.
+constexpr int COLUMNS = 16, SUMS = COLUMNS / LANES;
+template <class T> constexpr int STEP = WIDTH<T> < COLUMNS ? COLUMNS : WIDTH<T>;  // numbers that fill all columns
+
+inline Floats fold_columns(Floats *sums) {
+    for (int half = SUMS / 2; half; half /= 2)
+        for (int n = 0; n < half; n++) sums[n] += sums[n + half];
+    return sums[0];
+}
+
 inline void spread(const float *from, Floats *to) { to[0] = load<Floats>(from); }
 
 inline void spread(const bfloat16 *from, Floats *to) {
@@ -480,17 +490,14 @@ template <class W, int TILE, int INPUTS> void embed(const Embed &a) {
 
 // reference.rms_norm: rounds before a weight of x's dtype is applied, not before a float32 weight.
 template <class T, class W> inline void rms_norm_row(const float *x, const W *weight, float eps, long size, T *out) {
-    constexpr int COLUMNS = 16, NUM = COLUMNS / LANES;  // the same sums, whatever the width of a register
-    Floats squares[NUM] = {};
+    Floats squares[SUMS] = {};
     long whole = size / COLUMNS * COLUMNS;
     for (long i = 0; i < whole; i += COLUMNS)
-        for (int n = 0; n < NUM; n++) {
+        for (int n = 0; n < SUMS; n++) {
             Floats v = load<Floats>(x + i + n * LANES);
             squares[n] += v * v;
         }
-    for (int half = NUM / 2; half; half /= 2)
-        for (int n = 0; n < half; n++) squares[n] += squares[n + half];
-    float total = sum(squares[0]);
+    float total = sum(fold_columns(squares));
     for (long i = whole; i < size; i++) total += x[i] * x[i];
     float scale = 1.0f / std::sqrt(total / size + eps);
     for (long i = 0; i < size; i++) {
@@ -639,15 +646,17 @@ template <int HEADS, bool WHOLE, class T>
 void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long n, long size) {
     Floats products[HEADS][CHUNK] = {};
     for (long j = 0; j < n; j++) {
-        Floats sums[HEADS] = {};
-        for (long i = 0; i < size; i += WIDTH<T>) {
-            Floats key[PARTS<T>];
-            spread_row<WHOLE>(keys + j * size, i, size, key);
-            for (int h = 0; h < HEADS; h++)
-                for (int p = 0; p < PARTS<T>; p++)
-                    sums[h] += key[p] * load<Floats>(heads.query[first + h] + i + p * LANES);
-        }
-        for (int h = 0; h < HEADS; h++) products[h][j] = sums[h];
+        Floats sums[HEADS][SUMS] = {};
+        for (long i = 0; i < size; i += STEP<T>)
+            for (long at = i; at < (WHOLE ? i + STEP<T> : std::min(i + STEP<T>, size)); at += WIDTH<T>) {
+                Floats key[PARTS<T>];
+                spread_row<WHOLE>(keys + j * size, at, size, key);
+                for (int h = 0; h < HEADS; h++)
+                    for (int p = 0; p < PARTS<T>; p++)
+                        sums[h][((at - i) / LANES + p) % SUMS] +=
+                            key[p] * load<Floats>(heads.query[first + h] + at + p * LANES);
+            }
+        for (int h = 0; h < HEADS; h++) products[h][j] = fold_columns(sums[h]);
     }
     alignas(64) float weights[HEADS][CHUNK];
     for (int h = 0; h < HEADS; h++) {
@@ -705,7 +714,7 @@ void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, lo
         memset(heads.weighted[g], 0, sizeof heads.weighted[g]);
         heads.highest[g] = -INFINITY, heads.total[g] = 0;
     }
-    auto attend = a.head_dim % WIDTH<T> ? attend_chunk_of<false, T> : attend_chunk_of<true, T>;
+    auto attend = a.head_dim % STEP<T> ? attend_chunk_of<false, T> : attend_chunk_of<true, T>;
     auto keys_at = [&](long key) {
         long block = a.tables[seq * a.table_width + key / a.block_size];
         return kv_layer + block * a.block_stride + head * row_size + key % a.block_size * a.head_dim;
