@@ -60,6 +60,7 @@ class KVEventsConfig(ValidatedParams):
     hwm                     batches queued for a subscriber that does not read; further ones are dropped for it
     max_queue_size          events that may wait to be published; on overflow subscribers receive "all blocks cleared"
     topic                   topic of the messages
+    data_parallel_rank      number of the engine, which its messages have
     """
 
     TITLE: ClassVar[str] = "kv_events_config"
@@ -72,9 +73,11 @@ class KVEventsConfig(ValidatedParams):
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
+    data_parallel_rank: int = 0
 
     def __post_init__(self) -> None:
         self._check_bool("enable_kv_cache_events")
+        self._check_integer("data_parallel_rank", 0, 1 << 20)
         self._check_choice("publisher", ("zmq", "null"))
         for name in ("endpoint", "replay_endpoint", "topic"):
             value = getattr(self, name)

@@ -114,9 +114,8 @@ def unthreaded(cache: KVCacheManager, **options: Any) -> Iterator[KVEventPublish
 
 
 def deliver(events: KVEventPublisher, router: Router) -> None:
-    kv_events: list[KVCacheEvent] = events._translator.translate(list(events._core_events))
+    kv_events: list[KVCacheEvent] = events._translator.translate(events._queue.take())
     router.take(msgspec.msgpack.decode(msgspec.msgpack.encode(kv_events)))
-    events._core_events.clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,7 +283,7 @@ def test_queue_overflow_drops_blocks_but_publishes_nothing_false() -> None:
         deliver(events, router)
         for prompts in (PROMPTS[:1], PROMPTS, [[n] * 5 for n in range(10, 20)]):
             complete(*prompts)
-            assert len(events._core_events) <= 3
+            assert len(events._queue._events) <= 3
             deliver(events, router)
             assert set(router.blocks) <= set(contents.blocks())
     assert router.seen["AllBlocksCleared"] >= 2

@@ -140,5 +140,5 @@ async def test_a_server_with_an_engine_has_no_playground() -> None:
     async def query(question: str, argument: str) -> Any:
         return None
 
-    paths = [path for _, path, _ in View(hub=Hub(query), playground=False).routes()]
+    paths = [path for _, path, _ in View(hubs=[Hub(query)], playground=False).routes()]
     assert not [path for path in paths if "play" in path]

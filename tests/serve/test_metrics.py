@@ -194,7 +194,7 @@ async def test_tokens_per_step_are_recorded(model: str) -> None:
     metrics, prompt = Metrics("m", 128), [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
     params = SamplingParams(max_tokens=5)
     async with oracle_client(model) as client:
-        client.transport.on_step = metrics.iteration_tokens.observe
+        client.transport.listen(metrics.iteration_tokens.observe)
         await last_of(client, prompt, params)
         got = values_of(metrics.render(await client.stats(), client.health()).decode())
         name = "vllm:iteration_tokens_total"

@@ -17,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import threading
 import time
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
@@ -150,14 +152,69 @@ def block_digest(tokens: array[int], parent: bytes | None, salt: bytes) -> bytes
     return next(block_hashes(tokens, len(tokens), salt=salt, parent=parent))
 
 
+class CoreEventQueue:
+    """The cache events of an engine, until they are taken. `put` runs on the engine thread, `take` on any one.
+
+    max_size   of the queue; on overflow it is emptied, and begins with None again
+    on_step    called after each step that left events
+    """
+
+    def __init__(
+        self, cache: KVCacheManager, max_size: int = sys.maxsize, on_step: Callable[[], object] = lambda: None
+    ) -> None:
+        self._pool = cache.pool
+        self._max_size, self._on_step = max_size, on_step
+        self._events: deque[CoreEvent] = deque([(None, b"")])
+        self.close = cache.events.subscribe(self.put, blocks=True)
+
+    def put(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Sealed):
+            salt = b""
+            if not event.parent_id and (key := self._pool.key_of(event.block_id)) is not None:
+                salt = key[0] if isinstance(key[0], bytes) else b""
+            self._append((event, salt))
+        elif isinstance(event, ev.Evicted):
+            self._append((event, b""))
+        elif isinstance(event, ev.Step) and self._events:
+            self._on_step()
+
+    def _append(self, core_event: CoreEvent) -> None:
+        if len(self._events) >= self._max_size:  # lost events must not leave stale blocks
+            self._events.clear()
+            self._events.append((None, b""))
+        self._events.append(core_event)
+
+    def take(self) -> list[CoreEvent]:
+        core_events = []
+        with contextlib.suppress(IndexError):
+            while True:
+                core_events.append(self._events.popleft())
+        return core_events
+
+
+class CacheFeed:
+    """What an engine's cache stores and removes, for a router in its client's process. Token ids are left out."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._queue = CoreEventQueue(cache)
+        self._translator = KVEventTranslator(cache.block_size)
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+        core_events = self._queue.take()
+        events = self._translator.translate(core_events) if core_events else []
+        for event in events:
+            if isinstance(event, BlockStored):
+                event.token_ids = []
+        return events
+
+
 class KVEventPublisher:
     """Publishes the events of a KV cache until `close`. Raises `ParameterError` for an address that cannot be used."""
 
     def __init__(self, cache: KVCacheManager, config: KVEventsConfig) -> None:
-        self._pool = cache.pool
         self._config = config
         self._translator = KVEventTranslator(cache.block_size)
-        self._core_events: deque[CoreEvent] = deque([(None, b"")])
         self._wake = threading.Event()
         self._closing = False
         self._context = zmq.Context()
@@ -172,14 +229,14 @@ class KVEventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._unsubscribe = cache.events.subscribe(self._on_event, blocks=True)
+        self._queue = CoreEventQueue(cache, config.max_queue_size, self._wake.set)
         self._thread = threading.Thread(target=self._run, name="octavo-kv-events", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Publish the remaining events and release the addresses. A second call does nothing."""
         if not self._closing:
-            self._unsubscribe()
+            self._queue.close()
             self._closing = True
             self._wake.set()
             self._thread.join()
@@ -199,25 +256,6 @@ class KVEventPublisher:
             raise ParameterError(text, param="kv_events_config") from None
         return socket
 
-    # -- on the engine thread ------------------------------------------------------------------------------------------
-
-    def _on_event(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Sealed):
-            salt = b""
-            if not event.parent_id and (key := self._pool.key_of(event.block_id)) is not None:
-                salt = key[0] if isinstance(key[0], bytes) else b""
-            self._append((event, salt))
-        elif isinstance(event, ev.Evicted):
-            self._append((event, b""))
-        elif isinstance(event, ev.Step) and self._core_events:
-            self._wake.set()
-
-    def _append(self, core_event: CoreEvent) -> None:
-        if len(self._core_events) >= self._config.max_queue_size:  # lost events must not leave stale blocks
-            self._core_events.clear()
-            self._core_events.append((None, b""))
-        self._core_events.append(core_event)
-
     # -- on the publisher thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -232,14 +270,11 @@ class KVEventPublisher:
             self._context.destroy(linger=1000)
 
     def _publish_events(self) -> None:
-        core_events = []
-        with contextlib.suppress(IndexError):
-            while True:
-                core_events.append(self._core_events.popleft())
+        core_events = self._queue.take()
         events = self._translator.translate(core_events) if core_events else []
         if events:
             sequence = next(self._sequence).to_bytes(8, "big")
-            payload = self._encoder.encode(KVEventBatch(time.time(), events))
+            payload = self._encoder.encode(KVEventBatch(time.time(), events, self._config.data_parallel_rank))
             self._recent.append((sequence, payload))
             self._publish.send_multipart((self._topic, sequence, payload))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
@@ -21,6 +21,7 @@ from octavo.engine.stats import Health, StatsSnapshot
 from octavo.frontend.input_processor import InputProcessor, Messages, Prompt
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
+from octavo.router.router import Router
 from octavo.text.tokenizer import Tokenizer
 
 R = TypeVar("R")
@@ -38,7 +39,15 @@ class Transport(Protocol):
 
     is_running      False after a shutdown or the engine's final failure
     max_model_len   maximum tokens of prompt and output together; 0 before the engine is ready for the first time
+    engines         the engines behind it, each of which answers queries for itself
+    router          chooses among several engines; None: there is one
     """
+
+    @property
+    def engines(self) -> Sequence[Transport]: ...
+
+    @property
+    def router(self) -> Router | None: ...
 
     @property
     def is_running(self) -> bool: ...

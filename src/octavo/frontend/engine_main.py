@@ -18,10 +18,11 @@ import msgspec
 
 from octavo import log_setup as logs
 from octavo.engine.process.heartbeat import HeartbeatSender
-from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline
+from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline, Placement
 from octavo.engine.process.server import EngineServer
 from octavo.engine.text_processor import TextProcessor
 from octavo.frontend.sigint import ignore_signals
+from octavo.runner.memory.budget import limit_free_memory
 from octavo.view.live.queries import ServedQuery
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def main(fd: int, build: Build = build) -> int:
     launch = msgspec.msgpack.decode(data, type=Launch)
     if launch.logs is not None:
         logs.set_up(launch.logs)
+    if launch.placement is not None:
+        _take_place(launch.placement)
     directory = os.path.dirname(launch.endpoint.removeprefix("ipc://"))
 
     def orphaned() -> None:
@@ -70,7 +73,8 @@ def main(fd: int, build: Build = build) -> int:
     try:
         _die_with_parent()  # only now: a parent that dies earlier leaves the directory to `orphaned`
         engine, text, summary = build(launch.options, heartbeats.enter)
-        EngineServer(engine, channel, heartbeats, text, summary, ServedQuery).serve()
+        reports_cache = launch.placement is not None and launch.placement.reports_cache
+        EngineServer(engine, channel, heartbeats, text, summary, ServedQuery, reports_cache=reports_cache).serve()
     except Exception as error:
         logging.getLogger("octavo").debug("the engine process ends", exc_info=True)
         channel.send(EngineFailed(type(error).__name__, str(error) or type(error).__name__))
@@ -78,6 +82,19 @@ def main(fd: int, build: Build = build) -> int:
         return 1
     channel.close(linger_s=1.0)
     return 0
+
+
+def _take_place(placement: Placement) -> None:
+    """Keep to this engine's part of the machine. Call it before torch is imported, which counts the processors."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, placement.cpus)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = None if gpus is None else gpus.split(",")
+    if visible is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(placement.gpu)
+    elif visible != [""]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[placement.gpu : placement.gpu + 1])
+    limit_free_memory(placement.host_bytes)
 
 
 def _die_with_parent() -> None:

@@ -29,13 +29,14 @@ from octavo.engine.request_update import RequestUpdate
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import ClientRequest
-from octavo.frontend.engine_client import EngineClient
+from octavo.frontend.engine_client import EngineClient, Transport
 from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.request_stream import RequestStream
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 
 R = TypeVar("R")
+T = TypeVar("T", bound=Transport)
 logger = logging.getLogger("octavo.client")
 
 DEATHS_TO_TRIAL = 3
@@ -43,7 +44,7 @@ DEATHS_TO_TRIAL = 3
 suspect fails when an engine dies that had no other request."""
 
 
-class _RequestHandle(RequestStream):
+class RequestHandle(RequestStream):
     """A request, in an engine process or between two.
 
     num_deaths   deaths of engines with this request since its last new token
@@ -88,21 +89,29 @@ def process_client(
     Raises the errors of a model or option without which no engine can start (see `LLM`).
     """
     args = EngineArgs(model=str(model), **options)
+    return make_client(args, ProcessTransport(args, command, timeouts))
+
+
+def make_client(args: EngineArgs, transport: T) -> EngineClient[T]:
+    """A client over a transport, with the model's tokenizer and default parameters."""
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
     template = None if args.chat_template is None else chat_template.load(args.chat_template)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     default_params = sampling_defaults(args.generation_config, checkpoint).params
-    return EngineClient(ProcessTransport(args, command, timeouts), InputProcessor(tokenizer), default_params)
+    return EngineClient(transport, InputProcessor(tokenizer), default_params)
 
 
 class ProcessTransport:
-    """An engine process and the requests that it runs. All methods are for one event loop.
+    """An engine process and the requests that it runs. All methods are for one event loop."""
 
-    on_step   called with the number of tokens of each step that gave a request new tokens
-    """
+    router = None
 
     def __init__(
-        self, args: EngineArgs, command: Sequence[str] = ENGINE_COMMAND, timeouts: EngineTimeouts | None = None
+        self,
+        args: EngineArgs,
+        command: Sequence[str] = ENGINE_COMMAND,
+        timeouts: EngineTimeouts | None = None,
+        placement: ipc.Placement | None = None,
     ) -> None:
         self.supervisor = Supervisor(
             asdict(args),
@@ -112,22 +121,23 @@ class ProcessTransport:
             on_failed=self._on_failed,
             command=command,
             timeouts=timeouts,
+            placement=placement,
         )
         self._seeds = random.Random(args.seed)
         self._rpc_numbers = itertools.count()
-        self.handles: dict[str, _RequestHandle] = {}  # unfinished requests by id, oldest first
+        self.handles: dict[str, RequestHandle] = {}  # unfinished requests by id, oldest first
         self._num_early = 0  # requests without a handle: they wait for the first engine
         self._ended_here: set[str] = set()  # ids without a handle whose last update the engine has not sent yet
         self.pins: dict[str, EngineRequest] = {}  # by request id; a restarted engine computes them again, as requests
         self.rpc_futures: dict[int, asyncio.Future[ipc.RpcReply]] = {}
         self._outbox: list[msgspec.Raw] = []
-        self.suspects: FailureBisection[_RequestHandle] = FailureBisection()  # several engines died with them
+        self.suspects: FailureBisection[RequestHandle] = FailureBisection()  # several engines died with them
         self.up = asyncio.Event()  # an engine runs, or has failed for good
         self._error: OctavoError | None = None
         self._info: ipc.Ready | None = None
         self.last_stats = StatsSnapshot(EngineStats(), None)
         self.past_stats = EngineStats()  # of engines that have died
-        self.on_step: Callable[[int], object] = lambda count: None
+        self._listener: Callable[[int], object] = lambda count: None
 
     async def start(self) -> None:
         """Start the engine and wait until it accepts requests. Raises the root cause if it does not start."""
@@ -139,7 +149,7 @@ class ProcessTransport:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: EngineRequest) -> _RequestHandle:
+    async def submit(self, request: EngineRequest) -> RequestHandle:
         """As `Transport.submit`. Requests wait while the engine starts or restarts."""
         self._num_early += 1
         try:
@@ -161,8 +171,8 @@ class ProcessTransport:
             self._send_request(handle)
         return handle
 
-    def _new_handle(self, request: EngineRequest, info: ipc.Ready) -> _RequestHandle:
-        return _RequestHandle(ClientRequest(request, eos_token_ids=info.eos_token_ids))
+    def _new_handle(self, request: EngineRequest, info: ipc.Ready) -> RequestHandle:
+        return RequestHandle(ClientRequest(request, eos_token_ids=info.eos_token_ids))
 
     async def abort(self, request_id: str) -> bool:
         handle = self.handles.get(request_id)
@@ -176,25 +186,25 @@ class ProcessTransport:
             self._finish(handle, "abort")
         return True
 
-    def close_stream(self, handle: _RequestHandle) -> None:
+    def close_stream(self, handle: RequestHandle) -> None:
         if self.handles.get(handle.request.request_id) is handle:
             self._remove(handle, abort=True)
             self._on_progress(handle)
 
-    def _finish(self, handle: _RequestHandle, reason: str, error: str = "") -> None:
+    def _finish(self, handle: RequestHandle, reason: str, error: str = "") -> None:
         """Finish a request on this side with its tokens so far."""
         self._remove(handle)
         handle.request.finish(reason, error)
         handle.notify()
         self._on_progress(handle)
 
-    def _fail(self, handle: _RequestHandle, error: OctavoError) -> None:
+    def _fail(self, handle: RequestHandle, error: OctavoError) -> None:
         """Fail one request; the engine aborts it."""
         self._remove(handle, abort=True)
         handle.fail(error)
         self._on_progress(handle)
 
-    def _remove(self, handle: _RequestHandle, *, abort: bool = False) -> None:
+    def _remove(self, handle: RequestHandle, *, abort: bool = False) -> None:
         name = handle.request.request_id
         del self.handles[name]
         if handle.sent:
@@ -217,6 +227,14 @@ class ProcessTransport:
         return await self.query(Unpin(request_id)) or 0
 
     # -- state, and shutdown -------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> Sequence[ProcessTransport]:
+        return (self,)
+
+    def listen(self, on_step: Callable[[int], object]) -> None:
+        """Call `on_step` with the number of tokens of each step that gives a request new tokens."""
+        self._listener = on_step
 
     @property
     def is_running(self) -> bool:
@@ -329,7 +347,7 @@ class ProcessTransport:
             handle.notify()
             self._on_progress(handle)
         if num_tokens:
-            self.on_step(num_tokens)
+            self._listener(num_tokens)
         for reply in step.replies:
             future = self.rpc_futures.get(reply.number)
             if future is not None and not future.done():
@@ -387,7 +405,7 @@ class ProcessTransport:
             if not handle.sent:
                 self._send_request(handle)
 
-    def _on_progress(self, handle: _RequestHandle) -> None:
+    def _on_progress(self, handle: RequestHandle) -> None:
         """A request got a token or ended: it is no suspect any more. A failed pin is removed."""
         name = handle.request.request_id
         if (why := handle.failure) and self.pins.pop(name, None) is not None:
@@ -396,7 +414,7 @@ class ProcessTransport:
         if self.suspects and self.suspects.clear([handle]):
             self._send_unsent()
 
-    def _send_request(self, handle: _RequestHandle) -> None:
+    def _send_request(self, handle: RequestHandle) -> None:
         if not self.supervisor.is_up or handle.request.request_id in self._ended_here:
             return
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,6 +39,8 @@ class ThreadTransport:
     text   compiles grammars
     """
 
+    router = None
+
     def __init__(self, engine: Engine, text: TextProcessor) -> None:
         self.engine = EngineThread(engine)
         self.max_model_len = engine.limits.max_model_len
@@ -45,6 +48,10 @@ class ThreadTransport:
         self._text = text
         self.streams: dict[str, RequestStream] = {}  # of unfinished requests, by id
         self._lock = threading.RLock()  # guards `streams`
+
+    @property
+    def engines(self) -> Sequence[ThreadTransport]:
+        return (self,)
 
     @property
     def is_running(self) -> bool:

@@ -9,10 +9,10 @@ decode steps in between. Replicas within `NEAR` of the best count as equal, and 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from octavo.core.types import block_hashes, block_key
 from octavo.router.prefix_index import PrefixIndex, members
@@ -91,12 +91,16 @@ class _Routed:
 
 @dataclass(slots=True)
 class RouterStats:
-    """Counters since the start. A hit is a prompt token that the chosen replica was known to cache."""
+    """Counters since the start. A hit is a prompt token that the chosen replica was known to cache.
+
+    num_requests   by replica and reason
+    num_moved      requests that left a dead engine
+    """
 
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
     num_moved: int = 0
-    num_by_why: dict[str, int] = field(default_factory=dict)
+    num_requests: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
 class Router:
@@ -118,6 +122,25 @@ class Router:
         self._loads: dict[int, _Load] = {}
         self._routed: dict[str, _Routed] = {}
         self._last = -1  # the replica of the last request
+
+    def seconds_a_token(self, replica: int) -> float:
+        """Time to first token for each token that it waits for: as measured; the mean of the other replicas before the
+        first measurement, and 1 s before any."""
+        load = self.load(replica)
+        if load.tokens:
+            return load.seconds / load.tokens
+        measured = [other for other in self._loads.values() if other.tokens]
+        return sum(other.seconds / other.tokens for other in measured) / len(measured) if measured else 1.0
+
+    def describe(self, replica: int) -> dict[str, Any]:
+        load = self.load(replica)
+        return {
+            "replica": replica,
+            "num_requests": load.num_requests,
+            "num_queued_tokens": load.num_queued_tokens,
+            "num_cached_blocks": self.index.num_cached(replica),
+            "ms_per_token": 1000 * self.seconds_a_token(replica) if load.tokens else None,
+        }
 
     def load(self, replica: int) -> _Load:
         return self._loads.setdefault(replica, _Load())
@@ -149,7 +172,7 @@ class Router:
         load.num_queued_tokens += num_uncached
         self.stats.num_prompt_tokens += num_tokens
         self.stats.num_hit_tokens += chosen.num_hit_tokens
-        self.stats.num_by_why[why] = self.stats.num_by_why.get(why, 0) + 1
+        self.stats.num_requests[chosen.replica, why] += 1
         self.decisions.append(decision)
         return decision
 
@@ -185,16 +208,9 @@ class Router:
             load = self.load(replica)
             num_hit_tokens = hits[replica] * self.block_size
             num_ahead = max(MIN_TOKENS, load.num_queued_tokens + num_tokens - num_hit_tokens)
-            predicted_s = num_ahead * self._seconds_a_token(load)
+            predicted_s = num_ahead * self.seconds_a_token(replica)
             options.append(Option(replica, num_hit_tokens, load.num_queued_tokens, predicted_s, load.num_requests))
         return options
-
-    def _seconds_a_token(self, load: _Load) -> float:
-        """As measured; the mean of the other replicas before the first measurement, and 1 s before any."""
-        if load.tokens:
-            return load.seconds / load.tokens
-        measured = [other for other in self._loads.values() if other.tokens]
-        return sum(other.seconds / other.tokens for other in measured) / len(measured) if measured else 1.0
 
     def _choose(self, options: list[Option]) -> tuple[Option, str]:
         if len(options) == 1:

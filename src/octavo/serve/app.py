@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -14,14 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
+from octavo.engine.query import DescribeKV
 from octavo.errors import UsageError
 from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
+from octavo.frontend.engine_client import Transport
 from octavo.serve.debug_rate_limit import CoalescedQuery, EngineQueries
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.body import Bodies
 from octavo.serve.http.context import EventStream, HttpResponse, RequestContext, json_response
 from octavo.serve.http.endpoint import ActiveRequest, Endpoint, Handler
 from octavo.serve.http.middleware import OPEN_PATHS, ApiKeys, AuthMiddleware
+from octavo.serve.metrics import EngineState
 from octavo.serve.openai import schema
 from octavo.serve.openai.errors import ApiError, bad_request, not_found, redact_paths, to_api_error
 from octavo.serve.openai.request import ParsedRequest, check_tools, parse_messages, parse_tools
@@ -35,7 +39,7 @@ from octavo.serve.openai.schema import (
     TokenizeRequest,
 )
 from octavo.serve.service import Prompts, Service, TokenizedPrompt
-from octavo.serve.view_routes import EVENTS, View
+from octavo.serve.view_routes import EVENTS, View, replica_number
 from octavo.view.live.hub import Hub
 
 logger = logging.getLogger("octavo.serve")
@@ -68,7 +72,8 @@ class App:
         self.service = service
         self.active_requests: set[ActiveRequest] = set()
         self.bodies = Bodies()
-        self._queries, self._kv_query = EngineQueries(), CoalescedQuery(service.backend.debug_kv)
+        engines = service.backend.transport.engines
+        self._queries, self._kv_queries = EngineQueries(), [CoalescedQuery(debug_kv_of(engine)) for engine in engines]
         settings = service.settings
         app = Starlette(exception_handlers={HTTPException: on_http_exception})
         app.router.redirect_slashes = False
@@ -89,6 +94,7 @@ class App:
         self._add(app, "GET", "/metrics", self.metrics)
         self._add(app, "GET", "/debug/requests/{id}", self.debug_request)
         self._add(app, "GET", "/debug/kv", self.debug_kv)
+        self._add(app, "GET", "/debug/router", self.debug_router)
         for method, path, handler in self._view(service).routes():
             self._add(app, method, path, handler, streams=path == EVENTS)
         self._add(app, "POST", "/view/play", self.no_playground)
@@ -112,8 +118,8 @@ class App:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        hub = Hub(service.backend.query)
-        return View(service.model_names[0], hub=hub, text_of=text_of, queries=self._queries, playground=False)
+        hubs = [Hub(engine.query) for engine in service.backend.transport.engines]
+        return View(service.model_names[0], hubs=hubs, text_of=text_of, queries=self._queries, playground=False)
 
     def _add(self, app: Starlette, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
         def body_limit() -> int:
@@ -337,7 +343,8 @@ class App:
 
     async def metrics(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        text = service.metrics.render(await service.backend.stats(), service.backend.health())
+        engines = enumerate(service.backend.transport.engines)
+        text = service.metrics.render([EngineState(i, await e.stats(), e.health()) for i, e in engines])
         return HttpResponse(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def debug_request(self, context: RequestContext) -> HttpResponse:
@@ -352,7 +359,20 @@ class App:
         raise not_found("no running or recent request has this id", "id")
 
     async def debug_kv(self, context: RequestContext) -> HttpResponse:
-        return json_response(context.tenant.redact_kv(await self._kv_query.get()))
+        kv_query = self._kv_queries[replica_number(context, len(self._kv_queries))]
+        return json_response(context.tenant.redact_kv(await kv_query.get()))
+
+    async def debug_router(self, context: RequestContext) -> HttpResponse:
+        """What the router knows of each replica, and why the latest requests went where they did."""
+        transport = self.service.backend.transport
+        if (router := transport.router) is None:
+            raise not_found("the server has one engine and no router; start it with --data-parallel-size")
+        replicas = [
+            router.describe(i) | {"state": engine.health().state, "num_restarts": engine.health().num_restarts}
+            for i, engine in enumerate(transport.engines)
+        ]
+        decisions = [asdict(d) for d in reversed(router.decisions) if context.tenant.sees(d.request_id)]
+        return json_response({"policy": router.policy, "replicas": replicas, "decisions": decisions})
 
     async def no_playground(self, context: RequestContext) -> HttpResponse:
         """404: a playground's history costs work and memory that the caller determines."""
@@ -372,6 +392,13 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         api_error = not_found("no such path; see /openapi.json")
     request.scope["state"]["context"].status = api_error.status
     return Response(api_error.body(), api_error.status, api_error.headers())
+
+
+def debug_kv_of(engine: Transport) -> Callable[[], Awaitable[dict[str, Any]]]:
+    async def debug_kv() -> dict[str, Any]:
+        return (await engine.query(DescribeKV())).as_dict()
+
+    return debug_kv
 
 
 def openapi_document() -> dict[str, Any]:
@@ -409,7 +436,8 @@ def openapi_document() -> dict[str, Any]:
             "/version": {"get": route("Server version")},
             "/load": {"get": route("Number of requests in progress")},
             "/metrics": {"get": route("Prometheus metrics")},
-            "/debug/kv": {"get": route("State of the KV cache's block pool")},
+            "/debug/kv": {"get": route("State of the KV cache's block pool; of replica=N, if there are several")},
+            "/debug/router": {"get": route("What the router knows of each replica, and its latest decisions")},
             "/debug/requests/{id}": {"get": route("State and timeline of a request", path_param="id")},
         },
         "components": {"schemas": schema.component_schemas()},

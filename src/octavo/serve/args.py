@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from octavo.errors import ParameterError
 from octavo.params.validation import ValidatedParams
 from octavo.params.vllm_arguments import Owner
+from octavo.router.router import ROUTER_POLICIES, RouterPolicy
 from octavo.serve.http.allowed_hosts import is_host, is_loopback
 from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_PER_ROW, TOKENS_PER_CACHE, RequestLimits
 
@@ -62,6 +63,10 @@ class ServeArgs(ValidatedParams):
     default_chat_template_kwargs  chat template variables as JSON, unless a request sets them
     tool_call_parser             format of the model's tool calls; auto: detected from its chat template
     reasoning_parser             format of the model's reasoning; auto: detected from its chat template
+    data_parallel_size           engines with a copy of the model each, behind this server; each gets its share of the
+                                 processors and the memory, or a GPU
+    dp_router                    the engine of a request: affinity, the one with the least predicted time to the first
+                                 token, by what each has cached; least-loaded; or round-robin
     pin_prefix                   files with prompt prefixes to compute at the start and keep: messages in a .json file,
                                  else text
     max_json_whitespace          characters of white space between two JSON tokens of constrained output, unless the
@@ -111,6 +116,8 @@ class ServeArgs(ValidatedParams):
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     tool_call_parser: ToolFormat = "auto"
     reasoning_parser: ReasoningFormat = "auto"
+    data_parallel_size: int = 1
+    dp_router: RouterPolicy = "affinity"
     pin_prefix: Sequence[str] = ()
     max_json_whitespace: int = 12
     shutdown_timeout: float = 30.0
@@ -131,6 +138,8 @@ class ServeArgs(ValidatedParams):
             self._check_integer(name, 1, 1 << 50, optional=True)
         self._check_integer("max_body_bytes", 1, 1 << 40, optional=True)
         self._check_integer("max_json_whitespace", -1, 1000)
+        self._check_integer("data_parallel_size", 1, 1024)
+        self._check_choice("dp_router", ROUTER_POLICIES)
         for name in ("queue_timeout", "shutdown_timeout", "sse_keep_alive_interval"):
             self._check_number(name, 0.0, 1e6)
         self._check_bool("insecure", "strict_openai", "trust_request_chat_template", "metrics_public", "view_text")

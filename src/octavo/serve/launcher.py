@@ -18,10 +18,12 @@ from typing import Any, Literal
 
 from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
-from octavo.engine.query import DumpRecording, RecordingDump
+from octavo.engine.query import DumpRecording, GetKVStats, RecordingDump
 from octavo.errors import OctavoError, ParameterError
+from octavo.frontend.engine_client import EngineClient, Transport
 from octavo.frontend.input_processor import Messages, Prompt
-from octavo.frontend.process_transport import ProcessClient, process_client
+from octavo.frontend.process_transport import ProcessTransport, process_client
+from octavo.frontend.replicas import Replicas, replicas_client
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs, check_key
 from octavo.serve.http.gc_tuning import defer_full_gc
@@ -120,17 +122,22 @@ async def serve(
     startup_server = contextlib.AsyncExitStack()
     try:
         await startup_server.enter_async_context(StartupServer(settings).on(sock))
-        backend = process_client(**{f.name: getattr(args, f.name) for f in fields(args)})
+        backend: EngineClient[ProcessTransport] | EngineClient[Replicas]
+        if settings.data_parallel_size > 1:
+            backend = replicas_client(args, settings.data_parallel_size, settings.dp_router)
+        else:
+            backend = process_client(**{f.name: getattr(args, f.name) for f in fields(args)})
         timer.record("tokenizer")
         try:
             await backend.start()
             timer.record("engine process")
             kv = await backend.kv_stats()
-            limits = engine_limits(args, backend.transport.summary, kv.num_blocks * kv.block_size)
+            limits = engine_limits(args, backend.transport.summary, kv, settings.data_parallel_size)
             service = Service(backend, settings, args.model, limits, tracing)
             _log_capacity(kv, backend.max_model_len, service.limits.device)
-            backend.transport.on_step = service.metrics.iteration_tokens.observe
-            service.metrics.set_cache_config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
+            backend.transport.listen(service.metrics.iteration_tokens.observe)
+            caches = [await engine.query(GetKVStats()) for engine in backend.transport.engines]
+            service.metrics.set_cache_config(caches)
             app = App(service, api_keys)
             for name, prefix in prefixes.items():
                 for tenant in api_keys.users:
@@ -161,13 +168,13 @@ async def serve(
     logger.info("the server has stopped")
 
 
-def _dump_recorder_on_signal(backend: ProcessClient) -> None:
-    """SIGUSR1 writes the flight recorder to a file; requests continue."""
+def _dump_recorder_on_signal(backend: EngineClient[Any]) -> None:
+    """SIGUSR1 writes the flight recorder of each engine to a file; requests continue."""
     tasks: set[asyncio.Task[None]] = set()
 
-    async def dump() -> None:
+    async def dump(engine: Transport) -> None:
         try:
-            result = await backend.query(DumpRecording("asked"))
+            result = await engine.query(DumpRecording("asked"))
         except OctavoError as error:
             result = RecordingDump(error=str(error))
         if "path" in result:
@@ -176,22 +183,28 @@ def _dump_recorder_on_signal(backend: ProcessClient) -> None:
             logger.error("%s", result["error"])
 
     def start_dump() -> None:
-        task = asyncio.create_task(dump())
-        tasks.add(task)  # the loop keeps only weak references
-        task.add_done_callback(tasks.discard)
+        for engine in backend.transport.engines:
+            task = asyncio.create_task(dump(engine))
+            tasks.add(task)  # the loop keeps only weak references
+            task.add_done_callback(tasks.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, start_dump)
 
 
-def engine_limits(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: int) -> EngineLimits:
-    """The engine's limits, with its options resolved for its device."""
+def engine_limits(args: EngineArgs, summary: Mapping[str, Any], kv: KVStats, num_engines: int = 1) -> EngineLimits:
+    """The limits of all engines together, with their options resolved for their device.
+
+    kv   of all engines; a request finds room in the cache of one
+    """
     device = str(summary.get("device", "cpu"))
+    max_num_seqs = args.resolved(device).max_num_seqs
+    assert max_num_seqs
     return EngineLimits(
-        max_num_seqs=args.resolved(device).max_num_seqs,
+        max_num_seqs=num_engines * max_num_seqs,
         max_logprobs=args.max_logprobs,
         priority_scheduling=args.scheduling_policy == "priority",
         device="CPU" if device == "cpu" else "GPU",
-        num_kv_tokens=num_kv_tokens,
+        num_kv_tokens=kv.num_blocks * kv.block_size // num_engines,
     )
 
 

@@ -5,21 +5,23 @@ Requests are measured in the server process. The engine's counters are read at e
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import Health, StatsSnapshot
 from octavo.integers import cdiv
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
+from octavo.router.router import Router
 from octavo.serve.openai.response import api_finish_reason
 
 logger = logging.getLogger("octavo.serve")
@@ -48,13 +50,13 @@ def token_buckets(max_tokens: int) -> list[int]:
 
 
 class Metrics:
-    """The metrics of one server. The label `engine` is "0", as for a single engine of vLLM."""
+    """The metrics of one server. Metrics of requests have the engine "0"; others have a series for each engine."""
 
     def __init__(self, model: str, max_model_len: int) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
-        self._engine = _EngineCollector(self._labels)
+        self._engine = _EngineCollector(model)
         self.registry.register(self._engine)
         tokens = token_buckets(max_model_len)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that started.")
@@ -121,14 +123,18 @@ class Metrics:
     def count_finish(self, reason: str) -> None:
         self.success.labels(**self._labels, finished_reason=reason).inc()
 
-    def set_cache_config(self, values: Mapping[str, Any]) -> None:
-        """Exports the KV cache's configuration as labels of a gauge with value 1."""
-        texts = {name: str(value) for name, value in values.items()}
-        info = Gauge("vllm:cache_config_info", "KV cache configuration.", ("engine", *texts), registry=self.registry)
-        info.labels(engine="0", **texts).set(1)
+    def set_cache_config(self, caches: Sequence[KVStats]) -> None:
+        """Exports the configuration of each engine's KV cache as labels of a gauge with value 1."""
+        names = ("engine", "block_size", "num_gpu_blocks")
+        info = Gauge("vllm:cache_config_info", "KV cache configuration.", names, registry=self.registry)
+        for i, kv in enumerate(caches):
+            info.labels(str(i), str(kv.block_size), str(kv.num_blocks)).set(1)
 
-    def render(self, stats: StatsSnapshot, health: Health) -> bytes:
-        self._engine.stats, self._engine.health = stats, health
+    def add_router(self, router: Router, num_engines: int) -> None:
+        self.registry.register(_RouterCollector(router, num_engines))
+
+    def render(self, engines: Sequence[EngineState]) -> bytes:
+        self._engine.engines = engines
         return generate_latest(self.registry)
 
     def record_prompt(self, num_tokens: int, num_cached: int) -> None:
@@ -250,70 +256,154 @@ class PromptTracker:
         return finished
 
 
-class _EngineCollector:
-    """Exports the engine's counters, as of the last scrape."""
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """An engine at a scrape. `number` is its label."""
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self.stats: StatsSnapshot | None = None
-        self.health = Health("starting", 0.0)
-        self._labels = labels
+    number: int
+    stats: StatsSnapshot
+    health: Health
+
+
+class _EngineCollector:
+    """Exports the counters of each engine, as of the last scrape."""
+
+    def __init__(self, model: str) -> None:
+        self.engines: Sequence[EngineState] = ()
+        self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
-
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, text, labels=names)
-            family.add_metric(values, value)
-            return family
-
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, text, labels=names)
-            family.add_metric(values, value)
-            return family
-
-        yield gauge("octavo:up", "1 if the engine runs, else 0.", float(self.health.state == "running"))
-        yield counter("octavo:engine_restarts", "Restarts of the engine.", self.health.num_restarts)
-        if (stats := self.stats) is None:
+        if not self.engines:
             return
-        engine, kv = stats.engine, stats.kv
-        yield gauge("vllm:num_requests_running", "Running requests.", stats.num_running)
-        num_waiting = stats.num_waiting + stats.num_swapped
-        yield gauge("vllm:num_requests_waiting", "Waiting requests.", num_waiting)
-        num_deferred = stats.num_deferred
-        reasons = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", labels=[*names, "reason"]
-        )
-        reasons.add_metric([*values, "capacity"], num_waiting - num_deferred)
-        reasons.add_metric([*values, "deferred"], num_deferred)
-        yield reasons
-        yield gauge("vllm:num_requests_swapped", "Requests swapped out to host memory.", stats.num_swapped)
-        yield counter("vllm:num_preemptions", "Preemptions.", engine.num_preemptions)
-        yield counter("octavo:steps", "Engine steps.", engine.num_steps)
-        yield counter("octavo:failed_steps", "Failed engine steps.", engine.num_failed_steps)
-        yield counter("octavo:swap_preemptions", "Preemptions by swapping.", engine.num_swap_preemptions)
-        text = "Swapped blocks that were recomputed after a wrong checksum."
-        yield counter("octavo:corrupt_blocks", text, engine.num_corrupt_blocks)
-        yield counter("octavo:computed_tokens", "Computed tokens.", engine.num_tokens_computed)
-        waits = CounterMetricFamily("octavo:waits", "Waits of requests, by reason.", labels=[*names, "reason"])
-        for reason, count in sorted((dict.fromkeys(WAIT_REASONS, 0) | stats.wait_counts).items()):
-            waits.add_metric([*values, reason.replace(" ", "_")], count)
+        yield self._gauge("octavo:up", "1 if the engine runs, else 0.", lambda e: float(e.health.state == "running"))
+        yield self._counter("octavo:engine_restarts", "Restarts of the engine.", lambda e: e.health.num_restarts)
+        yield from self._queues()
+        for name, text, value in COUNTERS:
+            yield self._counter(name, text, functools.partial(_of_engine, value))
+        waits = CounterMetricFamily("octavo:waits", "Waits of requests, by reason.", labels=[*LABELS, "reason"])
+        for engine in self.engines:
+            for reason, count in sorted((dict.fromkeys(WAIT_REASONS, 0) | engine.stats.wait_counts).items()):
+                waits.add_metric([*self._labels(engine), reason.replace(" ", "_")], count)
         yield waits
-        if kv is None:
+        yield from self._caches()
+
+    def _queues(self) -> Iterator[Metric]:
+        yield self._gauge("vllm:num_requests_running", "Running requests.", lambda e: e.stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Waiting requests.", _num_waiting)
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", labels=[*LABELS, "reason"]
+        )
+        for engine in self.engines:
+            num_deferred = engine.stats.num_deferred
+            reasons.add_metric([*self._labels(engine), "capacity"], _num_waiting(engine) - num_deferred)
+            reasons.add_metric([*self._labels(engine), "deferred"], num_deferred)
+        yield reasons
+        text = "Requests swapped out to host memory."
+        yield self._gauge("vllm:num_requests_swapped", text, lambda e: e.stats.num_swapped)
+
+    def _caches(self) -> Iterator[Metric]:
+        if not any(engine.stats.kv for engine in self.engines):
             return
-        yield gauge("vllm:kv_cache_usage_perc", "Fraction of blocks in use.", kv.num_used / max(1, kv.num_blocks))
-        yield counter("vllm:prefix_cache_queries", "Prefix cache lookups, in tokens.", kv.num_queried_tokens)
-        yield counter("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", kv.num_hit_tokens)
-        blocks = GaugeMetricFamily("octavo:blocks", "Blocks by state.", labels=[*names, "state"])
-        for state, count in (("used", kv.num_used), ("cached", kv.num_cached), ("free", kv.num_free)):
-            blocks.add_metric([*values, state], count)
+        text = "Fraction of blocks in use."
+        yield self._gauge("vllm:kv_cache_usage_perc", text, lambda e: _of_cache("num_used", e) / _num_blocks(e))
+        blocks = GaugeMetricFamily("octavo:blocks", "Blocks by state.", labels=[*LABELS, "state"])
+        for engine in self.engines:
+            for state in ("used", "cached", "free"):
+                blocks.add_metric([*self._labels(engine), state], _of_cache(f"num_{state}", engine))
         yield blocks
-        yield gauge("octavo:blocks_saved_by_sharing", "Blocks saved by sharing.", kv.num_saved_by_sharing)
-        yield gauge("octavo:unfilled_slots", "Empty slots of used blocks.", kv.num_unfilled_slots)
-        yield gauge("octavo:host_blocks_used", "Blocks held in host memory.", kv.num_host_used)
-        yield counter("octavo:blocks_copied", "Blocks copied on write.", kv.num_copied)
-        yield counter("octavo:blocks_evicted", "Cached blocks evicted for new content.", kv.num_evicted)
-        yield counter("octavo:blocks_swapped_out", "Blocks copied to host memory.", kv.num_swapped_out)
-        yield counter("octavo:blocks_swapped_in", "Blocks copied back to the device.", kv.num_swapped_in)
+        for name, text, value in CACHE_GAUGES:
+            yield self._gauge(name, text, functools.partial(_of_cache, value))
+        for name, text, value in CACHE_COUNTERS:
+            yield self._counter(name, text, functools.partial(_of_cache, value))
+
+    def _labels(self, engine: EngineState) -> list[str]:
+        return [self._model, str(engine.number)]
+
+    def _gauge(self, name: str, text: str, value: Callable[[EngineState], float]) -> Metric:
+        return self._filled(GaugeMetricFamily(name, text, labels=LABELS), value)
+
+    def _counter(self, name: str, text: str, value: Callable[[EngineState], float]) -> Metric:
+        return self._filled(CounterMetricFamily(name, text, labels=LABELS), value)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[EngineState], float]) -> Metric:
+        for engine in self.engines:
+            family.add_metric(self._labels(engine), value(engine))
+        return family
+
+
+# fmt: off
+COUNTERS = (
+    ("vllm:num_preemptions", "Preemptions.", "num_preemptions"),
+    ("octavo:steps", "Engine steps.", "num_steps"),
+    ("octavo:failed_steps", "Failed engine steps.", "num_failed_steps"),
+    ("octavo:swap_preemptions", "Preemptions by swapping.", "num_swap_preemptions"),
+    ("octavo:corrupt_blocks", "Swapped blocks that were recomputed after a wrong checksum.", "num_corrupt_blocks"),
+    ("octavo:computed_tokens", "Computed tokens.", "num_tokens_computed"),
+)
+"""Name, text, and field of `EngineStats`."""
+CACHE_GAUGES = (
+    ("octavo:blocks_saved_by_sharing", "Blocks saved by sharing.", "num_saved_by_sharing"),
+    ("octavo:unfilled_slots", "Empty slots of used blocks.", "num_unfilled_slots"),
+    ("octavo:host_blocks_used", "Blocks held in host memory.", "num_host_used"),
+)
+CACHE_COUNTERS = (
+    ("vllm:prefix_cache_queries", "Prefix cache lookups, in tokens.", "num_queried_tokens"),
+    ("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", "num_hit_tokens"),
+    ("octavo:blocks_copied", "Blocks copied on write.", "num_copied"),
+    ("octavo:blocks_evicted", "Cached blocks evicted for new content.", "num_evicted"),
+    ("octavo:blocks_swapped_out", "Blocks copied to host memory.", "num_swapped_out"),
+    ("octavo:blocks_swapped_in", "Blocks copied back to the device.", "num_swapped_in"),
+)
+"""Name, text, and field of `KVStats`."""
+# fmt: on
+
+
+def _num_waiting(engine: EngineState) -> int:
+    return engine.stats.num_waiting + engine.stats.num_swapped
+
+
+def _num_blocks(engine: EngineState) -> int:
+    return max(1, _of_cache("num_blocks", engine))
+
+
+def _of_engine(field: str, engine: EngineState) -> int:
+    value: int = getattr(engine.stats.engine, field)
+    return value
+
+
+def _of_cache(field: str, engine: EngineState) -> int:
+    """0 of an engine that has not reported yet."""
+    value: int = 0 if engine.stats.kv is None else getattr(engine.stats.kv, field)
+    return value
+
+
+class _RouterCollector:
+    """Exports what the router did, and what it knows of each engine."""
+
+    def __init__(self, router: Router, num_engines: int) -> None:
+        self._router, self._num_engines = router, num_engines
+
+    def collect(self) -> Iterator[Metric]:
+        router, stats = self._router, self._router.stats
+        requests = CounterMetricFamily("octavo:router_requests", "Requests by reason.", labels=["engine", "reason"])
+        for (replica, why), count in sorted(stats.num_requests.items()):
+            requests.add_metric([str(replica), why.replace(" ", "_")], count)
+        yield requests
+        for name, text, value in (
+            ("octavo:router_prompt_tokens", "Prompt tokens of routed requests.", stats.num_prompt_tokens),
+            ("octavo:router_hit_tokens", "Of these, cached by the chosen engine.", stats.num_hit_tokens),
+            ("octavo:router_moved_requests", "Requests that left a dead engine.", stats.num_moved),
+        ):
+            yield CounterMetricFamily(name, text, value)
+        queued = GaugeMetricFamily("octavo:router_queued_tokens", "Tokens yet to be prefilled.", labels=["engine"])
+        cached = GaugeMetricFamily("octavo:router_cached_blocks", "Blocks known to be cached.", labels=["engine"])
+        text = "Measured time to first token for each token ahead."
+        seconds = GaugeMetricFamily("octavo:router_seconds_per_token", text, labels=["engine"])
+        for replica in range(self._num_engines):
+            queued.add_metric([str(replica)], router.load(replica).num_queued_tokens)
+            cached.add_metric([str(replica)], router.index.num_cached(replica))
+            seconds.add_metric([str(replica)], router.seconds_a_token(replica))
+        yield from (queued, cached, seconds)
 
 
 class StatsLogger:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class _Play(Struct):
 class View:
     """The view's handlers.
 
-    hub           a live engine
+    hubs          live engines, by the number of the replica
     replay        a recording
     text_of       decodes a block's tokens; None: text is not shown
     playground    whether there is a playground
@@ -82,14 +82,14 @@ class View:
         self,
         title: str = "",
         *,
-        hub: Hub | None = None,
+        hubs: Sequence[Hub] = (),
         replay: Replay | None = None,
         text_of: Callable[[list[int]], str] | None = None,
         playground: bool = True,
         queries: EngineQueries | None = None,
     ) -> None:
         self.title = title
-        self.hub, self.replay = hub, replay
+        self.hubs, self.replay = hubs, replay
         self._text_of = text_of
         self._queries = queries or EngineQueries()
         self._num_viewers: Counter[Tenant] = Counter()
@@ -106,9 +106,9 @@ class View:
         ]
         if self._playgrounds is not None:
             routes += [("GET", "/view/play/lessons", self._lessons), ("POST", "/view/play", self._play)]
-        if self.hub is not None:
+        if self.hubs:
             routes.append(("GET", EVENTS, self._events))
-        if self.hub is not None or self.replay is not None:
+        if self.hubs or self.replay is not None:
             routes.append(("GET", "/view/blocks/{id}", self._block))
         if self.replay is not None:
             routes += [
@@ -138,9 +138,10 @@ class View:
         return _file(context.path_params["name"])
 
     async def _config(self, context: RequestContext) -> HttpResponse:
-        parts = {"playground": self._playgrounds, "live": self.hub, "replay": self.replay}
+        parts = {"playground": self._playgrounds is not None, "live": self.hubs, "replay": self.replay is not None}
         config = {
-            "uses": [name for name, part in parts.items() if part is not None],
+            "uses": [name for name, part in parts.items() if part],
+            "num_replicas": max(1, len(self.hubs)),
             "title": self.title,
             "version": octavo.__version__,
             "text": self._text_of is not None,
@@ -165,17 +166,19 @@ class View:
         def error_event(api_error: ApiError) -> tuple[str, dict[str, str]]:
             return "bye", {"reason": api_error.message}
 
-        events = self._watch(context.tenant)
+        events = self._watch(self._hub(context), context.tenant)
         return EventStream(events, end_marker=b"", keep_alive_s=KEEP_ALIVE_S, error_event=error_event)
 
-    async def _watch(self, tenant: Tenant) -> AsyncGenerator[Message, None]:
-        assert self.hub is not None
+    def _hub(self, context: RequestContext) -> Hub:
+        return self.hubs[replica_number(context, len(self.hubs))]
+
+    async def _watch(self, hub: Hub, tenant: Tenant) -> AsyncGenerator[Message, None]:
         if self._num_viewers[tenant] >= MAX_VIEWERS:
             text = f"{MAX_VIEWERS} viewers are open with this key, the limit; close one"
             raise ApiError(429, "too_many_viewers", text, retry_after_s=5)
         self._num_viewers[tenant] += 1
         try:
-            async with aclosing(self.hub.watch(tenant)) as messages:
+            async with aclosing(hub.watch(tenant)) as messages:
                 async for message in messages:
                     yield message
         finally:
@@ -184,8 +187,8 @@ class View:
     async def _block(self, context: RequestContext) -> HttpResponse:
         name = context.path_params["id"]
         block = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else 0
-        if self.hub is not None:
-            query = functools.partial(self.hub.block, block, context.tenant)
+        if self.hubs:
+            query = functools.partial(self._hub(context).block, block, context.tenant)
             found = await self._queries.run(query, context.tenant.number)
         else:
             assert self.replay is not None
@@ -267,6 +270,15 @@ def _query(context: RequestContext) -> Mapping[str, str]:
     except ValueError:
         raise bad_request("invalid_value", "the query string has more than 16 fields, the limit", None) from None
     return {name: values[-1] for name, values in given.items()}
+
+
+def replica_number(context: RequestContext, num_replicas: int) -> int:
+    """The field `replica` of the query string; 0 without it."""
+    text = _query(context).get("replica", "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
+        known = "0 alone" if num_replicas == 1 else f"0 to {num_replicas - 1}"
+        raise bad_request("invalid_value", f"replica is {text[:40]!r}; the server has {known}", "replica")
+    return int(text)
 
 
 def _seconds(context: RequestContext, name: str) -> float:

@@ -301,7 +301,7 @@ def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEventP
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
         deadline = time.monotonic() + 60
-        while publisher._core_events:
+        while publisher._queue._events:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 

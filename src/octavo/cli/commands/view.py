@@ -138,17 +138,17 @@ def serve_page(
     from octavo.view.live.hub import Hub
 
     with contextlib.ExitStack() as stack:
-        hub = None
+        hubs: list[Hub] = []
         if attach is not None:
             external = stack.enter_context(contextlib.closing(ExternalPool(attach, metrics, replay=replay_endpoint)))
-            hub = Hub(external.query)
+            hubs = [Hub(external.query)]
         try:
             sock = stack.enter_context(contextlib.closing(bind(host, port)))
         except OSError as error:
             raise OctavoError(f"cannot listen on {error.filename}: {error.strerror}; choose another port") from None
         with contextlib.suppress(KeyboardInterrupt):
             view_server.run(
-                View(name or attach or "", hub=hub, replay=replay), sock, lambda url: print(url, flush=True)
+                View(name or attach or "", hubs=hubs, replay=replay), sock, lambda url: print(url, flush=True)
             )
 
 

@@ -29,6 +29,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+from octavo.engine.kv_events import KVCacheEvent
 from octavo.engine.request_update import Count, Index, RequestUpdate, Token
 from octavo.engine.stats import StatsSnapshot
 from octavo.errors import EngineError, ParameterError, PromptError
@@ -44,16 +45,33 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 # -- to the engine process ---------------------------------------------------------------------------------------------
 
 
+class Placement(msgspec.Struct, array_like=True):
+    """The part of the machine that an engine process gets, as one of several.
+
+    cpus            the processors that it may run on
+    gpu             its GPU, counted from the first visible one
+    host_bytes      the free memory that it may count on
+    reports_cache   its step reports tell what its cache stores and removes
+    """
+
+    cpus: list[int]
+    gpu: int
+    host_bytes: int
+    reports_cache: bool = True
+
+
 class Launch(msgspec.Struct, array_like=True):
     """The first message to an engine process.
 
-    options   fields of `octavo.config.EngineArgs`
-    logs      the parent's log settings; None: Python's defaults
+    options     fields of `octavo.config.EngineArgs`
+    logs        the parent's log settings; None: Python's defaults
+    placement   None: the whole machine
     """
 
     endpoint: str
     options: dict[str, Any]
     logs: LogSettings | None = None
+    placement: Placement | None = None
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add"):
@@ -141,12 +159,16 @@ class RpcReply(msgspec.Struct, array_like=True):
 
 
 class StepReport(msgspec.Struct, array_like=True, tag="step"):
-    """Everything new since the previous report. `stats` is included a few times a second."""
+    """Everything new since the previous report. `stats` is included a few times a second.
+
+    cache   what the prefix cache has stored and removed, without token ids, if the placement asks for it
+    """
 
     updates: list[RequestUpdate]
     errors: list[RequestError]
     replies: list[RpcReply]
     stats: StatsSnapshot | None = None
+    cache: list[KVCacheEvent] = []
 
 
 class EngineFailed(msgspec.Struct, array_like=True, tag="failed"):

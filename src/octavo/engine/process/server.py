@@ -11,6 +11,7 @@ import msgspec
 
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
+from octavo.engine.kv_events import CacheFeed
 from octavo.engine.process import ipc
 from octavo.engine.process.heartbeat import HeartbeatSender
 from octavo.engine.query import EngineQuery, Query
@@ -30,7 +31,8 @@ STATS_S = 0.25
 class EngineServer:
     """Serves the client at the other end of `channel` until it sends `CloseEngine`.
 
-    queries   type of the queries that it answers, a union of subclasses of `Query`
+    queries         type of the queries that it answers, a union of subclasses of `Query`
+    reports_cache   see `ipc.Placement`
     """
 
     COMPILING_S = 0.005
@@ -46,8 +48,11 @@ class EngineServer:
         text: TextProcessor | None,
         summary: dict[str, Any],
         queries: Any = EngineQuery,
+        *,
+        reports_cache: bool = False,
     ) -> None:
         self._queries = queries
+        self._feed = CacheFeed(engine.scheduler.cache) if reports_cache else None
         self._engine = engine
         self._channel = channel
         self._heartbeats = heartbeats
@@ -218,6 +223,7 @@ class EngineServer:
         stats = None
         if now - self._stats_at >= STATS_S:
             self._stats_at, stats = now, self._engine.stats_snapshot()
-        if self._updates or self._errors or self._replies or stats is not None:
-            self._channel.send(ipc.StepReport(self._updates, self._errors, self._replies, stats))
+        cache = [] if self._feed is None else self._feed.take()
+        if self._updates or self._errors or self._replies or cache or stats is not None:
+            self._channel.send(ipc.StepReport(self._updates, self._errors, self._replies, stats, cache))
             self._updates, self._errors, self._replies = [], [], []

@@ -79,6 +79,7 @@ class EngineProcess:
         options: dict[str, Any],
         timeouts: EngineTimeouts,
         on_step: Callable[[ipc.StepReport], None],
+        placement: ipc.Placement | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._timeouts = timeouts
@@ -105,7 +106,8 @@ class EngineProcess:
                 process_group=0,  # Ctrl-C reaches this process only, and `kill` its child processes, too
             )
             undo.pop_all()
-        self.lifeline.send(ipc.Launch(ipc.endpoint_in(self._directory), options, logs.current_settings()), wait=True)
+        launch = ipc.Launch(ipc.endpoint_in(self._directory), options, logs.current_settings(), placement)
+        self.lifeline.send(launch, wait=True)
         self.channel.attach(self._loop, self.receive)
         self._loop.add_reader(self.lifeline.fileno(), self._on_lifeline)
 
@@ -248,6 +250,7 @@ class Supervisor:
     on_down    called when an engine has gone
     on_step    called with each step report; an exception ends the engine
     on_failed  called with the root cause when there will be no further engine
+    placement  of each engine; None: the whole machine
     """
 
     def __init__(
@@ -260,8 +263,10 @@ class Supervisor:
         on_failed: Callable[[OctavoError], None],
         command: Sequence[str] = ENGINE_COMMAND,
         timeouts: EngineTimeouts | None = None,
+        placement: ipc.Placement | None = None,
     ) -> None:
         self._options, self._command, self._timeouts = options, command, timeouts or EngineTimeouts()
+        self._placement = placement
         self._on_ready, self._on_step = on_ready, on_step
         self._on_down, self._on_failed = on_down, on_failed
         self.process: EngineProcess | None = None
@@ -316,7 +321,7 @@ class Supervisor:
 
     async def _start_process(self) -> None:
         try:
-            self.process = EngineProcess(self._command, self._options, self._timeouts, self._on_step)
+            self.process = EngineProcess(self._command, self._options, self._timeouts, self._on_step, self._placement)
         except OSError as error:
             raise EngineError(
                 f"the engine process cannot be started: {error}; check the limits on files and processes"

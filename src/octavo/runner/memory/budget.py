@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -248,6 +249,15 @@ def time_swaps(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -
     return min(times) / len(pairs)
 
 
+_limit = sys.maxsize
+
+
+def limit_free_memory(num_bytes: int) -> None:
+    """Count on so many bytes at most from now on: other engines start on this machine, too."""
+    global _limit
+    _limit = num_bytes
+
+
 def free_memory() -> int:
     """Bytes that this process may still allocate: the machine's available memory, or less if its cgroup limits it."""
     available = 0
@@ -257,7 +267,7 @@ def free_memory() -> int:
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     if limit.isdigit() and used.isdigit():
         available = min(available or int(limit), max(0, int(limit) - int(used)))
-    return available or 4 * GIB  # without /proc: a small guess
+    return min(_limit, available or 4 * GIB)  # without /proc: a small guess
 
 
 def _read(path: str) -> str:
