@@ -2,9 +2,9 @@
 
 arrivals -> `Router` -> replicas (an `Engine` each, on its own `VirtualClock`) -> `Records`
 
-The router is the server's own. It learns what a replica reports at the time of the report, and at an arrival nothing
-later: a replica's last step may end after the arrival, and what it seals then waits in the replica's `reports`.
-Reports travel in no time, and a request reaches its replica at its arrival.
+The router is the server's own. At an arrival it has heard what the replicas reported until then, and nothing later: a
+replica's last step may end after the arrival, and what happens at its end waits in `Replica.reports`. An engine seals
+blocks when it plans the step that computes them. Reports travel in no time.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ class Records:
     busy_s: float = 0.0
     end_s: float = 0.0
     num_unfinished: int = 0
+    num_replicas: int = 1
 
     def __len__(self) -> int:
         return len(self.index)
@@ -404,7 +405,7 @@ def simulate(
     progress     called every 256 arrivals with their number and the time of the last
     is_enough    asked now and then; true ends the run, as `until_s` does
     """
-    records = Records()
+    records = Records(num_replicas=config.num_replicas)
     fleet = Fleet(config, records, token_source=token_source, interval_s=interval_s)
     replicas = fleet.replicas
     with ExitStack() as stack:
