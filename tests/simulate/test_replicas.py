@@ -70,7 +70,7 @@ def test_affinity_keeps_the_hits_of_a_pooled_cache() -> None:
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="no ../shared/data/traces")
 @pytest.mark.parametrize("rate", [20.0, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_affinity_keeps_the_hits_of_mooncakes_conversations(rate: float) -> None:
-    """Of 750 tokens of a prompt, on caches of 150,000 tokens; 60 a second are more than the replicas can serve."""
+    """Of 830 tokens of a prompt, on caches of 150,000 tokens; 60 a second are more than the replicas can serve."""
     model = MODELS["llama-3.1-8b"]
     setup = SimConfig(model, DEVICES["a100-40"], EngineArgs(model=model.name), num_replicas=NUM_REPLICAS)
     check(results(setup, list(islice(read_trace(MOONCAKE, scale=1 / 16, rate=rate), 2000))))
