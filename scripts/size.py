@@ -23,14 +23,14 @@ BUDGETS: dict[str, int] = {
     "text": 2231,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
-    "router": 220,  # which replica caches what, and the choice of one
+    "router": 230,  # which replica caches what, and the choice of one
     "runner": 2645,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
     "serve": 4815,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 3114,  # cost models, traces, planner, the paper's experiments
+    "simulate": 3208,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
     "view": 3540,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
     "view (JavaScript)": 2140,  # the page, without a framework
-    "cli": 2176,  # one file a command
+    "cli": 2180,  # one file a command
     "utils": 20,  # the argument parser of vLLM's scripts, the choice of the event loop
     "v1": 5,  # names of modules that vLLM's scripts import
 }

@@ -247,6 +247,11 @@ def test_the_attention_chart_shows_the_tables() -> None:
     assert chart.CHART.read_text() == chart.picture(), "run python scripts/attention_chart.py"
 
 
+def test_the_scale_chart_shows_the_table() -> None:
+    chart = load("scale_chart")
+    assert chart.CHART.read_text() == chart.picture(), "run python scripts/scale_chart.py"
+
+
 def test_the_speed_chart_shows_the_tables() -> None:
     chart = load("speed_chart")
     assert chart.CHART.read_text() == chart.draw(), "run python scripts/speed_chart.py"

@@ -1,9 +1,18 @@
-"""`Router`: sends each request to the replica with the least predicted time to its first token.
+"""`Router`: sends each request to the replica with the least cost, nearly the least predicted time to its first token.
 
-    time = (tokens that the replica has yet to prefill + tokens of the prompt that it does not cache) * seconds a token
+    time = factor * (a + b * (tokens that the replica has yet to prefill + tokens to compute))
+    cost = the same, with the tokens to compute `UNCACHED_WEIGHT` times, and `DECODE_TOKENS` for each unfinished request
 
-The seconds are measured, replica by replica: from the times to first token of earlier requests, which include the
-decode steps in between. Replicas within `NEAR` of the best count as equal, and the least loaded of them is chosen.
+Tokens to compute are those of the prompt that the replica does not cache. Their weight is there for others: a prefix
+that is computed twice delays the requests behind it, and its blocks take the place of other prefixes. Without it, a
+replica where the prefix is queued is no better than an empty one.
+
+The line a + b * tokens is fitted to the times to first token of all replicas, which include the decode steps in
+between. Without a, an idle replica would look slow: it takes a step for few tokens. The factor is a replica's own, and
+1 while it is within `UNLIKE`: equal replicas differ by as much, and a request that follows such a difference leaves its
+prefix. Costs within `NEAR` of the least count as equal, and the least loaded replica of those is chosen.
+
+docs/scale.md has what other rules reached.
 """
 
 from __future__ import annotations
@@ -21,11 +30,19 @@ RouterPolicy: TypeAlias = Literal["affinity", "least-loaded", "round-robin"]
 ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
 NEAR = 1.05
-"""Predicted times up to this many times the best one are equal."""
-MIN_TOKENS = 64
-"""A first token takes a step, however short its prompt: no prefill counts as fewer tokens than this."""
-DECAY = 0.9
-"""Weight of the earlier measurements of a replica's speed at each new one."""
+"""Costs up to this many times the least one are equal."""
+UNCACHED_WEIGHT = 6
+"""Of the tokens to compute. With less, a loaded fleet hits less; with more, the slowest first tokens are slower."""
+DECODE_TOKENS = 128
+"""Of an unfinished request: it takes a share of every step. Without it, all short prompts may go to one replica."""
+STEP_TOKENS = 256
+"""A first token takes a step, however short its prompt: as long as this many tokens until it is measured."""
+UNLIKE = 2.0
+"""A replica whose times are less than this many times above or below the line counts as on it."""
+DECAY = 0.98
+"""Weight of the earlier measurements at each new one."""
+PRIOR = 10
+"""Measurements on the line that a replica is taken to have had before its own: a burst's first ones prove nothing."""
 NUM_DECISIONS = 256
 """Decisions that are kept to be looked at."""
 
@@ -38,6 +55,7 @@ class Option:
     num_queued_tokens   tokens of earlier requests that it has yet to prefill
     predicted_s         seconds to the first token
     num_requests        unfinished requests
+    cost_s              the same, with weights
     """
 
     replica: int
@@ -45,11 +63,12 @@ class Option:
     num_queued_tokens: int
     predicted_s: float
     num_requests: int
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request went. why: "fastest", "least loaded", "next in turn" or "only one"."""
+    """Where a request went. why: "least cost", "least loaded", "next in turn" or "only one"."""
 
     request_id: str
     replica: int
@@ -63,18 +82,51 @@ class Decision:
 
 
 @dataclass(slots=True)
+class _Times:
+    """Decaying sums over measured times to first token."""
+
+    num: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0  # of the tokens
+    products: float = 0.0  # of tokens and seconds
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.num = DECAY * self.num + 1
+        self.tokens = DECAY * self.tokens + num_tokens
+        self.seconds = DECAY * self.seconds + seconds
+        self.squares = DECAY * self.squares + num_tokens**2
+        self.products = DECAY * self.products + num_tokens * seconds
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of no token, and of each: by least squares if those are positive."""
+        spread = self.num * self.squares - self.tokens**2
+        if spread > 0.01 * self.tokens**2:
+            slope = (self.num * self.products - self.tokens * self.seconds) / spread
+            start = (self.seconds - slope * self.tokens) / self.num
+            if start > 0 and slope > 0:
+                return start, slope
+        slope = self.seconds / (self.tokens + self.num * STEP_TOKENS) if self.seconds else 1.0
+        return slope * STEP_TOKENS, slope
+
+
+@dataclass(slots=True)
 class _Load:
-    """A replica's requests, and its speed as a quotient of two decaying sums."""
+    """A replica's requests and times."""
 
     num_requests: int = 0
     num_queued_tokens: int = 0
     num_routed: int = 0
-    seconds: float = 0.0
-    tokens: float = 0.0
+    times: _Times = field(default_factory=_Times)
 
-    def measure(self, seconds: float, num_tokens: int) -> None:
-        self.seconds = DECAY * self.seconds + seconds
-        self.tokens = DECAY * self.tokens + num_tokens
+    def factor(self, start: float, slope: float) -> float:
+        """How much slower the replica is than the line."""
+        if not self.times.seconds:
+            return 1.0
+        times = self.times
+        measured = times.seconds / (start * times.num + slope * times.tokens)
+        factor = (measured * times.num + PRIOR) / (times.num + PRIOR)
+        return 1.0 if 1 / UNLIKE <= factor <= UNLIKE else factor
 
 
 @dataclass(slots=True)
@@ -120,17 +172,15 @@ class Router:
         self.decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
         self._clock = clock
         self._loads: dict[int, _Load] = {}
+        self._times = _Times()  # of all replicas
         self._routed: dict[str, _Routed] = {}
         self._last = -1  # the replica of the last request
 
-    def seconds_a_token(self, replica: int) -> float:
-        """Time to first token for each token that it waits for: as measured; the mean of the other replicas before the
-        first measurement, and 1 s before any."""
+    def predicted_s(self, replica: int, num_tokens: int) -> float:
+        """Seconds until the first token of a prompt with so many tokens to compute."""
+        start, slope = self._times.line()
         load = self.load(replica)
-        if load.tokens:
-            return load.seconds / load.tokens
-        measured = [other for other in self._loads.values() if other.tokens]
-        return sum(other.seconds / other.tokens for other in measured) / len(measured) if measured else 1.0
+        return load.factor(start, slope) * (start + slope * (load.num_queued_tokens + num_tokens))
 
     def describe(self, replica: int) -> dict[str, Any]:
         load = self.load(replica)
@@ -139,7 +189,7 @@ class Router:
             "num_requests": load.num_requests,
             "num_queued_tokens": load.num_queued_tokens,
             "num_cached_blocks": self.index.num_cached(replica),
-            "ms_per_token": 1000 * self.seconds_a_token(replica) if load.tokens else None,
+            "predicted_s_of_1k_tokens": self.predicted_s(replica, 1000) if self._times.num else None,
         }
 
     def load(self, replica: int) -> _Load:
@@ -164,7 +214,7 @@ class Router:
         load, num_uncached = self.load(chosen.replica), num_tokens - chosen.num_hit_tokens
         new = hashes[chosen.num_hit_tokens // self.block_size :] if hashes else []
         self.index.expect(chosen.replica, new)
-        num_ahead = max(MIN_TOKENS, load.num_queued_tokens + num_uncached)
+        num_ahead = load.num_queued_tokens + num_uncached
         self._routed[request_id] = _Routed(chosen.replica, new, num_uncached, num_ahead, self._clock())
         self._last = chosen.replica
         load.num_requests += 1
@@ -179,7 +229,9 @@ class Router:
     def start(self, request_id: str) -> None:
         """A request got its first token. Later calls, and those of unknown requests, do nothing."""
         if (routed := self._routed.get(request_id)) is not None and not routed.has_started:
-            self.load(routed.replica).measure(self._clock() - routed.since, routed.num_ahead)
+            seconds = self._clock() - routed.since
+            for times in (self._times, self.load(routed.replica).times):
+                times.add(routed.num_ahead, seconds)
             self._end_prefill(routed)
 
     def finish(self, request_id: str) -> None:
@@ -188,10 +240,6 @@ class Router:
             if not routed.has_started:
                 self._end_prefill(routed)
             self.load(routed.replica).num_requests -= 1
-
-    def replica_of(self, request_id: str) -> int | None:
-        routed = self._routed.get(request_id)
-        return None if routed is None else routed.replica
 
     def _end_prefill(self, routed: _Routed) -> None:
         routed.has_started = True
@@ -203,13 +251,16 @@ class Router:
 
     def _options(self, num_tokens: int, hashes: list[int], among: int) -> list[Option]:
         hits = self.index.hits(hashes, among)
+        start, slope = self._times.line()
         options = []
         for replica in members(among):
             load = self.load(replica)
             num_hit_tokens = hits[replica] * self.block_size
-            num_ahead = max(MIN_TOKENS, load.num_queued_tokens + num_tokens - num_hit_tokens)
-            predicted_s = num_ahead * self.seconds_a_token(replica)
-            options.append(Option(replica, num_hit_tokens, load.num_queued_tokens, predicted_s, load.num_requests))
+            num_queued, num_uncached = load.num_queued_tokens, num_tokens - num_hit_tokens
+            factor, weighted = load.factor(start, slope), UNCACHED_WEIGHT * num_uncached
+            predicted_s = factor * (start + slope * (num_queued + num_uncached))
+            cost_s = factor * (start + slope * (num_queued + weighted + DECODE_TOKENS * load.num_requests))
+            options.append(Option(replica, num_hit_tokens, num_queued, predicted_s, load.num_requests, cost_s))
         return options
 
     def _choose(self, options: list[Option]) -> tuple[Option, str]:
@@ -219,10 +270,10 @@ class Router:
             later = [option for option in options if option.replica > self._last]
             return (later or options)[0], "next in turn"
         if self.policy == "affinity":
-            limit = NEAR * min(option.predicted_s for option in options)
-            options = [option for option in options if option.predicted_s <= limit]
+            limit = NEAR * min(option.cost_s for option in options)
+            options = [option for option in options if option.cost_s <= limit]
             if len(options) == 1:
-                return options[0], "fastest"
+                return options[0], "least cost"
         return min(options, key=self._busyness), "least loaded"
 
     def _busyness(self, option: Option) -> tuple[int, int, int]:

@@ -397,12 +397,12 @@ class _RouterCollector:
             yield CounterMetricFamily(name, text, value)
         queued = GaugeMetricFamily("octavo:router_queued_tokens", "Tokens yet to be prefilled.", labels=["engine"])
         cached = GaugeMetricFamily("octavo:router_cached_blocks", "Blocks known to be cached.", labels=["engine"])
-        text = "Measured time to first token for each token ahead."
-        seconds = GaugeMetricFamily("octavo:router_seconds_per_token", text, labels=["engine"])
+        text = "Predicted time to first token of 1,000 tokens that are not cached."
+        seconds = GaugeMetricFamily("octavo:router_predicted_seconds", text, labels=["engine"])
         for replica in range(self._num_engines):
             queued.add_metric([str(replica)], router.load(replica).num_queued_tokens)
             cached.add_metric([str(replica)], router.index.num_cached(replica))
-            seconds.add_metric([str(replica)], router.seconds_a_token(replica))
+            seconds.add_metric([str(replica)], router.predicted_s(replica, 1000))
         yield from (queued, cached, seconds)
 
 

@@ -123,6 +123,8 @@ def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
         "refused": refused,
         "memory": memory_shares([s for s in records.samples if s.num_running]),
     }
+    if records.num_replicas > 1:
+        stats["replicas"] = replica_shares(records)
     if not math.isnan(normalized := normalized_latency(records)):
         stats["normalized_latency_s"] = normalized
     if slo is not None:
@@ -130,6 +132,16 @@ def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
         stats["goodput_requests_per_s"] = float(good.sum()) / span
         stats["slo_kept"] = float(good.mean())
     return stats
+
+
+def replica_shares(records: Records) -> list[dict[str, float]]:
+    """Finished requests of each replica, and the share of their prompts' tokens that it had cached."""
+    numbers, num_cached, num_prompt = (records.column(name) for name in ("replica", "num_cached", "num_prompt"))
+    num_requests, num_hit, num_tokens = (
+        np.bincount(numbers, weights, records.num_replicas) for weights in (None, num_cached, num_prompt)
+    )
+    rates = num_hit / np.maximum(1, num_tokens)
+    return [{"num_requests": int(n), "hit_rate": float(rate)} for n, rate in zip(num_requests, rates, strict=True)]
 
 
 def distribution(values: np.ndarray) -> dict[str, float]:
@@ -155,6 +167,7 @@ def format_summary(stats: dict[str, Any]) -> list[str]:
             f"{stats['model']} on {stats['num_gpus']} x {stats['gpu']}, {stats['num_blocks']:,} blocks a replica, "
             f"trace {stats['trace']}{f' at {rate:g} requests/s' if (rate := stats['rate']) else ''}",
             f"assumed        {stats['assumption']}",
+            *([f"router         {stats['router']}"] if "router" in stats else []),
         ]
     if not stats["num_requests"]:
         return [*text, "no request finished", *_refusals(stats["refused"])]
@@ -173,7 +186,9 @@ def format_summary(stats: dict[str, Any]) -> list[str]:
         kept, goodput = stats["slo_kept"], stats["goodput_requests_per_s"]
         wanted = stats.get("slo", "the SLO")
         text.append(f"good           {kept:.1%}, {goodput:.2f} requests/s meet {wanted}")
-    text.append(f"prefix hits    {stats['hit_rate']:.1%} of the prompts' tokens")
+    text.append(
+        f"prefix hits    {stats['hit_rate']:.1%} of the prompts' tokens{_of_replicas(stats.get('replicas', ()))}"
+    )
     preempted = ", ".join(f"{count:,} by {how}" for how, count in sorted(stats["num_preempted"].items()))
     waits = ", ".join(f"{reason} {count:,}" for reason, count in sorted(stats["num_waits"].items()))
     text += [f"preempted      {preempted or 'none'}", f"waited for     {waits or 'nothing'}"]
@@ -181,6 +196,11 @@ def format_summary(stats: dict[str, Any]) -> list[str]:
         memory = ", ".join(f"{name} {share:.1%}" for name, share in stats["memory"].items() if share >= 0.0005)
         text.append(f"memory         {memory}")
     return text + _refusals(stats["refused"])
+
+
+def _of_replicas(replicas: Seq[dict[str, Any]]) -> str:
+    rates = [replica["hit_rate"] for replica in replicas]
+    return f", {min(rates):.1%} to {max(rates):.1%} a replica" if rates else ""
 
 
 def _recording(stats: dict[str, Any]) -> list[str]:

@@ -1,17 +1,22 @@
 """Runs a trace through simulated engines: the engine's own loop, with a trace in the place of a server's callers.
 
-arrivals -> router -> replicas (an `Engine` each, on its own `VirtualClock`) -> `Records`
+arrivals -> `Router` -> replicas (an `Engine` each, on its own `VirtualClock`) -> `Records`
+
+The router is the server's own. At an arrival it has heard what the replicas reported until then, and nothing later: a
+replica's last step may end after the arrival, and what happens at its end waits in `Replica.reports`. An engine seals
+blocks when it plans the step that computes them. Reports travel in no time.
 """
 
 from __future__ import annotations
 
 import gc
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,10 +27,13 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
+from octavo.engine.kv_events import BlockRemoved, BlockStored, CoreEvent, KVEventTranslator
+from octavo.engine.request_state import RequestState
 from octavo.engine.request_update import RequestUpdate
 from octavo.errors import EngineError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
+from octavo.router.router import Router, RouterPolicy
 from octavo.runner.memory.budget import free_memory, plan_memory
 from octavo.runner.memory.needs import CONTEXT_BYTES, Machine, MemoryNeeds, free_for_kv, memory_needs
 from octavo.simulate.allocators import MemorySplit, split_of
@@ -63,7 +71,8 @@ class SimConfig:
 
     args          the engine's options; `model` is only a name in messages
     num_devices   devices that share one copy of the model by tensor parallelism
-    num_replicas  copies of the model; a router sends each request to the one with the fewest requests
+    num_replicas  copies of the model, each with its own cache
+    router        how requests are sent to them
     cost          None: the device's roofline
     """
 
@@ -74,6 +83,7 @@ class SimConfig:
     num_replicas: int = 1
     cost: CostModel | None = None
     make_cache: MakeCache = paged
+    router: RouterPolicy = "affinity"
 
     def resolved(self) -> EngineArgs:
         return self.args.resolved("cpu" if self.device.name == "cpu" else "cuda")
@@ -129,6 +139,7 @@ class Records:
     """Columns with one value per finished request; times in seconds from the start of the trace.
 
     num_output      generated tokens of all samples; longest: of the longest sample
+    replica         number of the replica that ran it; none in a replay
     num_preempted   preemptions by mode
     num_waits       wait reason -> how often a request began to wait for it
     refused         error class -> (count, first message) of requests that could never run
@@ -142,6 +153,7 @@ class Records:
     longest: array[int] = field(default_factory=lambda: array("q"))
     num_cached: array[int] = field(default_factory=lambda: array("q"))
     index: array[int] = field(default_factory=lambda: array("q"))
+    replica: array[int] = field(default_factory=lambda: array("q"))
     num_preempted: Counter[str] = field(default_factory=Counter)
     num_waits: Counter[str] = field(default_factory=Counter)
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -150,6 +162,7 @@ class Records:
     busy_s: float = 0.0
     end_s: float = 0.0
     num_unfinished: int = 0
+    num_replicas: int = 1
 
     def __len__(self) -> int:
         return len(self.index)
@@ -159,11 +172,24 @@ class Records:
         return np.frombuffer(values, dtype=values.typecode) if values else np.zeros(0)
 
 
+Report: TypeAlias = tuple[float, CoreEvent | Callable[[Router], None]]
+"""What a replica tells the router, and when: an event of its cache, or a call."""
+
+
 class Replica:
-    """One engine with its clock and simulated device."""
+    """One engine with its clock and simulated device.
+
+    number   None: no router listens to it. With one, `reports` holds what it has yet to hear, in order of time
+    """
 
     def __init__(
-        self, config: SimConfig, records: Records, *, token_source: TokenSource | None = None, interval_s: float
+        self,
+        config: SimConfig,
+        records: Records,
+        number: int | None = None,
+        *,
+        token_source: TokenSource | None = None,
+        interval_s: float,
     ) -> None:
         args = config.resolved()
         assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
@@ -203,6 +229,11 @@ class Replica:
         self._arrivals: dict[str, tuple[int, Arrival]] = {}
         self._sample_s, self._next_sample_s = interval_s, 0.0
         self.scheduler.events.subscribe(self._listen)
+        self.number = number
+        self.reports: deque[Report] = deque()
+        self._prefilling: dict[str, RequestState] = {}  # admitted, without a token yet; only with a router
+        if number is not None and config.router == "affinity" and args.enable_prefix_caching:
+            self.cache.events.subscribe(self._listen_to_blocks, blocks=True)
 
     @property
     def num_requests(self) -> int:
@@ -219,6 +250,7 @@ class Replica:
         except UsageError as error:
             count, message = self.records.refused.get(type(error).__name__, (0, str(error)))
             self.records.refused[type(error).__name__] = (count + 1, message)
+            self._report_end(name)
             return
         self._arrivals[name] = (index, arrival)
 
@@ -228,6 +260,8 @@ class Replica:
         while clock.now < time_s and engine.has_work:
             num_steps, waits_for_device = scheduler.num_steps, bool(scheduler.in_flight)
             updates = engine.step()
+            if self._prefilling:
+                self._report_first_tokens()
             if updates:
                 self._record(updates)
             elif scheduler.num_steps == num_steps and not waits_for_device:
@@ -243,6 +277,8 @@ class Replica:
             metrics, hypotheses = update.stats.metrics, update.stats.hypotheses
             assert metrics.first_token_time is not None and metrics.finished_time is not None
             records.index.append(index)
+            records.replica.append(self.number or 0)
+            self._report_end(update.request_id)
             records.arrived_s.append(arrival.time_s)
             records.first_s.append(metrics.first_token_time)
             records.finished_s.append(metrics.finished_time)
@@ -268,6 +304,77 @@ class Replica:
             self.records.num_preempted[event.how] += 1
         elif isinstance(event, ev.Waiting):
             self.records.num_waits[event.reason] += 1
+        elif isinstance(event, ev.Admitted) and self.number is not None:
+            state = self.engine.get_state(event.request_id)
+            if state is not None and state.metrics.first_token_time is None:
+                self._prefilling[event.request_id] = state
+
+    # -- what the router hears -----------------------------------------------------------------------------------------
+
+    def _listen_to_blocks(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Sealed | ev.Evicted):
+            self.reports.append((self.clock.now, (event, b"")))
+
+    def _report_first_tokens(self) -> None:
+        for name, state in list(self._prefilling.items()):
+            if (time_s := state.metrics.first_token_time) is not None:
+                del self._prefilling[name]
+                self.reports.append((time_s, partial(Router.start, request_id=name)))
+
+    def _report_end(self, name: str) -> None:
+        if self.number is not None:
+            self.reports.append((self.clock.now, partial(Router.finish, request_id=name)))
+
+
+class Fleet:
+    """Replicas behind a router on virtual time. One replica has no router."""
+
+    def __init__(
+        self, config: SimConfig, records: Records, *, token_source: TokenSource | None, interval_s: float
+    ) -> None:
+        numbers = [None] if config.num_replicas == 1 else range(config.num_replicas)
+        self.replicas = [Replica(config, records, i, token_source=token_source, interval_s=interval_s) for i in numbers]
+        block_size = config.args.block_size if config.args.enable_prefix_caching else 0
+        self._now = 0.0
+        self.router = Router(config.router, block_size, clock=lambda: self._now)
+        self._translators = [KVEventTranslator(config.args.block_size) for _ in self.replicas]
+
+    def submit(self, index: int, arrival: Arrival) -> None:
+        """Run all replicas up to an arrival, and send it to one of them."""
+        for replica in self.replicas:
+            replica.run_until(arrival.time_s)
+        number = self._route(index, arrival) if len(self.replicas) > 1 else 0
+        self.replicas[number].submit(index, arrival)
+
+    def _route(self, index: int, arrival: Arrival) -> int:
+        for number, replica in enumerate(self.replicas):
+            self._hear(number, replica.reports, arrival.time_s)
+        self._now = arrival.time_s
+        hashes = self.router.hashes(arrival.prompt())
+        among = (1 << len(self.replicas)) - 1
+        return self.router.route(str(index), arrival.num_prompt, hashes, among).replica
+
+    def _hear(self, number: int, reports: deque[Report], until_s: float) -> None:
+        """Tell the router what a replica has reported until now, each report at its time."""
+        blocks: list[CoreEvent] = []
+        while reports and reports[0][0] <= until_s:
+            self._now, report = reports.popleft()
+            if isinstance(report, tuple):
+                blocks.append(report)
+            else:
+                self._update_index(number, blocks)
+                blocks.clear()
+                report(self.router)
+        self._update_index(number, blocks)
+
+    def _update_index(self, number: int, blocks: list[CoreEvent]) -> None:
+        for event in self._translators[number].translate(blocks):
+            if isinstance(event, BlockStored):
+                self.router.index.store(number, event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self.router.index.remove(number, event.block_hashes)
+            else:
+                self.router.index.clear(number)
 
 
 @lru_cache(maxsize=8192)
@@ -298,9 +405,9 @@ def simulate(
     progress     called every 256 arrivals with their number and the time of the last
     is_enough    asked now and then; true ends the run, as `until_s` does
     """
-    records = Records()
-    numbers = range(config.num_replicas)
-    replicas = [Replica(config, records, token_source=token_source, interval_s=interval_s) for _ in numbers]
+    records = Records(num_replicas=config.num_replicas)
+    fleet = Fleet(config, records, token_source=token_source, interval_s=interval_s)
+    replicas = fleet.replicas
     with ExitStack() as stack:
         for replica in replicas:
             stack.enter_context(replica.engine.gc_pause)
@@ -308,9 +415,7 @@ def simulate(
             if arrival.time_s >= until_s or (is_enough is not None and index % 64 == 0 and is_enough(records)):
                 until_s = min(until_s, arrival.time_s)
                 break
-            for replica in replicas:
-                replica.run_until(arrival.time_s)
-            min(replicas, key=lambda r: r.num_requests).submit(index, arrival)
+            fleet.submit(index, arrival)
             if progress is not None and index % 256 == 0:
                 progress(index, arrival.time_s)
         _finish(replicas, records, until_s, is_enough)
@@ -319,7 +424,7 @@ def simulate(
     records.end_s = max(r.clock.now for r in replicas)
     records.num_unfinished = sum(r.num_requests for r in replicas)
     if len(records) > GC_THRESHOLD:  # engines are reference cycles, and experiments create hundreds
-        del replica, replicas
+        del replica, replicas, fleet
         gc.collect()
     return records
 

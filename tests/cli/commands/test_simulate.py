@@ -54,6 +54,21 @@ def test_simulate_a_file_with_engine_options(capsys: Output, tmp_path: Path) -> 
     assert json.loads(capsys.readouterr().out)["num_requests"] == 59
 
 
+def test_report_names_the_router_and_the_hits_of_each_replica(capsys: Output) -> None:
+    line = ["simulate", "prefix", "--requests", "40", "--replicas", "2"]
+    for option, policy in ([], "affinity"), (["--dp-router", "round-robin"], "round-robin"):
+        assert run([*line, *option, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["router"] == policy
+        assert sum(replica["num_requests"] for replica in result["replicas"]) == 40
+    assert [replica["num_requests"] for replica in result["replicas"]] == [20, 20]
+    assert run([*line, "--dp-router", "least-loaded"]) == 0
+    text = capsys.readouterr().out
+    assert "\nrouter         least-loaded\n" in text and " a replica\n" in text
+    assert run(["simulate", "prefix", "--requests", "40", "--json"]) == 0
+    assert not {"router", "replicas"} & set(json.loads(capsys.readouterr().out))
+
+
 USAGE_ERRORS = {
     "trace": (["simulate", "nowhere"], "no file or workload 'nowhere'; known: sharegpt"),
     "gpu": (["simulate", "--gpu", "h20"], "did you mean h200"),
@@ -67,6 +82,7 @@ USAGE_ERRORS = {
     "rate": (["simulate", "--rate", "0"], "rate is 0.0, it must be above 0"),
     "requests": (["simulate", "--requests", "0"], "requests are 0"),
     "replicas": (["simulate", "--replicas", "0"], "replicas are 0"),
+    "router": (["simulate", "--dp-router", "random"], "'random' is not one of"),
     "heads": (["simulate", "--tensor-parallel-size", "3"], "has 32 heads, which it must divide"),
     "block size": (["simulate", "--block-size", "3"], "power of two"),
     "seed": (["simulate", "--seed", "-1"], "invalid value for '--seed'"),

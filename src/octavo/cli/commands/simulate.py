@@ -12,6 +12,7 @@ import typer
 from octavo.cli.options import options_of, refuse_unused_options
 from octavo.config import EngineArgs
 from octavo.errors import ParameterError, check_output, naming_file
+from octavo.router.router import RouterPolicy
 
 if TYPE_CHECKING:
     from octavo.simulate.simulation import Records, SimConfig
@@ -49,6 +50,7 @@ TRACE_PARAMS = (
     "seed",
     "tensor_parallel_size",
     "replicas",
+    "dp_router",
     "samples",
 )
 """Parameters of `simulate` that a replay takes from its dump."""
@@ -99,6 +101,7 @@ def simulate(
     seed: Seed = 0,
     tensor_parallel_size: TensorParallel = 1,
     replicas: Annotated[int, typer.Option(help="Copies of the model, with a router.")] = 1,
+    dp_router: Annotated[RouterPolicy, typer.Option(help="How requests are sent to the replicas.")] = "affinity",
     samples: Annotated[int, typer.Option("--n", help="Samples per prompt.")] = 1,
     slo: Annotated[str | None, typer.Option(metavar="TIMES", help="Such as ttft=500ms,tpot=50ms.")] = None,
     cost: Cost = None,
@@ -130,7 +133,7 @@ def simulate(
         refuse_unused_options(context, TRACE_PARAMS, "a replay, which has the requests and the model of its dump")
         result, records = run_replay(replay, engine, cost)
     else:
-        setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost, allow_mismatched_cost)
+        setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost, allow_mismatched_cost, dp_router)
         limit = requests if requests is not None or trace not in WORKLOADS else 1000
         arrivals = arrivals_of(
             trace, rate, limit, scale=scale, seed=seed, burstiness=burstiness, time_unit=time_unit, tokenizer=tokenizer
@@ -141,6 +144,8 @@ def simulate(
             records = run(setup, arrivals, progress=progress)
         result = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
         result |= {"num_gpus": tensor_parallel_size * replicas, "rate": rate_of(trace, rate)}
+        if replicas > 1:
+            result["router"] = dp_router
         result["assumption"] = report.assumption(setup.device, str(cost or ""))
     result |= report.summary(records, slo_limits) | ({} if slo is None else {"slo": slo})
     # Print before writing files, which may fail.
@@ -192,6 +197,7 @@ def setup_of(
     num_replicas: int = 1,
     cost: Path | None = None,
     allow_mismatch: bool = False,
+    router: RouterPolicy = "affinity",
 ) -> SimConfig:
     """Build the simulation's configuration. Raises `UsageError` or `ModelError` for an unknown model or device."""
     from octavo.simulate.cost import LinearCost
@@ -211,7 +217,7 @@ def setup_of(
     measured = None
     if cost is not None:
         measured = LinearCost.load_for(cost, shape.name, device.name, allow_mismatch=allow_mismatch)
-    setup = SimConfig(shape, device, args, num_devices, num_replicas, measured)
+    setup = SimConfig(shape, device, args, num_devices, num_replicas, measured, router=router)
     setup.num_blocks()  # raises now if there is no room for KV blocks
     return setup
 
