@@ -11,6 +11,7 @@ poison      a token that kills the process when a prompt with it is computed
 no_answer   queries that fail
 fail_in     a phase of the start that raises; die_in: in which the process is killed
 needs       a path: no engine starts without it
+device      on which it says that it runs
 once        a file: the faults happen only if it exists; the process removes it
 """
 
@@ -124,7 +125,7 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
         )
     if options["kv_events_config"]:
         engine.on_close.append(KVEventPublisher(cache, KVEventsConfig(**options["kv_events_config"])).close)
-    return engine, None, {"device": "cpu"}
+    return engine, None, {"device": faults.get("device", "cpu"), "block_size": options["block_size"]}
 
 
 if __name__ == "__main__":
