@@ -40,6 +40,8 @@ DRAIN_S = 60.0
 """How long a replica that is to stop may finish its streams; then they go on elsewhere."""
 
 
+QUIET = {"enable_access_log": False}
+"""Serve would log each report of each replica, and the requests that the API app logs itself."""
 _asgi: Any = None
 """The API app of the front in this process."""
 
@@ -140,12 +142,14 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=DRAIN_S,
-        request_router_config=RequestRouterConfig(request_router_class="octavo.cluster.calls:NamedReplicaRouter"),
+        logging_config=QUIET,
+        request_router_config=RequestRouterConfig(request_router_class="octavo.cluster.named_router:NamedReplicaRouter"),
     )(Engine)
     front = serve.deployment(
         name="Front",
         ray_actor_options={"num_cpus": 1},
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=DRAIN_S,
+        logging_config=QUIET,
     )(serve.ingress(asgi_app)(Front))
     return front.bind(engines.bind(options.as_options()), options.as_options())

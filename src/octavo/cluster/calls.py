@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, ClassVar
+from typing import Any
 
 import ray.exceptions
 from ray.serve.exceptions import RayServeException
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from octavo.cluster.pool import CallError
 from octavo.errors import cut
 
 
-class NamedReplicaRouter(RequestRouter):  # type: ignore[misc]
-    """Serve's router for the engines: it obeys the argument `replica`, since the front chooses.
-
-    latest   the one of this process; Serve makes it at a handle's first call
-    """
-
-    latest: ClassVar[NamedReplicaRouter | None] = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        NamedReplicaRouter.latest = self
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        name = "" if pending_request is None else pending_request.kwargs.get("replica", "")
-        # Any other replica refuses the call, and the front chooses again: faster than waiting for one that is gone.
-        return [[r for r in candidate_replicas if r.replica_id.unique_id == name] or candidate_replicas]
+named_router: Any = None
+"""The `NamedReplicaRouter` of this process; Serve makes it at a handle's first call."""
 
 
 @contextlib.contextmanager
@@ -56,8 +39,7 @@ class RayCalls:
             await self.report("", -1)
 
     def names(self) -> list[str]:
-        router = NamedReplicaRouter.latest
-        return [] if router is None else [replica.unique_id for replica in list(router.curr_replicas)]
+        return [] if named_router is None else [replica.unique_id for replica in list(named_router.curr_replicas)]
 
     async def generate(self, replica: str, command: bytes) -> AsyncGenerator[bytes, None]:
         stream = self._handle.options(stream=True).generate.remote(self._front, command, replica=replica)
