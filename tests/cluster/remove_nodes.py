@@ -8,6 +8,7 @@ In each round eight streams run on two nodes, one node is removed, and another o
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -89,7 +90,7 @@ async def run_round(url: str, expected: list[str], cluster: Cluster, node: Any) 
         await asyncio.to_thread(cluster.remove_node, node, False)
         _, pending = await asyncio.wait(tasks, timeout=60)
         texts = ["" if t in pending or t.exception() else t.result() for t in tasks]
-        pauses = [max(b - a for a, b in zip(times, times[1:], strict=False)) for times in arrivals]
+        pauses = [max(b - a for a, b in itertools.pairwise(times)) for times in arrivals]
     return {
         "done_before": num_done,
         "hung": len(pending),

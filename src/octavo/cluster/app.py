@@ -1,7 +1,7 @@
 """The Ray Serve application: `import_path: octavo.cluster.app:build` in a configuration file.
 
-    Front    deployment of the API app; more than one may run
-    Engine   deployment of the engines; a replica is one engine process on one node
+Front    deployment of the API app; more than one may run
+Engine   deployment of the engines; a replica is one engine process on one node
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 
 from octavo import log_setup as logs
 from octavo.checkpoint.generation_config import sampling_defaults
@@ -49,7 +48,7 @@ _asgi: Any = None
 class Engine:
     """One replica: see `octavo.cluster.replica`."""
 
-    async def __init__(self, options: Mapping[str, Any]) -> None:
+    async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         args = ClusterArgs(**options)
         logs.set_up(logs.LogSettings(args.server_args().uvicorn_log_level))
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -87,7 +86,7 @@ class Engine:
 class Front:
     """The API app over all replicas."""
 
-    async def __init__(self, engines: Any, options: Mapping[str, Any]) -> None:
+    async def __init__(self, engines: Any, options: Mapping[str, Any]) -> None:  # type: ignore[misc]
         global _asgi
         args = ClusterArgs(**options)
         settings, engine = args.server_args(), args.engine_args()
@@ -143,7 +142,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=DRAIN_S,
         logging_config=QUIET,
-        request_router_config=RequestRouterConfig(request_router_class="octavo.cluster.named_router:NamedReplicaRouter"),
+        request_router_config={"request_router_class": "octavo.cluster.named_router:NamedReplicaRouter"},
     )(Engine)
     front = serve.deployment(
         name="Front",

@@ -12,7 +12,6 @@ from ray.serve.exceptions import RayServeException
 from octavo.cluster.pool import CallError
 from octavo.errors import cut
 
-
 named_router: Any = None
 """The `NamedReplicaRouter` of this process; Serve makes it at a handle's first call."""
 

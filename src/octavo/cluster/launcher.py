@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -111,7 +112,7 @@ def deployed(config: dict[str, Any]) -> Iterator[str]:
         check_port(host, port)
     serve.start(proxy_location=config.get("proxy_location"), http_options=dict(config["http_options"]))
     try:
-        client = context._get_global_client()  # what `serve run FILE` calls; Ray has no public name for it
+        client: Any = context._get_global_client()  # what `serve run FILE` calls; Ray has no public name for it
         client.deploy_apps(ServeDeploySchema.model_validate(config))
         wait_until_running([app.get("name", "default") for app in config["applications"]])
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -153,7 +154,23 @@ def run(path: str, port: int | None = None) -> None:
     """Serve until a signal stops it."""
     require_ray()
     config = read_config(path, port)
-    with joined_ray(), deployed(config) as url:
+    with joined_ray():
+        _end_on_signal()
+        _serve(config)
+
+
+def _end_on_signal() -> None:
+    """SIGTERM ends the command as Ctrl-C does. Ray replaces the handlers of its process when it starts."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _serve(config: dict[str, Any]) -> None:
+    with deployed(config) as url:
         logger.info("serving on %s", url)
         while True:
             time.sleep(3600)

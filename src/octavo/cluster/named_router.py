@@ -12,7 +12,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from octavo.cluster import calls
 
 
-class NamedReplicaRouter(RequestRouter):  # type: ignore[misc]
+class NamedReplicaRouter(RequestRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         calls.named_router = self

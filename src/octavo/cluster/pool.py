@@ -183,5 +183,3 @@ class ReplicaPool:
 def choose(replicas: Sequence[Replica]) -> Replica:
     """The replica with the fewest requests; of equals the one that has served longest."""
     return min(replicas, key=lambda replica: (replica.num_requests, replica.number))
-
-

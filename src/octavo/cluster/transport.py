@@ -248,8 +248,9 @@ class ClusterTransport:
         return answer
 
     async def _asked(self, query: Query[Any]) -> Replica:
-        if isinstance(query, DescribeRequest) and (handle := self.handles.get(query.request_id)) is not None:
-            if handle.replica is not None:
+        if isinstance(query, DescribeRequest):
+            handle = self.handles.get(query.request_id)
+            if handle is not None and handle.replica is not None:
                 return handle.replica
         if not (up := self.pool.up):
             raise EngineQueryError("no replica is ready; try again later")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,15 +14,11 @@ def cluster(
 ) -> None:
     """Serve a model on all machines of a Ray cluster.
 
-    Joins the cluster that this machine belongs to. Without one it starts Ray on this machine alone. Ctrl-C ends what the
-    command has started. Needs the extra octavo[cluster].
+    Joins the cluster that this machine belongs to. Without one it starts Ray on this machine alone. Ctrl-C ends what
+    the command has started. Needs the extra octavo[cluster].
     """
     from octavo import log_setup as logs
     from octavo.cluster import launcher
 
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
     logs.set_up(logs.LogSettings("info"))
-    signal.signal(signal.SIGTERM, stop)
     launcher.run(config, port)
