@@ -23,6 +23,7 @@ BUDGETS: dict[str, int] = {
     "text": 2231,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
+    "router": 220,  # which replica caches what, and the choice of one
     "runner": 2645,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
     "serve": 4815,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3114,  # cost models, traces, planner, the paper's experiments

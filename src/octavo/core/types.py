@@ -49,5 +49,10 @@ def block_hashes(
         yield block_hash
 
 
+def block_key(block_hash: bytes) -> int:
+    """The 64 bits of a block's hash that KV events and routers use."""
+    return int.from_bytes(block_hash[-8:], "big")
+
+
 def _int32(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}i", *tokens)

@@ -29,7 +29,7 @@ import zmq
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.types import SealId, block_hashes
+from octavo.core.types import SealId, block_hashes, block_key
 from octavo.errors import ParameterError
 
 logger = logging.getLogger("octavo.kv_events")
@@ -119,11 +119,11 @@ class KVEventTranslator:
         if self._num_blocks[digest] > 1:
             return
         last = events[-1] if events else None
-        parent_hash = None if parent is None else block_hash(parent)
+        parent_hash = None if parent is None else block_key(parent)
         if not isinstance(last, BlockStored) or parent_hash is None or last.block_hashes[-1] != parent_hash:
             last = BlockStored([], parent_hash, [], self._block_size, None, DEVICE, None)
             events.append(last)
-        last.block_hashes.append(block_hash(digest))
+        last.block_hashes.append(block_key(digest))
         last.token_ids += tokens.tolist()
 
     def _remove(self, event: ev.Evicted, events: list[KVCacheEvent]) -> None:
@@ -138,7 +138,7 @@ class KVEventTranslator:
         if not isinstance(last, BlockRemoved):
             last = BlockRemoved([], DEVICE)
             events.append(last)
-        last.block_hashes.append(block_hash(digest))
+        last.block_hashes.append(block_key(digest))
 
 
 CoreEvent: TypeAlias = tuple[ev.Sealed | ev.Evicted | None, bytes]
@@ -148,11 +148,6 @@ CoreEvent: TypeAlias = tuple[ev.Sealed | ev.Evicted | None, bytes]
 def block_digest(tokens: array[int], parent: bytes | None, salt: bytes) -> bytes:
     """The digest of a block, from its parent's."""
     return next(block_hashes(tokens, len(tokens), salt=salt, parent=parent))
-
-
-def block_hash(digest: bytes) -> int:
-    """The 64-bit hash that subscribers receive."""
-    return int.from_bytes(digest[-8:], "big")
 
 
 class KVEventPublisher:

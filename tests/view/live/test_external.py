@@ -19,7 +19,7 @@ import zmq
 
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
-from octavo.engine import kv_events
+from octavo.core.types import block_key
 from octavo.engine.kv_events import BlockStored, KVEventBatch, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError
 from octavo.view.live import external as external_module
@@ -318,7 +318,7 @@ def test_missed_messages_are_replayed(publishing: tuple[Lab, KVEventPublisher, s
     watcher = Watcher(external)
 
     def is_complete() -> bool:
-        published = {kv_events.block_hash(name) for name in list(publisher._translator._num_blocks)}
+        published = {block_key(name) for name in list(publisher._translator._num_blocks)}
         return bool(published) and {name for _, name in external._stored} == published
 
     try:
