@@ -96,6 +96,7 @@ class Front:
         self._client = client(args, ClusterTransport(calls, fingerprint(engine), engine.seed))
         await self._client.start()
         kv = await self._client.kv_stats()
+        self._client.transport.pool.router.block_size = kv.block_size
         limits = launcher.engine_limits(engine, self._client.transport.summary, kv.num_blocks * kv.block_size)
         service = Service(self._client, settings, args.model, limits)
         service.metrics.set_cache_config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})

@@ -60,7 +60,6 @@ class Report(msgspec.Struct, array_like=True):
     """A replica's state, for one front.
 
     ready        of the last engine that ran; None before the first
-    num_others   open streams of other fronts
     sequence     number of the last change of the prefix cache
     is_whole     `stored` is all that the cache holds, not what has changed since the front's last report
     stored       hashes of blocks (`engine.kv_events`)
@@ -70,7 +69,6 @@ class Report(msgspec.Struct, array_like=True):
     health: Health
     stats: StatsSnapshot
     ready: ipc.Ready | None = None
-    num_others: int = 0
     sequence: int = 0
     is_whole: bool = False
     stored: list[int] = []

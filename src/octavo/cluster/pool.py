@@ -13,6 +13,7 @@ import msgspec
 
 from octavo.cluster.messages import REPORT, Fingerprint, Report
 from octavo.errors import EngineError
+from octavo.router.router import Router
 
 logger = logging.getLogger("octavo.cluster")
 
@@ -48,14 +49,13 @@ class Calls(Protocol):
 
 
 class Replica:
-    """A replica as a front sees it. `requests`: those that this front runs on it."""
+    """A replica as a front sees it. `number`: its number for the router, which another one may get after it."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.report: Report | None = None
         self.reported_at = time.monotonic()
         self.avoid_until = 0.0
-        self.requests: set[str] = set()
 
     def is_up(self, fingerprint: Fingerprint) -> bool:
         report = self.report
@@ -64,19 +64,18 @@ class Replica:
     def is_fresh(self, now: float) -> bool:
         return now - self.reported_at < STALE_S and now >= self.avoid_until
 
-    @property
-    def num_requests(self) -> int:
-        return len(self.requests) + (0 if self.report is None else self.report.num_others)
-
 
 class ReplicaPool:
-    """Asks all replicas for reports, and chooses. `fingerprint`: of the replicas that this front can use."""
+    """Asks all replicas for reports, and lets `router` choose.
+
+    fingerprint   of the replicas that this front can use
+    """
 
     def __init__(self, calls: Calls, fingerprint: Fingerprint) -> None:
         self._calls = calls
         self._fingerprint = fingerprint
         self.replicas: dict[str, Replica] = {}
-        self._numbers = 0
+        self.router = Router()
         self.last_up = time.monotonic()  # when a replica ran requests
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -125,17 +124,13 @@ class ReplicaPool:
                 raise EngineError(f"no replica was ready for {NO_REPLICA_S:.0f} s; try again later")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wait_for_change(), REPORT_S)
-        replica = choose(usable)
-        replica.requests.add(request_id)
-        return replica
+        among = {replica.number: replica for replica in usable}
+        mask = sum(1 << number for number in among)
+        return among[self.router.route(request_id, len(prompt), self.router.hashes(prompt, salt), mask).replica]
 
     def _usable(self) -> list[Replica]:
         now = time.monotonic()
         return [replica for replica in self.up if replica.is_fresh(now)] or self.up
-
-    def release(self, replica: Replica, request_id: str) -> None:
-        """A request has ended, or leaves its replica."""
-        replica.requests.discard(request_id)
 
     def avoid(self, replica: Replica) -> None:
         """A call to this replica has failed: others come first until it had time to report."""
@@ -148,12 +143,12 @@ class ReplicaPool:
         while True:
             names = set(self._calls.names())
             for name in names - self.replicas.keys():
-                self.replicas[name] = Replica(name, self._numbers)
-                self._numbers += 1
+                taken = {replica.number for replica in self.replicas.values()}
+                self.replicas[name] = Replica(name, min(set(range(len(taken) + 1)) - taken))
                 self._polls[name] = asyncio.create_task(self._poll(self.replicas[name]))
             for name in self.replicas.keys() - names:
                 self._polls.pop(name).cancel()
-                del self.replicas[name]
+                self.router.index.clear(self.replicas.pop(name).number)
                 self._notify()
             if self.up:
                 self.last_up = time.monotonic()
@@ -166,11 +161,19 @@ class ReplicaPool:
                 data = await asyncio.wait_for(self._calls.report(replica.name, since), LOST_S)
                 report = REPORT.decode(data)
                 replica.report, replica.reported_at, since = report, time.monotonic(), report.sequence
+                self._note_blocks(replica.number, report)
                 if not was_refused and (what := self._fingerprint.difference(report.fingerprint)):
                     was_refused = True
                     logger.error("replica %s gets no request: it has %s", replica.name, what)
                 self._notify()
             await asyncio.sleep(REPORT_S)
+
+    def _note_blocks(self, number: int, report: Report) -> None:
+        """Tell the router what a replica caches now."""
+        if report.is_whole:
+            self.router.index.clear(number)
+        self.router.index.store(number, report.stored)
+        self.router.index.remove(number, report.removed)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -178,8 +181,3 @@ class ReplicaPool:
 
     async def _wait_for_change(self) -> None:
         await self._changed.wait()
-
-
-def choose(replicas: Sequence[Replica]) -> Replica:
-    """The replica with the fewest requests; of equals the one that has served longest."""
-    return min(replicas, key=lambda replica: (replica.num_requests, replica.number))

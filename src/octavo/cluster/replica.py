@@ -157,7 +157,6 @@ class EngineReplica:
         """The replica's state, with the changes of its prefix cache after change number `since`."""
         self._fronts[front] = time.monotonic()
         report = Report(self._fingerprint, self.supervisor.health(), self._stats, self._ready)
-        report.num_others = sum(stream.front != front for stream in self._streams.values())
         report.sequence = self._blocks.sequence
         report.is_whole, report.stored, report.removed = self._blocks.since(since)
         return _encode(report)

@@ -179,7 +179,7 @@ class ClusterTransport:
             self.pool.avoid(replica)
             raise
         finally:
-            self.pool.release(replica, new.request_id)
+            self.pool.router.finish(new.request_id)
             handle.replica = None
 
     def _apply(self, handle: _RequestHandle, replica: Replica, message: ipc.EngineMessage) -> None:
@@ -194,6 +194,7 @@ class ClusterTransport:
                 self._later(self._calls.stop(replica.name, handle.wire_id, index))
             if update.samples:
                 handle.num_deaths = 0
+                self.pool.router.start(handle.request.request_id)
         handle.notify()
 
     def _later(self, call: Any) -> None:
