@@ -23,6 +23,8 @@ from ray.cluster_utils import Cluster
 from octavo.cluster import launcher
 
 NUM_STREAMS, NUM_TOKENS = 8, 600
+KNOWN_S = 3.0
+"""Time for a front to hear of a new replica."""
 MEMORY = 100 << 20
 ENGINE_NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"engine": 1}, "object_store_memory": MEMORY}
 
@@ -33,6 +35,7 @@ def configuration(model: str, port: int) -> dict[str, Any]:
         "import_path": launcher.IMPORT_PATH,
         "args": {
             "model": model,
+            "routing": "least-loaded",  # half of the streams on each node
             "engine": {"device": "cpu", "num_gpu_blocks_override": 1024},
             "api": {"uvicorn_log_level": "warning"},
         },
@@ -115,6 +118,7 @@ def main(model: str, port: int, num_rounds: int) -> dict[str, Any]:
         ray.init(address=cluster.address, log_to_driver=False)
         with launcher.deployed(configuration(model, port)) as url:
             wait_for_engines(2)
+            time.sleep(KNOWN_S)
             expected = asyncio.run(undisturbed(url))
             rounds = []
             for _ in range(num_rounds):
@@ -122,6 +126,7 @@ def main(model: str, port: int, num_rounds: int) -> dict[str, Any]:
                 print(rounds[-1], file=sys.stderr, flush=True)
                 nodes.append(cluster.add_node(**ENGINE_NODE))
                 wait_for_engines(2)
+                time.sleep(KNOWN_S)
             return {"rounds": rounds, "complete": sum(bool(text) for text in expected)}
     finally:
         ray.shutdown()

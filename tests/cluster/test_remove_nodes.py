@@ -55,7 +55,7 @@ def test_removed_nodes_lose_no_request(tmp_path: Path) -> None:
     assert len(result["rounds"]) == NUM_ROUNDS
     for row in result["rounds"]:
         assert (row["lost"], row["hung"], row["wrong"], row["done_before"]) == (0, 0, 0, 0)
-        assert row["num_paused"] < 8, "the other node's streams stopped, too"
+        assert row["num_paused"] < 8, row  # the other node's streams go on
     assert any(row["num_paused"] for row in result["rounds"]), "no round met a stream"
     deadline = time.monotonic() + 10
     while processes_of(model) and time.monotonic() < deadline:

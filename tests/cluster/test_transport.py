@@ -166,7 +166,9 @@ async def test_silent_node_is_lost(model: str, monkeypatch: pytest.MonkeyPatch) 
 async def test_other_model_gets_no_request(model: str, tmp_path: Path) -> None:
     other = make_talking_checkpoint(tmp_path, seed=1, max_position_embeddings=1024)
     async with front(model, 1) as (client, calls):
-        calls.replicas["other"] = stranger = EngineReplica(ClusterArgs(model=str(other), engine=ENGINE).engine_args())
+        stranger = EngineReplica(ClusterArgs(model=str(other), engine=ENGINE).engine_args())
+        await stranger.start()
+        calls.replicas["other"] = stranger
         while "other" not in client.transport.pool.replicas or not client.transport.pool.mismatch():
             await asyncio.sleep(0.05)
         assert "replica other has model" in client.transport.pool.mismatch()
@@ -205,6 +207,7 @@ def test_block_log_tells_what_changed() -> None:
     ("options", "message"),
     [
         ({"model": "m", "api": {"port": 1}}, "api has no port in a cluster"),
+        ({"model": "m", "routing": "best"}, "routing"),
         ({"model": "m", "engine": 3}, "engine must map options to values"),
         ({"model": "m", "modle": "n"}, "has no option 'modle'"),
     ],

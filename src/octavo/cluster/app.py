@@ -26,6 +26,7 @@ from octavo.cluster.transport import ClusterTransport
 from octavo.engine.process import ipc
 from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import InputProcessor
+from octavo.router.router import Router
 from octavo.serve import launcher
 from octavo.serve.app import App
 from octavo.serve.http.middleware import ApiKeys
@@ -96,7 +97,7 @@ class Front:
         self._client = client(args, ClusterTransport(calls, fingerprint(engine), engine.seed))
         await self._client.start()
         kv = await self._client.kv_stats()
-        self._client.transport.pool.router.block_size = kv.block_size
+        self._client.transport.pool.router = Router(args.routing, kv.block_size)
         limits = launcher.engine_limits(engine, self._client.transport.summary, kv.num_blocks * kv.block_size)
         service = Service(self._client, settings, args.model, limits)
         service.metrics.set_cache_config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})

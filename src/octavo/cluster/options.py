@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 from octavo.params.validation import ValidatedParams
+from octavo.router.router import ROUTER_POLICIES, RouterPolicy
 from octavo.serve import launcher
 from octavo.serve.args import ServeArgs
 
@@ -25,6 +26,7 @@ class ClusterArgs(ValidatedParams):
     model    directory, .gguf file, name in `octavo models`, or hub id; the same files on every node
     engine   options of `octavo serve` for the engine, such as max_model_len
     api      its options for the API, such as api_key_file
+    routing  affinity: the replica with the first token soonest; least-loaded, or round-robin
     """
 
     TITLE: ClassVar[str] = "args of the application"
@@ -32,8 +34,10 @@ class ClusterArgs(ValidatedParams):
     model: str
     engine: Mapping[str, Any] = field(default_factory=dict)
     api: Mapping[str, Any] = field(default_factory=dict)
+    routing: RouterPolicy = "affinity"
 
     def __post_init__(self) -> None:
+        self._check_choice("routing", ROUTER_POLICIES)
         for name in ("engine", "api"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ParameterError(f"{name} must map options to values, not {getattr(self, name)!r:.60}", param=name)
