@@ -15,6 +15,7 @@ from octavo.cli.commands.bench import bench
 from octavo.cli.commands.blocks import blocks
 from octavo.cli.commands.calibrate import calibrate
 from octavo.cli.commands.chat import chat
+from octavo.cli.commands.cluster import cluster
 from octavo.cli.commands.demo import demo
 from octavo.cli.commands.doctor import doctor
 from octavo.cli.commands.generate import generate
@@ -46,6 +47,7 @@ app.command(cls=Command)(chat)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(blocks)
 app.command(cls=Command)(serve)
+app.command(cls=Command)(cluster)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(view)
 app.command(cls=Command)(top)

@@ -182,15 +182,18 @@ class Router:
         load = self.load(replica)
         return load.factor(start, slope) * (start + slope * (load.num_queued_tokens + num_tokens))
 
-    def describe(self, replica: int) -> dict[str, Any]:
-        load = self.load(replica)
-        return {
-            "replica": replica,
-            "num_requests": load.num_requests,
-            "num_queued_tokens": load.num_queued_tokens,
-            "num_cached_blocks": self.index.num_cached(replica),
-            "predicted_s_of_1k_tokens": self.predicted_s(replica, 1000) if self._times.num else None,
-        }
+    def describe(self) -> list[dict[str, Any]]:
+        """What it knows of each replica that it has seen, for people."""
+        return [
+            {
+                "replica": replica,
+                "num_requests": load.num_requests,
+                "num_queued_tokens": load.num_queued_tokens,
+                "num_cached_blocks": self.index.num_cached(replica),
+                "predicted_s_of_1k_tokens": self.predicted_s(replica, 1000) if self._times.num else None,
+            }
+            for replica, load in sorted(self._loads.items())
+        ]
 
     def load(self, replica: int) -> _Load:
         return self._loads.setdefault(replica, _Load())

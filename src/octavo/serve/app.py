@@ -367,12 +367,11 @@ class App:
         transport = self.service.backend.transport
         if (router := transport.router) is None:
             raise not_found("the server has one engine and no router; start it with --data-parallel-size")
-        replicas = [
-            router.describe(i) | {"state": engine.health().state, "num_restarts": engine.health().num_restarts}
-            for i, engine in enumerate(transport.engines)
-        ]
+        health = [engine.health() for engine in transport.engines]
+        engines = [{"state": engine.state, "num_restarts": engine.num_restarts} for engine in health]
         decisions = [asdict(d) for d in reversed(router.decisions) if context.tenant.sees(d.request_id)]
-        return json_response({"policy": router.policy, "replicas": replicas, "decisions": decisions})
+        found = {"policy": router.policy, "replicas": router.describe(), "engines": engines, "decisions": decisions}
+        return json_response(found)
 
     async def no_playground(self, context: RequestContext) -> HttpResponse:
         """404: a playground's history costs work and memory that the caller determines."""
