@@ -29,8 +29,9 @@ from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.validation import ValidatedParams
+from octavo.router.router import REASONS, Router
 from octavo.serve.args import ServeArgs
-from octavo.serve.metrics import Metrics
+from octavo.serve.metrics import EngineState, Metrics
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by scripts/make_reference.py from the code: change the code, and run it again. -->"
@@ -47,6 +48,7 @@ ENGINE_GROUPS = {
 SERVER_GROUPS = {
     "Address": "host port uds root_path allowed_hosts allowed_origins ssl_keyfile ssl_certfile ssl_ca_certs",
     "Keys": "api_key api_key_file admin_key admin_key_file insecure metrics_public view_text",
+    "Replicas": "data_parallel_size dp_router",
     "Limits": "max_num_queued_reqs max_num_queued_tokens max_request_sequences max_request_tokens max_request_logprobs "
     "max_body_bytes queue_timeout shutdown_timeout sse_keep_alive_interval",
     "Requests and responses": "served_model_name unknown_params strict_openai return_tokens_as_token_ids "
@@ -331,11 +333,14 @@ def metrics() -> Iterator[str]:
         "[For operators](../operators.md) says which to watch."
     )
     registry = Metrics("MODEL", 8192)
-    registry.set_cache_config({"block_size": 16, "num_gpu_blocks": 1})
+    zeros: Any = dict.fromkeys((field.name for field in dataclasses.fields(KVStats)), 0)
+    registry.set_cache_config([KVStats(**zeros)])
+    router = Router()
+    router.stats.num_requests.update((0, why) for why in REASONS)
+    registry.add_router(router)
     registry.http_requests.labels("GET", "200", "/health")
     registry.http_seconds.labels("GET", "/health")
-    zeros: Any = dict.fromkeys((field.name for field in dataclasses.fields(KVStats)), 0)
-    registry.render(StatsSnapshot(EngineStats(), KVStats(**zeros)), Health("running", 0.0))
+    registry.render([EngineState(0, StatsSnapshot(EngineStats(), KVStats(**zeros)), Health("running", 0.0))])
     families: list[Metric] = sorted(registry.registry.collect(), key=lambda family: family.name)
     rows = []
     for family in families:
@@ -350,7 +355,10 @@ def metrics() -> Iterator[str]:
         )
         suffix = "_total" if family.type == "counter" else ""
         rows.append([f"`{family.name}{suffix}`", family.type, ", ".join(named), family.documentation])
-    yield "Metrics that begin with `vllm:` or `octavo:` also have the labels `model_name` and `engine`."
+    yield (
+        "Metrics that begin with `vllm:` or `octavo:` also have the labels `model_name` and `engine`. "
+        "The router's, of a server with several engines, have `engine` alone; its totals have no label."
+    )
     yield table("name | type | further labels | what it is", rows)
 
 

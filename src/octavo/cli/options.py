@@ -133,6 +133,7 @@ GROUPS = {
         " enable_prefix_caching swap_space watermark kv_events_config",
     "Keys, TLS and access": "api_key api_key_file admin_key admin_key_file insecure ssl_keyfile ssl_certfile"
         " ssl_ca_certs allowed_origins allowed_hosts trust_request_chat_template metrics_public view_text",
+    "Replicas": "data_parallel_size dp_router",
     "Limits of requests": "max_num_queued_reqs max_num_queued_tokens max_request_sequences max_request_tokens"
         " max_request_logprobs queue_timeout max_body_bytes unknown_params strict_openai max_json_whitespace",
     "Logs and tracing": "otlp_traces_endpoint enable_log_requests disable_log_stats uvicorn_log_level"
@@ -146,7 +147,11 @@ GROUP_OF_REST = {
     "the server": "Server",
     "bench serve": "Load and report",
 }
-ALIASES = {"swap_space": ["--kv-offloading-size"], "gpu_memory_utilization": ["--device-memory-utilization"]}
+ALIASES = {
+    "swap_space": ["--kv-offloading-size"],
+    "gpu_memory_utilization": ["--device-memory-utilization"],
+    "data_parallel_size": ["-dp"],
+}
 """Other names that vLLM has for these options."""
 
 

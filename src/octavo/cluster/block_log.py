@@ -9,6 +9,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -18,8 +19,8 @@ from octavo.engine.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVE
 
 NUM_KEPT = 4096
 """Changes that a front may lag behind; after more it gets the whole cache."""
-SOCKET_S = 5.0
-"""How long the socket's name stays after an engine's start. A connection outlives the name."""
+CONNECT_S = 10.0
+"""How long to wait for the connection to an engine that has started."""
 _BATCH = msgspec.msgpack.Decoder(KVEventBatch)
 
 
@@ -71,12 +72,11 @@ class EventSocket:
         self._directory = Path(tempfile.mkdtemp(prefix="octavo-"))
         self.endpoint = f"ipc://{self._directory}/kv"
         self._task: asyncio.Task[None] | None = None
-        self._removal: asyncio.TimerHandle | None = None
+        self._connected = asyncio.Event()
 
     def open(self) -> None:
         """Call it before each start of an engine, which binds the socket."""
-        if self._removal is not None:
-            self._removal.cancel()
+        self._connected.clear()
         self._directory.mkdir(mode=0o700, exist_ok=True)
         if self._task is None:
             self._task = asyncio.create_task(self._read(), name="octavo-kv-events")
@@ -84,6 +84,7 @@ class EventSocket:
     async def _read(self) -> None:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.SUB)
+        watch = asyncio.create_task(self._watch(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)))
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
@@ -94,16 +95,25 @@ class EventSocket:
                 with contextlib.suppress(msgspec.DecodeError, IndexError):
                     self._log.apply(_BATCH.decode(frames[2]).events)
         finally:
+            watch.cancel()
+            socket.disable_monitor()
             socket.close()
-            context.term()
+            context.destroy(linger=0)
 
-    def forget_name(self) -> None:
-        """Remove the directory soon, so that nothing is left behind by a process that is killed."""
-        loop = asyncio.get_running_loop()
-        self._removal = loop.call_later(SOCKET_S, shutil.rmtree, self._directory, True)
+    async def _watch(self, monitor: Any) -> None:
+        """Remove the directory after each connection, which outlives it: a process that is killed leaves none."""
+        while True:
+            await monitor.recv_multipart()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._connected.set()
+
+    async def connected(self) -> None:
+        """Wait for the connection to an engine: earlier events are lost, and would only make the router's choice
+        worse."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._connected.wait(), CONNECT_S)
 
     def close(self) -> None:
-        for handle in (self._task, self._removal):
-            if handle is not None:
-                handle.cancel()
+        if self._task is not None:
+            self._task.cancel()
         shutil.rmtree(self._directory, ignore_errors=True)

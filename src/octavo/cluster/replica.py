@@ -70,6 +70,7 @@ class EngineReplica:
         self._socket.open()
         try:
             await self.supervisor.start()
+            await self._socket.connected()
         except BaseException:
             self._socket.close()
             raise
@@ -170,7 +171,6 @@ class EngineReplica:
 
     def _on_ready(self, ready: ipc.Ready) -> None:
         self._ready = ready
-        self._socket.forget_name()
 
     def _on_step(self, step: ipc.StepReport) -> None:
         if step.stats is not None:

@@ -113,13 +113,14 @@ ENGINE: tuple[Argument, ...] = (
     *_only("engine", "one device computes the whole model", "data_parallel_rank data_parallel_start_rank"
         " data_parallel_address data_parallel_rpc_port numa_bind_nodes numa_bind_cpus device_ids"
         " distributed_timeout_seconds cpu_distributed_timeout_seconds max_parallel_loading_workers",
-        tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, data_parallel_size_local=1,
+        tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size_local=1,
         prefill_context_parallel_size=1, decode_context_parallel_size=1, dcp_kv_cache_interleave_size=1,
         cp_kv_cache_interleave_size=1, dcp_comm_backend="ag_rs", nnodes=1, node_rank=0, master_addr="127.0.0.1",
         master_port=29501, numa_bind=False, data_parallel_hybrid_lb=False, data_parallel_external_lb=False,
         data_parallel_multi_port_external_lb=False, data_parallel_backend="mp",
         distributed_executor_backend=("mp", "uni"), ray_workers_use_nsight=False, _api_process_count=1,
         _api_process_rank=0),
+    *_only("engine", "this is one engine; `octavo serve` runs several", data_parallel_size=1),
     *_any("engine", "one device does not communicate", flags="disable_custom_all_reduce"
         " disable_nccl_for_dp_synchronization"),
     *_only("engine", "no family here has experts", enable_expert_parallel=False, enable_ep_weight_filter=False,
@@ -208,7 +209,7 @@ SERVER: tuple[Argument, ...] = (
         " disable_access_log_for_endpoints allowed_origins api_key ssl_keyfile ssl_certfile ssl_ca_certs root_path"
         " enable_log_requests enable_auto_tool_choice enable_prompt_tokens_details enable_request_id_headers"
         " max_num_queued_reqs max_num_queued_tokens sse_keep_alive_interval return_tokens_as_token_ids"
-        " enable_force_include_usage enable_tokenizer_info_endpoint"),
+        " enable_force_include_usage enable_tokenizer_info_endpoint data_parallel_size"),
     *_only("server", "the server is one process", data_parallel_supervisor_port=9256,
         dp_supervisor_probe_interval_s=5.0, dp_supervisor_probe_timeout_s=5.0, dp_supervisor_probe_failure_threshold=3,
         api_server_count=1, headless=False, grpc=False),

@@ -47,6 +47,10 @@ NUM_DECISIONS = 256
 """Decisions that are kept to be looked at."""
 
 
+REASONS = ("least cost", "least loaded", "next in turn", "only one")
+"""Why a request went to its replica."""
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """What a request would meet on a replica.
@@ -68,7 +72,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request went. why: "least cost", "least loaded", "next in turn" or "only one"."""
+    """Where a request went. why: one of `REASONS`."""
 
     request_id: str
     replica: int

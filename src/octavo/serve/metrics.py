@@ -130,8 +130,8 @@ class Metrics:
         for i, kv in enumerate(caches):
             info.labels(str(i), str(kv.block_size), str(kv.num_blocks)).set(1)
 
-    def add_router(self, router: Router, num_engines: int) -> None:
-        self.registry.register(_RouterCollector(router, num_engines))
+    def add_router(self, router: Router) -> None:
+        self.registry.register(_RouterCollector(router))
 
     def render(self, engines: Sequence[EngineState]) -> bytes:
         self._engine.engines = engines
@@ -380,8 +380,8 @@ def _of_cache(field: str, engine: EngineState) -> int:
 class _RouterCollector:
     """Exports what the router did, and what it knows of each engine."""
 
-    def __init__(self, router: Router, num_engines: int) -> None:
-        self._router, self._num_engines = router, num_engines
+    def __init__(self, router: Router) -> None:
+        self._router = router
 
     def collect(self) -> Iterator[Metric]:
         router, stats = self._router, self._router.stats
@@ -399,10 +399,12 @@ class _RouterCollector:
         cached = GaugeMetricFamily("octavo:router_cached_blocks", "Blocks known to be cached.", labels=["engine"])
         text = "Predicted time to first token of 1,000 tokens that are not cached."
         seconds = GaugeMetricFamily("octavo:router_predicted_seconds", text, labels=["engine"])
-        for replica in range(self._num_engines):
-            queued.add_metric([str(replica)], router.load(replica).num_queued_tokens)
-            cached.add_metric([str(replica)], router.index.num_cached(replica))
-            seconds.add_metric([str(replica)], router.predicted_s(replica, 1000))
+        for known in router.describe():
+            engine = [str(known["replica"])]
+            queued.add_metric(engine, known["num_queued_tokens"])
+            cached.add_metric(engine, known["num_cached_blocks"])
+            if known["predicted_s_of_1k_tokens"] is not None:
+                seconds.add_metric(engine, known["predicted_s_of_1k_tokens"])
         yield from (queued, cached, seconds)
 
 

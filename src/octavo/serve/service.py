@@ -92,6 +92,8 @@ class Service:
         self.prompts = InputProcessor(self.tokenizer, max_model_len=backend.max_model_len)
         self.text_workers = TextWorkerPool(self.tokenizer)
         self.metrics = Metrics(self.model_names[0], backend.max_model_len)
+        if backend.transport.router is not None:
+            self.metrics.add_router(backend.transport.router)
         self.admission = Admission(
             max_num_seqs=self.limits.max_num_seqs,
             max_num_queued_reqs=settings.max_num_queued_reqs,
