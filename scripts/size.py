@@ -31,7 +31,7 @@ BUDGETS: dict[str, int] = {
     "view": 3540,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
     "view (JavaScript)": 2140,  # the page, without a framework
     "cluster": 980,  # the Ray Serve application: replicas, the pool, failover, `octavo cluster`
-    "cli": 2196,  # one file a command
+    "cli": 2200,  # one file a command
     "utils": 20,  # the argument parser of vLLM's scripts, the choice of the event loop
     "v1": 5,  # names of modules that vLLM's scripts import
 }
