@@ -24,6 +24,7 @@ from octavo.serve.metrics import (
     LATENCY_BUCKETS,
     STEP_TOKEN_BUCKETS,
     TTFT_BUCKETS,
+    EngineState,
     Metrics,
     StatsLogger,
     token_buckets,
@@ -98,7 +99,8 @@ def latencies_of(
     tracker = metrics.track(SamplingParams(n=2), 3, arrival=9.0)
     for clock[0], stats, outputs in records:
         tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, stats))
-    got = values_of(metrics.render(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
+    engine = EngineState(0, StatsSnapshot(EngineStats(), None), Health("running", 0.0))
+    got = values_of(metrics.render([engine]).decode())
     return got["vllm:inter_token_latency_seconds_count"], got["vllm:inter_token_latency_seconds_sum"]
 
 
@@ -156,7 +158,7 @@ async def test_rejected_requests_are_counted(model: str) -> None:
 
 async def test_restarts_are_counted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(model) as server:
-        monkeypatch.setattr(server.engine, "health", lambda: Health("restarting", 1.0, None, 3))
+        monkeypatch.setattr(server.engine.transport, "health", lambda: Health("restarting", 1.0, None, 3))
         got = values_of((await server.client.get("/metrics")).text)
         assert (got["octavo:up"], got["octavo:engine_restarts_total"]) == (0, 3)
 
@@ -196,13 +198,13 @@ async def test_tokens_per_step_are_recorded(model: str) -> None:
     async with oracle_client(model) as client:
         client.transport.listen(metrics.iteration_tokens.observe)
         await last_of(client, prompt, params)
-        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        got = values_of(metrics.render([EngineState(0, await client.stats(), client.health())]).decode())
         name = "vllm:iteration_tokens_total"
         assert (got[f"{name}_count"], got[f"{name}_sum"]) == (5, 11 + 5)
         assert [got[f'{name}_bucket{{le="{le}.0"}}'] for le in (1, 8, 16)] == [4, 4, 5]  # the first step has the prompt
         again = await last_of(client, prompt, params)
         assert again.num_cached_tokens == 8
-        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        got = values_of(metrics.render([EngineState(0, await client.stats(), client.health())]).decode())
         assert (got[f"{name}_count"], got[f"{name}_sum"]) == (10, 16 + 3 + 5)
 
 
@@ -219,13 +221,13 @@ async def test_requests_waiting_for_an_engine_are_deferred(model: str, tmp_path:
             await asyncio.sleep(0.002)
         late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
         await asyncio.sleep(0.05)
-        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        got = values_of(metrics.render([EngineState(0, await client.stats(), client.health())]).decode())
         assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (2, 0)
         by_reason = [got[f'vllm:num_requests_waiting_by_reason{{reason="{r}"}}'] for r in ("capacity", "deferred")]
         assert by_reason == [0, 2]
         hold.unlink()
         await asyncio.gather(first, late)
-        got = values_of(metrics.render(await client.stats(), client.health()).decode())
+        got = values_of(metrics.render([EngineState(0, await client.stats(), client.health())]).decode())
         assert got["vllm:num_requests_waiting"] == 0
 
 

@@ -8,12 +8,15 @@ import os
 import signal
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 
 import octavo
 from octavo import SamplingParams
 from octavo.core.policy import PreemptionMode
+from octavo.serve.view_routes import View
+from octavo.serve.view_server import ViewApp
 from octavo.view.live.hub import Hub
 from octavo.view.live.messages import Frame
 from octavo.view.live.state import PoolState
@@ -27,7 +30,7 @@ KEY = "sk-secret"
 class Listener:
     """A browser that listens to /view/events; `leave` closes its tab."""
 
-    def __init__(self, app: Any, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, app: Any, headers: dict[str, str] | None = None, query: str = "") -> None:
         self.parts: asyncio.Queue[bytes] = asyncio.Queue()
         self.left = asyncio.Event()
         self.status = 0
@@ -42,7 +45,7 @@ class Listener:
             "scheme": "http",
             "path": "/view/events",
             "raw_path": b"/view/events",
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(k.encode(), v.encode()) for k, v in ({"host": "localhost"} | (headers or {})).items()],
         }
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
@@ -126,6 +129,7 @@ async def test_text_is_shown_only_with_view_text(model: str) -> None:
     async with serving(model) as server:
         assert (await server.client.get("/view/config")).json() == {
             "uses": ["live"],
+            "num_replicas": 1,
             "title": "tiny",
             "version": octavo.__version__,
             "text": False,
@@ -140,6 +144,39 @@ async def test_text_is_shown_only_with_view_text(model: str) -> None:
         found = (await server.client.get(f"/view/blocks/{sealed}")).json()
         assert found["token_ids"] is None and found["text"] is None and len(found["name"]) == 32
         await listener.leave()
+
+
+async def test_each_replica_has_its_own_stream_and_blocks(model: str) -> None:
+    async with serving(model) as first, serving(model, engine_options={"num_gpu_blocks_override": 40}) as second:
+        app = ViewApp(View("tiny", hubs=[Hub(server.engine.query) for server in (first, second)]))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.get("/view/config")).json()["num_replicas"] == 2
+            listeners = [Listener(app, query=query) for query in ("", "replica=0", "replica=1")]
+            assert [(await listener.read()).num_blocks for listener in listeners] == [300, 300, 40]
+            await second.complete("Hello, hello, hello, hello")
+            await agrees(listeners[2], second)
+            assert listeners[2].state is not None
+            sealed = int(np.nonzero(listeners[2].state.words)[0][0])
+            found = [(await client.get(f"/view/blocks/{sealed}?replica={i}")).json() for i in range(2)]
+            assert [each["sealed"] for each in found] == [False, True]
+            for listener in listeners:
+                await listener.leave()
+            for wrong in ("2", "-1", "x", "%C2%B2", "1e0", "9" * 20):
+                for path in ("events", "blocks/1"):
+                    answer = await client.get(f"/view/{path}?replica={wrong}")
+                    error = answer.json()["error"]
+                    assert (answer.status_code, error["param"]) == (400, "replica"), (path, wrong)
+                    assert "the server has 0 to 1" in error["message"]
+
+
+async def test_a_server_of_one_engine_has_replica_0_alone(model: str) -> None:
+    async with serving(model) as server:
+        assert (await server.client.get("/debug/kv?replica=0")).status_code == 200
+        for path in ("/view/events", "/view/blocks/1", "/debug/kv"):
+            answer = await server.client.get(f"{path}?replica=1")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "replica"), path
+            assert "the server has 0 alone" in answer.json()["error"]["message"]
 
 
 async def test_view_needs_the_key(model: str) -> None:

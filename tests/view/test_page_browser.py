@@ -749,6 +749,80 @@ def test_live_reconnects_after_a_lost_stream(browser: Any, busy: Busy) -> None:
         shown.until("octavoView.stage.pool.stats.num_cached > 0")
 
 
+@pytest.fixture(scope="module")
+def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from tests.engine.models import make_talking_checkpoint
+
+    model = str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
+    command = [sys.executable, "-c", "from octavo.cli.main import main; main()", "serve", model, "--port=0"]
+    command += ["--data-parallel-size=2", "--dp-router=round-robin", "--num-gpu-blocks-override=96"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if "/view/" in line)
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe fills up
+            yield line.split()[-1]
+        finally:
+            process.terminate()
+
+
+LIVE = "octavoView.uses.live"
+
+
+def load_engines(shown: Window) -> list[int]:
+    """Give each engine another number of blocks, and return these numbers. Requests go to the engines by turns."""
+    server = shown.page.url.partition("view/")[0]
+    for num in (12, 36):
+        body = {"prompt": f"Four score and {num}", "max_tokens": num, "ignore_eos": True}
+        assert shown.page.request.post(f"{server}v1/completions", data=body).ok
+    cached = [shown.page.request.get(f"{server}debug/kv?replica={i}").json()["num_cached"] for i in range(2)]
+    assert cached[0] != cached[1]
+    return cached
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
+def test_every_engine_is_shown(browser: Any, two_engines: str, size: tuple[int, int]) -> None:
+    with window(browser, two_engines, size=size) as shown:
+        page, keys, cached = shown.page, Keyboard(shown), load_engines(shown)
+        numbers = "octavoView.stage.pool?.stats.num_cached"
+        assert page.locator("#engine option").all_inner_texts() == ["0 of 2", "1 of 2"]
+        assert page.get_by_label("Engine").input_value() == "0"
+        assert size != SIZES[-1] or page.locator("#engine").bounding_box()["height"] >= 44
+        shown.until(f"{numbers} === {cached[0]}")
+        keys.go_to("engine")
+        assert keys.press("ArrowDown") == "engine"
+        shown.until(f"{numbers} === {cached[1]}")
+        assert page.url.endswith("#live=1") and page.input_value("#engine") == "1"
+        with page.expect_request("**/view/blocks/*") as asked:
+            page.focus("#grid")
+            page.keyboard.press("ArrowRight")
+        assert asked.value.url.endswith("?replica=1")
+        other = page.url
+        page.go_back()
+        shown.until(f"{numbers} === {cached[0]}")
+        assert page.input_value("#engine") == "0"
+        assert shown.js("document.documentElement.scrollWidth <= innerWidth")
+    with window(browser, other, size=size) as shown:
+        shown.until(f"{numbers} === {cached[1]}")
+        assert shown.page.input_value("#engine") == "1"
+
+
+@pytest.mark.parametrize("engine", ["2", "-1", "x", "1.0"])
+def test_link_to_no_engine_shows_engine_0(browser: Any, two_engines: str, engine: str) -> None:
+    with window(browser, f"{two_engines}#live={engine}", size=SIZES[-1]) as shown:
+        assert f"The server has no engine “{engine}”" in shown.page.inner_text("#notice span")
+        assert shown.page.input_value("#engine") == "0" and shown.js(f"{LIVE}.source.url").endswith("replica=0")
+        shown.page.select_option("#engine", "1")
+        shown.until(f"{LIVE}.engine === 1")
+        assert not shown.page.is_visible("#notice")
+
+
+def test_one_engine_has_no_selector(browser: Any, busy: Busy, recording: str) -> None:
+    for url in (f"{busy.url}#live", recording):
+        with window(browser, url) as shown:
+            assert not shown.page.is_visible("#engines") and not shown.page.is_visible("#notice")
+
+
 # -- a recording -------------------------------------------------------------------------------------------------------
 
 
@@ -808,12 +882,14 @@ def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_axe_finds_no_violations(browser: Any, playground: str, busy: Busy, recording: str, dark: bool) -> None:
+def test_axe_finds_no_violations(
+    browser: Any, playground: str, busy: Busy, recording: str, two_engines: str, dark: bool
+) -> None:
     axe = os.environ.get("OCTAVO_AXE")
     if not axe:
         pytest.skip("set OCTAVO_AXE to the path of axe.min.js")
     source = Path(axe).read_text(encoding="utf-8")
-    for name, url in urls(playground, busy, recording).items():
+    for name, url in (urls(playground, busy, recording) | {"engines": f"{two_engines}#live=1"}).items():
         for size in SIZES:
             with window(browser, url, dark=dark, size=size) as shown:
                 shown.js("octavoView.stage.paint()")

@@ -226,6 +226,51 @@ def test_late_replies_are_not_shown_in_another_use() -> None:
     assert run_page(script) == [[0, 0], "64x16;new,64", None]
 
 
+LIVE = """
+const { Live } = await load("live");
+const opened = [];
+set("EventSource", class {
+  constructor(path) { opened.push(path); }
+  addEventListener() {}
+  close() {}
+});
+const details = [];
+const live = new Live({ showDetails: (each) => details.push(each.engine) }, "tiny", 2);
+"""
+
+
+def test_links_to_engines() -> None:
+    script = f"""{LIVE}
+    const notices = input.map((engine) => {{
+      $("#notice span").textContent = "";
+      live.enter(engine);
+      return $("#notice span").textContent !== "";
+    }});
+    output([opened.map((path) => path.split("=")), notices]);
+    """
+    links = ["", "0", "1", "2", "-1", "1.0", "x", "1" * 20]
+    opened, notices = run_page(script, links)
+    assert opened == [["events?replica", "1" if link == "1" else "0"] for link in links]
+    assert notices == [False] * 3 + [True] * 5
+
+
+def test_late_details_of_another_engine_are_not_shown() -> None:
+    script = f"""{LIVE}
+    const late = held();
+    replies.push(["blocks/3?replica=0", () => late.promise], ["blocks/3?replica=1", () => ({{ engine: 1 }})]);
+    live.enter("0");
+    live.stage.onPick(3);
+    live.leave();
+    live.enter("1");
+    live.stage.onPick(3);
+    await settle();
+    late.release({{ engine: 0 }});
+    await settle();
+    output(details);
+    """
+    assert run_page(script) == [1]
+
+
 def test_reset_after_an_invalid_link() -> None:
     script = """
     const { Playground } = await load("playground");

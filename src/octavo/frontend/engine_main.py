@@ -21,8 +21,8 @@ from octavo.engine.process.heartbeat import HeartbeatSender
 from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline, Placement
 from octavo.engine.process.server import EngineServer
 from octavo.engine.text_processor import TextProcessor
-from octavo.frontend.sigint import ignore_signals
 from octavo.runner.memory.budget import limit_free_memory
+from octavo.utils.signals import ignore_signals
 from octavo.view.live.queries import ServedQuery
 
 if TYPE_CHECKING:

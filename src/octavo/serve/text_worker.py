@@ -20,12 +20,12 @@ import msgspec
 
 from octavo.errors import UsageError
 from octavo.frontend.input_processor import InputProcessor
-from octavo.frontend.sigint import ignore_signals
 from octavo.serve.job_queue import JobQueue
 from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.text import chat_template
 from octavo.text.helper_process import HelperLostError, HelperPool, JobTooLargeError, serve
 from octavo.text.tokenizer import Tokenizer
+from octavo.utils.signals import ignore_signals
 
 NUM_WORKERS = max(2, min(4, (os.cpu_count() or 1) // 2))
 BASE_S = 10.0

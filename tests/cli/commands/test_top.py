@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import StreamRequestHandler, TCPServer
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from octavo.cli.commands.top import render
+from octavo.cli.commands import top as top_command
+from octavo.cli.commands.top import Engine, render, render_all
 from octavo.view.live.messages import Delta, Snapshot
 from octavo.view.live.publisher import Publisher
 from octavo.view.live.state import PoolState
@@ -69,33 +73,79 @@ def test_request_ids_are_not_markup() -> None:
 
 
 class Stream(BaseHTTPRequestHandler):
+    """A server of one engine."""
+
+    num_replicas = 1
+
     def do_GET(self) -> None:
-        if self.path != "/view/events" or self.headers["authorization"] != f"Bearer {KEY}":
+        if self.headers["authorization"] != f"Bearer {KEY}":
             self.send_response(401)
             self.end_headers()
             return
         self.send_response(200)
         self.end_headers()
+        if self.path == "/view/config":
+            self.wfile.write(json.dumps({"num_replicas": self.num_replicas}).encode())
+        else:
+            self.send_frames(self.path)
+
+    def send_frames(self, path: str) -> None:
+        assert path == "/view/events"
+        self.send_busy()
+        self.bye("slow")
+
+    def bye(self, reason: str) -> None:
+        self.wfile.write(f"event: bye\ndata: {json.dumps({'reason': reason}, separators=(',', ':'))}\n\n".encode())
+
+    def send_busy(self, num_frames: int = 2) -> None:
+        """`num_frames` of the busy server's are in the first one."""
         self.wfile.write(b": keep-alive\n\n")
         frames = frames_of_a_busy_server()
-        for frame in (
-            state_of(frames[:2]).snapshot(),
-            *frames[2:-1],
-        ):  # an idle snapshot would end --once
+        begin = state_of(frames[:num_frames]).snapshot()  # an idle one would end --once
+        for frame in (begin, *frames[num_frames:-1]):
             self.wfile.write(b"event: x\ndata: " + msgspec.json.encode(frame) + b"\n\n")
-        self.wfile.write(b'event: bye\ndata: {"reason":"slow"}\n\n')
 
     def log_message(self, *args: object) -> None:
         pass
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Stream)
+class Streams(Stream):
+    """Of five engines, two run; one has failed, one is silent, and one sends nonsense."""
+
+    num_replicas = 5
+
+    def send_frames(self, path: str) -> None:
+        replica = int(path.removeprefix("/view/events?replica="))
+        if replica in (0, 3):
+            self.send_busy(num_frames=4)
+            finished.wait(10)  # the stream stays open
+        elif replica == 1:
+            self.bye("the engine [red]is gone")
+        elif replica == 2:
+            self.wfile.write(b": keep-alive\n\n")
+            finished.wait(10)
+        else:
+            self.wfile.write(b"no stream\n")
+
+
+finished = threading.Event()
+
+
+@contextlib.contextmanager
+def listening(handler: type[Stream]) -> Iterator[str]:
+    finished.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
+    finished.set()
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with listening(Stream) as address:
+        yield address
 
 
 def test_a_request_that_the_scheduler_has_not_seen_waits() -> None:
@@ -111,7 +161,67 @@ def test_once_prints_the_summary(call: Call, url: str) -> None:
     assert "1 tokens/s 2 prompt tokens/s 1 running 1 waiting 0 swapped" in text
     assert "4 of 5 blocks used, 0 cached" in text
     assert "second needs 3 blocks: 2 are free, 0 cached" in text
-    assert "first running 8 4 0" in text
+    assert "first running 8 4 0" in text and "engine" not in text
+
+
+def test_once_prints_every_engine(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_command, "CONNECT_S", 0.5)
+    monkeypatch.setattr(top_command, "ONCE_S", 0.0)
+    with listening(Streams) as url:
+        done = call("top", url, "--once", "--api-key", KEY)
+    assert done.code == 0, done.err
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
+    one = "1 tokens/s 2 prompt tokens/s 1 running 1 waiting 0 swapped"
+    both = "2 tokens/s 4 prompt tokens/s 2 running 2 waiting 0 swapped"
+    assert lines[:3] == ["5 engines, 3 without data", both, ""] and lines.count(one) == 2
+    for i in (0, 3):
+        begin = next(n for n, line in enumerate(lines) if line.startswith(f"engine {i} "))
+        assert lines[begin + 1] == one and lines[begin + 2].endswith("4 of 5 blocks used, 0 cached")
+        assert lines[begin + 3] == "second needs 3 blocks: 2 are free, 0 cached"
+    assert "engine 1 no data: the engine [red]is gone" in lines
+    assert "engine 2 no data: it sends nothing" in lines
+    assert any(line.startswith("engine 4 no data: line 1 of") for line in lines)
+    requests = lines[lines.index("request engine status tokens blocks preempted") + 1 :]
+    # The largest first; equals stay in the order of the engines.
+    assert requests[:3] == ["first 0 running 8 4 0", "first 3 running 8 4 0", "second 0 waiting 5 0 0"]
+
+
+def test_an_engine_that_falls_silent_has_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy one; an idle one sends nothing because nothing changes."""
+    state = state_of(frames_of_a_busy_server()[:-1])
+    busy, idle = Summary.of(state), replace(Summary.of(state), running=0, requests=())
+    engines = [Engine("http://127.0.0.1:9", None, i) for i in range(2)]
+    for engine, summary in zip(engines, (busy, idle), strict=True):
+        engine.summary, engine.problem, engine._heard_s = summary, "", 100.0
+    monkeypatch.setattr(top_command.time, "monotonic", lambda: 100.0 + top_command.SILENT_S)
+    assert [engine.current() for engine in engines] == [busy, idle]
+    monkeypatch.setattr(top_command.time, "monotonic", lambda: 112.0)
+    assert [engine.current() for engine in engines] == ["silent for 12 s", idle]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render_all(engines))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 engines, 1 without data" in text and "engine 0   no data: silent for 12 s" in text and "first" not in text
+
+
+class Silent(Streams):
+    num_replicas = 2
+
+    def send_frames(self, path: str) -> None:
+        self.bye("the engine is gone")
+
+
+def test_no_engine_with_data_is_an_error(call: Call) -> None:
+    with listening(Silent) as url:
+        done = call("top", url, "--once", "--api-key", KEY)
+    assert done.code == 1 and "sent no snapshot" in done.err
+
+
+@pytest.mark.parametrize("num", [0, -1, "2", None, 10**9])
+def test_config_that_is_none_is_an_error(call: Call, num: object) -> None:
+    handler = type("Odd", (Stream,), {"num_replicas": num})
+    with listening(handler) as url:
+        done = call("top", url, "--once", "--api-key", KEY)
+    assert done.code == 1 and "has no readable /view/config" in done.err
 
 
 def test_unreachable_server_is_an_error(call: Call, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

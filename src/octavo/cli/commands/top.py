@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.bench.args import is_address
-from octavo.errors import EngineError, ParameterError
+from octavo.errors import EngineError, OctavoError, ParameterError
 
 if TYPE_CHECKING:
-    from octavo.view.live.state import PoolState
-    from octavo.view.live.summary import Summary
+    from rich.live import Live
+
+    from octavo.view.live.summary import RequestSummary, Summary
 
 RETRY_S = 1.0
 CONNECT_S = 5.0
@@ -25,6 +29,10 @@ TIMEOUT_S = 60.0
 """Timeout of the stream. A server sends at least a comment every 15 seconds."""
 ONCE_S = 2.0
 """How long `--once` reads: throughput is measured over several steps."""
+REFRESH_S = 0.2
+SILENT_S = 10.0
+"""An engine with running requests sends frames. One that is silent for longer has no data."""
+MAX_ENGINES = 256
 
 
 def top(
@@ -35,7 +43,10 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option(help="Print once and exit. The default without a terminal.")] = False,
 ) -> None:
-    """Watch a server: throughput, queues, memory, the largest requests, and why the first waiting request waits."""
+    """Watch a server: throughput, queues, memory, the largest requests, and why the first waiting request waits.
+
+    A server with several engines has a block for each.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -44,36 +55,140 @@ def top(
         raise ParameterError(f"{url!r} is not a server's address; use one such as http://127.0.0.1:8000", param="url")
     key = api_key or os.environ.get("OCTAVO_ADMIN_KEY") or os.environ.get("OCTAVO_API_KEY")
     console = Console()
+    num = num_engines(url, key)
+    engines = [Engine(url, key, i if num > 1 else None) for i in range(num)]
     if once or not console.is_terminal:
-        deadline, state = time.monotonic() + ONCE_S, None
-        for latest in states(url, key, timeout_s=ONCE_S):
-            state = latest
-            if time.monotonic() > deadline or not state.requests:  # an idle server sends nothing more
-                break
-        if state is None:
+        with ThreadPoolExecutor(num) as pool:
+            list(pool.map(Engine.read_once, engines))
+        check(engines)
+        if all(engine.summary is None for engine in engines):
             raise EngineError(f"{url} sent no snapshot; its engine may be starting")
-        console.print(render(summary_of(state)))
+        console.print(render_all(engines))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
+        if num > 1:
+            watch_all(engines, live)
         while True:
-            for state in states(url, key):
-                live.update(render(summary_of(state)), refresh=True)
+            for summary in engines[0].summaries():
+                live.update(render(summary), refresh=True)
             time.sleep(RETRY_S)  # the server disconnected, or its engine restarts
 
 
-def states(url: str, key: str | None, *, timeout_s: float = TIMEOUT_S) -> Iterator[PoolState]:
-    """The state after each frame of the server's stream, until it ends or times out. Raises `EngineError` if the server
-    cannot be reached."""
+def watch_all(engines: Sequence[Engine], live: Live) -> None:
+    for engine in engines:
+        threading.Thread(target=engine.watch, daemon=True).start()
+    while True:
+        check(engines)
+        live.update(render_all(engines), refresh=True)
+        time.sleep(REFRESH_S)
+
+
+def check(engines: Sequence[Engine]) -> None:
+    """Raises the error of the first engine, if no engine can be reached."""
+    errors = [engine.error for engine in engines if engine.error is not None]
+    if len(errors) == len(engines):
+        raise errors[0]
+
+
+def num_engines(url: str, key: str | None) -> int:
+    """Raises `EngineError` if the server cannot be reached."""
+    with connect(url, "/view/config", key, CONNECT_S) as response:
+        try:
+            num = json.load(response).get("num_replicas", 1)
+        except (OSError, ValueError, AttributeError):
+            num = 0
+    if not (isinstance(num, int) and 0 < num <= MAX_ENGINES):
+        raise EngineError(f"{url} has no readable /view/config; is it an Octavo server's port?")
+    return num
+
+
+class Engine:
+    """One engine of a server, as its stream shows it.
+
+    replica   its number; None: the server has no other
+    summary   after the last frame; None: none came yet
+    problem   why the summary is not that of now, or ""
+    error     why the server cannot be reached
+    """
+
+    def __init__(self, url: str, key: str | None, replica: int | None = None) -> None:
+        self._url, self._key = url, key
+        self._path = "/view/events" if replica is None else f"/view/events?replica={replica}"
+        self._heard_s = 0.0
+        self.summary: Summary | None = None
+        self.problem = "it has sent nothing yet"
+        self.error: OctavoError | None = None
+
+    def summaries(self, *, timeout_s: float = TIMEOUT_S) -> Iterator[Summary]:
+        """The summary after each frame of the stream, until it ends or times out. Raises `EngineError` if the server
+        cannot be reached."""
+        import http.client
+
+        from octavo.view.live.state import PoolState
+        from octavo.view.live.summary import Summary
+        from octavo.view.recording.frames import parse_frames
+
+        response = connect(self._url, self._path, self._key, timeout_s)
+        self.error = None
+        try:
+            with response:
+                state = None
+                for frame in parse_frames(self._lines(response), self._url):
+                    if state is None:
+                        state = PoolState(frame)  # type: ignore[arg-type]  # a snapshot comes first
+                    else:
+                        state.apply(frame)
+                    self.summary, self.problem, self._heard_s = Summary.of(state), "", time.monotonic()
+                    yield self.summary
+            self.problem = self.problem or "its stream ended"
+        except TimeoutError:
+            self.problem = "it sends nothing"
+        except (OSError, http.client.HTTPException):
+            self.problem = "its stream broke"
+
+    def _lines(self, response: Iterable[bytes]) -> Iterator[bytes]:
+        """The lines of the stream. A `bye` among them is the problem."""
+        for line in response:
+            if line.startswith((b'data: {"reason"', b'data:{"reason"')):
+                with contextlib.suppress(ValueError):
+                    self.problem = str(json.loads(line.partition(b":")[2])["reason"])
+            yield line
+
+    def read_once(self) -> None:
+        deadline = time.monotonic() + ONCE_S
+        try:
+            for summary in self.summaries(timeout_s=ONCE_S):
+                if time.monotonic() > deadline or not summary.requests:  # an idle engine sends nothing more
+                    return
+        except OctavoError as error:
+            self.problem, self.error = str(error), error
+
+    def watch(self) -> None:
+        while True:
+            try:
+                for _ in self.summaries():
+                    pass
+            except OctavoError as error:
+                self.problem, self.error = str(error), error
+            time.sleep(RETRY_S)
+
+    def current(self) -> Summary | str:
+        """The summary, or why there is none of now."""
+        silent_s = time.monotonic() - self._heard_s
+        if self.summary is None or self.problem:
+            return self.problem
+        return f"silent for {silent_s:.0f} s" if self.summary.running and silent_s > SILENT_S else self.summary
+
+
+def connect(url: str, path: str, key: str | None, timeout_s: float) -> Any:
+    """The response to a GET. Raises `EngineError` if there is none."""
     import http.client
 
-    from octavo.view.live.state import PoolState
-    from octavo.view.recording.frames import parse_frames
-
-    request = urllib.request.Request(url.rstrip("/") + "/view/events")
+    request = urllib.request.Request(url.rstrip("/") + path)
     if key:
         request.add_header("authorization", f"Bearer {key}")
     try:
-        response = urllib.request.urlopen(request, timeout=max(timeout_s, CONNECT_S))
+        return urllib.request.urlopen(request, timeout=max(timeout_s, CONNECT_S))
     except urllib.error.HTTPError as error:
         error.close()
         problem = "requires a key: --api-key" if error.code == 401 else f"returned status {error.code}"
@@ -83,50 +198,88 @@ def states(url: str, key: str | None, *, timeout_s: float = TIMEOUT_S) -> Iterat
         raise EngineError(f"{url} does not respond: {getattr(reason, 'strerror', None) or reason}") from None
     except http.client.HTTPException as error:
         raise EngineError(f"{url} does not speak HTTP: {str(error)[:80]!r}; is it an Octavo server's port?") from None
-    with response, contextlib.suppress(OSError, http.client.HTTPException):
-        state = None
-        for frame in parse_frames(response, url):
-            if state is None:
-                state = PoolState(frame)  # type: ignore[arg-type]  # a snapshot comes first
-            else:
-                state.apply(frame)
-            yield state
-
-
-def summary_of(state: PoolState) -> Summary:
-    from octavo.view.live.summary import Summary
-
-    return Summary.of(state)
 
 
 def render(summary: Summary) -> Any:
     """A renderable for rich."""
     from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
-    num_blocks = summary.used + summary.cached + summary.free
+    waiting = Text(summary.first_waiting or "no request waits", style="bold" if summary.first_waiting else "dim")
+    rows = [(0, row) for row in summary.requests]
+    return Group(_numbers([summary]), _pool(summary), Text(_cache(summary)), waiting, Text(""), _requests(rows))
+
+
+def render_all(engines: Sequence[Engine]) -> Any:
+    """The server, its engines and their largest requests; of one engine, as `render`."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from octavo.view.live.summary import MAX_REQUESTS, Summary
+
+    if len(engines) == 1 and (only := engines[0].summary) is not None:
+        return render(only)
+    now = [engine.current() for engine in engines]
+    known = [(i, summary) for i, summary in enumerate(now) if isinstance(summary, Summary)]
+    missing = len(now) - len(known)
+    title = f"{len(now)} engines" + (f", {missing} without data" if missing else "")
+    lines: list[Any] = [Text(title, style="bold"), _numbers([summary for _, summary in known]), Text("")]
+    for i, summary in enumerate(now):
+        name = (f"engine {i}   ", "bold")
+        if isinstance(summary, str):
+            lines.append(Text.assemble(name, f"no data: {summary}"))
+            continue
+        lines += [Text.assemble(name, _cache(summary)), _numbers([summary]), _pool(summary)]
+        if summary.first_waiting:
+            lines.append(Text(summary.first_waiting, style="bold"))
+    rows = [(i, row) for i, summary in known for row in summary.requests]
+    rows.sort(key=lambda each: (-each[1].num_blocks, each[1].id))
+    return Group(*lines, Text(""), _requests(rows[:MAX_REQUESTS], show_engine=True))
+
+
+def _numbers(summaries: Sequence[Summary]) -> Any:
+    """The sums over engines."""
+    from rich.table import Table
+
     numbers = Table.grid(padding=(0, 3))
     numbers.add_row(
-        f"{summary.output_rate:,.0f} tokens/s",
-        f"{summary.prompt_rate:,.0f} prompt tokens/s",
-        f"{summary.running} running",
-        f"{summary.waiting} waiting",
-        f"{summary.swapped} swapped",
+        f"{sum(s.output_rate for s in summaries):,.0f} tokens/s",
+        f"{sum(s.prompt_rate for s in summaries):,.0f} prompt tokens/s",
+        f"{sum(s.running for s in summaries)} running",
+        f"{sum(s.waiting for s in summaries)} waiting",
+        f"{sum(s.swapped for s in summaries)} swapped",
     )
+    return numbers
+
+
+def _pool(summary: Summary) -> Any:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    num_blocks = summary.used + summary.cached + summary.free
     pool = Table.grid(padding=(0, 2))
     pool.add_row(
         ProgressBar(total=num_blocks, completed=summary.used, width=40),
         f"{summary.used:,} of {num_blocks:,} blocks used, {summary.cached:,} cached",
     )
-    cache = f"{100 * summary.hit_rate:.0f} % prefix cache hits, {summary.num_saved:,} saved by sharing, "
-    requests = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("request", "status", "tokens", "blocks", "preempted"):
-        requests.add_column(name, justify="left" if name in ("request", "status") else "right", no_wrap=True)
-    for row in summary.requests:
-        requests.add_row(
-            Text(row.id[:48]), row.status, f"{row.num_tokens:,}", f"{row.num_blocks:,}", str(row.num_preempted)
-        )
-    waiting = Text(summary.first_waiting or "no request waits", style="bold" if summary.first_waiting else "dim")
-    return Group(numbers, pool, Text(f"{cache}{summary.num_evicted:,} evicted"), waiting, Text(""), requests)
+    return pool
+
+
+def _cache(summary: Summary) -> str:
+    hits = f"{100 * summary.hit_rate:.0f} % prefix cache hits"
+    return f"{hits}, {summary.num_saved:,} saved by sharing, {summary.num_evicted:,} evicted"
+
+
+def _requests(rows: Sequence[tuple[int, RequestSummary]], *, show_engine: bool = False) -> Any:
+    """A table of requests with their engines."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("request", "engine", "status", "tokens", "blocks", "preempted"):
+        if show_engine or name != "engine":
+            table.add_column(name, justify="left" if name in ("request", "status") else "right", no_wrap=True)
+    for engine, row in rows:
+        numbers = (f"{row.num_tokens:,}", f"{row.num_blocks:,}", str(row.num_preempted))
+        table.add_row(Text(row.id[:48]), *([str(engine)] if show_engine else []), row.status, *numbers)
+    return table

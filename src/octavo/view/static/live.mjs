@@ -1,19 +1,29 @@
-// A running server: one stream of a snapshot and deltas. After a lost frame, the stream is opened again.
+// A running server: one stream of a snapshot and deltas. After a lost frame, the stream is opened again. Of several
+// engines behind the server, one is shown.
 
-import { $, text } from "./dom.mjs";
+import { $, h, notice, text } from "./dom.mjs";
 import { FrameLost } from "./pool.mjs";
 import { fetchJson } from "./server.mjs";
 
 const RETRY_MS = 1500;
 
 export class Live {
-  constructor(stage, title) {
+  constructor(stage, title, numEngines) {
     this.stage = stage;
     this.title = title.split("/").at(-1); // the last part of a model's path
+    this.numEngines = numEngines;
+    this.engine = 0;
+    for (let i = 0; i < numEngines; i++) $("#engine").append(h("option", { value: i }, `${i} of ${numEngines}`));
+    $("#engine").onchange = (event) => (location.hash = `live=${event.target.value}`);
+    $("#engines").hidden = numEngines < 2;
   }
 
-  enter() {
-    this.stage.onPick = (block) => this._fetchBlock(block);
+  // `engine`: its number, from the link.
+  enter(engine) {
+    const isKnown = /^\d{0,9}$/.test(engine) && Number(engine) < this.numEngines;
+    if (!isKnown) notice(`The server has no engine “${engine.slice(0, 60)}”; this is engine 0.`);
+    $("#engine").value = this.engine = isKnown ? Number(engine) : 0;
+    this.stage.onPick = (block) => this._fetchBlock(block, this.engine);
     this.numDeltas = 0;
     this._connect();
   }
@@ -26,7 +36,7 @@ export class Live {
 
   _connect() {
     this._setStatus("wait", "connecting");
-    const source = (this.source = new EventSource("events"));
+    const source = (this.source = new EventSource(`events?replica=${this.engine}`));
     source.addEventListener("snapshot", (event) => {
       this.stage.show(JSON.parse(event.data));
       this._setStatus("open", this.title);
@@ -57,8 +67,8 @@ export class Live {
     text($("#connection"), message);
   }
 
-  async _fetchBlock(block) {
-    const details = await fetchJson(`blocks/${block}`).catch(() => null);
-    if (details) this.stage.showDetails(details);
+  async _fetchBlock(block, engine) {
+    const details = await fetchJson(`blocks/${block}?replica=${engine}`).catch(() => null);
+    if (details && engine === this.engine) this.stage.showDetails(details); // another engine may be shown by now
   }
 }

@@ -44,7 +44,7 @@ $("#keys").onclick = () => {
 const uses = {};
 let current = null;
 
-// #play, #play=HISTORY, #lesson=ID.STEP, #live, #replay, #replay=SECONDS
+// #play, #play=HISTORY, #lesson=ID.STEP, #live, #live=ENGINE, #replay, #replay=SECONDS
 async function route() {
   const fragment = location.hash.slice(1);
   const [name, ...rest] = fragment.split("=");
@@ -82,7 +82,7 @@ async function begin() {
   $("#only-own").hidden = !config.only_own;
   const factories = {
     playground: () => new Playground(stage),
-    live: () => new Live(stage, config.title),
+    live: () => new Live(stage, config.title, config.num_replicas),
     replay: () => new Replay(stage, config.title),
   };
   for (const use of config.uses) {
