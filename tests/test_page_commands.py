@@ -176,7 +176,7 @@ def write_traces(folder: Path) -> None:
     rows = [{"timestamp": 100 * i, "input_length": 600, "output_length": 64, "hash_ids": [0, i + 1]} for i in range(6)]
     trace = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "trace.jsonl").write_text(trace)
-    for name in ("trace.jsonl.gz", "mooncake.jsonl.gz"):
+    for name in ("trace.jsonl.gz", "mooncake.jsonl.gz", "mooncake_conversation.jsonl.gz"):
         (folder / name).write_bytes(gzip.compress(trace.encode()))
     lengths = np.arange(20, 120)
     np.savez(folder / "sharegpt_opt_lengths.npz", input_len=lengths, output_len=lengths)
