@@ -9,7 +9,7 @@ import pytest
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence
-from octavo.core.types import block_hashes
+from octavo.core.types import block_hashes, block_key
 from tests.core.lab import Worlds, arrange, fork, sequence
 
 
@@ -257,6 +257,12 @@ def test_block_hashes_chain_from_parent_to_child() -> None:
 def test_tenants_with_different_salts_have_no_hash_in_common() -> None:
     ours, theirs = (set(block_hashes(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
     assert not ours & theirs
+
+
+def test_key_of_a_block_is_the_end_of_its_hash() -> None:
+    (block_hash,) = block_hashes([1, 2, 3, 4], 4)
+    assert block_key(block_hash) == int(block_hash[-8:].hex(), 16)
+    assert block_key(bytes(24) + b"\0\0\0\0\0\0\1\2") == 258
 
 
 def test_block_hashes_with_another_digest() -> None:
