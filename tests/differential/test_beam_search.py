@@ -72,7 +72,7 @@ def search_and_compare(tiny_model: TinyModel, llm: LLM, width: int, penalty: flo
     for prompt, output in zip(prompts, llm.beam_search(prompts, params, use_tqdm=False), strict=True):
         beams = expected(tiny_model.path, tuple(prompt), width, penalty, early)
         assert [c.token_ids for c in output.outputs] == [b.token_ids for b in beams]
-        assert [c.score for c in output.outputs] == pytest.approx([b.score for b in beams], rel=1e-6, abs=1e-4)
+        assert [c.score for c in output.outputs] == pytest.approx([b.score for b in beams], abs=1e-4)
         assert [c.index for c in output.outputs] == list(range(width)) and output.finished
     stats = llm.kv_stats()
     assert stats.num_used == 0 == stats.num_host_used
