@@ -3,7 +3,7 @@
     python scripts/scale_chart.py [--check]
     python scripts/scale_chart.py --simulate mooncake_conversation.jsonl.gz
 
---check writes nothing and fails if the picture is not what the table says. --simulate prints the table: minutes.
+--check writes nothing, and fails if the picture differs from the table. --simulate prints the table; it takes minutes.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ async def test_lost_node_and_dead_engine_change_no_text(model: str) -> None:
         assert first != second
         assert resumed.resume is not None and len(resumed.resume[0]) >= 20 * 4
         assert await text_with(client, "hello", 20, lambda: calls.lost.add(calls.sent[-1][0])) == expected
-        assert client.transport.num_moved == 2
+        assert client.transport.router.stats.num_moved == 2
 
 
 async def test_stop_strings_and_errors_reach_the_caller(model: str) -> None:
@@ -160,7 +160,7 @@ async def test_silent_node_is_lost(model: str, monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(calls, "generate", silent_once)
         assert await text_of(client, "hello") == expected
-        assert client.transport.num_moved == 1
+        assert client.transport.router.stats.num_moved == 1
 
 
 async def test_other_model_gets_no_request(model: str, tmp_path: Path) -> None:

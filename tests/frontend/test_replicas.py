@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,10 @@ from octavo.config import EngineArgs
 from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.process.supervisor import EngineTimeouts
 from octavo.engine.query import GetKVStats
+from octavo.engine.stats import sum_kv_stats
 from octavo.errors import EngineError, MemoryBudgetError, ParameterError, RequestFailedError
 from octavo.frontend.engine_client import EngineClient
-from octavo.frontend.replicas import engine_args, offset_endpoint, placements, replicas_client, sum_kv_stats
+from octavo.frontend.replicas import engine_args, offset_endpoint, placements, replicas_client
 from octavo.params.sampling_params import RequestOutputKind
 from octavo.router.router import RouterPolicy
 from tests.engine.process.engines import (
@@ -37,6 +36,7 @@ from tests.engine.process.engines import (
     many,
     nothing_left,
     oracle_client,
+    oracle_command,
     prompt,
     reference_outputs,
     serving,
@@ -56,9 +56,8 @@ def oracle_replicas(
     options: dict[str, Any] | None = None,
     **faults: Any,
 ) -> Client:
-    command = (sys.executable, str(Path(__file__).parents[1] / "proof" / "oracle_engine.py"), json.dumps(faults))
     args = EngineArgs(model=model, **(OPTIONS | (options or {})))
-    return replicas_client(args, num, policy, command=command, timeouts=timeouts)
+    return replicas_client(args, num, policy, command=oracle_command(**faults), timeouts=timeouts)
 
 
 @contextlib.asynccontextmanager

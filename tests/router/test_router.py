@@ -149,6 +149,16 @@ def test_round_robin_goes_on_after_one_has_left(router: Router) -> None:
     assert [send(router, str(i), among=0b101) for i in range(3, 7)] == [0, 2, 0, 2]
 
 
+def test_moved_request_is_counted_elsewhere(router: Router) -> None:
+    home = send(router, "a")
+    router.index.store(1 - home, router.hashes(PROMPT[:160]))
+    decision = router.move("a", len(PROMPT) + 5, 1 << 1 - home)
+    assert (decision.replica, decision.chosen.num_hit_tokens, router.stats.num_moved) == (1 - home, 160, 1)
+    assert [router.load(i).num_queued_tokens for i in (home, 1 - home)] == [0, len(PROMPT) + 5 - 160]
+    router.start("a")
+    assert not router.index._coming
+
+
 def test_finished_requests_leave_nothing(router: Router) -> None:
     for i in range(3 * NUM_DECISIONS):
         send(router, str(i), [i] * 200)

@@ -29,7 +29,7 @@ from octavo.errors import EngineError, OctavoError
 HEARTBEAT_S = 1.0
 """A stream without tokens carries an empty message so often."""
 FRONT_S = 10.0
-"""The streams of a front end when it has asked for no report for so long: it is gone, and nobody reads them."""
+"""A front that has asked for no report for so long is gone. Its streams end, because nobody reads them."""
 
 _COMMAND = msgspec.msgpack.Decoder(ipc.AddRequest)
 _encode = msgspec.msgpack.Encoder().encode

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from functools import reduce
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
@@ -24,7 +24,7 @@ from octavo.engine.engine_request import EngineRequest, check_priority, check_pr
 from octavo.engine.process import ipc
 from octavo.engine.process.supervisor import rebuild_error
 from octavo.engine.query import DescribeRequest, Query
-from octavo.engine.stats import EngineStats, Health, StatsSnapshot
+from octavo.engine.stats import Health, StatsSnapshot, sum_stats
 from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.request_stream import RequestStream
@@ -70,7 +70,6 @@ class ClusterTransport:
     """Requests of one front. All methods are for one event loop.
 
     fingerprint   of the replicas that it uses
-    num_moved     how often a request went on elsewhere
     """
 
     def __init__(self, calls: Calls, fingerprint: Fingerprint, seed: int | None = None) -> None:
@@ -81,7 +80,6 @@ class ClusterTransport:
         self._report: Report | None = None
         self._calls_without_reader: set[asyncio.Task[None]] = set()  # the loop keeps only weak references
         self._closed = False
-        self.num_moved = 0
 
     @property
     def engines(self) -> Sequence[ClusterTransport]:
@@ -150,7 +148,7 @@ class ClusterTransport:
         """Prepare the next attempt. Raises `OctavoError` after too many."""
         logger.warning("request %s goes on elsewhere: %s", handle.request.request_id, error)
         if handle.accepted:
-            self.num_moved += 1
+            self.router.stats.num_moved += 1
             handle.num_deaths += 1
             handle.num_refusals, handle.waiting_since = 0, time.monotonic()
         else:
@@ -208,7 +206,7 @@ class ClusterTransport:
         handle.notify()
 
     def _later(self, call: Any) -> None:
-        """Make a call that nobody waits for; a replica that is gone needs it no more."""
+        """Make a call that nobody waits for. It may fail: a replica that is gone does not need it."""
 
         async def run() -> None:
             with contextlib.suppress(CallError):
@@ -273,22 +271,10 @@ class ClusterTransport:
         return query
 
     async def stats(self) -> StatsSnapshot:
-        """The sum over all replicas; `kv` is that of the first."""
-        all_stats = [replica.report.stats for replica in self.pool.up if replica.report is not None]
+        """The sum over all replicas."""
+        total = sum_stats([replica.report.stats for replica in self.pool.up if replica.report is not None])
         num_deferred = sum(handle.replica is None for handle in self.handles.values())
-        wait_counts: dict[str, int] = {}
-        for stats in all_stats:
-            for why, count in stats.wait_counts.items():
-                wait_counts[why] = wait_counts.get(why, 0) + count
-        return StatsSnapshot(
-            reduce(EngineStats.plus, (stats.engine for stats in all_stats), EngineStats()),
-            all_stats[0].kv if all_stats else None,
-            sum(stats.num_running for stats in all_stats),
-            sum(stats.num_waiting for stats in all_stats) + num_deferred,
-            sum(stats.num_swapped for stats in all_stats),
-            wait_counts,
-            num_deferred,
-        )
+        return replace(total, num_waiting=total.num_waiting + num_deferred, num_deferred=num_deferred)
 
     def health(self) -> Health:
         """Running while any replica is."""

@@ -22,7 +22,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import msgspec
@@ -33,6 +33,7 @@ from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.types import SealId, block_hashes, block_key
 from octavo.errors import ParameterError
+from octavo.router.prefix_index import PrefixIndex
 
 logger = logging.getLogger("octavo.kv_events")
 
@@ -190,6 +191,17 @@ class CoreEventQueue:
             while True:
                 core_events.append(self._events.popleft())
         return core_events
+
+
+def update_index(index: PrefixIndex, replica: int, events: Iterable[KVCacheEvent]) -> None:
+    """Tell an index what a replica's cache has stored and removed."""
+    for event in events:
+        if isinstance(event, BlockStored):
+            index.store(replica, event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            index.remove(replica, event.block_hashes)
+        else:
+            index.clear(replica)
 
 
 class CacheFeed:

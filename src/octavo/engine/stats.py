@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
@@ -91,3 +91,26 @@ class Health:
     last_step_age_s: float | None = None
     num_restarts: int = 0
     reason: str = ""
+
+
+def sum_kv_stats(parts: Sequence[KVStats]) -> KVStats:
+    """The caches of all replicas as one."""
+    total = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(KVStats)}
+    num_hits, num_lookups = total["num_hits"], total["num_hits"] + total["num_misses"]
+    rates = {"block_size": parts[0].block_size, "hit_rate": num_hits / num_lookups if num_lookups else 0.0}
+    return KVStats(**(total | rates))
+
+
+def sum_stats(parts: Sequence[StatsSnapshot]) -> StatsSnapshot:
+    """The snapshots of several engines as one."""
+    engine, waits = EngineStats(), dict[str, int]()
+    for part in parts:
+        engine = engine.plus(part.engine)
+        for reason, count in part.wait_counts.items():
+            waits[reason] = waits.get(reason, 0) + count
+    caches = [part.kv for part in parts if part.kv is not None]
+    gauges = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in ("num_running", "num_waiting", "num_swapped", "num_deferred")
+    }
+    return StatsSnapshot(engine, sum_kv_stats(caches) if caches else None, wait_counts=waits, **gauges)

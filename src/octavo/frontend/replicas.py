@@ -14,18 +14,17 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from octavo.config import EngineArgs
-from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from octavo.engine.kv_events import update_index
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.process import ipc
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts
 from octavo.engine.query import DescribeRequest, GetKVStats, Query, ResetPrefixCache
-from octavo.engine.stats import EngineStats, Health, StatsSnapshot
+from octavo.engine.stats import Health, StatsSnapshot, sum_kv_stats, sum_stats
 from octavo.errors import MemoryBudgetError, OctavoError, ParameterError
 from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.process_transport import DEATHS_TO_TRIAL, ProcessTransport, RequestHandle, make_client
@@ -53,7 +52,7 @@ def replicas_client(
 
 
 class Replica(ProcessTransport):
-    """One engine process of a group. It tells the group of its requests' progress, and of its deaths."""
+    """One engine process of a group. The group hears when its requests progress, and when it dies."""
 
     def __init__(self, group: Replicas, index: int, args: EngineArgs, **process: Any) -> None:
         super().__init__(args, **process)
@@ -81,7 +80,7 @@ class Replica(ProcessTransport):
         return [h for h in handles if not (h.sent or h.request.new.pin or h.num_deaths > max_deaths)]
 
     def _on_step(self, step: ipc.StepReport) -> None:
-        self._group.update_index(self.index, step.cache)
+        update_index(self._group.router.index, self.index, step.cache)
         super()._on_step(step)
 
     def _on_progress(self, handle: RequestHandle) -> None:
@@ -98,7 +97,7 @@ class Replica(ProcessTransport):
 
     def _on_down(self) -> None:
         super()._on_down()
-        self._group.update_index(self.index, [AllBlocksCleared()])
+        self._group.router.index.clear(self.index)
         self._group.rescue()
 
     def _on_failed(self, error: OctavoError) -> None:
@@ -234,21 +233,8 @@ class Replicas:
     def _move(self, handle: RequestHandle, source: Replica, among: int) -> None:
         request = handle.request.new
         source.give_up(handle)
-        self.router.finish(request.request_id)
-        self.router.stats.num_moved += 1
         num_tokens = len(request.prompt_token_ids) + sum(len(s.token_ids) for s in handle.request.samples.values())
-        hashes = self.router.hashes(request.prompt_token_ids, request.salt)
-        self.replicas[self.router.route(request.request_id, num_tokens, hashes, among).replica].adopt(handle)
-
-    def update_index(self, index: int, events: Sequence[KVCacheEvent]) -> None:
-        """What a replica's cache has stored and removed."""
-        for event in events:
-            if isinstance(event, BlockStored):
-                self.router.index.store(index, event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                self.router.index.remove(index, event.block_hashes)
-            else:
-                self.router.index.clear(index)
+        self.replicas[self.router.move(request.request_id, num_tokens, among).replica].adopt(handle)
 
     # -- pinned prefixes -----------------------------------------------------------------------------------------------
 
@@ -380,25 +366,3 @@ def placements(num: int) -> list[ipc.Placement]:
         ipc.Placement(cpus[i * size // num : (i + 1) * size // num] or [cpus[i % size]], i, host_bytes)
         for i in range(num)
     ]
-
-
-def sum_kv_stats(parts: Sequence[KVStats]) -> KVStats:
-    """The caches of all replicas as one."""
-    total = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(KVStats)}
-    num_hits, num_lookups = total["num_hits"], total["num_hits"] + total["num_misses"]
-    rates = {"block_size": parts[0].block_size, "hit_rate": num_hits / num_lookups if num_lookups else 0.0}
-    return KVStats(**(total | rates))
-
-
-def sum_stats(parts: Sequence[StatsSnapshot]) -> StatsSnapshot:
-    engine, waits = EngineStats(), dict[str, int]()
-    for part in parts:
-        engine = engine.plus(part.engine)
-        for reason, count in part.wait_counts.items():
-            waits[reason] = waits.get(reason, 0) + count
-    caches = [part.kv for part in parts if part.kv is not None]
-    gauges = {
-        name: sum(getattr(part, name) for part in parts)
-        for name in ("num_running", "num_waiting", "num_swapped", "num_deferred")
-    }
-    return StatsSnapshot(engine, sum_kv_stats(caches) if caches else None, wait_counts=waits, **gauges)

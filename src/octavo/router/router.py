@@ -135,10 +135,15 @@ class _Load:
 
 @dataclass(slots=True)
 class _Routed:
-    """A request on its way. num_ahead: tokens that its first token waits for, its own included."""
+    """A request on its way.
+
+    num_known   blocks of the prompt that the replica was known to cache
+    num_ahead   tokens that its first token waits for, its own included
+    """
 
     replica: int
     hashes: list[int]
+    num_known: int
     num_uncached: int
     num_ahead: int
     since: float
@@ -219,10 +224,10 @@ class Router:
         chosen, why = self._choose(options)
         decision = Decision(request_id, chosen.replica, why, num_tokens, tuple(options))
         load, num_uncached = self.load(chosen.replica), num_tokens - chosen.num_hit_tokens
-        new = hashes[chosen.num_hit_tokens // self.block_size :] if hashes else []
-        self.index.expect(chosen.replica, new)
+        num_known = chosen.num_hit_tokens // self.block_size if hashes else 0
+        self.index.expect(chosen.replica, hashes[num_known:])
         num_ahead = load.num_queued_tokens + num_uncached
-        self._routed[request_id] = _Routed(chosen.replica, new, num_uncached, num_ahead, self._clock())
+        self._routed[request_id] = _Routed(chosen.replica, hashes, num_known, num_uncached, num_ahead, self._clock())
         self._last = chosen.replica
         load.num_requests += 1
         load.num_routed += 1
@@ -232,6 +237,13 @@ class Router:
         self.stats.num_requests[chosen.replica, why] += 1
         self.decisions.append(decision)
         return decision
+
+    def move(self, request_id: str, num_tokens: int, among: int) -> Decision:
+        """Choose another replica for a routed request, of so many tokens by now."""
+        hashes = self._routed[request_id].hashes
+        self.finish(request_id)
+        self.stats.num_moved += 1
+        return self.route(request_id, num_tokens, hashes, among)
 
     def start(self, request_id: str) -> None:
         """A request got its first token. Later calls, and those of unknown requests, do nothing."""
@@ -251,8 +263,7 @@ class Router:
     def _end_prefill(self, routed: _Routed) -> None:
         routed.has_started = True
         self.load(routed.replica).num_queued_tokens -= routed.num_uncached
-        self.index.settle(routed.replica, routed.hashes)
-        routed.hashes = []
+        self.index.settle(routed.replica, routed.hashes[routed.num_known :])
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 

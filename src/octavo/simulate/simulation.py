@@ -27,7 +27,7 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import EngineRequest
-from octavo.engine.kv_events import BlockRemoved, BlockStored, CoreEvent, KVEventTranslator
+from octavo.engine.kv_events import CoreEvent, KVEventTranslator, update_index
 from octavo.engine.request_state import RequestState
 from octavo.engine.request_update import RequestUpdate
 from octavo.errors import EngineError, UsageError
@@ -357,24 +357,16 @@ class Fleet:
     def _hear(self, number: int, reports: deque[Report], until_s: float) -> None:
         """Tell the router what a replica has reported until now, each report at its time."""
         blocks: list[CoreEvent] = []
+        translator = self._translators[number]
         while reports and reports[0][0] <= until_s:
             self._now, report = reports.popleft()
             if isinstance(report, tuple):
                 blocks.append(report)
             else:
-                self._update_index(number, blocks)
+                update_index(self.router.index, number, translator.translate(blocks))
                 blocks.clear()
                 report(self.router)
-        self._update_index(number, blocks)
-
-    def _update_index(self, number: int, blocks: list[CoreEvent]) -> None:
-        for event in self._translators[number].translate(blocks):
-            if isinstance(event, BlockStored):
-                self.router.index.store(number, event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                self.router.index.remove(number, event.block_hashes)
-            else:
-                self.router.index.clear(number)
+        update_index(self.router.index, number, translator.translate(blocks))
 
 
 @lru_cache(maxsize=8192)

@@ -37,11 +37,14 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
+def oracle_command(**faults: Any) -> tuple[str, ...]:
+    return sys.executable, str(Path(__file__).parents[2] / "proof" / "oracle_engine.py"), json.dumps(faults)
+
+
 def oracle_client(
     model: str, *, timeouts: EngineTimeouts | None = None, options: dict[str, Any] | None = None, **faults: Any
 ) -> ProcessClient:
-    command = (sys.executable, str(Path(__file__).parents[2] / "proof" / "oracle_engine.py"), json.dumps(faults))
-    return process_client(model, command=command, timeouts=timeouts, **(OPTIONS | (options or {})))
+    return process_client(model, command=oracle_command(**faults), timeouts=timeouts, **(OPTIONS | (options or {})))
 
 
 def real_client(model: str, *, timeouts: EngineTimeouts | None = None, **options: Any) -> ProcessClient:
