@@ -65,8 +65,8 @@ class RowSetup(NamedTuple):
 
     num_prompt          tokens of the prompt; later ones are output
     token_ids           all tokens of the sequence, complete because no token is in flight when a row is assigned. Only
-                        if `SamplingParams.needs_history`, else None. The device appends its sampled tokens and the host
-                        tokens of slices
+                        if `SamplingParams.needs_history` or the request drafts, else None. The device appends its
+                        sampled tokens and the host tokens of slices
     returns_candidates  beam search: slices with `num_samples` return the top candidates, best first, as pairs of
                         (log-probability, token), and sample nothing
     """
@@ -207,6 +207,13 @@ class StepPlan:
     def num_passes(self, i: int) -> int:
         """Forward passes of a slice that samples: its columns of tokens."""
         return self.drafts[i].num_passes if i in self.drafts else self.num_sampled[i]
+
+    @property
+    def most_passes(self) -> int:
+        """Forward passes of the whole plan, at most; 0 for a plan without slices."""
+        if not self.drafts:
+            return max(1, *self.num_sampled) if self.rows else 0
+        return max(1, *map(self.num_passes, range(len(self.rows))))
 
     def num_unverified(self, i: int) -> int:
         """Tokens of `num_sampled` that a slice does not return if every draft is rejected."""

@@ -37,7 +37,7 @@ class RowTable:
         sequence.row = row = self._free.pop()
         sequence.row_has_last = False
         params = request.sampling_params
-        history = sequence.token_ids[:] if params.needs_history else None
+        history = sequence.token_ids[:] if params.needs_history or request.num_draft_tokens else None
         num_prompt = len(request.prompt_token_ids)
         plan.row_setups.append(
             RowSetup(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
-from octavo.kernels.row_state import DecodeInputs, LogitsProcessorState, RowState
+from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
 
 
 class ModelOps(Protocol):
@@ -122,8 +122,12 @@ class Ops(ModelOps, Protocol):
         block_size: int,
     ) -> None: ...
 
+    def propose_drafts(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None: ...
+
+    def reject_drafts(self, state: RowState, rows: Tensor, tokens: Tensor, drafts: DraftLines) -> Tensor: ...
+
     def commit_sampled_tokens(
-        self, state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
+        self, state: RowState, rows: Tensor, tokens: Tensor, positions: Tensor, ring: Tensor, step_counter: Tensor
     ) -> None: ...
 
     # -- logits processors ---------------------------------------------------------------------------------------------
@@ -131,7 +135,13 @@ class Ops(ModelOps, Protocol):
     def apply_token_bitmask(self, logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None: ...
 
     def apply_row_logits_processors(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        state: RowState,
+        processors: LogitsProcessorState,
+        drafts: DraftLines | None = None,
     ) -> None: ...
 
     def init_token_counts(

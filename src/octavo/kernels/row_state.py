@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,12 @@ FLOATS = [i for name, i in COLUMN.items() if PER_ROW_FIELDS[name] is torch.float
 NUM_LOGPROBS = len(COLUMN)
 FIRST_STOP_ID = NUM_LOGPROBS + 1
 NUM_COLUMNS = FIRST_STOP_ID + MAX_STOP_IDS
-NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT = -1, -2, -3
-"""In the ring, in place of a token: row inactive; non-finite logits; every token masked."""
+NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT, REJECTED = -1, -2, -3, -4
+"""In the ring, in place of a token: row inactive; non-finite logits; every token masked; a wrong draft before it."""
+MAX_DRAFTS = 15
+"""Drafts that a row keeps: with its last token, they are the 16 lines that cost a CPU least."""
+MAX_MATCH = 16
+"""Last tokens of a sequence that drafts look for in what is before them."""
 PENALTIES, LOGIT_BIAS, ALLOWED_TOKENS, MIN_TOKENS, HISTORY = 1, 2, 4, 8, 16
 """Bits of `LogitsProcessorState.enabled`. HISTORY: the row only keeps its history, for bad words."""
 MAX_LOGPROBS = 20
@@ -41,6 +46,9 @@ class RowState:
 
     block_tables     [num_rows + 1, max_blocks] int32
     last_token       [num_rows + 1] int64, the input of the next decode step
+    num_computed     [num_rows + 1] int64, the position of that token: all before it are computed
+    drafts           [num_rows + 1, MAX_DRAFTS] int64, guesses of the tokens after it, padded with -1
+    history          [num_rows + 1, max_len] int32, tokens by position, for drafts; max_len is 0 without speculation
     done             [num_rows + 1] bool, the row sampled a stop token or had non-finite logits. Decode steps skip it
                      until the host sends it tokens
     sampling_params  [num_rows + 1, NUM_COLUMNS] int64: the columns of `COLUMN`, `FLOATS` of them as the bits of a
@@ -50,16 +58,25 @@ class RowState:
 
     block_tables: Tensor
     last_token: Tensor
+    num_computed: Tensor
+    drafts: Tensor
+    history: Tensor
     done: Tensor
     sampling_params: Tensor
 
     @classmethod
-    def empty(cls, num_rows: int, max_blocks: int, device: torch.device | str) -> RowState:
+    def empty(cls, num_rows: int, max_blocks: int, device: torch.device | str, *, max_len: int = 0) -> RowState:
+        def make(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
+
         state = cls(
-            torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device),
-            torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
-            torch.zeros(num_rows + 1, dtype=torch.bool, device=device),
-            torch.zeros(num_rows + 1, NUM_COLUMNS, dtype=torch.int64, device=device),
+            block_tables=make(max_blocks, dtype=torch.int32),
+            last_token=make(),
+            num_computed=make(),
+            drafts=make(MAX_DRAFTS) - 1,
+            history=make(max_len, dtype=torch.int32),
+            done=make(dtype=torch.bool),
+            sampling_params=make(NUM_COLUMNS),
         )
         state.done[num_rows] = True
         state.sampling_params[:, NUM_LOGPROBS:] = -1
@@ -138,27 +155,38 @@ class LogitsProcessorState:
         )
 
 
+class DraftLines(NamedTuple):
+    """Which lines of a decode pass compute drafts: `DecodeInputs.depths` and `token_ids`, both [num_lines] int64."""
+
+    depths: Tensor
+    token_ids: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Inputs of a decode pass: one position of up to `len(rows)` rows.
+    """Inputs of a decode pass: up to `len(rows)` lines, each of them one position of a row.
 
-    The host writes the first four fields once a plan. `prepare_decode_inputs` fills the others from these and from the
-    row state, once a pass. All tensors keep their addresses, as CUDA graphs need.
+    A row has a line for its last token, and one for each of its drafts. They are neighbours, in this order. All write
+    their K and V before any of them reads, so each sees the drafts before it, as if these were the row's tokens.
 
-    step_counter  [2] int64: the ring's column that this pass fills, and the passes of its plan before this one.
-                  `commit_sampled_tokens` increments both, so a captured graph computes another step at each replay
-    rows          [num_slices] int64, the null row for padding
-    starts, ends  [num_slices] int64: pass p computes position starts + p if that is below ends
+    The host writes the first four fields. `prepare_decode_inputs` fills the others from these and from the row state,
+    once a pass. All tensors keep their addresses, as CUDA graphs need.
 
-    live_rows     [num_slices] int64, the null row for inactive slices
-    token_ids     [num_slices] int64
-    batch         the ragged batch. An inactive slice has length 0 and points to the null block
+    step_counter  [1] int64, the ring's column that this pass fills. `commit_sampled_tokens` increments it, so a
+                  captured graph fills another column at each replay
+    rows          [num_lines] int64, the null row for padding
+    depths        [num_lines] int64: 0 for the row's last token, d for its d-th draft
+    ends          [num_lines] int64: a line at this position of its row, or a later one, is inactive
+
+    live_rows     [num_lines] int64, the null row for inactive lines
+    token_ids     [num_lines] int64
+    batch         the ragged batch. An inactive line has length 0 and points to the null block
     sampling      sampling parameters of the next tokens
     """
 
     step_counter: Tensor
     rows: Tensor
-    starts: Tensor
+    depths: Tensor
     ends: Tensor
     live_rows: Tensor
     token_ids: Tensor
@@ -167,7 +195,7 @@ class DecodeInputs:
 
     @classmethod
     def allocate(
-        cls, step_counter: Tensor, rows: Tensor, starts: Tensor, ends: Tensor, *, max_blocks: int, block_size: int
+        cls, step_counter: Tensor, rows: Tensor, depths: Tensor, ends: Tensor, *, max_blocks: int, block_size: int
     ) -> DecodeInputs:
         """Inputs with new buffers for the fields that the device fills."""
 
@@ -187,14 +215,14 @@ class DecodeInputs:
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * len(PER_ROW_FIELDS)), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
-        return cls(step_counter, rows, starts, ends, make(n), make(n), batch, sampling)
+        return cls(step_counter, rows, depths, ends, make(n), make(n), batch, sampling)
 
-    def first(self, num_slices: int, *, cascade: bool = False) -> DecodeInputs:
-        """The first `num_slices` slices, as views, with an empty `RaggedBatch.derived`.
+    def first(self, num_lines: int, *, cascade: bool = False) -> DecodeInputs:
+        """The first `num_lines` lines, as views, with an empty `RaggedBatch.derived`.
 
         cascade: compute `RaggedBatch.common_prefix_lens`, for cascade attention
         """
-        n, batch = num_slices, self.batch
+        n, batch = num_lines, self.batch
         part = RaggedBatch(
             batch.positions[:n],
             batch.slot_mapping[:n],
@@ -208,7 +236,7 @@ class DecodeInputs:
             else None,
         )
         sampling = self.sampling.first(n)
-        rows, starts, ends = self.rows[:n], self.starts[:n], self.ends[:n]
+        rows, depths, ends = self.rows[:n], self.depths[:n], self.ends[:n]
         return DecodeInputs(
-            self.step_counter, rows, starts, ends, self.live_rows[:n], self.token_ids[:n], part, sampling
+            self.step_counter, rows, depths, ends, self.live_rows[:n], self.token_ids[:n], part, sampling
         )

@@ -16,6 +16,7 @@ from octavo.runner.platform import Platform
 
 EMPTY = np.empty(0, dtype=np.int64)
 EMPTY_PAIR = EMPTY, EMPTY
+NO_TOKENS = EMPTY, EMPTY, EMPTY
 NUM_BUFFERED = 1 << 17
 """int64 values in the device buffer, besides the fixed head. A larger plan allocates temporary memory."""
 
@@ -23,17 +24,16 @@ NUM_BUFFERED = 1 << 17
 class InputBuffers:
     """An int64 buffer on the device. Its head keeps its addresses, because captured graphs read it:
 
-    | step counter | rows of all slices | starts of all slices | ends of all slices | parts of the plan |
+    | step counter | rows of all lines | their depths | their ends | parts of the plan |
 
     See `octavo.kernels.row_state.DecodeInputs` for the head.
 
-    head   [3, num_slices]: rows, starts and ends, where the host writes the device's memory
+    head   [3, num_lines]: rows, depths and ends, where the host writes the device's memory
     """
 
-    def __init__(self, num_slices: int, platform: Platform) -> None:
-        self.num_slices = num_slices
+    def __init__(self, num_lines: int, platform: Platform) -> None:
         self._platform = platform
-        stride = num_slices + num_slices % 2
+        stride = num_lines + num_lines % 2
         self.head_size = 2 + 3 * stride
         self.buffer = torch.zeros(self.head_size + NUM_BUFFERED, dtype=torch.int64, device=platform.device)
         # Where the host writes the device's memory, a plan is written where it is read.
@@ -41,29 +41,16 @@ class InputBuffers:
         self._staging = [self.buffer] * 2 if platform.is_host else staging
         self._arrays = [staging.numpy() for staging in self._staging]
         self._turn = 0
-        self.step_counter = self.buffer[:2]
-        self.rows, self.starts, self.ends = self.buffer[2 : self.head_size].view(3, stride)[:, :num_slices]
+        self.step_counter = self.buffer[:1]
+        self.rows, self.depths, self.ends = self.buffer[2 : self.head_size].view(3, stride)[:, :num_lines]
         self.head = self._arrays[0][2 : self.head_size].reshape(3, stride)
 
-    def live_slices(self, done: Tensor, slices: Seq[int]) -> Seq[int]:
-        """The slices that the next decode pass computes, moved to the front of the head. Only where the host sees the
-        device's memory; elsewhere the others are padding."""
-        if not slices:
-            return slices
-        rows, starts, ends = self.head[:, : len(slices)]
-        live = (starts + int(self._arrays[0][1]) < ends) & ~done.numpy()[rows]
-        if live.all():
-            return slices
-        keep = np.flatnonzero(live)
-        self.head[:, : len(keep)] = self.head[:, keep]
-        return [slices[i] for i in keep.tolist()]
-
-    def upload(
-        self, column: int, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, null_row: int, parts: Seq[np.ndarray]
-    ) -> list[Tensor]:
+    def upload(self, column: int, lines: np.ndarray, null_row: int, parts: Seq[np.ndarray]) -> list[Tensor]:
         """Queue a copy of the head and of all parts. Returns the parts on the device, [len(part)] int64 each.
 
-        All arrays are one-dimensional int64. Two plans use the staging memory by turns, as they use the output buffers,
+        lines   [3, num_lines] int64: rows, depths and ends
+
+        All parts are one-dimensional int64. Two plans use the staging memory by turns, as they use the output buffers,
         so this does not wait.
         """
         # Even lengths, so that all parts are aligned to 16 bytes: kernels are compiled for each pointer alignment.
@@ -73,10 +60,11 @@ class InputBuffers:
         self._turn ^= 1
         staging = self._staging[self._turn] if fits else self._platform.empty_host((total,), torch.int64)
         values = self._arrays[self._turn] if fits else staging.numpy()
-        values[0], values[1] = column, 0
+        values[0] = column
         head = values[2 : self.head_size].reshape(3, -1)
-        head[:, len(rows) :] = [[null_row], [0], [0]]
-        head[:, : len(rows)] = rows, starts, ends
+        num_lines = lines.shape[1]
+        head[:, num_lines:] = [[null_row], [0], [0]]
+        head[:, :num_lines] = lines
         offset = self.head_size
         for part, size in zip(parts, sizes, strict=True):
             values[offset : offset + len(part)] = part
@@ -102,9 +90,11 @@ def is_decode_only(counts: Seq[int], num_sampled: Seq[int]) -> bool:
     return all(count == num > 0 for count, num in zip(counts, num_sampled, strict=True))
 
 
-def next_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, their next input tokens)."""
-    return int64([plan.rows[i] for i in plan.host_tokens]), int64([tokens[0] for tokens in plan.host_tokens.values()])
+def next_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows, their next input tokens, the positions of these)."""
+    columns = [(plan.rows[i], tokens[0], plan.starts[i]) for i, tokens in plan.host_tokens.items()]
+    rows, tokens, positions = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    return rows, tokens, positions
 
 
 def pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:

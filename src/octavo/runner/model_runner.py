@@ -10,17 +10,19 @@ decode window of n positions replays the same graph n times.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan
-from octavo.kernels.row_state import DecodeInputs
+from octavo.kernels.row_state import MAX_DRAFTS, DecodeInputs
 from octavo.runner.checksums import SwapInCheck
+from octavo.runner.decode_lines import DecodeLines, decode_slices
 from octavo.runner.device_state import NUM_PARTS, DeviceState
-from octavo.runner.input_buffers import EMPTY_PAIR, InputBuffers, int64, is_decode_only, next_tokens
+from octavo.runner.drafter import MAX_LINES, Drafter
+from octavo.runner.input_buffers import NO_TOKENS, InputBuffers, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers
 from octavo.runner.passes.graphs import Model
@@ -36,6 +38,25 @@ from octavo.runner.sampling.pipeline import Pipeline
 from octavo.runner.step import ColumnSampler, Step
 
 
+class Upload(NamedTuple):
+    """A plan whose inputs and changes are queued.
+
+    prefills    its prefill passes
+    slices      of the lines of its decode passes
+    lines       chooses them anew for each pass; None: the host cannot
+    cascade     they use cascade attention
+    num_drafts  see `PassShape`
+    check       of the blocks that are swapped in
+    """
+
+    prefills: Column
+    slices: Seq[int]
+    lines: DecodeLines | None
+    cascade: bool
+    num_drafts: int
+    check: SwapInCheck
+
+
 class ModelRunner:
     """A model, its KV pool, and the state of the rows, all on one device.
 
@@ -45,6 +66,8 @@ class ModelRunner:
     max_decode_steps  most tokens that a plan decodes per row
     vocab_size        width of the model's logits
     graphs            capture and replay the platform's graphs
+    num_speculative_tokens
+                      most drafts per sequence and pass; 0: no speculation
     """
 
     def __init__(
@@ -60,23 +83,43 @@ class ModelRunner:
         max_decode_steps: int,
         vocab_size: int,
         graphs: bool,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.platform = platform
+        self.num_speculative_tokens = num_speculative_tokens
         state = self.state = DeviceState(
-            kv, host_kv, platform, num_rows=num_rows, max_model_len=max_model_len, vocab_size=vocab_size
+            kv,
+            host_kv,
+            platform,
+            num_rows=num_rows,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            keeps_history=num_speculative_tokens > 0,
         )
+        self.drafter = Drafter(state.rows) if num_speculative_tokens and platform.is_host else None
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
-        max_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits of a pass, with the padding of graphs
-        inputs = self.input_buffers = InputBuffers(num_rows, platform)
+        # Of logits of a pass, with the padding of graphs.
+        max_lines = max(num_rows + 2, PrefillSizes.FEW, MAX_LINES if num_speculative_tokens else 0)
+        inputs = self.input_buffers = InputBuffers(max_lines, platform)
         self.output_buffers = OutputBuffers(max_decode_steps, max_lines, platform)
         bitmask = BitmaskBuffer(max_lines, vocab_size, platform)
         pipeline = Pipeline(state, bitmask, self.output_buffers, inputs.step_counter)
         max_blocks, block_size = state.rows.block_tables.shape[1], kv.shape[4]
         decode_inputs = DecodeInputs.allocate(
-            inputs.step_counter, inputs.rows, inputs.starts, inputs.ends, max_blocks=max_blocks, block_size=block_size
+            inputs.step_counter, inputs.rows, inputs.depths, inputs.ends, max_blocks=max_blocks, block_size=block_size
         )
         sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
-        self.passes = Passes(model, state, decode_inputs, sizes, pipeline, platform, max_lines=max_lines, graphs=graphs)
+        self.passes = Passes(
+            model,
+            state,
+            decode_inputs,
+            sizes,
+            pipeline,
+            platform,
+            num_rows=num_rows,
+            max_lines=max_lines,
+            graphs=graphs,
+        )
 
     @torch.inference_mode()
     def capture(self, precompile: Precompile | None = None) -> None:
@@ -99,17 +142,18 @@ class ModelRunner:
         num_logprobs = processors.slice_logprobs(plan)
         on_host = host.is_needed(plan) or bool(num_logprobs and plan.bitmask_slices)
         output = ring.new_output(len(plan.rows), num_logprobs)
-        prefills, slices, cascade, output.swap_in_check = self._upload(plan, self._batches(plan, on_host), on_host)
+        upload = self._upload(plan, self._batches(plan, on_host), on_host)
+        output.swap_in_check, prefills = upload.check, upload.prefills
         sampler: ColumnSampler
         if on_host:
             num_candidates = 0 if prefills else host.num_beam_candidates(plan)
             sampler = HostColumns(host, self.passes, ring, output, plan, num_candidates=num_candidates)
         else:
             host.is_stale = True
-            variant = PassShape(0, "pass", processors.applies_to(plan), bool(num_logprobs), cascade)
+            uses_processors = processors.applies_to(plan)
+            variant = PassShape(0, "pass", uses_processors, bool(num_logprobs), upload.cascade, upload.num_drafts)
             sampler = DeviceColumns(self.passes, ring, output, variant, fuses=plan.num_bitmask_columns > 1)
-        live_slices = partial(self.input_buffers.live_slices, self.state.rows.done) if self.platform.is_host else None
-        return Step(plan, ring, output, sampler, prefills, slices, live_slices)
+        return Step(plan, ring, output, sampler, prefills, upload.slices, upload.lines)
 
     def _batches(self, plan: StepPlan, on_host: bool) -> list[PrefillBatch]:
         """The prefill passes of a plan. None if only decode passes are needed."""
@@ -124,35 +168,43 @@ class ModelRunner:
         done = self.state.rows.done.numpy() if self.platform.is_host else None
         return make_batches(plan, num_samples, prompt_logits, done)
 
-    def _upload(
-        self, plan: StepPlan, batches: list[PrefillBatch], on_host: bool
-    ) -> tuple[Column, Seq[int], bool, SwapInCheck]:
-        """Copy a plan to the device, and queue its changes.
-
-        Returns the prefill passes, the slices of the decode passes, whether these use cascade attention, and the check
-        of the blocks that are swapped in.
-        """
-        rows, starts, counts, num_sampled = (int64(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled))
-        ends = starts + counts
-        first = ends - num_sampled  # decode pass p computes position first + p
-        slices: Seq[int] = range(len(rows))
-        if batches:
-            slices = np.flatnonzero(num_sampled > 1).tolist()
-            rows, first, ends = rows[slices], first[slices], ends[slices]
-        changes = self.state.pack(plan)
-        order = None
-        if (prefixes := self.state.shared_prefixes) is not None and not on_host and not plan.bitmask_slices:
-            order = prefixes.order(rows, first)
+    def _upload(self, plan: StepPlan, batches: list[PrefillBatch], on_host: bool) -> Upload:
+        """Copy a plan to the device, and queue its changes."""
+        state, buffers, is_host = self.state, self.input_buffers, self.platform.is_host
+        slices = decode_slices(plan, only_windows=bool(batches))
+        changes = state.pack(plan)
+        num_drafts, order = 0, None
+        if plan.drafts and not on_host:
+            num_drafts = 1 if is_host else self._num_drafts(plan, len(slices.rows))
+        can_share = not on_host and not plan.bitmask_slices and not num_drafts
+        if (prefixes := state.shared_prefixes) is not None and can_share:
+            order = prefixes.order(slices.rows, slices.firsts)
         if order is not None:
-            rows, first, ends = rows[order], first[order], ends[order]
-            slices = [slices[i] for i in order.tolist()]
-        null_row = self.state.rows.null_row
+            slices = slices.select(order)
+        each = np.full(len(slices.rows), 0 if is_host else num_drafts)
+        of_lines, lines = slices.lines(each, state.rows.null_row)
         sizes = [self.passes.padded(batch.size) for batch in batches]
-        packed = [batch.pack(size, null_row) for batch, size in zip(batches, sizes, strict=True)]
-        tokens = EMPTY_PAIR if batches or not plan.host_tokens else next_tokens(plan)
-        parts = [*changes, *tokens, *packed]
-        uploaded = self.input_buffers.upload(self.output_buffers.first_column, rows, first, ends, null_row, parts)
-        check = self.state.apply(plan, uploaded[:NUM_PARTS], *uploaded[NUM_PARTS : NUM_PARTS + 2])
-        found = zip(batches, sizes, uploaded[NUM_PARTS + 2 :], strict=True)
+        packed = [batch.pack(size, state.rows.null_row) for batch, size in zip(batches, sizes, strict=True)]
+        tokens = NO_TOKENS if batches or not plan.host_tokens else next_tokens(plan)
+        most = [slices.most.repeat(each + 1)] if self.num_speculative_tokens else []
+        parts = [*changes, *tokens, *packed, *most]
+        uploaded = buffers.upload(self.output_buffers.first_column, lines, state.rows.null_row, parts)
+        check = state.apply(plan, uploaded[:NUM_PARTS], uploaded[NUM_PARTS : NUM_PARTS + 3])
+        if most:  # a row whose drafts were wrong is not where the host thought
+            rows, ends = buffers.rows[: lines.shape[1]], buffers.ends[: lines.shape[1]]
+            torch.minimum(ends, state.rows.num_computed[rows] + uploaded[-1], out=ends)
+        found = zip(batches, sizes, uploaded[NUM_PARTS + 3 :], strict=False)
         prefills = [Pass(batch.sample_slices, size, inputs, batch) for batch, size, inputs in found]
-        return prefills, slices, order is not None, check
+        host_lines = None
+        if is_host:
+            slices = slices._replace(ends=buffers.ends[: len(slices.rows)].numpy().copy())
+            drafter = self.drafter if num_drafts else None
+            host_lines = DecodeLines(slices, buffers.head, state.rows, drafter)
+        return Upload(prefills, of_lines, host_lines, order is not None, num_drafts, check)
+
+    def _num_drafts(self, plan: StepPlan, num_slices: int) -> int:
+        """Drafts of each slice, where they are chosen with the plan."""
+        if not num_slices or plan.bitmask_slices:
+            return 0
+        most = max(drafts.num_draft_tokens for drafts in plan.drafts.values())
+        return max(0, min(most, MAX_DRAFTS, self.passes.max_lines // self.passes.padded_slices(num_slices) - 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -10,10 +9,9 @@ import torch
 
 from octavo.core.plan import StepPlan
 from octavo.engine.executor import GrammarBitmask
+from octavo.runner.decode_lines import DecodeLines
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
 from octavo.runner.passes.pass_shape import Column, Pass
-
-LiveSlices = Callable[[Seq[int]], Seq[int]]
 
 
 class ColumnSampler(Protocol):
@@ -53,14 +51,14 @@ class Step:
         sampler: ColumnSampler,
         prefills: Column,
         slices: Seq[int],
-        live_slices: LiveSlices | None,
+        lines: DecodeLines | None,
     ) -> None:
-        """slices: of the decode passes. live_slices: those of them that are not done, where the host sees it"""
+        """slices: of the lines of decode passes. lines: chooses them anew for each pass, where the host can"""
         self.output = output
         self.num_bitmasks = plan.num_bitmask_columns
         self.is_queued = False
-        self._num_left = max(1 if prefills else 0, *plan.num_sampled, 0)  # columns that are not queued
-        self._ring, self._sampler, self._live_slices = ring, sampler, live_slices
+        self._num_left = plan.most_passes  # columns that are not queued
+        self._ring, self._sampler, self._lines = ring, sampler, lines
         self._prefills, self._slices = prefills, slices
         self._waiting = self._queue_next() if self.num_bitmasks else None  # for its bitmask
 
@@ -79,8 +77,11 @@ class Step:
                 return
             self._waiting = None
         while self._num_left:
-            num_columns = self._num_left if self._live_slices is None and not self._prefills else 1
-            self._sampler.run(self._next(num_columns), num_columns)
+            num_columns = self._num_left if self._lines is None and not self._prefills else 1
+            column = self._next(num_columns)
+            self._sampler.run(column, num_columns)
+            if self._lines is not None and column[0].size is None:
+                self._lines.finish_pass()
         self._ring.finish(self.output)
         self.is_queued = True
 
@@ -88,7 +89,7 @@ class Step:
     def _keeps_slices(self) -> bool:
         """True if the next column is known to have the slices of the one that waits."""
         assert self._waiting is not None
-        return self._live_slices is None and self._waiting[0].size is None
+        return self._lines is None and self._waiting[0].size is None
 
     def _queue_next(self) -> Column:
         column = self._next(1)
@@ -100,6 +101,4 @@ class Step:
         if self._prefills:
             column, self._prefills = self._prefills, []
             return column
-        if self._live_slices is not None:
-            self._slices = self._live_slices(self._slices)
-        return [Pass(self._slices)]
+        return [Pass(self._slices if self._lines is None else self._lines.next())]

@@ -24,7 +24,7 @@ from octavo.kernels.row_state import (
     RowState,
 )
 
-NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE, VOCAB = 9, 6, 4, 300
+NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE, VOCAB, MAX_LEN = 9, 6, 4, 300, 40
 
 
 def random_state(seed: int) -> RowState:
@@ -33,10 +33,13 @@ def random_state(seed: int) -> RowState:
     def ints(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator)
 
-    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu")
+    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu", max_len=MAX_LEN)
     state.block_tables[:NUM_ROWS] = 1 + ints(90, NUM_ROWS, MAX_BLOCKS).int()
     state.last_token[:NUM_ROWS] = ints(VOCAB, NUM_ROWS)
     state.done[:NUM_ROWS] = ints(4, NUM_ROWS) == 0
+    state.num_computed[:NUM_ROWS] = ints(10, NUM_ROWS)
+    state.drafts[:NUM_ROWS, 0] = ints(VOCAB, NUM_ROWS) * ints(2, NUM_ROWS) - 1
+    state.history[:NUM_ROWS] = ints(4, NUM_ROWS, MAX_LEN).int()
     params = state.sampling_params[:NUM_ROWS]
     params[:, list(COLUMN.values())] = ints(20, NUM_ROWS, len(COLUMN))
     params[:, NUM_LOGPROBS] = ints(4, NUM_ROWS) - 1
@@ -55,10 +58,12 @@ def test_decode_inputs(seed: int) -> None:
     found = []
     for ops in (reference, step):
         state, rows = random_state(seed), torch.tensor([4, 0, 7, 2, NUM_ROWS])
-        starts, ends = torch.tensor([3, 10, 0, 22, 0]), torch.tensor([9, 11, 30, 24, 0])
-        step_counter = torch.tensor([0, seed % 3])
-        inputs = DecodeInputs.allocate(step_counter, rows, starts, ends, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE)
-        inputs = inputs.first(5)
+        rows, depths = rows.repeat_interleave(2), torch.tensor([0, 1] * 5)
+        ends = torch.tensor([9, 11, 30, 24, 0]).repeat_interleave(2)
+        state.num_computed[[4, 0, 7, 2]] = torch.tensor([3, 10, 0, 22]) + seed % 3
+        inputs = DecodeInputs.allocate(
+            torch.tensor([0]), rows, depths, ends, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE
+        ).first(10)
         ops.prepare_decode_inputs(state, inputs, BLOCK_SIZE)
         batch = inputs.batch
         tables = [table[: -(-int(n) // BLOCK_SIZE)].tolist() for table, n in zip(batch.block_tables, batch.seq_lens)]  # noqa: B905
@@ -96,9 +101,9 @@ def test_commit_of_tokens_stops_and_errors(seed: int) -> None:
     rows = torch.tensor([0, 2, 3, 5, 8])
     states = random_state(seed), random_state(seed)
     tokens = torch.tensor([7, -1, -2, int(states[0].sampling_params[5, FIRST_STOP_ID + 1]), 9])
-    rings, counters = torch.zeros(2, 2, 6, dtype=torch.int32), torch.tensor([[1, 3], [1, 3]])
+    rings, counters = torch.zeros(2, 2, 6, dtype=torch.int32), torch.tensor([[1], [1]])
     for ops, state, ring, counter in zip((reference, step), states, rings, counters, strict=True):
-        ops.commit_sampled_tokens(state, rows, tokens, ring, counter)
+        ops.commit_sampled_tokens(state, rows, tokens, rows + 3, ring, counter)
     assert same_state(*states) and torch.equal(*rings) and torch.equal(*counters) and counters[0, 0] == 2
 
 

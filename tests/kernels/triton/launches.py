@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
-from octavo.kernels.row_state import DecodeInputs, LogitsProcessorState, RowState
+from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
 from octavo.kernels.triton import ops
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -147,11 +147,11 @@ def kv_copies() -> None:
 def sampling() -> None:
     vocab, n = 151_936, 40
     logits, tokens = torch.empty(n, vocab, dtype=BF16), torch.zeros(n, dtype=torch.int64)
-    rows, ring, step_counter = tokens.clone(), torch.zeros(4, n, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    rows, ring, step_counter = tokens.clone(), torch.zeros(4, n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     sampling_params = SamplingTensors.from_lists(*([[0] * n] * 7))
     bitmask = torch.zeros(n, cdiv(vocab, 32), dtype=torch.int32)
     mask_index = torch.zeros(n, dtype=torch.int32)
-    state = RowState.empty(n, 300, "cpu")
+    state = RowState.empty(n, 300, "cpu", max_len=300)
     processors = LogitsProcessorState.empty(n, vocab, torch.zeros(n + 1, 300, dtype=torch.int32))
     inputs = DecodeInputs.allocate(step_counter, rows, tokens, tokens, max_blocks=300, block_size=BLOCK_SIZE)
     for cascade in (False, True):
@@ -160,7 +160,6 @@ def sampling() -> None:
     ops.prepare_prefill_inputs(state, rows[:1], tokens[:1], batch.positions, batch, batch.positions.clone(), BLOCK_SIZE)
     ops.init_token_counts(processors, rows[:1], tokens[:1], torch.zeros(2, dtype=torch.int32), tokens)
     ops.update_token_counts(processors, rows, tokens, tokens)
-    ops.apply_row_logits_processors(logits.float(), rows, tokens, state, processors)
     ops.apply_token_bitmask(logits, mask_index, bitmask)
     for dtype in (BF16, F32):
         ops.sample(logits.to(dtype), sampling_params)
@@ -168,7 +167,11 @@ def sampling() -> None:
         ops.sample_checked(logits.to(dtype), sampling_params, (mask_index, bitmask))
         ops.packed_top_logprobs(logits.to(dtype), 8)
         ops.write_logprobs(state, rows, logits.to(dtype), tokens, ring, step_counter)
-    ops.commit_sampled_tokens(state, rows, tokens, ring, step_counter)
+    ops.commit_sampled_tokens(state, rows, tokens, tokens, ring, step_counter)
+    ops.propose_drafts(state, rows, tokens, 3)
+    ops.reject_drafts(state, rows, tokens, DraftLines(tokens, tokens))
+    for drafts in (None, DraftLines(tokens, tokens)):
+        ops.apply_row_logits_processors(logits.float(), rows, tokens, state, processors, drafts)
 
 
 def one_small_step() -> None:

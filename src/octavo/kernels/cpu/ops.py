@@ -27,6 +27,8 @@ from octavo.kernels.cpu.step import (
     packed_top_logprobs,
     prepare_decode_inputs,
     prepare_prefill_inputs,
+    propose_drafts,
+    reject_drafts,
     sample_checked,
     write_logprobs,
 )
@@ -65,6 +67,8 @@ __all__ = [
     "prepare_decode_inputs",
     "prepare_prefill_inputs",
     "project_qkv",
+    "propose_drafts",
+    "reject_drafts",
     "rms_norm",
     "rope_kv_write",
     "rope_table",

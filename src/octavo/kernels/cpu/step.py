@@ -21,12 +21,14 @@ from octavo.kernels.row_state import (
     IN_PROMPT,
     LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_MATCH,
     MIN_TOKENS,
     NOT_FINITE,
     NOTHING_SAMPLED,
     NUM_LOGPROBS,
     PENALTIES,
     DecodeInputs,
+    DraftLines,
     LogitsProcessorState,
     RowState,
 )
@@ -39,8 +41,10 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         reference.prepare_decode_inputs(state, inputs, block_size)
         return
     rows = inputs.rows.numpy()
-    position = inputs.starts.numpy() + inputs.step_counter.numpy()[1]
-    live = (position < inputs.ends.numpy()) & ~state.done.numpy()[rows]
+    depths = inputs.depths.numpy()
+    drafts = state.drafts.numpy()[rows, depths - 1]
+    position = state.num_computed.numpy()[rows] + depths
+    live = (position < inputs.ends.numpy()) & ~state.done.numpy()[rows] & ((depths == 0) | (drafts >= 0))
     live_rows = rows
     if not live.all():
         position, live_rows = np.where(live, position, 0), np.where(live, rows, state.null_row)
@@ -50,7 +54,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     np.take(tables[:, :width], rows, axis=0, out=batch.block_tables.numpy()[:, :width], mode="clip")
     slots = tables[rows, block].astype(np.int64) * block_size + offset
     inputs.live_rows.numpy()[:] = live_rows
-    inputs.token_ids.numpy()[:] = state.last_token.numpy()[rows]
+    inputs.token_ids.numpy()[:] = np.where(depths > 0, drafts, state.last_token.numpy()[rows])
     batch.positions.numpy()[:] = position
     batch.slot_mapping.numpy()[:] = slots * live
     batch.seq_lens.numpy()[:] = (position + 1) * live
@@ -71,7 +75,7 @@ def prepare_prefill_inputs(
     from_host = (counts > 0) & (tokens[begin.clip(max=len(tokens) - 1)] >= 0)
     done[row[from_host]] = False
     is_done = done[row]
-    start = np.where(is_done, 0, starts.numpy())
+    start = np.where(is_done, 0, np.where(from_host, starts.numpy(), state.num_computed.numpy()[row]))
     sequence = np.repeat(np.arange(len(row)), counts)  # [num_tokens]
     position = np.arange(len(sequence)) - begin[sequence] + start[sequence]
     tables = state.block_tables.numpy()[row, : batch.block_tables.shape[1]] * ~is_done[:, None]
@@ -113,7 +117,12 @@ def init_token_counts(
 
 
 def apply_row_logits_processors(
-    logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: RowState,
+    processors: LogitsProcessorState,
+    drafts: DraftLines | None = None,
 ) -> None:
     """See `reference.apply_row_logits_processors`. Penalties are computed only for tokens that occurred before."""
     table, row_ids = logits.numpy(), rows.numpy()  # the same memory
@@ -130,6 +139,8 @@ def apply_row_logits_processors(
         if enabled[i] & PENALTIES:
             repetition, presence, frequency = processors.penalties.numpy()[row]
             counts = processors.counts.numpy()[row]
+            if drafts is not None and (depth := int(drafts.depths[i])):
+                counts = counts + np.bincount(drafts.token_ids[i + 1 - depth : i + 1], minlength=len(counts))
             ids = np.flatnonzero(counts != 0)  # a boolean array: over three times as fast as integers
             num_output = (counts[ids] & (IN_PROMPT - 1)).astype(line.dtype)
             penalized = np.where(line[ids] > 0, line[ids] / repetition, line[ids] * repetition)
@@ -166,16 +177,72 @@ def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
     return torch.cat([best[:, :1], finite.int().unsqueeze(1), ids.int(), best], 1)
 
 
-def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
+def match_suffix(tokens: np.ndarray) -> tuple[int, int]:
+    """Find the longest earlier match of the last tokens -> (its length up to MAX_MATCH, the position after it).
+
+    Returns (0, 0) if there is none.
+
+    tokens  [num_tokens], at least one
+    """
+    last = len(tokens) - 1
+    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    if not len(ends):
+        return 0, 0
+    length = 1
+    while length < MAX_MATCH:
+        longer = ends[np.searchsorted(ends, length) :]
+        longer = longer[tokens[longer - length] == tokens[last - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return length, int(ends[-1]) + 1
+
+
+def propose_drafts(state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
+    """See `reference.propose_drafts`."""
+    history, drafts = state.history.numpy(), state.drafts.numpy()
+    for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+        drafts[row] = -1
+        length = int(state.num_computed[row]) + 1
+        num = 0 if state.done[row] else min(num_drafts, end - length)
+        num_matched, begin = match_suffix(history[row, :length]) if num > 0 else (0, 0)
+        if num_matched:
+            drafts[row, :num] = np.resize(history[row, begin : min(length, begin + num)], num)
+
+
+def reject_drafts(state: RowState, rows: Tensor, tokens: Tensor, drafts: DraftLines) -> Tensor:
+    """See `reference.reject_drafts`."""
+    token, depths = tokens.numpy(), drafts.depths.numpy()
+    if not depths.any():
+        return tokens
+    stop_ids = state.sampling_params.numpy()[rows.numpy(), FIRST_STOP_ID:]
+    ends = (token < 0) | (stop_ids == token[:, None]).any(1)
+    accepted = depths == 0
+    follows = np.zeros_like(accepted)
+    follows[1:] = (token[:-1] == drafts.token_ids.numpy()[1:]) & ~ends[:-1]
+    for depth in range(1, int(depths.max()) + 1):
+        lines = np.flatnonzero(depths == depth)
+        accepted[lines] = follows[lines] & accepted[lines - 1]
+    return torch.from_numpy(np.where(accepted, token, -3))
+
+
+def commit_sampled_tokens(
+    state: RowState, rows: Tensor, tokens: Tensor, positions: Tensor, ring: Tensor, step_counter: Tensor
+) -> None:
     """See `reference.commit_sampled_tokens`."""
     row, token, done, counter = rows.numpy(), tokens.numpy(), state.done.numpy(), step_counter.numpy()
+    position = positions.numpy()
     alive = ~done[row]
     good = alive & (token >= 0)
     results = (
         token if good.all() else np.where(alive, np.where(token < 0, token + NOT_FINITE + 1, token), NOTHING_SAMPLED)
     )
     ring.numpy()[counter[0], : len(row)] = results
-    stops = (token < 0) | (state.sampling_params.numpy()[row, FIRST_STOP_ID:] == token[:, None]).any(1)
-    state.last_token.numpy()[row[good]] = token[good]
+    is_error = (token == -1) | (token == -2)
+    stops = is_error | (state.sampling_params.numpy()[row, FIRST_STOP_ID:] == token[:, None]).any(1)
+    if state.history.shape[1]:
+        state.history.numpy()[row[good], position[good]] = token[good]
+    state.last_token.numpy()[row[good]] = token[good]  # of equal rows, numpy keeps the last
+    state.num_computed.numpy()[row[good]] = position[good]
     done[row[alive & stops]] = True
     counter += 1

@@ -43,6 +43,8 @@ from octavo.kernels.reference.step import (
     init_token_counts,
     prepare_decode_inputs,
     prepare_prefill_inputs,
+    propose_drafts,
+    reject_drafts,
     sample_checked,
     update_token_counts,
     write_logprobs,

@@ -14,28 +14,33 @@ from octavo.kernels.row_state import (
     FIRST_STOP_ID,
     IN_PROMPT,
     LOGIT_BIAS,
+    MAX_DRAFTS,
     MAX_LOGPROBS,
+    MAX_MATCH,
     MIN_TOKENS,
     NOT_FINITE,
     NOTHING_SAMPLED,
     NUM_LOGPROBS,
     PENALTIES,
     DecodeInputs,
+    DraftLines,
     LogitsProcessorState,
     RowState,
 )
 
 
 def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
-    """Fill the inputs of a decode pass from the row state: one position of each slice."""
-    batch, sampling = inputs.batch, inputs.sampling
-    position = inputs.starts + inputs.step_counter[1]
-    live = (position < inputs.ends) & ~state.done[inputs.rows]
+    """Fill the inputs of a decode pass from the row state: one position of each line."""
+    batch, sampling, depths = inputs.batch, inputs.sampling, inputs.depths
+    is_draft = depths > 0
+    draft = state.drafts[inputs.rows, (depths - 1).clamp(min=0)]
+    position = state.num_computed[inputs.rows] + depths
+    live = (position < inputs.ends) & ~state.done[inputs.rows] & (~is_draft | (draft >= 0))
     position = torch.where(live, position, 0)
-    tables = state.block_tables[inputs.rows, : batch.block_tables.shape[1]]  # [num_slices, max_blocks]
+    tables = state.block_tables[inputs.rows, : batch.block_tables.shape[1]]  # [num_lines, max_blocks]
     block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
     inputs.live_rows.copy_(torch.where(live, inputs.rows, state.null_row))
-    inputs.token_ids.copy_(state.last_token[inputs.rows])
+    inputs.token_ids.copy_(torch.where(is_draft, draft, state.last_token[inputs.rows]))
     batch.positions.copy_(position)
     batch.slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
     batch.seq_lens.copy_(torch.where(live, position + 1, 0))
@@ -51,15 +56,39 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         getattr(sampling, name).copy_(getattr(params, name))
 
 
+def propose_drafts(state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
+    """Guess the next tokens of rows: those that followed the longest earlier match of the last tokens, the latest of
+    equally long ones. A guess that reaches the end of the sequence goes on from its own beginning.
+
+    rows, ends  [num_slices] int64, each row once. No draft is at `ends` or later
+    """
+    for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+        state.drafts[row] = -1
+        last = int(state.num_computed[row])
+        num = 0 if state.done[row] else min(num_drafts, end - 1 - last)
+        tokens = state.history[row, : last + 1].tolist()
+        best_length, best = 0, 0
+        for position in range(last):
+            length = 0
+            while length < min(MAX_MATCH, position + 1) and tokens[position - length] == tokens[last - length]:
+                length += 1
+            if length and length >= best_length:
+                best_length, best = length, position
+        if best_length:
+            for depth in range(num):
+                tokens.append(tokens[best + 1 + depth])
+                state.drafts[row, depth] = tokens[-1]
+
+
 def prepare_prefill_inputs(
     state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
 ) -> None:
     """Fill the inputs of a pass over slices of any length from the row state.
 
     rows, starts  [num_slices] int64
-    known         [num_tokens] int64, tokens from the host; -1, in a slice of length 1: the row's last token. The host's
-                  tokens clear the row's done flag. A row that stays done computes from position 0 in the null block;
-                  so does the null row, which pads with slices of any length
+    known         [num_tokens] int64, tokens from the host; -1, in a slice of length 1: the row's last token, at the
+                  position `num_computed`. The host's tokens clear the row's done flag. A row that stays done computes
+                  from position 0 in the null block; so does the null row, which pads with slices of any length
     batch         query_start is an input; positions, slot_mapping, seq_lens and block_tables are filled
     token_ids     [num_tokens] int64, filled
     """
@@ -68,7 +97,7 @@ def prepare_prefill_inputs(
     from_host = (counts > 0) & (known[begin.clamp(max=len(known) - 1)] >= 0)
     state.done[rows[from_host]] = False
     is_done = state.done[rows]
-    start = torch.where(is_done, 0, starts)
+    start = torch.where(is_done, 0, torch.where(from_host, starts, state.num_computed[rows]))
     sequence = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)  # [num_tokens]
     position = torch.arange(len(sequence), device=rows.device) - begin[sequence] + start[sequence]
     tables = state.block_tables[rows, : batch.block_tables.shape[1]] * ~is_done.unsqueeze(1)
@@ -124,7 +153,7 @@ def init_token_counts(
 def update_token_counts(processors: LogitsProcessorState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """Add sampled tokens to history and counts of rows with logits processors; tokens below 0 are skipped.
 
-    All [num_samples] int64 and contiguous. A row with logits processors occurs at most once.
+    All [num_samples] int64 and contiguous. The positions of a row differ.
     """
     assert rows.is_contiguous() and positions.is_contiguous() and tokens.is_contiguous()
     enabled = processors.enabled[rows]
@@ -132,20 +161,27 @@ def update_token_counts(processors: LogitsProcessorState, rows: Tensor, position
     processors.history[rows[good], positions[good]] = tokens[good].int()
     good &= (enabled & PENALTIES) != 0
     rows = rows[good]
-    processors.counts[rows, tokens[good]] += 1
-    processors.num_counted[rows] = positions[good].int() + 1
+    ones = torch.ones(len(rows), dtype=processors.counts.dtype, device=rows.device)
+    processors.counts.index_put_((rows, tokens[good]), ones, accumulate=True)
+    processors.num_counted.scatter_reduce_(0, rows, positions[good].int() + 1, "amax")
 
 
 def apply_row_logits_processors(
-    logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: RowState,
+    processors: LogitsProcessorState,
+    drafts: DraftLines | None = None,
 ) -> None:
     """Apply each row's logits processors to logits [num_samples, vocab_size] float32, in place.
 
     The order is: biases, min_tokens (-inf for stop tokens), penalties, allowed tokens (-inf for all others).
 
     rows, positions [num_samples] int64, the row and the position of each sampled token
+    drafts          penalties count them up to each line
     """
-    for line, row, position in zip(logits, rows.tolist(), positions.tolist(), strict=True):
+    for i, (line, row, position) in enumerate(zip(logits, rows.tolist(), positions.tolist(), strict=True)):
         enabled = int(processors.enabled[row])
         if enabled & LOGIT_BIAS:
             ids = processors.bias_ids[row]
@@ -155,9 +191,13 @@ def apply_row_logits_processors(
             line[stops[stops >= 0]] = -math.inf
         if enabled & PENALTIES:
             repetition, presence, frequency = processors.penalties[row]
-            num_output = processors.counts[row] & (IN_PROMPT - 1)
+            counts = processors.counts[row]
+            if drafts is not None and drafts.depths[i]:
+                own = drafts.token_ids[i + 1 - int(drafts.depths[i]) : i + 1]
+                counts = counts + torch.bincount(own, minlength=len(counts)).int()
+            num_output = counts & (IN_PROMPT - 1)
             penalized = torch.where(line > 0, line / repetition, line * repetition)
-            line.copy_(torch.where(processors.counts[row] != 0, penalized, line))
+            line.copy_(torch.where(counts != 0, penalized, line))
             line -= frequency * num_output + presence * (num_output > 0)
         if enabled & ALLOWED_TOKENS:
             apply_token_bitmask(
@@ -189,19 +229,50 @@ def write_logprobs(
         line[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num] = best.contiguous().view(torch.int32)
 
 
-def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
+def reject_drafts(state: RowState, rows: Tensor, tokens: Tensor, drafts: DraftLines) -> Tensor:
+    """The sampled tokens of a decode pass, with -3 in place of those that follow a wrong draft or a stop token.
+
+    A line's token counts if the lines of its row before it sampled exactly the drafts. Their stop tokens and errors end
+    the row, though a draft may equal them.
+
+    rows    [num_samples] int64
+    tokens  [num_samples] int64 from `sample_checked`
+    """
+    ends = (tokens < 0) | (state.sampling_params[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
+    follows = (tokens.roll(1) == drafts.token_ids) & ~ends.roll(1)
+    is_first = drafts.depths == 0
+    accepted = is_first | follows
+    for _ in range(MAX_DRAFTS - 1):
+        accepted &= is_first | accepted.roll(1)
+    return torch.where(accepted, tokens, -3)
+
+
+def commit_sampled_tokens(
+    state: RowState, rows: Tensor, tokens: Tensor, positions: Tensor, ring: Tensor, step_counter: Tensor
+) -> None:
     """Store the sampled tokens of a pass in the row state and in the host's ring, and advance the step counter.
 
-    rows    [num_samples] int64, the row of each sample. Several samples of one row are resolved by the host
-    tokens  [num_samples] int64 from `sample_checked`: -1 for non-finite logits, -2 where every token was masked
-    ring    [num_columns, at least num_samples] int32. Column step_counter[0] gets each token, or NOTHING_SAMPLED,
-            NOT_FINITE or NO_TOKEN_LEFT of `row_state`
+    Of a row with drafts, the last token that counts becomes its last token. Several samples of one row are resolved by
+    the host.
+
+    rows       [num_samples] int64, the row of each sample
+    tokens     [num_samples] int64 from `sample_checked`: -1 for non-finite logits, -2 where every token was masked; -3
+               from `reject_drafts`
+    positions  [num_samples] int64, those of the tokens
+    ring       [num_columns, at least num_samples] int32. Column step_counter[0] gets each token, or NOTHING_SAMPLED,
+               NOT_FINITE, NO_TOKEN_LEFT or REJECTED of `row_state`
     """
     alive = ~state.done[rows]
     results = torch.where(tokens < 0, tokens + (NOT_FINITE + 1), tokens)
     ring[step_counter[0], : len(rows)] = torch.where(alive, results, NOTHING_SAMPLED).to(ring.dtype)
-    stops = (tokens < 0) | (state.sampling_params[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
+    is_error = (tokens == -1) | (tokens == -2)
+    stops = is_error | (state.sampling_params[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
     good = alive & (tokens >= 0)
-    state.last_token[rows[good]] = tokens[good]
+    if state.history.shape[1]:
+        state.history[rows[good], positions[good]] = tokens[good].int()
+    last = good.clone()
+    last[:-1] &= ~((rows[1:] == rows[:-1]) & good[1:])
+    state.last_token[rows[last]] = tokens[last]
+    state.num_computed[rows[last]] = positions[last]
     state.done[rows[alive & stops]] = True
     step_counter += 1

@@ -18,6 +18,7 @@ from octavo.kernels.triton.kv.write import kv_write, rope_kv_write
 from octavo.kernels.triton.linear.skinny import add_linear, make_normed_residual, norm_linear, project_qkv
 from octavo.kernels.triton.linear.tuning import max_small_batch_tokens
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
+from octavo.kernels.triton.sampling.drafts import propose_drafts, reject_drafts
 from octavo.kernels.triton.sampling.logits_processors import (
     apply_row_logits_processors,
     init_token_counts,
@@ -51,6 +52,8 @@ __all__ = [
     "prepare_decode_inputs",
     "prepare_prefill_inputs",
     "project_qkv",
+    "propose_drafts",
+    "reject_drafts",
     "rms_norm",
     "rope_kv_write",
     "rope_table",

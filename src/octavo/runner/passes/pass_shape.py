@@ -17,10 +17,11 @@ pass up to its logits; the best tokens of a beam step; only the model's forward 
 class PassShape(NamedTuple):
     """All that captured work depends on. Fields that a part does not depend on keep their defaults.
 
-    size               number of slices of a decode pass, or the size of a prefill pass, with padding
+    size               number of lines of a decode pass, or the size of a prefill pass, with padding
     logits_processors  samples with the rows' logits processors
     logprobs           returns log-probabilities
     cascade            uses cascade attention
+    num_drafts         lines of each slice besides the first. Where the host chooses the lines, 1 stands for any number
     num_candidates     of the part "candidates"
     """
 
@@ -29,6 +30,7 @@ class PassShape(NamedTuple):
     logits_processors: bool = False
     logprobs: bool = False
     cascade: bool = False
+    num_drafts: int = 0
     num_candidates: int = 0
 
 
@@ -39,7 +41,7 @@ class Pass(NamedTuple):
     """A forward pass whose inputs are on the device.
 
     slices  the slice of each line of logits that it samples
-    size    of a prefill pass, with padding. None: a decode pass, of the slices in the head of `InputBuffers`
+    size    of a prefill pass, with padding. None: a decode pass, of the lines in the head of `InputBuffers`
     packed  inputs of a prefill pass
     batch   likewise, on the host
     """

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from octavo.kernels.row_state import DecodeInputs
+from octavo.kernels.row_state import DecodeInputs, DraftLines
 from octavo.runner.device_state import DeviceState
 from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.passes.graph_cache import GraphCache
@@ -27,6 +27,7 @@ class Passes:
 
     model      computes logits
     inputs     of decode passes
+    num_rows   most slices of a decode pass
     max_lines  most lines of logits of a pass, with the padding of graphs
     """
 
@@ -39,15 +40,16 @@ class Passes:
         pipeline: Pipeline,
         platform: Platform,
         *,
+        num_rows: int,
         max_lines: int,
         graphs: bool,
     ) -> None:
         self.model, self.inputs, self.pipeline = model, inputs, pipeline
         self.graphs = GraphCache(platform.make_graphs(inputs) if graphs else None, prefill_sizes.sizes)
-        self._state, self._platform, self._max_lines = state, platform, max_lines
+        self._state, self._platform, self.max_lines = state, platform, max_lines
         self._block_size = state.kv.shape[4]
         self._prefill_sizes = prefill_sizes
-        self._decode_sizes, self._cascade_sizes = (sizes(len(inputs.rows)) for sizes in (decode_sizes, cascade_sizes))
+        self._decode_sizes, self._cascade_sizes = (sizes(num_rows) for sizes in (decode_sizes, cascade_sizes))
         self._prefill_buffers: dict[int | PrefillSize, Tensor] = {}  # inputs of prefill graphs
         self._kept = torch.empty(0, 0)  # [max_lines, vocab_size] float32: logits that graphs keep for others
 
@@ -61,11 +63,16 @@ class Passes:
         """The shape of a part of a pass. variant: what it has in common with the other passes of its plan"""
         if p.size is not None:
             return PassShape(p.size, part, variant.logits_processors, variant.logprobs)
-        num_slices, cascade = len(p.slices), variant.cascade
+        num_lines, cascade = len(p.slices), variant.cascade
         if self.graphs.whole_passes:
-            sizes = self._cascade_sizes if cascade else self._decode_sizes
-            num_slices = sizes[bisect_left(sizes, num_slices)]
-        return PassShape(num_slices, part, variant.logits_processors, variant.logprobs, cascade)
+            sizes, num_lines_each = self._cascade_sizes if cascade else self._decode_sizes, 1 + variant.num_drafts
+            num_lines = sizes[bisect_left(sizes, num_lines // num_lines_each)] * num_lines_each
+        return variant._replace(size=num_lines, part=part)
+
+    def padded_slices(self, num_slices: int) -> int:
+        """Slices of the graph for a decode pass, or its own number."""
+        sizes = self._decode_sizes
+        return sizes[bisect_left(sizes, num_slices)] if self.graphs.whole_passes else num_slices
 
     def padded(self, size: PrefillSize) -> PrefillSize:
         """The size of the graph for a prefill pass, or its own size."""
@@ -83,14 +90,14 @@ class Passes:
             self._prefill_buffers[shape.size].copy_(packed)
         return self.graphs.replay(shape)
 
-    def logits(self, p: Pass) -> Lines:
+    def logits(self, p: Pass, num_drafts: int = 0) -> Lines:
         """Compute a pass without its sampling. `Pipeline.commit` must follow."""
-        shape = self.shape(p, "logits")
+        shape = self.shape(p, "logits", PLAIN._replace(num_drafts=num_drafts))
         if not self.graphs.takes(shape):
             lines = self._forward(shape, p.packed)
             return lines._replace(logits=lines.logits.float())
         self.run(shape, p.packed)
-        return self._kept_lines(shape.size, p.packed)
+        return self._kept_lines(shape, p.packed)
 
     def sample(self, p: Pass, variant: PassShape, lines: Lines) -> None:
         """Sample a pass that `logits` has computed, with the bitmask."""
@@ -171,7 +178,7 @@ class Passes:
     def _compute(self, shape: PassShape, packed: Tensor | None, lines: Lines | None = None) -> Tensor | None:
         """The work of a shape. lines: those to sample; None: of the kept logits"""
         if shape.part in ("sample", "sample and logits"):
-            self.pipeline.sample(self._kept_lines(shape.size, packed) if lines is None else lines, shape)
+            self.pipeline.sample(self._kept_lines(shape, packed) if lines is None else lines, shape)
             if shape.part == "sample":
                 return None
         lines = self._forward(shape, packed)
@@ -186,14 +193,19 @@ class Passes:
     def _keep(self, logits: Tensor) -> None:
         """Copy logits to memory that no other graph writes to. Graphs share all other memory."""
         if self._kept.shape[1] != logits.shape[1]:
-            self._kept = logits.new_empty(self._max_lines, logits.shape[1], dtype=torch.float32)
+            self._kept = logits.new_empty(self.max_lines, logits.shape[1], dtype=torch.float32)
         self._kept[: len(logits)].copy_(logits)
 
-    def _kept_lines(self, size: int | PrefillSize, packed: Tensor | None) -> Lines:
+    def _kept_lines(self, shape: PassShape, packed: Tensor | None) -> Lines:
+        size = shape.size
         if isinstance(size, PrefillSize):
             return self._prefill_lines(self._kept, _unpacked(packed, size))
         inputs = self.inputs.first(size)
-        return Lines(self._kept, inputs.live_rows, inputs.sampling)
+        return self._decode_lines(self._kept, inputs, shape)
+
+    def _decode_lines(self, logits: Tensor, inputs: DecodeInputs, shape: PassShape) -> Lines:
+        drafts = DraftLines(inputs.depths, inputs.token_ids) if shape.num_drafts else None
+        return Lines(logits, inputs.live_rows, inputs.sampling, drafts=drafts)
 
     def _prefill_lines(self, logits: Tensor, inputs: PrefillInputs) -> Lines:
         sampling = self._state.rows.sampling(inputs.sample_rows, inputs.sample_indices, inputs.sample_positions)
@@ -204,8 +216,11 @@ class Passes:
         state, ops, size = self._state, self._platform.ops, shape.size
         if isinstance(size, int):
             inputs = self.inputs.first(size, cascade=shape.cascade)
+            if shape.num_drafts and not self._platform.is_host:
+                each = 1 + shape.num_drafts
+                ops.propose_drafts(state.rows, inputs.rows[::each], inputs.ends[::each], shape.num_drafts)
             ops.prepare_decode_inputs(state.rows, inputs, self._block_size)
-            return Lines(self._decode_logits(inputs), inputs.live_rows, inputs.sampling)
+            return self._decode_lines(self._decode_logits(inputs), inputs, shape)
         prefill = _unpacked(packed, size)
         rows, starts, host_tokens = prefill.rows, prefill.starts, prefill.host_tokens
         batch, token_ids = prefill.batch(size, self._block_size), torch.zeros_like(host_tokens)

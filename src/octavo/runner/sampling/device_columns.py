@@ -31,7 +31,7 @@ class DeviceColumns:
         if p.has_work:
             parts: tuple[Part, ...] = ("sample and logits", "sample") if self._fuses and p.size is None else ("sample",)
             self._passes.prepare(p, self._variant, parts)
-            self._lines = self._passes.logits(p)
+            self._lines = self._passes.logits(p, self._variant.num_drafts)
 
     def sample(self, column: Column, bitmask: GrammarBitmask | None) -> None:
         (p,) = column

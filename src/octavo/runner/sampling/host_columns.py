@@ -33,7 +33,6 @@ class HostColumns:
         num_candidates: int,
     ) -> None:
         self._host, self._passes, self._ring, self._output, self._plan = host, passes, ring, output, plan
-        self._number = 0  # of the next column to sample
         self._lines: Lines | None = None  # of the column that is queued
         self._num_candidates = num_candidates if num_candidates <= MAX_GRAPH_CANDIDATES else 0
         if not self._num_candidates:
@@ -55,13 +54,12 @@ class HostColumns:
                 result, tokens = self._sample_pass(p, lines, bitmask)
                 continued.append(tokens)
             self._ring.record_result(self._output, result)
-        self._number += 1
         if continued:
             rows, sampled, positions = (torch.cat(parts) for parts in zip(*continued, strict=True))
             self._passes.pipeline.commit(rows, sampled, positions, sampled)
 
     def _sample_pass(self, p: Pass, lines: Lines, bitmask: GrammarBitmask | None) -> tuple[StepResult, Continued]:
-        specs = self._host.samples_of(self._plan, list(dict.fromkeys(p.slices)), self._number)
+        specs = self._host.samples_of(self._plan, list(dict.fromkeys(p.slices)), lines)
         result, continued = self._host.sample(self._plan, lines, specs, bitmask)
         if p.batch is not None:
             prompt_logits = lines.logits[len(p.slices) : p.batch.size.num_samples]

@@ -98,16 +98,14 @@ class HostSampler:
         for i in plan.host_tokens:
             self._done[plan.rows[i]] = False
 
-    def samples_of(self, plan: StepPlan, slices: Seq[int], column: int) -> list[SampleSpec | None]:
-        """The samples of these slices in a column, one for each line of logits; None for rows that are done."""
+    def samples_of(self, plan: StepPlan, slices: Seq[int], lines: Lines) -> list[SampleSpec | None]:
+        """The samples of these slices, one for each line of logits; None for rows without work."""
         specs: list[SampleSpec | None] = []
+        rows, positions = self._platform.to_lists([lines.rows, lines.sampling.position])
         for i in slices:
-            if plan.num_sampled[i] <= column:
-                specs.append(None)
-                continue
-            position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + column + 1
-            samples = self._slice_samples(plan, i, position)
-            specs += [None] * len(samples) if self._done[plan.rows[i]] else samples
+            samples = self._slice_samples(plan, i, positions[len(specs)])
+            is_idle = rows[len(specs)] == self._state.null_row or self._done[plan.rows[i]]
+            specs += [None] * len(samples) if is_idle else samples
         return specs
 
     def _slice_samples(self, plan: StepPlan, slice_index: int, position: int) -> list[SampleSpec]:

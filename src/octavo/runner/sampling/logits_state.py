@@ -24,6 +24,7 @@ from octavo.kernels.row_state import (
     MAX_STOP_IDS,
     MIN_TOKENS,
     PENALTIES,
+    DraftLines,
     LogitsProcessorState,
     RowState,
 )
@@ -121,7 +122,9 @@ class LogitsProcessors:
 
     @property
     def history(self) -> Tensor:
-        """[num_rows + 1, max_len] int32 by position, of rows that need it; allocated on first use."""
+        """[num_rows + 1, max_len] int32 by position, of rows that need it: the drafts', or allocated on first use."""
+        if self._row_state.history.shape[1]:
+            return self._row_state.history
         if self._history is None:
             self._history = self.platform.zeros((len(self.of_row), self._max_len), torch.int32)
         return self._history
@@ -184,7 +187,14 @@ class LogitsProcessors:
     # -- logits and tokens, for samples on the device and on the host --------------------------------------------------
 
     def sample(
-        self, logits: Tensor, rows: Tensor, sampling: SamplingTensors, bitmask: BitmaskTensors | None, keep_logits: bool
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        sampling: SamplingTensors,
+        bitmask: BitmaskTensors | None,
+        *,
+        keep_logits: bool,
+        drafts: DraftLines | None = None,
     ) -> Tensor:
         """`reference.sample_checked` with each row's logits processors. Captures into a graph.
 
@@ -193,7 +203,7 @@ class LogitsProcessors:
         self._state()
         logits = logits.to(torch.float32, copy=keep_logits)
         finite = self.clear_non_finite(logits)
-        self.process(logits, rows, sampling.position, bitmask)
+        self.process(logits, rows, sampling.position, bitmask, drafts)
         return check_tokens(self.ops.sample(logits, sampling), logits, finite)
 
     def clear_non_finite(self, logits: Tensor) -> Tensor:
@@ -203,12 +213,19 @@ class LogitsProcessors:
             logits.masked_fill_(~finite.unsqueeze(1), 0.0)
         return finite
 
-    def process(self, logits: Tensor, rows: Tensor, positions: Tensor, bitmask: BitmaskTensors | None) -> None:
+    def process(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        bitmask: BitmaskTensors | None,
+        drafts: DraftLines | None = None,
+    ) -> None:
         """Apply bitmasks and the rows' processors to float32 logits [num_samples, vocab_size], in place."""
         if bitmask is not None:
             self.ops.apply_token_bitmask(logits, *bitmask)
         if self._allocated is not None:
-            self.ops.apply_row_logits_processors(logits, rows, positions, self._row_state, self._allocated)
+            self.ops.apply_row_logits_processors(logits, rows, positions, self._row_state, self._allocated, drafts)
 
     def update_token_counts(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Count sampled tokens; -1 for tokens to skip. Captures into a graph."""

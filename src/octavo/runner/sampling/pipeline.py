@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.row_state import DraftLines
 from octavo.runner.device_state import DeviceState
 from octavo.runner.output_buffers import OutputBuffers
 from octavo.runner.passes.pass_shape import PassShape
@@ -22,12 +23,14 @@ class Lines(NamedTuple):
     sampling  likewise
     indices   [num_samples] int64, index among several samples of a row, -1 for a token that continues its row. None:
               all tokens continue their rows
+    drafts    which of them compute drafts; None: none
     """
 
     logits: Tensor
     rows: Tensor
     sampling: SamplingTensors
     indices: Tensor | None = None
+    drafts: DraftLines | None = None
 
 
 class Pipeline:
@@ -46,9 +49,13 @@ class Pipeline:
         logits = lines.logits[: len(rows)]
         bitmask = (self.bitmask.mask_index[: len(rows)], self.bitmask.bitmask) if masked else None
         if shape.logits_processors:
-            tokens = self._processors.sample(logits, rows, sampling, bitmask, keep_logits=shape.logprobs)
+            tokens = self._processors.sample(
+                logits, rows, sampling, bitmask, keep_logits=shape.logprobs, drafts=lines.drafts
+            )
         else:
             tokens = self._ops.sample_checked(logits, sampling, bitmask)
+        if lines.drafts is not None:
+            tokens = self._ops.reject_drafts(self._rows, rows, tokens, lines.drafts)
         if shape.logprobs:
             self._ops.write_logprobs(self._rows, rows, logits, tokens, self._ring.logprobs, self._step_counter)
         counted = tokens if shape.logits_processors else None
@@ -60,4 +67,4 @@ class Pipeline:
         """End a column: count its tokens, and write them to rows and ring. counted: None: no row counts its tokens"""
         if counted is not None:
             self._processors.update_token_counts(rows, positions, counted)
-        self._ops.commit_sampled_tokens(self._rows, rows, tokens, self._ring.tokens, self._step_counter)
+        self._ops.commit_sampled_tokens(self._rows, rows, tokens, positions, self._ring.tokens, self._step_counter)

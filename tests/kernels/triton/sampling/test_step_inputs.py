@@ -30,17 +30,20 @@ def assert_equal_batches(actual: RaggedBatch, expected: RaggedBatch) -> None:
 
 
 def test_prepare_decode_inputs_matches_the_reference() -> None:
-    rows, starts = torch.tensor([4, 2, 0, NUM_ROWS, 1]), torch.tensor([1100, 5, 7, 0, 0])
-    ends, step_counter = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
+    rows, depths = torch.tensor([4, 4, 4, 2, 0, NUM_ROWS, 1]), torch.tensor([0, 1, 2, 0, 0, 0, 0])
+    ends, step_counter = torch.tensor([1104] * 3 + [9, 8, 0, 3]), torch.tensor([0])
     state, steps = make_state(), []
+    state.num_computed[[4, 2, 0, 1]] = torch.tensor([1101, 6, 8, 1])  # row 0 has computed its only position
+    state.drafts[4, 0] = 77  # and no second draft
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
-        step = DecodeInputs.allocate(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
+        tensors = [x.to(device) for x in (step_counter, rows, depths, ends)]
+        step = DecodeInputs.allocate(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(7)
         ops.prepare_decode_inputs(to_device(state, device), step, BLOCK_SIZE)
         steps.append(step)
     expected, actual = steps
-    assert expected.live_rows.tolist() == [4, NUM_ROWS, NUM_ROWS, NUM_ROWS, 1]
-    assert expected.batch.seq_lens.tolist() == [1102, 0, 0, 0, 2]
+    assert expected.live_rows.tolist() == [4, 4, *[NUM_ROWS] * 4, 1]
+    assert expected.token_ids.tolist()[:2] == [int(state.last_token[4]), 77]
+    assert expected.batch.seq_lens.tolist() == [1102, 1103, 0, 0, 0, 0, 2]
     assert expected.batch.slot_mapping.tolist()[0] == (4 * MAX_BLOCKS + 1 + 275) * BLOCK_SIZE + 1
     for name in ("live_rows", "token_ids"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
@@ -52,9 +55,12 @@ def test_prepare_decode_inputs_matches_the_reference() -> None:
 def test_prepare_prefill_inputs_matches_the_reference() -> None:
     """A chunk, a decode, a row that is done, and a done row that gets a chunk longer than a program's tile."""
     state = make_state()
-    state.done[3] = True
+    state.done[3], state.num_computed[1] = True, 40
     counts = [3, 1, 1, 700]
-    rows, starts = torch.tensor([0, 1, 2, 3]), torch.tensor([9, 40, 6, 400])
+    rows, starts = (
+        torch.tensor([0, 1, 2, 3]),
+        torch.tensor([9, 41, 6, 400]),
+    )  # the second is one too far: a draft was wrong
     known = torch.cat((torch.tensor([7, 8, 9, -1, -1]), torch.randint(0, 50, (700,))))
     results: list[tuple[RowState, RaggedBatch, Tensor]] = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
@@ -88,13 +94,15 @@ def test_commit_sampled_tokens_matches_the_reference() -> None:
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         device_state = to_device(state, device)
         ring = torch.full((3, 9), -7, dtype=torch.int32, device=device)
-        step_counter = torch.tensor([1, 5], device=device)
-        ops.commit_sampled_tokens(device_state, rows.to(device), tokens.to(device), ring, step_counter)
+        step_counter = torch.tensor([1], device=device)
+        ops.commit_sampled_tokens(
+            device_state, rows.to(device), tokens.to(device), rows.to(device) + 5, ring, step_counter
+        )
         results.append((device_state, ring.cpu(), step_counter.cpu()))
     (expected_state, expected_ring, expected_counter), (state, ring, step_counter) = results
     assert_equal(state, expected_state)
     assert torch.equal(ring, expected_ring) and torch.equal(step_counter, expected_counter)
-    assert step_counter.tolist() == [2, 6]
+    assert step_counter.tolist() == [2]
     assert ring[1].tolist() == [60, int(tokens[1]), -1, -2, -1, int(tokens[5]), int(tokens[5]), -7, -7]
     assert state.done.cpu().tolist() == [False, True, True, True, True, False, True]
 
@@ -107,17 +115,18 @@ def test_common_prefixes_of_neighbours_are_found() -> None:
         state.block_tables[row, :blocks] = state.block_tables[row - 1, :blocks]
     state.done[4] = True
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 1, num_rows])
-    starts = torch.tensor([1001, 1298, 1199, 1500, 1500, 1500, 9, 0])
-    ends, step_counter = starts + 5, torch.tensor([0, 1])
-    ends[5], ends[7] = 1501, 0  # the first has no position left in the second pass
+    positions = torch.tensor([1002, 1299, 1200, 1501, 1501, 1501, 1299, 0])
+    state.num_computed[rows] = positions
+    ends, step_counter, depths = positions + 5, torch.tensor([0]), torch.zeros_like(rows)
+    ends[5], ends[6:] = 1501, 0  # these have no position left
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
+        tensors = [x.to(device) for x in (step_counter, rows, depths, ends)]
         step = DecodeInputs.allocate(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
         device_state = to_device(state, device)
         ops.prepare_decode_inputs(device_state, step, block_size)
         assert step.batch.common_prefix_lens is not None
         found.append(step.batch.common_prefix_lens.tolist())
     # The last token of a sequence is never shared, even in a full block. Row 3 shares two blocks with row 2; rows 4
-    # and 5 are inactive; row 1 follows an inactive row.
+    # and 5 are inactive.
     assert found[0] == found[1] == [0, 1000, 1200, 8, 0, 0, 0, 0]

@@ -19,6 +19,7 @@ from octavo.kernels.row_state import (
     MIN_TOKENS,
     NUM_COLUMNS,
     PENALTIES,
+    DraftLines,
     LogitsProcessorState,
     RowState,
 )
@@ -64,7 +65,12 @@ def update_token_counts(processors: LogitsProcessorState, rows: Tensor, position
 
 
 def apply_row_logits_processors(
-    logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: RowState,
+    processors: LogitsProcessorState,
+    drafts: DraftLines | None = None,
 ) -> None:
     """`reference.apply_row_logits_processors`; logits are contiguous."""
     num_rows, vocab_size = logits.shape
@@ -91,8 +97,10 @@ def apply_row_logits_processors(
         processors.penalties,
         processors.allowed_bitmask,
         processors.counts,
+        *((rows, rows) if drafts is None else drafts),
         vocab_size,
         processors.allowed_bitmask.stride(0),
+        HAS_DRAFTS=drafts is not None,
         TILE=TILE,
         num_warps=4,
     )
@@ -133,9 +141,8 @@ def _update_token_counts(enabled, counts, num_counted, history, rows, positions,
         position = tl.load(positions + i)
         tl.store(history + row * history_stride + position, token.to(tl.int32))
         if flags & PENALTIES_BIT:
-            count_ptr = counts + row * counts_stride + token
-            tl.store(count_ptr, tl.load(count_ptr) + 1)
-            tl.store(num_counted + row, (position + 1).to(tl.int32))
+            tl.atomic_add(counts + row * counts_stride + token, 1)  # several tokens of a row may be equal
+            tl.atomic_max(num_counted + row, (position + 1).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -163,7 +170,18 @@ def _apply_sparse(
 
 @triton.jit(do_not_specialize=["vocab_size", "allowed_stride"])
 def _apply_dense(
-    logits, rows, enabled, penalties, allowed_bitmask, counts, vocab_size, allowed_stride, TILE: tl.constexpr
+    logits,
+    rows,
+    enabled,
+    penalties,
+    allowed_bitmask,
+    counts,
+    depths,
+    token_ids,
+    vocab_size,
+    allowed_stride,
+    HAS_DRAFTS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """A tile of one row: penalties and allowed tokens, which may change every logit."""
     i = tl.program_id(0).to(tl.int64)
@@ -176,6 +194,9 @@ def _apply_dense(
         value = tl.load(ptrs, mask=mask, other=0.0)
         if flags & PENALTIES_BIT:
             count = tl.load(counts + row * vocab_size + token, mask=mask, other=0)
+            if HAS_DRAFTS:  # those up to this line
+                for k in range(tl.load(depths + i)):
+                    count += (token == tl.load(token_ids + i - k)).to(tl.int32)
             num_output = (count & (IN_PROMPT_BIT - 1)).to(tl.float32)
             repetition = tl.load(penalties + row * 3)
             value = tl.where(count != 0, tl.where(value > 0, value / repetition, value * repetition), value)

@@ -10,6 +10,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import (
     COLUMN,
     FIRST_STOP_ID,
+    MAX_DRAFTS,
     MAX_STOP_IDS,
     NOT_FINITE,
     NOTHING_SAMPLED,
@@ -26,11 +27,12 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     _prepare_decode_inputs[(len(inputs.rows),)](
         state.block_tables,
         state.last_token,
+        state.num_computed,
+        state.drafts,
         state.done,
         state.sampling_params,
-        inputs.step_counter,
         inputs.rows,
-        inputs.starts,
+        inputs.depths,
         inputs.ends,
         inputs.live_rows,
         inputs.token_ids,
@@ -38,7 +40,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *or_placeholder(inputs.step_counter, batch.common_prefix_lens),
+        *or_placeholder(inputs.rows, batch.common_prefix_lens),
         sampling.position,
         tuple(getattr(sampling, name) for name in COLUMN),
         state.null_row,
@@ -60,6 +62,7 @@ def prepare_prefill_inputs(
     _prepare_prefill_inputs[(len(rows), triton.cdiv(batch.max_query_len, tile))](
         state.block_tables,
         state.last_token,
+        state.num_computed,
         state.done,
         rows,
         starts,
@@ -79,18 +82,25 @@ def prepare_prefill_inputs(
     )
 
 
-def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
+def commit_sampled_tokens(
+    state: RowState, rows: Tensor, tokens: Tensor, positions: Tensor, ring: Tensor, step_counter: Tensor
+) -> None:
     """`reference.commit_sampled_tokens`."""
     _commit_sampled_tokens[(1,)](
         state.last_token,
+        state.num_computed,
+        *or_placeholder(ring, state.history if state.history.shape[1] else None),
         state.done,
         state.sampling_params,
         rows,
         tokens,
+        positions,
         ring,
         step_counter,
         len(rows),
         ring.stride(0),
+        state.history.stride(0),
+        KEEPS_HISTORY=state.history.shape[1] > 0,
         COLUMNS=NUM_COLUMNS,
         SAMPLES=triton.next_power_of_2(ring.shape[1]),  # not len(rows): each value is a compilation
         num_warps=4,
@@ -102,11 +112,12 @@ def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: T
 def _prepare_decode_inputs(
     block_tables,
     last_token,
+    num_computed,
+    drafts,
     done,
     sampling_params,
-    step_counter,
     rows,
-    starts,
+    depths,
     ends,
     live_rows,
     token_ids,
@@ -125,14 +136,15 @@ def _prepare_decode_inputs(
     TILE: tl.constexpr,
     FIND_COMMON_PREFIX: tl.constexpr,
 ):
-    """Inputs of one slice."""
+    """Inputs of one line."""
     i = tl.program_id(0)
-    num_passes = tl.load(step_counter + 1)
-    row, live, position = _slice_position(rows, starts, ends, done, i, num_passes)
+    row, live, position = _line_position(rows, depths, ends, num_computed, drafts, done, i)
+    depth = tl.load(depths + i)
     seq_len = tl.where(live, position + 1, 0).to(tl.int32)
     block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
     tl.store(live_rows + i, tl.where(live, row, null_row))
-    tl.store(token_ids + i, tl.load(last_token + row))
+    draft = tl.load(drafts + row * DRAFT_ENTRIES + depth - 1, mask=depth > 0, other=0)
+    tl.store(token_ids + i, tl.where(depth > 0, draft, tl.load(last_token + row)))
     tl.store(positions + i, position)
     tl.store(slot_mapping + i, tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0))
     tl.store(seq_lens + i, seq_len)
@@ -152,7 +164,8 @@ def _prepare_decode_inputs(
         tl.store(batch_tables + i.to(tl.int64) * batch_table_stride + column, ids, mask=column < num_blocks)
 
     if FIND_COMMON_PREFIX:
-        other, other_live, other_position = _slice_position(rows, starts, ends, done, tl.maximum(i - 1, 0), num_passes)
+        before = tl.maximum(i - 1, 0)
+        other, other_live, other_position = _line_position(rows, depths, ends, num_computed, drafts, done, before)
         both = live & other_live & (i > 0)
         max_common = tl.where(both, tl.minimum(position, other_position) // BLOCK_SIZE, 0).to(tl.int32)
         common = max_common
@@ -166,11 +179,13 @@ def _prepare_decode_inputs(
 
 
 @triton.jit
-def _slice_position(rows, starts, ends, done, i, num_passes):
-    """(row, is live, position) of a slice; the position is 0 if the slice is not live."""
+def _line_position(rows, depths, ends, num_computed, drafts, done, i):
+    """(row, is live, position) of a line; the position is 0 if the line is not live."""
     row = tl.load(rows + i)
-    position = tl.load(starts + i) + num_passes
+    depth = tl.load(depths + i)
+    position = tl.load(num_computed + row) + depth
     live = (position < tl.load(ends + i)) & (tl.load(done + row).to(tl.int32) == 0)
+    live &= tl.load(drafts + row * DRAFT_ENTRIES + depth - 1, mask=depth > 0, other=0) >= 0
     return row, live, tl.where(live, position, 0)
 
 
@@ -178,6 +193,7 @@ def _slice_position(rows, starts, ends, done, i, num_passes):
 def _prepare_prefill_inputs(
     block_tables,
     last_token,
+    num_computed,
     done,
     rows,
     starts,
@@ -203,7 +219,8 @@ def _prepare_prefill_inputs(
     # If the host sent no tokens, the first entry is -1 and stands for the row's last token.
     from_host = tl.load(known + begin, mask=count > 0, other=-1) >= 0
     is_done = (tl.load(done + row).to(tl.int32) != 0) & (not from_host)
-    start = tl.where(is_done, 0, tl.load(starts + i))
+    start = tl.where(from_host, tl.load(starts + i), tl.load(num_computed + row))
+    start = tl.where(is_done, 0, start)
     offset = tile * TILE + tl.arange(0, TILE)
     mask = offset < count
     token = tl.load(known + begin + offset, mask=mask, other=0)
@@ -226,17 +243,22 @@ def _prepare_prefill_inputs(
             tl.store(batch_tables + i.to(tl.int64) * batch_table_stride + column, ids, mask=column < num_blocks)
 
 
-@triton.jit(do_not_specialize=["num_samples", "ring_stride"])
+@triton.jit(do_not_specialize=["num_samples", "ring_stride", "history_stride"])
 def _commit_sampled_tokens(
     last_token,
+    num_computed,
+    history,
     done,
     sampling_params,
     rows,
     tokens,
+    positions,
     ring,
     step_counter,
     num_samples,
     ring_stride,
+    history_stride,
+    KEEPS_HISTORY: tl.constexpr,
     COLUMNS: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
@@ -245,23 +267,31 @@ def _commit_sampled_tokens(
     mask = i < num_samples
     row = tl.load(rows + i, mask=mask, other=0)
     token = tl.load(tokens + i, mask=mask, other=0)
+    position = tl.load(positions + i, mask=mask, other=0)
     active = mask & (tl.load(done + row, mask=mask, other=1).to(tl.int32) == 0)
     column = tl.load(step_counter)
-    num_passes = tl.load(step_counter + 1)
     is_token = token >= 0
-    stops = token < 0
+    # The next line of the same row, if its token counts, has the row's last token.
+    has_next = i + 1 < num_samples
+    next_row = tl.load(rows + i + 1, mask=has_next, other=-1)
+    next_token = tl.load(tokens + i + 1, mask=has_next, other=-1)
+    is_last = is_token & ((next_row != row) | (next_token < 0))
+    stops = (token == -1) | (token == -2)
     for k in tl.static_range(NUM_STOP_COLUMNS):
         stops |= tl.load(sampling_params + row * COLUMNS + FIRST_STOP_COLUMN + k, mask=mask, other=-1) == token
     ring_value = tl.where(active, tl.where(is_token, token, token + (NOT_FINITE_MARK + 1)), NOTHING_SAMPLED_MARK)
     tl.debug_barrier()  # all threads of this program have read
     tl.store(ring + column * ring_stride + i, ring_value.to(ring.dtype.element_ty), mask=mask)
-    tl.store(last_token + row, token, mask=active & is_token)
+    tl.store(last_token + row, token, mask=active & is_last)
+    tl.store(num_computed + row, position, mask=active & is_last)
+    if KEEPS_HISTORY:
+        tl.store(history + row * history_stride + position, token.to(tl.int32), mask=active & is_token)
     tl.store(done + row, stops, mask=active & stops)
     tl.store(step_counter, column + 1)
-    tl.store(step_counter + 1, num_passes + 1)
 
 
 FIRST_STOP_COLUMN = tl.constexpr(FIRST_STOP_ID)
 NUM_STOP_COLUMNS = tl.constexpr(MAX_STOP_IDS)
+DRAFT_ENTRIES = tl.constexpr(MAX_DRAFTS)
 NOT_FINITE_MARK = tl.constexpr(NOT_FINITE)
 NOTHING_SAMPLED_MARK = tl.constexpr(NOTHING_SAMPLED)

@@ -1,0 +1,173 @@
+"""Chooses the drafts of decode passes, where the host sees the device's memory, as many as measurements justify.
+
+    a row's own tokens -> a guess of what follows -> its chance to be right -> drafts that raise tokens per time
+
+A pass takes longer with each draft, and returns more tokens with each that is right. Both are measured: the time of a
+pass by its number of lines, and how often drafts of a match of this length were right. Every pass makes guesses, and
+learns from those that it did not compute, too: the next token tells if the first one was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.kernels.cpu.step import match_suffix
+from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
+
+MAX_LINES = 64
+"""Lines up to which a pass gets drafts."""
+FIRST_SLOPE = 0.1
+"""Cost of a line before any is measured, in parts of a pass of one line."""
+DECAY_OF_TIMES, DECAY_OF_CHANCES, DECAY_OF_ROWS = 0.97, 0.995, 0.9
+ROW_WEIGHT = 1.0
+"""Right drafts that each row begins with, in place of experience."""
+
+
+class PassTimes:
+    """Seconds of a pass by its number of lines: a line through the measured ones, of which the last weigh most."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def record(self, num_lines: int, seconds: float) -> None:
+        if self._weight > 3 and seconds > 2 * self.predict(num_lines):  # the machine did something else
+            return
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            DECAY_OF_TIMES * total + new
+            for total, new in (
+                (self._weight, 1.0),
+                (self._x, num_lines),
+                (self._y, seconds),
+                (self._xx, num_lines**2),
+                (self._xy, num_lines * seconds),
+            )
+        )
+
+    def line(self) -> tuple[float, float]:
+        """(seconds of no line, seconds of each). The slope is drawn to FIRST_SLOPE, as by one line measured twice."""
+        if not self._weight:
+            return 1.0, FIRST_SLOPE
+        x, y = self._x / self._weight, self._y / self._weight
+        first = FIRST_SLOPE * y / (1 + FIRST_SLOPE * (x - 1))
+        spread, product = self._xx - self._weight * x * x, self._xy - self._weight * x * y
+        slope = max((product + first) / (spread + 1.0), 0.0)
+        return y - slope * x, slope
+
+    def predict(self, num_lines: int) -> float:
+        base, slope = self.line()
+        return base + slope * num_lines
+
+
+class Guess(NamedTuple):
+    """What a row's next tokens may be.
+
+    position     that of the last token when it was made
+    tokens       may be more than were computed
+    num_matched  length of the match that it continues
+    """
+
+    position: int
+    tokens: list[int]
+    num_matched: int
+
+
+class Chances:
+    """How likely a draft is right if those before it are: by the length of its match, and by the row's luck so far."""
+
+    def __init__(self) -> None:
+        lengths = np.arange(1, MAX_MATCH + MAX_DRAFTS + 1)
+        self._right, self._tried = (0.9 - 0.7 / lengths) * 4, np.full(len(lengths), 4.0)
+        self._rows: dict[int, tuple[float, float]] = {}  # row -> drafts that were right, drafts expected to be
+
+    def of(self, row: int, num_matched: int, num_drafts: int) -> np.ndarray:
+        """Of each draft -> [num_drafts]."""
+        right, expected = self._rows.get(row, (0.0, 0.0))
+        common = (self._right / self._tried)[num_matched - 1 : num_matched - 1 + num_drafts]
+        luck = (right + ROW_WEIGHT) / (expected + ROW_WEIGHT)
+        chances: np.ndarray = np.minimum(common * luck, 0.98)
+        return chances
+
+    def learn(self, row: int, guess: Guess, tokens: list[int]) -> None:
+        """tokens   what came after the position of the guess; at least one"""
+        for depth, (draft, token) in enumerate(zip(guess.tokens, tokens, strict=False)):
+            i = guess.num_matched - 1 + depth
+            right, expected = self._rows.get(row, (0.0, 0.0))
+            is_right = draft == token
+            chance = self._right[i] / self._tried[i]
+            self._rows[row] = DECAY_OF_ROWS * right + is_right, DECAY_OF_ROWS * expected + chance
+            self._right[i] = DECAY_OF_CHANCES * self._right[i] + is_right
+            self._tried[i] = DECAY_OF_CHANCES * self._tried[i] + 1
+            if not is_right:
+                break
+
+    def forget(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._rows.pop(row, None)
+
+
+class Drafter:
+    """Guesses of all rows. Reads `RowState.history` and writes `RowState.drafts`.
+
+    times   of passes
+    """
+
+    def __init__(self, state: RowState) -> None:
+        self.times = PassTimes()
+        self._state = state
+        self._chances = Chances()
+        self._guesses: dict[int, Guess] = {}
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Rows that got another sequence."""
+        rows = list(rows)
+        self._chances.forget(rows)
+        for row in rows:
+            self._guesses.pop(row, None)
+
+    def choose(self, rows: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """Write the next pass's drafts -> their number by slice, [num_slices].
+
+        rows, ends, limits  [num_slices]; no draft is at `ends` or later, and there are at most `limits`
+        """
+        candidates: list[tuple[float, int]] = []
+        for i, (row, end, limit) in enumerate(zip(rows.tolist(), ends.tolist(), limits.tolist(), strict=True)):
+            guess = self._guess(row, min(limit, MAX_DRAFTS)) if limit else None
+            if guess is None:
+                continue
+            num = min(len(guess.tokens), end - 1 - guess.position)
+            if num > 0:
+                survival = self._chances.of(row, guess.num_matched, num).cumprod()
+                candidates += ((chance, i) for chance in survival.tolist())
+                self._state.drafts.numpy()[row, :num] = guess.tokens[:num]
+        candidates.sort(key=lambda candidate: -candidate[0])  # stable: a row's drafts stay in their order
+        chosen = candidates[: self._num_worthwhile(len(rows), [chance for chance, _ in candidates])]
+        counts: np.ndarray = np.bincount(np.array([i for _, i in chosen], dtype=np.int64), minlength=len(rows))
+        return counts
+
+    def _guess(self, row: int, num: int) -> Guess | None:
+        state = self._state
+        position = int(state.num_computed[row])
+        history = state.history.numpy()[row, : position + 1]
+        last = self._guesses.pop(row, None)
+        if last is not None and last.position < position:
+            self._chances.learn(row, last, history[last.position + 1 :].tolist())
+        num_matched, begin = match_suffix(history)
+        if not num_matched:
+            return None
+        tokens = np.resize(history[begin : begin + num], num).tolist()
+        guess = self._guesses[row] = Guess(position, tokens, num_matched)
+        return guess
+
+    def _num_worthwhile(self, num_slices: int, chances: list[float]) -> int:
+        """How many of the drafts, likely ones first, give the most tokens per time."""
+        base, slope = self.times.line()
+        best_num, best_rate, num_tokens = 0, num_slices / (base + slope * num_slices), float(num_slices)
+        for num, chance in enumerate(chances[: max(0, MAX_LINES - num_slices)], 1):
+            num_tokens += chance
+            rate = num_tokens / (base + slope * (num_slices + num))
+            if rate > best_rate:
+                best_num, best_rate = num, rate
+        return best_num
