@@ -107,7 +107,7 @@ def main() -> None:
         if what == b"n":
             if executor is not None:
                 executor.close()
-            executor, handles = HashExecutor(Sizes(*struct.unpack("=7I", data)), CpuPlatform()).inner, {}
+            executor, handles = HashExecutor(Sizes(*struct.unpack("=8I", data)), CpuPlatform()).inner, {}
         elif what == b"s":
             assert executor is not None
             send(sys.stdout.buffer, executor.start().encode())

@@ -71,13 +71,15 @@ class Sizes(NamedTuple):
     num_rows: int
     max_num_tokens: int
     decode_window: int
+    num_speculative_tokens: int
 
     @classmethod
     def of(cls, world: World) -> Sizes:
         cache, scheduler = world.cache, world.scheduler
         num_blocks = cache.pool.num_blocks, cache.swap_space.num_blocks
         budget = scheduler.max_num_batched_tokens
-        return cls(*num_blocks, cache.block_size, cache.attention_window, world.rows, budget, scheduler.decode_window)
+        decode = scheduler.decode_window, scheduler.num_speculative_tokens
+        return cls(*num_blocks, cache.block_size, cache.attention_window, world.rows, budget, *decode)
 
 
 class HashExecutor:
@@ -98,7 +100,9 @@ class HashExecutor:
             max_decode_steps=sizes.decode_window,
             vocab_size=o.VOCAB,
             graphs=graphs,
+            num_speculative_tokens=sizes.num_speculative_tokens,
         )
+        self.runner = runner
         self.inner = make_executor(runner)
         self._submitted: list[StepHandle] = []
         self.close = self.inner.close

@@ -25,13 +25,14 @@ from octavo.engine.executor import GrammarBitmask
 from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.metadata import SamplingTensors
-from octavo.kernels.row_state import DecodeInputs, RowState
+from octavo.kernels.row_state import DecodeInputs, DraftLines, RowState
 from octavo.runner import checksums
 from octavo.runner.platform import CpuPlatform, Platform
 from octavo.runner.streams import CompletedEvent, RecordableEvent
 from tests.proof import oracle as o
 from tests.proof.workloads import World
 from tests.runner.executor_process import ExecutorProcess, RemoteExecutor
+from tests.runner.hash_drafts import guess_by_habit
 from tests.runner.hash_model import HashExecutor, Sizes, logits_of, mix
 from tests.runner.stub_platform import StubPlatform
 
@@ -154,11 +155,19 @@ class LatePlatform(StubPlatform):
 
 
 def play(
-    seed: int, platform: Platform, totals: Counter[str], *, kind: str | None = None, graphs: bool = False
+    seed: int,
+    platform: Platform,
+    totals: Counter[str],
+    *,
+    kind: str | None = None,
+    graphs: bool = False,
+    speculates: bool = False,
 ) -> dict[str, Any]:
     """Run the workload of this seed on a platform -> outputs of its requests. Raises the oracle's findings."""
-    world = World(seed, totals, kind=kind)
+    world = World(seed, totals, kind=kind, speculates=speculates)
     device = Device(world, HashExecutor(Sizes.of(world), platform, graphs=graphs))
+    if speculates:
+        guess_by_habit(device.executor.runner, world, totals)
     return finish(world, device, totals)
 
 
@@ -220,6 +229,30 @@ def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(way: str, eve
     ]
     assert [what for what in reached if not totals[what]] == []
     assert way != "late" or totals["columns"] > 50
+
+
+@pytest.mark.parametrize(
+    ("way", "every"),
+    [("host", 1), ("eager", 2), *(pytest.param(way, 1, marks=pytest.mark.proof) for way in ("late", "graphs"))],
+)
+def test_random_workloads_with_drafts_give_the_same_tokens(way: str, every: int) -> None:
+    """The world checks each output against the model's without a pool. Drafts are right, wrong or random."""
+    totals = Counter[str]()
+    for seed, kind in WORKLOADS[every - 1 :: every]:
+        platforms = {"host": CpuPlatform, "late": LatePlatform}
+        platform = platforms[way]() if way in platforms else StubPlatform(graphs=way == "graphs")
+        play(seed, platform, totals, kind=kind, graphs=way == "graphs", speculates=True)
+    assert totals["accepted"] > 50 and totals["rejected"] > 100
+    reached = (
+        "cut by the end",
+        "Preempted recompute",
+        "Preempted swap",
+        "failed steps",
+        "abort running",
+        "bitmasks",
+        "Copied",
+    )
+    assert [what for what in reached if not totals[what]] == []
 
 
 def test_random_workloads_in_another_process_give_the_same_tokens() -> None:
@@ -299,12 +332,52 @@ def test_a_bug_in_an_operation_is_noticed(bug: str) -> None:
         play_all(lambda: StubPlatform(BuggyOps(*BUGS[bug])))
 
 
+def accept_all_drafts(state: RowState, rows: Tensor, tokens: Tensor, drafts: DraftLines) -> Tensor:
+    return tokens
+
+
+def accept_one_draft_too_many(state: RowState, rows: Tensor, tokens: Tensor, drafts: DraftLines) -> Tensor:
+    kept = reference.reject_drafts(state, rows, tokens, drafts)
+    return torch.where((drafts.depths > 0) & (kept.roll(1) >= 0), tokens, kept)
+
+
+def keep_the_first_token(state: RowState, rows: Tensor, tokens: Tensor, positions: Tensor, *rest: Any) -> None:
+    before = state.num_computed.clone()
+    reference.commit_sampled_tokens(state, rows, tokens, positions, *rest)
+    state.num_computed.copy_(torch.where(state.num_computed > before + 1, before + 1, state.num_computed))
+
+
+def start_where_the_host_thinks(state: RowState, rows: Tensor, starts: Tensor, known: Tensor, *rest: Any) -> None:
+    state.num_computed[rows] = starts
+    reference.prepare_prefill_inputs(state, rows, starts, known, *rest)
+
+
+DRAFT_BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "all drafts are right": ("reject_drafts", accept_all_drafts),
+    "the token after the wrong draft's": ("reject_drafts", accept_one_draft_too_many),
+    "a row that goes on from its first new token": ("commit_sampled_tokens", keep_the_first_token),
+    "a row where the host thinks that it is": ("prepare_prefill_inputs", start_where_the_host_thinks),
+}
+
+
+@pytest.mark.parametrize("bug", DRAFT_BUGS)
+def test_a_bug_with_drafts_is_noticed(bug: str) -> None:
+    with pytest.raises((AssertionError, StepError)):
+        play_all(lambda: StubPlatform(BuggyOps(*DRAFT_BUGS[bug])), speculates=True)
+
+
+def test_a_plan_that_does_not_settle_where_its_rows_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "minimum", lambda a, b, out: out)
+    with pytest.raises((AssertionError, StepError)):
+        play_all(CpuPlatform, speculates=True)
+
+
 def test_a_missed_bit_flip_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums.SwapInCheck, "take", lambda check: [])
     with pytest.raises(o.WrongOutput):
         play_all(StubPlatform)
 
 
-def play_all(platform: Callable[[], Platform]) -> None:
+def play_all(platform: Callable[[], Platform], *, speculates: bool = False) -> None:
     for seed, kind in reversed(WORKLOADS):  # those with swaps notice most bugs
-        play(seed, platform(), Counter(), kind=kind)
+        play(seed, platform(), Counter(), kind=kind, speculates=speculates)

@@ -135,7 +135,7 @@ class ModelRunner:
 
         The caller must call it, once or for each column with bitmasks, before the next plan.
         """
-        assert max(plan.num_sampled, default=0) <= self.output_buffers.num_columns, plan.num_sampled
+        assert plan.most_passes <= self.output_buffers.num_columns, plan.num_sampled
         host, processors, ring = self.host_sampler, self.state.processors, self.output_buffers
         processors.apply(plan)
         host.apply(plan)

@@ -85,6 +85,7 @@ def prepare_prefill_inputs(
     batch.positions.numpy()[:] = position
     batch.slot_mapping.numpy()[:] = slots * ~is_done[sequence]
     batch.seq_lens.numpy()[:] = start + counts
+    state.num_computed.numpy()[row[~is_done]] = (start + counts - 1)[~is_done]
     batch.block_tables.numpy()[:] = tables
 
 

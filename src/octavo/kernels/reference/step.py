@@ -83,7 +83,8 @@ def propose_drafts(state: RowState, rows: Tensor, ends: Tensor, num_drafts: int)
 def prepare_prefill_inputs(
     state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
 ) -> None:
-    """Fill the inputs of a pass over slices of any length from the row state.
+    """Fill the inputs of a pass over slices of any length from the row state. `num_computed` becomes the position of
+    each slice's last token.
 
     rows, starts  [num_slices] int64
     known         [num_tokens] int64, tokens from the host; -1, in a slice of length 1: the row's last token, at the
@@ -107,6 +108,7 @@ def prepare_prefill_inputs(
     batch.slot_mapping.copy_(torch.where(is_done[sequence], 0, block * block_size + position % block_size))
     batch.seq_lens.copy_(start + counts)
     batch.block_tables.copy_(tables)
+    state.num_computed[rows[~is_done]] = (start + counts - 1)[~is_done]
 
 
 def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:

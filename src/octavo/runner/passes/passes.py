@@ -208,7 +208,9 @@ class Passes:
         return Lines(logits, inputs.live_rows, inputs.sampling, drafts=drafts)
 
     def _prefill_lines(self, logits: Tensor, inputs: PrefillInputs) -> Lines:
-        sampling = self._state.rows.sampling(inputs.sample_rows, inputs.sample_indices, inputs.sample_positions)
+        rows = self._state.rows
+        positions = rows.num_computed[inputs.sample_rows] + 1
+        sampling = rows.sampling(inputs.sample_rows, inputs.sample_indices, positions)
         return Lines(logits, inputs.sample_rows, sampling, inputs.sample_indices)
 
     def _forward(self, shape: PassShape, packed: Tensor | None) -> Lines:

@@ -114,7 +114,7 @@ class PrefillBatch:
         self.size = PrefillSize(len(tokens), len(rows), num_logits, max_query_len, max_seq_len)
         self._slices = (rows, starts, query_start)
         self._host_tokens = tokens
-        self._samples = (query_start[slices + 1] - 1, rows[slices], indices, ends[slices])
+        self._samples = query_start[slices + 1] - 1, rows[slices], indices
 
     @classmethod
     def of_parts(cls, parts: Seq[SlicePart], num_samples: Mapping[int, int]) -> PrefillBatch:
@@ -149,14 +149,14 @@ class PrefillBatch:
             | slice 0 | slice 1 | null row | null row | null row |
         """
         packed = np.zeros(packed_len(size), dtype=np.int64)
-        rows, starts, query_start, host_tokens, logits_indices, sample_rows, indices, positions = unpack(packed, size)
+        rows, starts, query_start, host_tokens, logits_indices, sample_rows, indices = unpack(packed, size)
         n, d = self.size.num_slices, len(self.sample_slices)
         rows[n:], host_tokens[self.size.num_tokens :], sample_rows[d:] = null_row, -1, null_row
         rows[:n], starts[:n], query_start[: n + 1] = self._slices
         padding = np.arange(1, size.num_slices - n + 1) * _padding(self.size, size)
         query_start[n + 1 :] = np.minimum(self.size.num_tokens + padding, size.num_tokens)
         host_tokens[: self.size.num_tokens] = self._host_tokens
-        logits_indices[:d], sample_rows[:d], indices[:d], positions[:d] = self._samples
+        logits_indices[:d], sample_rows[:d], indices[:d] = self._samples
         if self._prompt_indices is not None:
             logits_indices[d : d + len(self._prompt_indices)] = self._prompt_indices
         return packed
@@ -199,7 +199,7 @@ def _padding(size: PrefillSize, bucket: PrefillSize) -> int:
 def _part_lengths(size: PrefillSize) -> list[int]:
     """Lengths of the fields of `PrefillInputs`."""
     n, d = size.num_slices, size.num_samples
-    return [n, n, n + 1, size.num_tokens, d, d, d, d]
+    return [n, n, n + 1, size.num_tokens, d, d, d]
 
 
 def packed_len(size: PrefillSize) -> int:
@@ -226,7 +226,7 @@ class PrefillInputs(NamedTuple):
     query_start    [num_slices + 1]
     host_tokens    [num_tokens]; -1: the row's last token
     logits_indices [num_samples], the token whose logits each sample uses
-    sample_rows, sample_indices, sample_positions
+    sample_rows, sample_indices
                    [num_samples]; an index of -1 is the row's own sample index
     """
 
@@ -237,7 +237,6 @@ class PrefillInputs(NamedTuple):
     logits_indices: Tensor
     sample_rows: Tensor
     sample_indices: Tensor
-    sample_positions: Tensor
 
     def batch(self, size: PrefillSize, block_size: int) -> RaggedBatch:
         """The ragged batch, for `prepare_prefill_inputs` to fill. Zeroed where precompilation reads it unfilled."""

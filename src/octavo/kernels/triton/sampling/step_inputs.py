@@ -233,6 +233,7 @@ def _prepare_prefill_inputs(
     tl.store(slot_mapping + begin + offset, slot, mask=mask)
     if tile == 0:
         tl.store(done + row, is_done)  # tokens from the host clear the flag
+        tl.store(num_computed + row, start + count - 1, mask=~is_done)  # a slice without host tokens has one tile
         seq_len = (start + count).to(tl.int32)
         tl.store(seq_lens + i, seq_len)
         num_blocks = tl.minimum(tl.cdiv(seq_len, BLOCK_SIZE), width)
