@@ -45,6 +45,7 @@ LoadFormat = Literal["auto", "dummy"]
 PreemptionChoice = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Victims = Literal["latest", "least_lost"]
+SpecMethod = Literal["suffix", "ngram"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,28 @@ class KVEventsConfig(ValidatedParams):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig(ValidatedParams):
+    """Speculation: guessed tokens, checked together in one forward pass. Names and meanings are vLLM's.
+
+    Outputs are the same with and without it.
+
+    method                  suffix or ngram: the tokens that followed the longest earlier match of a sequence's last
+                            tokens, in the sequence itself
+    num_speculative_tokens  most guesses per sequence and pass, at most 15. The engine measures how many pay off
+    """
+
+    TITLE: ClassVar[str] = "speculative_config"
+    MAX_TOKENS: ClassVar[int] = 15
+
+    method: SpecMethod = "suffix"
+    num_speculative_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        self._check_choice("method", ("suffix", "ngram"))
+        self._check_integer("num_speculative_tokens", 1, self.MAX_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs(ValidatedParams):
     """The engine's options. Names and meanings are vLLM's where vLLM has the option.
 
@@ -148,6 +171,8 @@ class EngineArgs(ValidatedParams):
     decode_window             tokens that the device decodes per sequence in one step; None: 1 on a CPU, 4 on a GPU
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, without recorded decode steps
     async_scheduling          plan the next step while the device computes the current one
+    speculative_config        fields of `SpeculativeConfig`; None: no speculation
+    spec_method, spec_tokens  the same fields, `method` and `num_speculative_tokens`, by themselves
     flight_recorder           directory for dumps of the engine's last minutes, on a crash or on demand; None: off
     kv_events_config          fields of `KVEventsConfig`; None: no KV cache events
     """
@@ -185,6 +210,9 @@ class EngineArgs(ValidatedParams):
     decode_window: int | None = None
     enforce_eager: bool = False
     async_scheduling: bool = True
+    speculative_config: Mapping[str, Any] | None = None
+    spec_method: SpecMethod | None = None
+    spec_tokens: int | None = None
     kv_events_config: Mapping[str, Any] | None = None
     flight_recorder: str | None = None
 
@@ -238,9 +266,11 @@ class EngineArgs(ValidatedParams):
         self._check_bool("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling")
         if self.flight_recorder is not None and (not isinstance(self.flight_recorder, str) or not self.flight_recorder):
             raise invalid("flight_recorder", f"must be a directory, not {self.flight_recorder!r}", "invalid_type")
-        if not isinstance(self.kv_events_config, Mapping | None):
-            raise invalid("kv_events_config", f"must be a mapping, not {self.kv_events_config!r}", "invalid_type")
+        for name in ("kv_events_config", "speculative_config"):
+            if not isinstance(value := getattr(self, name), Mapping | None):
+                raise invalid(name, f"must be a mapping, not {value!r}", "invalid_type")
         self.kv_events()
+        self.speculation()
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -307,6 +337,19 @@ class EngineArgs(ValidatedParams):
 
     def kv_events(self) -> KVEventsConfig:
         return KVEventsConfig(**(self.kv_events_config or {}))
+
+    def speculation(self) -> SpeculativeConfig | None:
+        options = dict(self.speculative_config or {})
+        for name, value in (("method", self.spec_method), ("num_speculative_tokens", self.spec_tokens)):
+            if value is not None and options.setdefault(name, value) != value:
+                text = f"{name} is {value!r}, and speculative_config says {options[name]!r}; give one of them"
+                raise invalid(name, text, "invalid_value")
+        return SpeculativeConfig(**options) if options else None
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts per sequence and pass; 0 without speculation."""
+        return 0 if (config := self.speculation()) is None else config.num_speculative_tokens
 
     def policy(self) -> Policy:
         """The scheduler's policy."""

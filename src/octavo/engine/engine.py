@@ -97,7 +97,9 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.limits = ModelLimits(vocab_size, max_model_len, tuple(eos_token_ids), max_logprobs)
-        self._request_builder = RequestBuilder(self.limits, scheduler.cache.max_output_tokens, seed)
+        self._request_builder = RequestBuilder(
+            self.limits, scheduler.cache.max_output_tokens, seed, scheduler.num_speculative_tokens
+        )
         self.default_params = default_params or SamplingParams()
         self.stats = EngineStats()
         self.timelines = Timelines(clock)
@@ -313,7 +315,7 @@ class Engine:
         seconds, self._device_busy_since = now - self._device_busy_since, now
         if plan.rows and not plan.swap_outs and not plan.swap_ins:
             num_prompt = sum(map(len, plan.host_tokens.values()))
-            costs, num_passes = self.scheduler.policy.costs, max(1, *plan.num_sampled)
+            costs, num_passes = self.scheduler.policy.costs, plan.most_passes
             # Only the first pass of a decode window computes prompt tokens.
             first_s = seconds - (num_passes - 1) * costs.step_s if num_prompt else seconds / num_passes
             costs.record_step(num_prompt, first_s)

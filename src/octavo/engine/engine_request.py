@@ -92,12 +92,16 @@ class RequestBuilder:
 
     max_output_tokens   (prompt tokens, samples) -> tokens per sample for which the KV cache has room
     seed                seeds the generator of seeds for requests without one
+    num_draft_tokens    most drafts of requests that speculate
     """
 
-    def __init__(self, limits: ModelLimits, max_output_tokens: Callable[[int, int], int], seed: int) -> None:
+    def __init__(
+        self, limits: ModelLimits, max_output_tokens: Callable[[int, int], int], seed: int, num_draft_tokens: int = 0
+    ) -> None:
         self._limits = limits
         self._max_output_tokens = max_output_tokens
         self._seeds = random.Random(seed)
+        self._num_draft_tokens = num_draft_tokens
 
     def build(self, new: EngineRequest, arrival_time: float) -> RequestState:
         """Raises `PromptError`, `ContextLengthError` or `ParameterError`."""
@@ -144,6 +148,7 @@ class RequestBuilder:
             use_structured_output=new.grammar is not None,
             pin=new.pin,
             resume=new.resume,
+            num_draft_tokens=self._num_draft_tokens if params.spec and not new.pin else 0,
         )
         # The client finds stop strings, as soon as they are complete.
         wants_all = bool(params.stop_strings) or (new.stream and params.output_kind is not RequestOutputKind.FINAL_ONLY)

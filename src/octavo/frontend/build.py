@@ -229,6 +229,7 @@ def _start_executor(
                 max_decode_steps=args.decode_window,
                 vocab_size=resolved.spec.vocab_size,
                 graphs=not args.enforce_eager,
+                num_speculative_tokens=args.num_speculative_tokens,
             )
             executor = make_executor(runner, precompile)
             return executor, executor.start()
@@ -280,6 +281,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         cache,
         max_num_batched_tokens=args.max_num_batched_tokens,
         decode_window=args.decode_window,
+        num_speculative_tokens=args.num_speculative_tokens,
         num_watermark_blocks=int(args.watermark * config.num_blocks),
         policy=args.policy(),
     )

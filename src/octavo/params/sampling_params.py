@@ -73,6 +73,7 @@ class SamplingParams(ValidatedParams):
     include_stop_str_in_output  keep the matched stop string, or the stop token's text, in the text
     output_kind                 content of outputs while the request runs
     skip_reading_prefix_cache   compute the whole prompt; set by prompt_logprobs, which needs it
+    spec                        let an engine with a speculative_config draft tokens of this request
 
     Fields may be assigned to; `validated` checks them when a request is made. Raises `ParameterError` for a value out
     of range, `UnknownOptionError` for an unknown name.
@@ -110,6 +111,7 @@ class SamplingParams(ValidatedParams):
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool = False
+    spec: bool = True
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def clone(self) -> SamplingParams:
@@ -176,7 +178,7 @@ class SamplingParams(ValidatedParams):
         self._check_integer("logprobs", -1, INT32, optional=True)
         self._check_integer("prompt_logprobs", -1, INT32, optional=True)
         self._check_bool("ignore_eos", "echo", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
-        self._check_bool("include_stop_str_in_output", "skip_reading_prefix_cache")
+        self._check_bool("include_stop_str_in_output", "skip_reading_prefix_cache", "spec")
         self._check_choice("output_kind", OUTPUT_KINDS)
         self._set("stop_strings", self._check_strings("stop", 64))
         self._set("bad_words", self._check_strings("bad_words", 4096))

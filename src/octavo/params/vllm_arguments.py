@@ -133,7 +133,7 @@ ENGINE: tuple[Argument, ...] = (
     *_any("engine", "no effect without enable_lora", "max_loras max_lora_rank max_cpu_loras lora_dtype"
         " lora_target_modules default_mm_loras", flags="fully_sharded_loras enable_tower_connector_lora"
         " specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras"),
-    *_only("engine", "there is no speculative decoding", "speculative_config spec_method spec_model spec_tokens"),
+    *_only("engine", "drafts come from the sequence itself", "spec_model"),
     *_only("engine", "models generate text token by token", "pooler_config diffusion_config io_processor_plugin"),
     *_only("engine", "models generate text token by token", runner=("auto", "generate"), convert=("auto", "none")),
     *_only("engine", "prompts are text or token ids", enable_prompt_embeds=False, enable_mm_embeds=False),

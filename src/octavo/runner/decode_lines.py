@@ -88,7 +88,7 @@ class DecodeLines:
             slices = self._slices = slices.select(np.flatnonzero(live))
         found = slices.slices
         if self._drafter is not None:
-            self._begin = time.perf_counter()
+            self._begin = time.thread_time()
             num_drafts = self._drafter.choose(slices.rows, slices.ends, slices.limits)
             is_changed = True
         if is_changed:
@@ -100,4 +100,4 @@ class DecodeLines:
     def finish_pass(self) -> None:
         """Record the time of the pass whose lines `next` chose."""
         if self._drafter is not None and self._num_lines:
-            self._drafter.times.record(self._num_lines, time.perf_counter() - self._begin)
+            self._drafter.times.record(self._num_lines, time.thread_time() - self._begin)

@@ -1,0 +1,172 @@
+"""Speculation against the same engine without it, by turns: tokens per second, and tokens per forward pass.
+
+    python benchmarks/speculation.py [--model NAME] [--tokens N] [--drafts K] [--temperature T] [--rounds N]
+    python benchmarks/speculation.py --synthetic 0.8 --batch 1 32 256 --model CONFIG_DIR --load-format dummy    on a GPU
+
+The prompts are of kinds whose outputs repeat parts of their prompts more or less. Each output must be the same with and
+without speculation; the last column counts those that are not. With --synthetic, a draft is the model's next token with
+this chance and else another one: the outputs without speculation are computed first. It measures what a pass costs,
+whatever the model writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import LLM, SamplingParams
+from octavo.kernels.row_state import RowState
+
+CODE = """def total_price(items, tax_rate):
+    total = 0
+    for item in items:
+        total += item.price * item.quantity
+    total = total * (1 + tax_rate)
+    return total
+
+
+def print_items(items):
+    for item in items:
+        print(item.name, item.price, item.quantity)
+
+
+def cheapest(items):
+    best = items[0]
+    for item in items:
+        if item.price < best.price:
+            best = item
+    return best
+"""
+STORY = (
+    "The quick brown fox jumps over the lazy dog near the river bank. Every morning the baker opens his shop at six, "
+    "and sells fresh bread to the people of the town. On Sundays he closes at noon, walks along the river, and feeds the "
+    "ducks with what is left of the bread."
+)
+REVIEWS = [
+    ("The soup was cold and the waiter was rude.", "negative"),
+    ("A lovely evening, we will come again.", "positive"),
+    ("The room was clean and the staff was kind.", "positive"),
+    ("It broke after two days of use.", "negative"),
+]
+Chat = list[dict[str, str]]
+
+
+def chat(*turns: str) -> Chat:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+PROMPTS: dict[str, list[Chat]] = {
+    "editing code": [
+        chat(f"Rename the variable {old} to {new} in this code, and return all of the code:\n\n{CODE}")
+        for old, new in (("item", "product"), ("total", "amount"))
+    ],
+    "quoting": [
+        chat(f"Repeat this text word for word:\n\n{STORY}"),
+        chat(f"Repeat this text, and then summarise it in one sentence:\n\n{STORY}"),
+    ],
+    "few-shot": [
+        chat(
+            "\n\n".join(f"Review: {text}\nThe sentiment of this review is {label}." for text, label in REVIEWS)
+            + "\n\nWrite five more reviews with their sentiment, in the same form."
+        )
+    ],
+    "second turn": [
+        chat(
+            "Name three rivers of Europe and say where they end.",
+            "1. The Danube ends in the Black Sea.\n2. The Rhine ends in the North Sea.\n3. The Rhone ends in the "
+            "Mediterranean Sea.",
+            "Write the same list with the length of each river.",
+        )
+    ],
+    "first turn": [chat("Why is the sky blue?"), chat("Write a short story about a lighthouse.")],
+}
+
+
+class SyntheticDrafts:
+    """Drafts that are right with a given chance, for rows that all have the same output. Reads no tensor values.
+
+    outputs   [max_len] int64 by position: the right token, or a wrong one
+    """
+
+    def __init__(self, llm: LLM, token_ids: Sequence[int], vocab_size: int, chance: float) -> None:
+        runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+        coin = random.Random(0)
+        drafts = [token if coin.random() < chance else (token + 1) % vocab_size for token in token_ids]
+        self.outputs = torch.tensor(drafts, device=runner.platform.device)
+        runner.platform.ops.propose_drafts = self
+
+    def __call__(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
+        depths = torch.arange(1, num_drafts + 1, device=rows.device)
+        positions = state.num_computed[rows].unsqueeze(1) + depths
+        drafts = self.outputs[positions.clamp(max=len(self.outputs) - 1)]
+        state.drafts[rows, :num_drafts] = torch.where(positions < ends.unsqueeze(1), drafts, -1)
+
+
+def run(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[float, list[list[int]]]:
+    """Seconds and outputs."""
+    begin = time.perf_counter()
+    outputs = (llm.chat if isinstance(prompts[0], list) else llm.generate)(prompts, params, use_tqdm=False)
+    return time.perf_counter() - begin, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def compare(name: str, engines: dict[str, LLM], prompts: Sequence[Any], options: argparse.Namespace) -> None:
+    """Print a row of the table: by turns, with caches that hold the prompts."""
+    params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
+    seconds: dict[str, list[float]] = {way: [] for way in engines}
+    found: dict[str, list[list[int]]] = {}
+    for turn in range(options.rounds + 1):
+        for way, llm in engines.items():
+            spent, found[way] = run(llm, prompts, params)
+            if turn:
+                seconds[way].append(spent)
+    num_tokens = sum(map(len, found["off"]))
+    on, off = (statistics.median(seconds[way]) for way in ("on", "off"))
+    ratio = statistics.median(b / a for a, b in zip(seconds["on"], seconds["off"], strict=True))
+    differing = sum(a != b for a, b in zip(found["on"], found["off"], strict=True))
+    print(f"| {name} | {num_tokens / on:,.0f} | {num_tokens / off:,.0f} | {ratio:.2f} | {differing} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1], help="sequences that run together")
+    parser.add_argument("--synthetic", type=float, help="chance of a draft to be right")
+    options = parser.parse_args()
+    is_dummy = options.load_format == "dummy"
+    common = {"load_format": options.load_format, "dtype": options.dtype, "skip_tokenizer_init": is_dummy}
+    common |= {"max_model_len": 4096, "max_num_seqs": max(options.batch)}
+    if torch.cuda.is_available():
+        common["gpu_memory_utilization"] = 0.42  # two engines share the device
+    drafting = {"method": "suffix", "num_speculative_tokens": options.drafts}
+    engines = {"off": LLM(options.model, **common), "on": LLM(options.model, **common, speculative_config=drafting)}
+    print(f"| {options.model} | on, tokens/s | off, tokens/s | on / off | outputs that differ |\n|---|--:|--:|--:|--:|")
+    for batch in options.batch:
+        if options.synthetic is None:
+            for name, chats in PROMPTS.items():
+                for i in range(len(chats) if batch == 1 else 1):
+                    compare(f"{name}, {batch}", engines, (chats * batch)[i : i + batch], options)
+            continue
+        vocab_size = engines["off"].engine.limits.vocab_size
+        prompt = random.Random(0).choices(range(1000), k=512)
+        params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
+        _, outputs = run(engines["off"], [{"prompt_token_ids": prompt}], params)
+        SyntheticDrafts(engines["on"], prompt + outputs[0], vocab_size, options.synthetic)
+        prompts = [{"prompt_token_ids": prompt}] * batch
+        compare(f"{options.synthetic:.0%} right, {batch}", engines, prompts, options)
+
+
+if __name__ == "__main__":
+    main()
