@@ -46,8 +46,8 @@ def cheapest(items):
 """
 STORY = (
     "The quick brown fox jumps over the lazy dog near the river bank. Every morning the baker opens his shop at six, "
-    "and sells fresh bread to the people of the town. On Sundays he closes at noon, walks along the river, and feeds the "
-    "ducks with what is left of the bread."
+    "and sells fresh bread to the people of the town. On Sundays he closes at noon, walks along the river, and feeds "
+    "the ducks with what is left of the bread."
 )
 REVIEWS = [
     ("The soup was cold and the waiter was rude.", "negative"),
@@ -148,10 +148,12 @@ def main() -> None:
     is_dummy = options.load_format == "dummy"
     common = {"load_format": options.load_format, "dtype": options.dtype, "skip_tokenizer_init": is_dummy}
     common |= {"max_model_len": 4096, "max_num_seqs": max(options.batch)}
-    if torch.cuda.is_available():
-        common["gpu_memory_utilization"] = 0.42  # two engines share the device
+    shares = (0.42, 0.85) if torch.cuda.is_available() else (None, None)  # of the memory: the second counts the first's
     drafting = {"method": "suffix", "num_speculative_tokens": options.drafts}
-    engines = {"off": LLM(options.model, **common), "on": LLM(options.model, **common, speculative_config=drafting)}
+    engines = {
+        way: LLM(options.model, **common, gpu_memory_utilization=share, speculative_config=config)
+        for way, share, config in zip(("off", "on"), shares, (None, drafting), strict=True)
+    }
     print(f"| {options.model} | on, tokens/s | off, tokens/s | on / off | outputs that differ |\n|---|--:|--:|--:|--:|")
     for batch in options.batch:
         if options.synthetic is None:
