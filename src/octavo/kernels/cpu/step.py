@@ -54,7 +54,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     np.take(tables[:, :width], rows, axis=0, out=batch.block_tables.numpy()[:, :width], mode="clip")
     slots = tables[rows, block].astype(np.int64) * block_size + offset
     inputs.live_rows.numpy()[:] = live_rows
-    inputs.token_ids.numpy()[:] = np.where(depths > 0, drafts, state.last_token.numpy()[rows])
+    inputs.token_ids.numpy()[:] = np.where(depths > 0, drafts.clip(0), state.last_token.numpy()[rows])
     batch.positions.numpy()[:] = position
     batch.slot_mapping.numpy()[:] = slots * live
     batch.seq_lens.numpy()[:] = (position + 1) * live

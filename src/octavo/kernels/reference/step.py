@@ -40,7 +40,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     tables = state.block_tables[inputs.rows, : batch.block_tables.shape[1]]  # [num_lines, max_blocks]
     block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
     inputs.live_rows.copy_(torch.where(live, inputs.rows, state.null_row))
-    inputs.token_ids.copy_(torch.where(is_draft, draft, state.last_token[inputs.rows]))
+    inputs.token_ids.copy_(torch.where(is_draft, draft.clamp(min=0), state.last_token[inputs.rows]))
     batch.positions.copy_(position)
     batch.slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
     batch.seq_lens.copy_(torch.where(live, position + 1, 0))

@@ -144,7 +144,7 @@ def _prepare_decode_inputs(
     block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
     tl.store(live_rows + i, tl.where(live, row, null_row))
     draft = tl.load(drafts + row * DRAFT_ENTRIES + depth - 1, mask=depth > 0, other=0)
-    tl.store(token_ids + i, tl.where(depth > 0, draft, tl.load(last_token + row)))
+    tl.store(token_ids + i, tl.where(depth > 0, tl.maximum(draft, 0), tl.load(last_token + row)))
     tl.store(positions + i, position)
     tl.store(slot_mapping + i, tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0))
     tl.store(seq_lens + i, seq_len)
