@@ -5,8 +5,8 @@
 
 The prompts are of kinds whose outputs repeat parts of their prompts more or less. Each output must be the same with and
 without speculation; the last column counts those that are not. With --synthetic, a draft is the model's next token with
-this chance and else another one: the outputs without speculation are computed first. It measures what a pass costs,
-whatever the model writes.
+this chance and else another one: the outputs are computed first. It measures what a pass costs, whatever the model
+writes.
 """
 
 from __future__ import annotations
@@ -95,12 +95,15 @@ class SyntheticDrafts:
     outputs   [max_len] int64 by position: the right token, or a wrong one
     """
 
-    def __init__(self, llm: LLM, token_ids: Sequence[int], vocab_size: int, chance: float) -> None:
+    def __init__(self, llm: LLM, token_ids: Sequence[int]) -> None:
         runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+        self.outputs = torch.tensor(token_ids, device=runner.platform.device)
+        runner.platform.ops.propose_drafts = self
+
+    def learn(self, token_ids: Sequence[int], vocab_size: int, chance: float) -> None:
         coin = random.Random(0)
         drafts = [token if coin.random() < chance else (token + 1) % vocab_size for token in token_ids]
-        self.outputs = torch.tensor(drafts, device=runner.platform.device)
-        runner.platform.ops.propose_drafts = self
+        self.outputs.copy_(torch.tensor(drafts))  # graphs read its memory
 
     def __call__(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
         depths = torch.arange(1, num_drafts + 1, device=rows.device)
@@ -164,9 +167,10 @@ def main() -> None:
         vocab_size = engines["off"].engine.limits.vocab_size
         prompt = random.Random(0).choices(range(1000), k=512)
         params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
-        _, outputs = run(engines["off"], [{"prompt_token_ids": prompt}], params)
-        SyntheticDrafts(engines["on"], prompt + outputs[0], vocab_size, options.synthetic)
         prompts = [{"prompt_token_ids": prompt}] * batch
+        drafts = SyntheticDrafts(engines["on"], prompt + [0] * options.tokens)
+        _, outputs = run(engines["on"], prompts, params)
+        drafts.learn(prompt + outputs[0], vocab_size, options.synthetic)
         compare(f"{options.synthetic:.0%} right, {batch}", engines, prompts, options)
 
 
