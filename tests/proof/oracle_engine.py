@@ -12,7 +12,7 @@ no_answer   queries that fail
 fail_in     a phase of the start that raises; die_in: in which the process is killed
 needs       a path: no engine starts without it
 device      on which it says that it runs
-once        a file: the faults happen only if it exists; the process removes it
+once        a file: the faults happen only if it exists; the process removes it, one of several that start at once
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
     faults = json.loads(sys.argv[1])
     once = faults.get("once")
     if once is not None:
-        if not os.path.exists(once):
-            faults = {"step_s": faults.get("step_s", 0)}
-        else:
+        try:
             os.remove(once)
+        except FileNotFoundError:
+            faults = {"step_s": faults.get("step_s", 0)}
     Path(faults.get("needs", "/")).stat()
     for phase in PHASES:
         enter(phase)

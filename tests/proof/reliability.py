@@ -1,5 +1,5 @@
 """Hundreds of faults in an engine process and in a whole server:
-`python -m tests.proof.reliability [--scale 1]`.
+`python -m tests.proof.reliability [--scale 1] [--engines 2]`.
 
 Each trial prints a line: the number of requests it ran, and how many of them were
 
@@ -25,16 +25,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo import LLM, SamplingParams
-from octavo.engine.process.supervisor import EngineTimeouts
+from octavo.config import EngineArgs
+from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts
 from octavo.errors import OctavoError
-from octavo.frontend.process_transport import ProcessClient
+from octavo.frontend.engine_client import EngineClient
+from octavo.frontend.process_transport import ProcessTransport, make_client
+from octavo.frontend.replicas import replicas_client
 from tests.engine.models import make_talking_checkpoint
-from tests.engine.process.engines import children_of, is_alive, oracle_client, real_client, reference_outputs, residue
+from tests.engine.process.engines import OPTIONS, children_of, is_alive, oracle_command, reference_outputs, residue
 from tests.proof import server_trials
 from tests.proof.oracle_engine import HOOKS, PHASES
 from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
@@ -46,7 +49,23 @@ ALONE_S = 5.0
 """Bound in seconds for an engine to exit after its parent; one that is starting exits at its first check."""
 
 
-async def stream_tokens(client: ProcessClient, prompt: Any, params: SamplingParams) -> list[list[int]]:
+Client = EngineClient[Any]
+
+
+def oracle_client(world: World, **faults: Any) -> Client:
+    return client_of(EngineArgs(model=world.model, **OPTIONS), world.engines, oracle_command(**faults))
+
+
+def client_of(
+    args: EngineArgs, engines: int, command: Sequence[str] = ENGINE_COMMAND, timeouts: EngineTimeouts | None = None
+) -> Client:
+    """A client of one engine process, or of several behind a router."""
+    if engines > 1:
+        return replicas_client(args, engines, command=command, timeouts=timeouts)
+    return make_client(args, ProcessTransport(args, command, timeouts))
+
+
+async def stream_tokens(client: Client, prompt: Any, params: SamplingParams) -> list[list[int]]:
     """The tokens of each sample of a stream, which must only grow."""
     so_far: dict[int, list[int]] = {}
     async for output in client.generate(prompt, params):
@@ -59,24 +78,28 @@ async def stream_tokens(client: ProcessClient, prompt: Any, params: SamplingPara
 
 
 @contextlib.asynccontextmanager
-async def at_rest(tally: Tally, client: ProcessClient) -> AsyncIterator[ProcessClient]:
+async def at_rest(tally: Tally, client: Client) -> AsyncIterator[Client]:
     """Context manager: afterwards nothing of the engine may be left."""
     before = residue()
     async with client:
         yield client
         stats = await client.kv_stats()
-        tally.leaked += bool(stats.num_used or client.transport.handles)
+        tally.leaked += bool(stats.num_used or num_unfinished(client))
     tally.leaked += bool(residue() - before)
 
 
-async def strike(tally: Tally, client: ProcessClient, number: int, noticed_s: float) -> None:
-    """Sends a signal to the engine and measures the recovery."""
-    if client.transport.pid is None:
+def num_unfinished(client: Client) -> int:
+    return sum(len(engine.handles) for engine in client.transport.engines)
+
+
+async def strike(tally: Tally, engine: ProcessTransport, number: int, noticed_s: float) -> None:
+    """Sends a signal to an engine and measures the recovery."""
+    if engine.pid is None:
         return
     begin = time.monotonic()
-    os.kill(client.transport.pid, number)
-    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not client.transport.supervisor.is_up, noticed_s))
-    await tally.until(lambda: client.transport.supervisor.is_up, BACK_S)
+    os.kill(engine.pid, number)
+    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not engine.supervisor.is_up, noticed_s))
+    await tally.until(lambda: engine.supervisor.is_up, BACK_S)
     back = time.monotonic() - begin - (tally.noticed_s if number == signal.SIGSTOP else 0)
     tally.back_s = max(tally.back_s, back)
 
@@ -85,27 +108,30 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
     """16 endless streams, and repeated signals."""
     chance, over = random.Random(0), asyncio.Event()
 
-    async def stream(client: ProcessClient, prompt: str) -> None:
+    async def stream(client: Client, prompt: str) -> None:
         while not over.is_set():
             await tally.check(stream_tokens(client, prompt, params_of(prompt)), world.wanted[prompt])
 
-    async with at_rest(tally, real_client(world.model, timeouts=timeouts)) as client:
+    args = EngineArgs(model=world.model, dtype="float32", **OPTIONS)
+    async with at_rest(tally, client_of(args, world.engines, timeouts=timeouts)) as client:
         streams = [asyncio.ensure_future(stream(client, prompt)) for prompt in PROMPTS]
         for _ in range(times):
             before = num_streamed(client)
             await tally.until(lambda: num_streamed(client) > before, LONG_S)  # noqa: B023
             await asyncio.sleep(chance.uniform(0.0, 0.3))
             noticed_s = SILENCE_S if number == signal.SIGSTOP else NOTICED_S
-            await strike(tally, client, number, noticed_s)
+            await strike(tally, chance.choice(client.transport.engines), number, noticed_s)
         over.set()
         await asyncio.gather(*streams)
 
 
-def num_streamed(client: ProcessClient) -> int:
+def num_streamed(client: Client) -> int:
     """Number of tokens of running and finished requests."""
-    ended = client.transport.past_stats.num_generation_tokens + client.transport.last_stats.engine.num_generation_tokens
-    return ended + sum(
-        len(sample.token_ids) for s in client.transport.handles.values() for sample in s.request.samples.values()
+    return sum(
+        engine.past_stats.num_generation_tokens
+        + engine.last_stats.engine.num_generation_tokens
+        + sum(len(sample.token_ids) for s in engine.handles.values() for sample in s.request.samples.values())
+        for engine in client.transport.engines
     )
 
 
@@ -126,7 +152,7 @@ async def hooks(tally: Tally, world: World) -> None:
         for number in (0, 1, 7, 23)[: world.times(4)]:
             with tempfile.NamedTemporaryFile(delete=False) as once:
                 pass
-            client = oracle_client(world.model, step_s=0.001, raise_in=[hook, number], once=once.name)
+            client = oracle_client(world, step_s=0.001, raise_in=[hook, number], once=once.name)
             async with at_rest(tally, client):
                 await asyncio.gather(
                     *[
@@ -144,7 +170,7 @@ async def leaving(tally: Tally, world: World) -> None:
     chance = random.Random(1)
     room = asyncio.Semaphore(64)
 
-    async def one(client: ProcessClient, number: int) -> None:
+    async def one(client: Client, number: int) -> None:
         async with room:
             prompt, wanted = oracle_prompt(number % 50), reference_outputs(oracle_prompt(number % 50), ORACLE_PARAMS)
             if number % 10 == 0:  # these stay and must not be affected
@@ -157,9 +183,9 @@ async def leaving(tally: Tally, world: World) -> None:
                     await asyncio.wait_for(anext(stream), chance.choice((0.0005, 0.01, 1)))
             await stream.aclose()
 
-    async with at_rest(tally, oracle_client(world.model)) as client:
+    async with at_rest(tally, oracle_client(world)) as client:
         await asyncio.gather(*[one(client, number) for number in range(world.times(10_000))])
-        while client.transport.handles:
+        while num_unfinished(client):
             await asyncio.sleep(0.01)
 
 
@@ -170,7 +196,7 @@ async def starts(tally: Tally, world: World) -> None:
             before = residue()
             tally.runs += 1
             faults: dict[str, Any] = {fault: phase}
-            client = oracle_client(world.model, **faults)
+            client = oracle_client(world, **faults)
             try:
                 await client.start()
                 tally.wrong += 1
@@ -183,12 +209,15 @@ async def orphans(tally: Tally, world: World) -> None:
     """The parent is killed at any time of the engine's life."""
     program = f"""
 import asyncio
-from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.event_loop import run
+from pathlib import Path
 from octavo import SamplingParams
+from tests.engine.process.engines import last_of
+from tests.proof.reliability import oracle_client
+from tests.proof.tally import World
+from tests.serve.event_loop import run
 
 async def main():
-    client = oracle_client({world.model!r}, step_s=0.01)
+    client = oracle_client(World({world.model!r}, {{}}, 1.0, Path(), {world.engines}), step_s=0.01)
     print("begun", flush=True)
     await client.start()
     while True:
@@ -225,6 +254,7 @@ TRIALS: dict[str, tuple[str, Callable[[Tally, World], Awaitable[None]]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scale", type=float, default=1.0, help="how much of everything to do")
+    parser.add_argument("--engines", type=int, default=1, help="how many engines run behind each client and server")
     parser.add_argument("--only", choices=TRIALS, action="append", help="one of the trials; may be given again")
     args = parser.parse_args()
     logging.getLogger("octavo").setLevel(logging.CRITICAL)
@@ -239,7 +269,7 @@ def main() -> int:
         with LLM(model, dtype="float32", block_size=4, num_gpu_blocks_override=200, max_num_seqs=16) as llm:
             outputs = llm.generate(PROMPTS, [params_of(prompt) for prompt in PROMPTS], use_tqdm=False)
         wanted = {p: [c.token_ids for c in o.outputs] for p, o in zip(PROMPTS, outputs, strict=True)}
-        world = World(model, wanted, args.scale, Path(folder))
+        world = World(model, wanted, args.scale, Path(folder), args.engines)
         for name, (title, trial) in TRIALS.items():
             if args.only is None or name in args.only:
                 tally = Tally(title)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import statistics
@@ -42,7 +43,8 @@ MEMORY_BYTES = 2 << 30
 class Server:
     """A server process and its children."""
 
-    def __init__(self, command: Sequence[str], **environment: str) -> None:
+    def __init__(self, command: Sequence[str], num_engines: int = 1, **environment: str) -> None:
+        self._num_engines = num_engines
         self.log = Path(tempfile.mkstemp(prefix="log-")[1])
         with self.log.open("w") as file:
             env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
@@ -62,11 +64,10 @@ class Server:
         return {self.process.pid} | children_of(self.process.pid)
 
     @property
-    def engine_pid(self) -> int:
-        """The engine's process id; other children parse bodies and tokenise."""
+    def engine_pids(self) -> list[int]:
+        """The engines' process ids; other children parse bodies and tokenise."""
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(self.process.pid)}
-        (pid,) = (pid for pid, command in commands.items() if b"engine_main" in command or b"_engine.py" in command)
-        return pid
+        return sorted(pid for pid, line in commands.items() if b"engine_main" in line or b"_engine.py" in line)
 
     @property
     def peak_bytes(self) -> int:
@@ -101,11 +102,15 @@ class Server:
         """Whether no request is left, after a short wait."""
         begin = time.monotonic()
         while time.monotonic() - begin < LONG_S:
-            held = json.loads((await request_once(self.port, path="/debug/kv")).body)
-            if not held["num_used"] and not await self.load():
+            if not await self.num_used() and not await self.load():
                 return True
             await asyncio.sleep(0.05)
         return False
+
+    async def num_used(self) -> int:
+        """Blocks that requests hold, of all engines."""
+        paths = [f"/debug/kv?replica={i}" for i in range(self._num_engines)]
+        return sum([json.loads((await request_once(self.port, path=path)).body)["num_used"] for path in paths])
 
     async def left(self, limit_s: float) -> float | None:
         """Seconds until it exited; None after a timeout."""
@@ -133,12 +138,15 @@ async def serving(
         program = [str(Path(__file__).with_name("oracle_server.py")), json.dumps(faults)]
     arguments = ["--port", "0", "--block-size", "4", *(["--api-key", KEY] if keys else [])]
     quiet = [part for path in QUIET for part in ("--disable-access-log-for-endpoints", path)]
-    server = Server([sys.executable, *interpreter, *program, "serve", world.model, *arguments, *quiet, *options])
+    engines = ["--data-parallel-size", str(world.engines)]
+    command = [sys.executable, *interpreter, *program, "serve", world.model, *arguments, *quiet, *engines, *options]
+    server = Server(command, world.engines)
     try:
         await server.ready()
         yield server
         if server.process.poll() is None:
             tally.leaked += not await server.at_rest()
+            await check_shares(tally, server, world.engines)
             pids = server.pids
             server.process.send_signal(signal.SIGTERM)
             if await server.left(LONG_S) is None:
@@ -157,6 +165,15 @@ async def serving(
             tally.notes.append(text[text.index("Traceback") :][:600])
         server.log.unlink()
     tally.leaked += bool(residue() - before)
+
+
+async def check_shares(tally: Tally, server: Server, num_engines: int) -> None:
+    """Each of several engines must have had requests: else the trial was one of fewer."""
+    if num_engines > 1:
+        metrics = (await request_once(server.port, path="/metrics")).body.decode()
+        served = set(re.findall(r'^octavo:router_requests_total\{engine="(\d+)"', metrics, re.MULTILINE))
+        if len(served) < num_engines:
+            tally.miss(f"only {len(served)} of {num_engines} engines had requests")
 
 
 QUIET = ("/v1/completions", "/load", "/debug/kv", "/health", "/ready")
@@ -221,7 +238,14 @@ async def drains(tally: Tally, world: World) -> None:
     for number in range(world.times(20)):
         timeout_s, twice = DRAINS[number % len(DRAINS)]
         step_s = 0.01 if timeout_s == 30 and not twice else 0.03  # the others are ended
-        options = ["--max-num-seqs", "48", "--num-gpu-blocks-override", "4000", "--shutdown-timeout", str(timeout_s)]
+        options = [
+            "--max-num-seqs",
+            world.share(48),
+            "--num-gpu-blocks-override",
+            "4000",
+            "--shutdown-timeout",
+            str(timeout_s),
+        ]
         async with serving(tally, world, *options, faults={"step_s": step_s}) as server:
             sizes = [(i % 50, 150 + i % 60) for i in range(STREAMS)]
             begun: list[float] = []
@@ -382,7 +406,7 @@ async def crowd(tally: Tally, world: World) -> None:
     for queue in (number, world.times(QUEUE)):
         with tempfile.NamedTemporaryFile(delete=False) as hold:
             pass
-        options = ["--max-num-seqs", str(SEATS), "--num-gpu-blocks-override", "2000"]
+        options = ["--max-num-seqs", world.share(SEATS), "--num-gpu-blocks-override", "2000"]
         options += ["--max-num-queued-reqs", str(queue)]
         async with serving(tally, world, *options, faults={"hold": hold.name}) as server:
             refused = [0]
@@ -490,7 +514,7 @@ class Crush:
 async def overload(tally: Tally, world: World) -> None:
     """Goodput stays at its best under overload; the rest gets 429 at once."""
     seconds = max(5.0, 60.0 * world.scale)
-    options = ["--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", "2000"]
+    options = ["--max-num-seqs", world.share(ROWS), "--num-gpu-blocks-override", "2000"]
     options += ["--max-num-queued-reqs", str(WAITING)]
     async with serving(tally, world, *options, faults={"step_s": STEP_S}) as server:
         peak = await closed_loop(Crush(tally, server.port), max(5.0, 20.0 * world.scale))
@@ -559,7 +583,7 @@ MEMORY_SHARE = 1.1
 async def soak(tally: Tally, world: World) -> None:
     """A real model at twice its capacity, whose engine is killed three times and stopped once."""
     seconds = max(60.0, SOAK_S * world.scale)
-    options = ["--dtype", "float32", "--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", "300"]
+    options = ["--dtype", "float32", "--max-num-seqs", world.share(ROWS), "--num-gpu-blocks-override", "300"]
     options += ["--max-num-queued-reqs", str(WAITING)]
     wanted = [(body_of(prompt), world.wanted[prompt]) for prompt in PROMPTS]
     async with serving(tally, world, *options, faults={"pace_s": STEP_S}) as server:
@@ -568,10 +592,10 @@ async def soak(tally: Tally, world: World) -> None:
         load = asyncio.ensure_future(open_loop(crush, 2 * peak, seconds))
         await asyncio.sleep(seconds * FIRST_S / SOAK_S)
         first_bytes, back_s = server.resident_bytes, []
-        for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP):
+        for i, number in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)):
             bound_s = BACK_S + (NOTICED_S if number == signal.SIGSTOP else 0)
             begin = time.monotonic()
-            os.kill(server.engine_pid, number)
+            os.kill(server.engine_pids[i % world.engines], number)
             await asyncio.sleep(0.5)  # tokens on their way arrive
             struck_at = time.monotonic()
             await tally.until(lambda: crush.last_token_at > struck_at, bound_s)  # noqa: B023
@@ -644,7 +668,7 @@ async def no_asserts(tally: Tally, world: World) -> None:
             refusals.append(refused)
             if interpreter:
                 await check_all(tally, world, server)
-                os.kill(server.engine_pid, signal.SIGKILL)
+                os.kill(server.engine_pids[0], signal.SIGKILL)
                 await check_all(tally, world, server)
     for (path, body), without, with_asserts in zip(BAD, *refusals, strict=True):
         if without != with_asserts or not 400 <= without[0] < 500:

@@ -74,15 +74,20 @@ class Tally:
 
 @dataclass(frozen=True)
 class World:
-    """A tiny model, its undisturbed outputs, the scale of the trials, and a folder for files."""
+    """A tiny model, its undisturbed outputs, the scale of the trials, a folder for files, and how many engines run."""
 
     model: str
     wanted: dict[str, list[list[int]]]
     scale: float
     folder: Path
+    engines: int = 1
 
     def times(self, number: int) -> int:
         return max(1, round(number * self.scale))
+
+    def share(self, number: int) -> str:
+        """An engine's part of something that all of them have together, as an option."""
+        return str(number // self.engines)
 
 
 PARAMS = [

@@ -647,9 +647,15 @@ class Process:
             server.wait()
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def num_engines(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def process(model: str) -> Iterator[tuple[Process, str]]:
+def process(model: str, num_engines: int) -> Iterator[tuple[Process, str]]:
     arguments = ["--api-key", "one", "--served-model-name", "tiny", "--max-body-bytes", "1000000"]
+    arguments += ["-dp", str(num_engines)]
     with Process.serving(model, *arguments, OCTAVO_API_KEY="two") as serving:
         yield serving
 
@@ -703,7 +709,7 @@ def test_unterminated_string_does_not_block_the_server(process: tuple[Process, s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_server_from_the_command_line(process: tuple[Process, str]) -> None:
+def test_server_from_the_command_line(process: tuple[Process, str], num_engines: int) -> None:
     server, url = process
     assert "KV cache size: " in server.log and "Maximum concurrency for 128 tokens per request" in server.log
     assert re.search(r"the server started in [\d.]+ s: tokenizer [\d.]+ s, engine process [\d.]+ s", server.log)
@@ -711,7 +717,8 @@ def test_server_from_the_command_line(process: tuple[Process, str]) -> None:
     status, body = call(f"{url}/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 4})
     assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
     assert b"vllm:prompt_tokens_total" in call(f"{url}/metrics", key="one")[1]
-    children = children_of(server.process.pid)  # the engine and the JSON worker
+    children = children_of(server.process.pid)  # the engines and the JSON worker
+    assert len(children) == num_engines + 1
     port = int(url.rpartition(":")[2])
     assert listening_ports(server.process.pid) == [port] and not any(map(listening_ports, children))
     server.process.send_signal(signal.SIGTERM)
@@ -743,10 +750,10 @@ def test_signal_during_the_start_stops_the_server(model: str, number: signal.Sig
         server.process.kill()
 
 
-def test_signals_end_no_stream(model: str) -> None:
+def test_signals_end_no_stream(model: str, num_engines: int) -> None:
     """SIGHUP drains, however often it comes. SIGUSR1 and SIGUSR2 do nothing. Child processes ignore all three."""
     numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
-    with Process.serving(model, "--admin-key", "two") as (server, url):
+    with Process.serving(model, "--admin-key", "two", "-dp", str(num_engines)) as (server, url):
         children = children_of(server.process.pid)
         body = json.dumps(LONG | {"stream": True, "n": 16}).encode()
         headers = {"authorization": "Bearer two", "content-type": "application/json"}
@@ -759,7 +766,7 @@ def test_signals_end_no_stream(model: str) -> None:
             text = stream.read().decode()
         assert text.count('"finish_reason":"length"') == 16 and text.endswith("data: [DONE]\n\n"), text[-500:]
         assert server.wait() == 0
-        assert len(children) == 2 and "died" not in server.log and "restart" not in server.log
+        assert len(children) == num_engines + 1 and "died" not in server.log and "restart" not in server.log
         assert "ignored: SIGUSR1\n" in server.log and "ignored: SIGUSR2\n" in server.log
         assert "shutting down when 1 requests have ended" in server.log
         assert server.log.endswith("the server has stopped\n")
