@@ -1,18 +1,22 @@
 """A program: removes nodes of a Ray cluster while streams run, and prints a JSON object of what became of them.
 
-    python -m tests.cluster.remove_nodes MODEL PORT ROUNDS
+    python -m tests.cluster.remove_nodes MODEL PORT ROUNDS [hang]
 
-In each round eight streams run on two nodes, one node is removed, and another one joins.
+In each round eight streams run on two nodes, one node is removed, and another one joins. With `hang` a node's processes
+are stopped before, and continue only to be removed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -83,17 +87,44 @@ def wait_for_engines(num: int) -> None:
     raise TimeoutError(f"{num} engines do not run after 60 s")
 
 
-async def run_round(url: str, expected: list[str], cluster: Cluster, node: Any) -> dict[str, Any]:
+def processes_of(node: Any) -> list[int]:
+    """A node's raylet and all that it has started, engines included."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [entry.process.pid for entry in node.all_processes["raylet"]]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def hang(node: Any) -> None:
+    for pid in processes_of(node):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def end(cluster: Cluster, node: Any) -> None:
+    """Remove a node that hangs: its processes notice nothing while they are stopped."""
+    pids = processes_of(node)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    cluster.remove_node(node, False)
+
+
+async def run_round(url: str, expected: list[str], cluster: Cluster, node: Any, hangs: bool = False) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         arrivals: list[list[float]] = [[] for _ in expected]
         tasks = [asyncio.create_task(read(client, i, arrivals[i])) for i in range(len(expected))]
         while not all(len(times) > 20 for times in arrivals):
             await asyncio.sleep(0.01)
         num_done = sum(task.done() for task in tasks)
-        await asyncio.to_thread(cluster.remove_node, node, False)
+        await asyncio.to_thread(*((hang, node) if hangs else (cluster.remove_node, node, False)))
         _, pending = await asyncio.wait(tasks, timeout=60)
         texts = ["" if t in pending or t.exception() else t.result() for t in tasks]
         pauses = [max(b - a for a, b in itertools.pairwise(times)) for times in arrivals]
+    if hangs:
+        await asyncio.to_thread(end, cluster, node)
     return {
         "done_before": num_done,
         "hung": len(pending),
@@ -109,7 +140,7 @@ async def undisturbed(url: str) -> list[str]:
         return [await read(client, i, []) for i in range(NUM_STREAMS)]
 
 
-def main(model: str, port: int, num_rounds: int) -> dict[str, Any]:
+def main(model: str, port: int, num_rounds: int, hangs: bool = False) -> dict[str, Any]:
     os.environ["RAY_ENABLE_RECORD_ACTOR_TASK_LOGGING"] = "0"
     head = {"num_cpus": 1, "resources": {"front": 1}, "object_store_memory": MEMORY, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -122,7 +153,7 @@ def main(model: str, port: int, num_rounds: int) -> dict[str, Any]:
             expected = asyncio.run(undisturbed(url))
             rounds = []
             for _ in range(num_rounds):
-                rounds.append(asyncio.run(run_round(url, expected, cluster, nodes.pop(0))))
+                rounds.append(asyncio.run(run_round(url, expected, cluster, nodes.pop(0), hangs)))
                 print(rounds[-1], file=sys.stderr, flush=True)
                 nodes.append(cluster.add_node(**ENGINE_NODE))
                 wait_for_engines(2)
@@ -134,4 +165,4 @@ def main(model: str, port: int, num_rounds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["hang"])))

@@ -22,6 +22,7 @@ logger = logging.getLogger("octavo.cluster")
 
 IMPORT_PATH = "octavo.cluster.app:build"
 POLL_S = 0.5
+CONNECT_S = 5.0
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported, and for the processes that it starts
 
 
@@ -76,10 +77,26 @@ def check_port(host: str, port: int) -> None:
         raise OctavoError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
+def check_address(address: str) -> None:
+    """Raises `OctavoError` if nobody listens at HOST:PORT. Ray itself would wait for a minute."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            text = f"no Ray cluster at RAY_ADDRESS={address}: {getattr(error, 'strerror', None) or error}"
+            raise OctavoError(f"{text}; start it with ray start --head, or unset RAY_ADDRESS") from None
+
+
 @contextlib.contextmanager
 def joined_ray() -> Iterator[None]:
-    """Join the Ray cluster of this machine, or of RAY_ADDRESS; start one for the time being if there is none."""
+    """Join the Ray cluster of this machine, or of RAY_ADDRESS; start one for the time being if there is none.
+
+    Raises `OctavoError` if the cluster of RAY_ADDRESS cannot be reached.
+    """
     import ray
+
+    check_address(os.environ.get("RAY_ADDRESS", ""))
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
@@ -136,6 +153,7 @@ def wait_until_running(names: list[str]) -> None:
             elif app.status == "DEPLOY_FAILED":
                 raise OctavoError(f"the application {name!r} cannot be deployed: {_cause(app)}")
             states = ", ".join(f"{d}: {dict(info.replica_states)}" for d, info in app.deployments.items())
+            states += "".join(f"; {cut(info.message, 200)}" for info in app.deployments.values() if info.message)
             if states != last:
                 last = states
                 logger.info("%s is %s; %s", name, str(app.status.value).lower(), states)
@@ -147,7 +165,10 @@ def _cause(app: Any) -> str:
     messages = [app.message, *(info.message for info in app.deployments.values())]
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("octavo.errors.")]
-    return cut((ours or lines or ["see `serve status`"])[-1], 400)
+    last = (ours or lines or ["see `serve status`"])[-1]
+    name, _, text = last.partition(": ") if ours else ("", "", last)
+    remedy = "; or lower num_replicas or max_replicas" if name.endswith(".MemoryBudgetError") else ""
+    return cut(text, 400) + remedy
 
 
 def run(path: str, port: int | None = None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -201,6 +202,25 @@ def test_an_engine_that_falls_silent_has_no_data(monkeypatch: pytest.MonkeyPatch
     console.print(render_all(engines))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "2 engines, 1 without data" in text and "engine 0   no data: silent for 12 s" in text and "first" not in text
+
+
+@pytest.mark.parametrize("num", [2, 4, 5, 18, 21, 22, 40])
+def test_several_engines_fit_a_terminal(num: int) -> None:
+    """Blocks where they leave room to requests, else a line an engine; the last line counts what is not there."""
+    summary = Summary.of(state_of(frames_of_a_busy_server()[:-1]))
+    engines = [Engine("http://127.0.0.1:9", None, i) for i in range(num)]
+    for engine in engines:
+        engine.summary, engine.problem, engine._heard_s = summary, "", time.monotonic()
+    console = Console(file=io.StringIO(), width=80, height=24)
+    console.print(render_all(engines, console))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= 24
+    assert sum(line.startswith("engine ") for line in lines) == (num if num <= 21 else 20)
+    assert ("and" in lines[-1]) == (num > 21)
+    assert any("saved by sharing" in line for line in lines) == (num <= 4)
+    num_rows = sum(" running " in line and not line.startswith("engine ") for line in lines[3:])
+    num_rows -= num if num <= 4 else 0  # the numbers of the blocks
+    assert num_rows == {2: 2, 4: 3, 5: 5, 18: 1}.get(num, 0)
 
 
 class Silent(Streams):

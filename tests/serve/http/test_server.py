@@ -897,12 +897,15 @@ def test_invalid_command_lines(
     assert error[-1].startswith("error: ") and text in error[-1]
 
 
-def test_address_in_use_fails_before_the_model_is_loaded(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [[], ["-dp", "2"]], ids=["one engine", "two engines"])
+def test_address_in_use_fails_before_the_model_is_loaded(
+    model: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     from octavo.cli.main import run as command
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert command(["serve", model, "--port", str(port)]) == 1
+        assert command(["serve", model, "--port", str(port), *more]) == 1
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error == f"error: address in use: 127.0.0.1:{port}; choose another port, or 0 for a free one"
     assert command(["serve", "/nonexistent/model", "--port", "0"]) == 1

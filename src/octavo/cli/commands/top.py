@@ -19,6 +19,7 @@ from octavo.bench.args import is_address
 from octavo.errors import EngineError, OctavoError, ParameterError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.live import Live
 
     from octavo.view.live.summary import RequestSummary, Summary
@@ -33,6 +34,8 @@ REFRESH_S = 0.2
 SILENT_S = 10.0
 """An engine with running requests sends frames. One that is silent for longer has no data."""
 MAX_ENGINES = 256
+MIN_REQUESTS = 3
+"""Requests for which the blocks of several engines must leave room."""
 
 
 def top(
@@ -45,7 +48,7 @@ def top(
 ) -> None:
     """Watch a server: throughput, queues, memory, the largest requests, and why the first waiting request waits.
 
-    A server with several engines has a block for each.
+    A server with several engines has a block for each, or a line where the terminal has too few.
     """
     from rich.console import Console
     from rich.live import Live
@@ -79,7 +82,7 @@ def watch_all(engines: Sequence[Engine], live: Live) -> None:
         threading.Thread(target=engine.watch, daemon=True).start()
     while True:
         check(engines)
-        live.update(render_all(engines), refresh=True)
+        live.update(render_all(engines, live.console), refresh=True)
         time.sleep(REFRESH_S)
 
 
@@ -210,8 +213,11 @@ def render(summary: Summary) -> Any:
     return Group(_numbers([summary]), _pool(summary), Text(_cache(summary)), waiting, Text(""), _requests(rows))
 
 
-def render_all(engines: Sequence[Engine]) -> Any:
-    """The server, its engines and their largest requests; of one engine, as `render`."""
+def render_all(engines: Sequence[Engine], console: Console | None = None) -> Any:
+    """The server, its engines and their largest requests; of one engine, as `render`.
+
+    console   whose height must do: where blocks of engines leave too few lines to requests, an engine has one line
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -223,18 +229,46 @@ def render_all(engines: Sequence[Engine]) -> Any:
     known = [(i, summary) for i, summary in enumerate(now) if isinstance(summary, Summary)]
     missing = len(now) - len(known)
     title = f"{len(now)} engines" + (f", {missing} without data" if missing else "")
-    lines: list[Any] = [Text(title, style="bold"), _numbers([summary for _, summary in known]), Text("")]
-    for i, summary in enumerate(now):
-        name = (f"engine {i}   ", "bold")
-        if isinstance(summary, str):
-            lines.append(Text.assemble(name, f"no data: {summary}"))
-            continue
-        lines += [Text.assemble(name, _cache(summary)), _numbers([summary]), _pool(summary)]
-        if summary.first_waiting:
-            lines.append(Text(summary.first_waiting, style="bold"))
+    head = [Text(title, style="bold"), _numbers([summary for _, summary in known]), Text("")]
     rows = [(i, row) for i, summary in known for row in summary.requests]
     rows.sort(key=lambda each: (-each[1].num_blocks, each[1].id))
-    return Group(*lines, Text(""), _requests(rows[:MAX_REQUESTS], show_engine=True))
+    blocks, num_rows = [line for i, summary in enumerate(now) for line in _block(i, summary)], MAX_REQUESTS
+    if console is not None:
+        num_rows = console.height - len(console.render_lines(Group(*head, *blocks))) - 2
+        if num_rows < min(len(rows), MIN_REQUESTS):
+            blocks = _lines(now, console.height - len(head))
+            num_rows = console.height - len(head) - len(blocks) - 2
+    table = [Text(""), _requests(rows[: min(num_rows, MAX_REQUESTS)], show_engine=True)] if num_rows > 0 else []
+    return Group(*head, *blocks, *table)
+
+
+def _block(i: int, summary: Summary | str) -> list[Any]:
+    """All of an engine."""
+    from rich.text import Text
+
+    name = (f"engine {i}   ", "bold")
+    if isinstance(summary, str):
+        return [Text.assemble(name, f"no data: {summary}")]
+    lines: list[Any] = [Text.assemble(name, _cache(summary)), _numbers([summary]), _pool(summary)]
+    return [*lines, Text(summary.first_waiting, style="bold")] if summary.first_waiting else lines
+
+
+def _lines(now: Sequence[Summary | str], height: int) -> list[Any]:
+    """A line of each engine, as far as the height allows."""
+    from rich.text import Text
+
+    num = len(now) if len(now) <= height else max(height - 1, 0)
+    lines: list[Any] = []
+    for i, summary in enumerate(now[:num]):
+        text = f"no data: {summary}" if isinstance(summary, str) else _short(summary)
+        lines.append(Text.assemble((f"engine {i:<3} ", "bold"), text, no_wrap=True, overflow="ellipsis"))
+    return lines if num == len(now) else [*lines, Text(f"and {len(now) - num} more", style="dim")]
+
+
+def _short(summary: Summary) -> str:
+    num_blocks = summary.used + summary.cached + summary.free
+    requests = f"{summary.running:>4} running {summary.waiting:>4} waiting"
+    return f"{summary.output_rate:>7,.0f} tokens/s {requests}   {summary.used:,} of {num_blocks:,} blocks"
 
 
 def _numbers(summaries: Sequence[Summary]) -> Any:
