@@ -4,9 +4,8 @@
     python benchmarks/speculation.py --synthetic 0.8 --batch 1 32 256 --model CONFIG_DIR --load-format dummy    on a GPU
 
 The prompts are of kinds whose outputs repeat parts of their prompts more or less. Each output must be the same with and
-without speculation; the last column counts those that are not. With --synthetic, a draft is the model's next token with
-this chance and else another one: the outputs are computed first. It measures what a pass costs, whatever the model
-writes.
+without speculation; the last column counts those that are not. With --synthetic, a draft is accepted with this chance,
+whatever the model writes, to measure what passes cost.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
-from octavo.kernels.row_state import RowState
+from octavo.kernels.row_state import MAX_DRAFTS, DraftLines, RowState
 
 CODE = """def total_price(items, tax_rate):
     total = 0
@@ -89,27 +88,28 @@ PROMPTS: dict[str, list[Chat]] = {
 }
 
 
-class SyntheticDrafts:
-    """Drafts that are right with a given chance, for rows that all have the same output. Reads no tensor values.
+class SyntheticAcceptance:
+    """Accepts drafts by chance, whatever the model samples. Outputs mean nothing then. Reads no tensor values.
 
-    outputs   [max_len] int64 by position: the right token, or a wrong one
+    coins   [max_len] bool, by position
     """
 
-    def __init__(self, llm: LLM, token_ids: Sequence[int]) -> None:
+    def __init__(self, llm: LLM, chance: float, max_len: int) -> None:
         runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-        self.outputs = torch.tensor(token_ids, device=runner.platform.device)
-        runner.platform.ops.propose_drafts = self
+        generator = torch.Generator().manual_seed(0)
+        self.coins = (torch.rand(max_len, generator=generator) < chance).to(runner.platform.device)
+        runner.platform.ops.propose_drafts, runner.platform.ops.reject_drafts = self.propose, self.reject
 
-    def learn(self, token_ids: Sequence[int], vocab_size: int, chance: float) -> None:
-        coin = random.Random(0)
-        drafts = [token if coin.random() < chance else (token + 1) % vocab_size for token in token_ids]
-        self.outputs.copy_(torch.tensor(drafts))  # graphs read its memory
+    def propose(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
+        positions = state.num_computed[rows].unsqueeze(1) + torch.arange(1, num_drafts + 1, device=rows.device)
+        state.drafts[rows, :num_drafts] = torch.where(positions < ends.unsqueeze(1), positions % 1000, -1)
 
-    def __call__(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
-        depths = torch.arange(1, num_drafts + 1, device=rows.device)
-        positions = state.num_computed[rows].unsqueeze(1) + depths
-        drafts = self.outputs[positions.clamp(max=len(self.outputs) - 1)]
-        state.drafts[rows, :num_drafts] = torch.where(positions < ends.unsqueeze(1), drafts, -1)
+    def reject(self, state: RowState, rows: Tensor, tokens: Tensor, drafts: DraftLines) -> Tensor:
+        is_first = drafts.depths == 0
+        accepted = is_first | self.coins[state.num_computed[rows] + drafts.depths]
+        for _ in range(MAX_DRAFTS - 1):
+            accepted = accepted & (is_first | accepted.roll(1))
+        return torch.where(accepted, tokens.clamp(min=0), -3)
 
 
 def run(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[float, list[list[int]]]:
@@ -158,20 +158,15 @@ def main() -> None:
         for way, share, config in zip(("off", "on"), shares, (None, drafting), strict=True)
     }
     print(f"| {options.model} | on, tokens/s | off, tokens/s | on / off | outputs that differ |\n|---|--:|--:|--:|--:|")
+    if options.synthetic is not None:
+        SyntheticAcceptance(engines["on"], options.synthetic, 4096)
     for batch in options.batch:
         if options.synthetic is None:
             for name, chats in PROMPTS.items():
                 for i in range(len(chats) if batch == 1 else 1):
                     compare(f"{name}, {batch}", engines, (chats * batch)[i : i + batch], options)
             continue
-        vocab_size = engines["off"].engine.limits.vocab_size
-        prompt = random.Random(0).choices(range(1000), k=512)
-        params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt}] * batch
-        drafts = SyntheticDrafts(engines["on"], prompt + [0] * options.tokens)
-        for _ in range(3):  # the first prefills the prompt, which may round differently
-            _, outputs = run(engines["on"], prompts, params)
-        drafts.learn(prompt + outputs[0], vocab_size, options.synthetic)
+        prompts = [{"prompt_token_ids": random.Random(i).choices(range(1000), k=512)} for i in range(batch)]
         compare(f"{options.synthetic:.0%} right, {batch}", engines, prompts, options)
 
 
