@@ -187,6 +187,6 @@ def test_an_error_caused_by_a_corrupt_block_fails_no_request() -> None:
 
 def test_drop_removes_every_part_of_a_slices_result() -> None:
     entry = TokenLogprobs(0.0, 1, [], [])
-    result = StepResult([[1], [2]], {0: "a", 1: "b"}, {0: [entry], 1: [entry]}, {0: (1, [entry])})
+    result = StepResult([[1], [2]], {0: "a", 1: "b"}, {0: [entry], 1: [entry]}, {0: (1, [entry])}, {0: [(1, 1)]})
     result.drop({0})
     assert result == StepResult([(), [2]], {1: "b"}, {1: [entry]}, {})

@@ -98,7 +98,7 @@ def test_bytes_of_another_version_or_length_are_refused() -> None:
     for damaged, text in (
         (b"", "field at byte 0 has 56 bytes of 0"),
         (b"what" + data[4:], "b'what' are no plan"),
-        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 3; run the same version"),
+        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 4; run the same version"),
         (data + b"\0", f"ends after {len(data)} of {len(data) + 1} bytes"),
         (data[:-1], "damaged"),
     ):
@@ -158,6 +158,7 @@ def whole_result() -> StepResult:
         {1: "numbers that are not finite \u6f22", 2: ""},
         {0: entries, 2: []},
         {1: (4, entries[:1])},
+        {0: [(3, 1), (2, 2)], 2: [(1, 0)]},
         [9, 3],
     )
 
@@ -173,7 +174,7 @@ def test_a_result_survives_its_bytes() -> None:
 
 def test_every_field_of_a_result_is_in_its_bytes() -> None:
     whole = whole_result()
-    for name, empty in (("errors", {}), ("logprobs", {}), ("prompt_logprobs", {}), ("corrupt", [])):
+    for name, empty in (("errors", {}), ("logprobs", {}), ("prompt_logprobs", {}), ("drafts", {}), ("corrupt", [])):
         assert replace(whole, **{name: empty}).encode() != whole.encode()
 
 

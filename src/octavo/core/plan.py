@@ -123,14 +123,14 @@ class Slice(NamedTuple):
 T = TypeVar("T")
 COLUMN = "I"
 """Array type of a plan's columns: int32 numbers from 0 on. Python fills unsigned arrays three times as fast."""
-VERSION = 3
+VERSION = 4
 """Format of encoded plans and results. Both sides must be of the same version."""
 
 _EMPTY: array[int] = array(COLUMN)
 _MAGIC = b"octp"
 _HEADER = struct.Struct("=4sIq10I")
 _RESULT_MAGIC = b"octr"
-_RESULT_HEADER = struct.Struct("=4sI7I")
+_RESULT_HEADER = struct.Struct("=4sI8I")
 _NUMBERS = {f.name: "d" if f.type == "float" else "i" for f in fields(SamplingParams) if f.type in ("float", "int")}
 """The numbers among the sampling parameters, and their codes in a setup's bytes."""
 _SETUP = struct.Struct(f"=3Iq{''.join(_NUMBERS.values())}2i?6i")
@@ -420,6 +420,7 @@ class StepResult:
     errors    slice -> what is wrong with it, such as non-finite logits. Only that request fails
     logprobs  slice -> one entry per token, if the request wants them
     prompt_logprobs  slice -> (position, entries): entries for the prompt's tokens from that position on, if wanted
+    drafts    slice -> (drafts that were computed, those of them that were right) of each pass with any
     corrupt   host blocks of `swap_ins` whose content changed while they were swapped out. Reported once, with the first
               part of a result; everything that the plan computed from them is wrong
     """
@@ -428,6 +429,7 @@ class StepResult:
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    drafts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     corrupt: list[HostBlockId] = field(default_factory=list)
 
     def encode(self) -> bytes:
@@ -449,8 +451,10 @@ class StepResult:
         for i, (position, entries) in self.prompt_logprobs.items():
             ints += i, position
             _put_entries(entries, ints, doubles)
+        for i, passes in self.drafts.items():
+            ints += i, len(passes), *chain.from_iterable(passes)
         ints += self.corrupt
-        lists = self.tokens, self.errors, self.logprobs, self.prompt_logprobs, self.corrupt
+        lists = self.tokens, self.errors, self.logprobs, self.prompt_logprobs, self.drafts, self.corrupt
         header = _RESULT_HEADER.pack(_RESULT_MAGIC, VERSION, len(ints), len(doubles), *map(len, lists))
         return b"".join((header, array("i", ints), array("d", doubles), *texts))
 
@@ -463,7 +467,7 @@ class StepResult:
         reader = _Reader(data)
         num_ints, num_doubles, *counts = reader.header(_RESULT_HEADER, _RESULT_MAGIC)
         ints, doubles = iter(reader.ints(num_ints)), iter(reader.doubles(num_doubles))
-        num_slices, num_errors, num_logprobs, num_prompts, num_corrupt = counts
+        num_slices, num_errors, num_logprobs, num_prompts, num_drafts, num_corrupt = counts
         result = cls(tokens := [])
         try:
             for _ in range(num_slices):
@@ -476,6 +480,9 @@ class StepResult:
             result.prompt_logprobs = {
                 next(ints): (next(ints), _next_entries(ints, doubles)) for _ in range(num_prompts)
             }
+            result.drafts = {
+                next(ints): [(next(ints), next(ints)) for _ in range(next(ints))] for _ in range(num_drafts)
+            }
             result.corrupt = _next(num_corrupt, ints)
         except StopIteration:
             raise PlanError("the result has fewer numbers than its header counts; its bytes are damaged") from None
@@ -483,7 +490,7 @@ class StepResult:
         reader.end()
         if any(True for _ in ints) or any(True for _ in doubles):
             raise PlanError("the result has more numbers than its header counts; its bytes are damaged")
-        for i in chain(result.errors, result.logprobs, result.prompt_logprobs):
+        for i in chain(result.errors, result.logprobs, result.prompt_logprobs, result.drafts):
             if i >= num_slices:
                 raise PlanError(f"the result names slice {i} and has {num_slices}; its bytes are damaged")
         return result
@@ -491,7 +498,7 @@ class StepResult:
     def drop(self, slices: Container[int]) -> None:
         """Remove all results of these slices."""
         self.tokens = [() if i in slices else tokens for i, tokens in enumerate(self.tokens)]
-        by_slice: tuple[dict[int, Any], ...] = self.errors, self.logprobs, self.prompt_logprobs
+        by_slice: tuple[dict[int, Any], ...] = self.errors, self.logprobs, self.prompt_logprobs, self.drafts
         for results in by_slice:
             for i in [i for i in results if i in slices]:
                 del results[i]

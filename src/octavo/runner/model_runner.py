@@ -144,6 +144,7 @@ class ModelRunner:
         output = ring.new_output(len(plan.rows), num_logprobs)
         upload = self._upload(plan, self._batches(plan, on_host), on_host)
         output.swap_in_check, prefills = upload.check, upload.prefills
+        output.has_drafts = upload.num_drafts > 0
         sampler: ColumnSampler
         if on_host:
             num_candidates = 0 if prefills else host.num_beam_candidates(plan)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import compress
 
 import numpy as np
 import torch
 
 from octavo.core.plan import StepResult, TokenLogprobs
-from octavo.kernels.row_state import MAX_LOGPROBS, NO_TOKEN_LEFT
+from octavo.kernels.row_state import MAX_LOGPROBS, NO_TOKEN_LEFT, REJECTED
 from octavo.kernels.row_state import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.checksums import NO_SWAP_IN_CHECK
 from octavo.runner.platform import Platform
@@ -52,6 +54,7 @@ class StepOutput:
     slice_ids     column -> the slice of each of its entries
     events        column -> the event that it is full. At least one; the last one is the end of the plan
     results       column -> its result, of a plan that the host samples
+    has_drafts    a column may have several entries of a slice
     swap_in_check of the plan's swaps
     """
 
@@ -65,6 +68,7 @@ class StepOutput:
         self.slice_ids: list[Seq[int]] = []
         self.events: list[DeviceEvent] = []
         self.results: list[StepResult] = []
+        self.has_drafts = False
         self.swap_in_check = NO_SWAP_IN_CHECK
         self._lock = threading.Lock()  # of `tokens` and `logprobs`, which `detach` replaces
 
@@ -98,6 +102,7 @@ class StepOutput:
     def _read_columns(self, first: int, last: int) -> StepResult:
         all_slices, columns, table = range(self.num_slices), self.slice_ids[first:last], self.tokens[first:last]
         logprobs = self._read_logprobs(first, last) if self.num_logprobs else {}
+        drafts: dict[int, list[tuple[int, int]]] = {}
         if all(slice_ids == all_slices for slice_ids in columns):
             tokens = table[:, : self.num_slices].T.tolist()
             if table[:, : self.num_slices].min(initial=0) >= 0:
@@ -107,9 +112,21 @@ class StepOutput:
             for slice_ids, column in zip(columns, table, strict=True):
                 for i, token in zip(slice_ids, column[: len(slice_ids)].tolist(), strict=True):
                     tokens[i].append(token)
+                if self.has_drafts:
+                    self._add_drafts(drafts, slice_ids, column)
         errors = {i: NO_ALLOWED_TOKEN for i, entries in enumerate(tokens) if NO_TOKEN_LEFT in entries}
         errors |= {i: NOT_FINITE for i, entries in enumerate(tokens) if NOT_FINITE_MARK in entries}
-        return StepResult([[token for token in entries if token >= 0] for entries in tokens], errors, logprobs)
+        found = [[token for token in entries if token >= 0] for entries in tokens]
+        return StepResult(found, errors, logprobs, drafts=drafts)
+
+    def _add_drafts(self, drafts: dict[int, list[tuple[int, int]]], slice_ids: Seq[int], column: np.ndarray) -> None:
+        """Add what became of the drafts of a column."""
+        marks = column[: len(slice_ids)]
+        num_right = Counter(compress(slice_ids, marks >= 0))
+        num_computed = num_right + Counter(compress(slice_ids, marks == REJECTED))
+        for i, num in num_computed.items():
+            if num > 1:
+                drafts.setdefault(i, []).append((num - 1, num_right[i] - 1))
 
     def _read_logprobs(self, first: int, last: int) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the tokens of these columns, without entries for marks."""
@@ -203,5 +220,7 @@ def append_columns(result: StepResult, column: StepResult) -> None:
     result.errors |= column.errors
     for i, logprobs in column.logprobs.items():
         result.logprobs.setdefault(i, []).extend(logprobs)
+    for i, passes in column.drafts.items():
+        result.drafts.setdefault(i, []).extend(passes)
     for i, (position, entries) in column.prompt_logprobs.items():
         result.prompt_logprobs.setdefault(i, (position, []))[1].extend(entries)
