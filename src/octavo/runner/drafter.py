@@ -1,27 +1,33 @@
-"""Chooses the drafts of decode passes, where the host sees the device's memory, as many as measurements justify.
+"""Chooses how many drafts decode passes have: as many as measurements justify.
 
     a row's own tokens -> a guess of what follows -> its chance to be right -> drafts that raise tokens per time
 
 A pass takes longer with each draft, and returns more tokens with each that is right. Both are measured: the time of a
 pass by its number of lines, and how often drafts of a match of this length were right. Every pass makes guesses, and
 learns from those that it did not compute, too: the next token tells if the first one was right.
+
+`Drafter` does this for each row and pass, where the host sees the device's memory. `DraftLimit` does it for each plan,
+where the device makes the guesses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
 from octavo.kernels.cpu.step import match_suffix
 from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
+from octavo.runner.streams import Timer
 
 MAX_LINES = 64
 """Lines up to which a pass gets drafts."""
-FIRST_SLOPE = 0.1
+FIRST_SLOPE, FIRST_GPU_SLOPE = 0.1, 0.005
 """Cost of a line before any is measured, in parts of a pass of one line."""
-DECAY_OF_TIMES, DECAY_OF_CHANCES, DECAY_OF_ROWS = 0.97, 0.995, 0.9
+DECAY_OF_TIMES, DECAY_OF_CHANCES, DECAY_OF_ROWS, DECAY_OF_LIMITS = 0.97, 0.995, 0.9, 0.99
 ROW_WEIGHT = 1.0
 """Right drafts that each row begins with, in place of experience."""
 
@@ -29,7 +35,8 @@ ROW_WEIGHT = 1.0
 class PassTimes:
     """Seconds of a pass by its number of lines: a line through the measured ones, of which the last weigh most."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_slope: float = FIRST_SLOPE) -> None:
+        self._first_slope = first_slope
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def record(self, num_lines: int, seconds: float) -> None:
@@ -47,11 +54,11 @@ class PassTimes:
         )
 
     def line(self) -> tuple[float, float]:
-        """(seconds of no line, seconds of each). The slope is drawn to FIRST_SLOPE, as by one line measured twice."""
+        """(seconds of no line, seconds of each). The slope is drawn to the first one, as by one line measured twice."""
         if not self._weight:
-            return 1.0, FIRST_SLOPE
+            return 1.0, self._first_slope
         x, y = self._x / self._weight, self._y / self._weight
-        first = FIRST_SLOPE * y / (1 + FIRST_SLOPE * (x - 1))
+        first = self._first_slope * y / (1 + self._first_slope * (x - 1))
         spread, product = self._xx - self._weight * x * x, self._xy - self._weight * x * y
         slope = max((product + first) / (spread + 1.0), 0.0)
         return y - slope * x, slope
@@ -171,3 +178,67 @@ class Drafter:
             if rate > best_rate:
                 best_num, best_rate = num, rate
         return best_num
+
+
+class PassTimers:
+    """Measures how long decode passes take, on a device that runs them later."""
+
+    def __init__(self, make_timer: Callable[[], Timer | None] | None) -> None:
+        """make_timer: None, or returns None: nothing is measured"""
+        self._make_timer = make_timer
+        self._running: deque[tuple[Timer, int, int]] = deque()
+
+    @contextmanager
+    def measure(self, num_lines: int, num_passes: int) -> Iterator[None]:
+        timer = None if self._make_timer is None else self._make_timer()
+        if timer is None:
+            yield
+            return
+        timer.start()
+        yield
+        timer.stop()
+        self._running.append((timer, num_lines, num_passes))
+
+    def collect(self, times: PassTimes) -> None:
+        """Record the passes that are done."""
+        while self._running and (seconds := self._running[0][0].seconds()) is not None:
+            _, num_lines, num_passes = self._running.popleft()
+            times.record(num_lines, seconds / num_passes)
+
+
+class DraftLimit:
+    """How many drafts each sequence of a plan has, where the device makes the guesses: one number, for one graph.
+
+    times   of passes by their lines, with the padding of graphs
+    timers  measure these
+    """
+
+    CHOICES = (0, 1, 3, 7, 15)
+    PROBE_INTERVAL = 32
+    """Plans without drafts between two that try one draft."""
+
+    def __init__(self, make_timer: Callable[[], Timer | None] | None) -> None:
+        self.times = PassTimes(FIRST_GPU_SLOPE)
+        self.timers = PassTimers(make_timer)
+        self._passes = np.full(MAX_DRAFTS, 4.0)  # that had so many drafts or more
+        self._right = 4 * 0.6 ** np.arange(1, MAX_DRAFTS + 1)  # those in which so many or more were right
+        self._num_plain = 0
+
+    def choose(self, num_lines: int, most: int) -> int:
+        """Drafts of each sequence. num_lines: of a pass without drafts; most: drafts, by the plan and by memory"""
+        self.timers.collect(self.times)
+        base, slope = self.times.line()
+        gains = np.concatenate(([0.0], (self._right / self._passes).cumsum()))
+        choices = [num for num in self.CHOICES if num <= most]
+        rates = [(1 + gains[num]) / (base + slope * num_lines * (1 + num)) for num in choices]
+        best = choices[int(np.argmax(rates))]
+        self._num_plain = 0 if best else self._num_plain + 1
+        return best if best or self._num_plain % self.PROBE_INTERVAL or len(choices) == 1 else choices[1]
+
+    def learn(self, num_drafts: int, num_right: Sequence[int]) -> None:
+        """num_right: of each sequence of a pass"""
+        depths = np.arange(1, num_drafts + 1)
+        decay = DECAY_OF_LIMITS ** len(num_right)
+        self._passes[:num_drafts] = self._passes[:num_drafts] * decay + len(num_right)
+        right = (np.asarray(num_right).reshape(-1, 1) >= depths).sum(0)
+        self._right[:num_drafts] = self._right[:num_drafts] * decay + right

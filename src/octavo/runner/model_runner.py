@@ -10,6 +10,7 @@ decode window of n positions replays the same graph n times.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan
-from octavo.kernels.row_state import MAX_DRAFTS, DecodeInputs
+from octavo.kernels.row_state import DecodeInputs
 from octavo.runner.checksums import SwapInCheck
 from octavo.runner.decode_lines import DecodeLines, decode_slices
 from octavo.runner.device_state import NUM_PARTS, DeviceState
-from octavo.runner.drafter import MAX_LINES, Drafter
+from octavo.runner.drafter import MAX_LINES, Drafter, DraftLimit
 from octavo.runner.input_buffers import NO_TOKENS, InputBuffers, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers
@@ -96,6 +97,7 @@ class ModelRunner:
             vocab_size=vocab_size,
             keeps_history=num_speculative_tokens > 0,
         )
+        self.draft_limit = DraftLimit(platform.make_timer if num_speculative_tokens else None)
         self.drafter = Drafter(state.rows) if num_speculative_tokens and platform.is_host else None
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
         # Of logits of a pass, with the padding of graphs.
@@ -144,7 +146,8 @@ class ModelRunner:
         output = ring.new_output(len(plan.rows), num_logprobs)
         upload = self._upload(plan, self._batches(plan, on_host), on_host)
         output.swap_in_check, prefills = upload.check, upload.prefills
-        output.has_drafts = upload.num_drafts > 0
+        if upload.num_drafts:
+            output.on_drafts = partial(self.draft_limit.learn, upload.num_drafts)
         sampler: ColumnSampler
         if on_host:
             num_candidates = 0 if prefills else host.num_beam_candidates(plan)
@@ -153,7 +156,8 @@ class ModelRunner:
             host.is_stale = True
             uses_processors = processors.applies_to(plan)
             variant = PassShape(0, "pass", uses_processors, bool(num_logprobs), upload.cascade, upload.num_drafts)
-            sampler = DeviceColumns(self.passes, ring, output, variant, fuses=plan.num_bitmask_columns > 1)
+            fuses = plan.num_bitmask_columns > 1
+            sampler = DeviceColumns(self.passes, ring, output, variant, fuses=fuses, timers=self.draft_limit.timers)
         return Step(plan, ring, output, sampler, prefills, upload.slices, upload.lines)
 
     def _batches(self, plan: StepPlan, on_host: bool) -> list[PrefillBatch]:
@@ -207,5 +211,6 @@ class ModelRunner:
         """Drafts of each slice, where they are chosen with the plan."""
         if not num_slices or plan.bitmask_slices:
             return 0
+        num_lines = self.passes.padded_slices(num_slices)
         most = max(drafts.num_draft_tokens for drafts in plan.drafts.values())
-        return max(0, min(most, MAX_DRAFTS, self.passes.max_lines // self.passes.padded_slices(num_slices) - 1))
+        return self.draft_limit.choose(num_lines, min(most, self.passes.max_lines // num_lines - 1))

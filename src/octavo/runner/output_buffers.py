@@ -54,7 +54,7 @@ class StepOutput:
     slice_ids     column -> the slice of each of its entries
     events        column -> the event that it is full. At least one; the last one is the end of the plan
     results       column -> its result, of a plan that the host samples
-    has_drafts    a column may have several entries of a slice
+    on_drafts     called with the number of right drafts of each slice of a column. None: a slice has one entry a column
     swap_in_check of the plan's swaps
     """
 
@@ -68,7 +68,7 @@ class StepOutput:
         self.slice_ids: list[Seq[int]] = []
         self.events: list[DeviceEvent] = []
         self.results: list[StepResult] = []
-        self.has_drafts = False
+        self.on_drafts: Callable[[list[int]], None] | None = None
         self.swap_in_check = NO_SWAP_IN_CHECK
         self._lock = threading.Lock()  # of `tokens` and `logprobs`, which `detach` replaces
 
@@ -112,21 +112,24 @@ class StepOutput:
             for slice_ids, column in zip(columns, table, strict=True):
                 for i, token in zip(slice_ids, column[: len(slice_ids)].tolist(), strict=True):
                     tokens[i].append(token)
-                if self.has_drafts:
-                    self._add_drafts(drafts, slice_ids, column)
+                if self.on_drafts is not None:
+                    self.on_drafts(self._add_drafts(drafts, slice_ids, column))
         errors = {i: NO_ALLOWED_TOKEN for i, entries in enumerate(tokens) if NO_TOKEN_LEFT in entries}
         errors |= {i: NOT_FINITE for i, entries in enumerate(tokens) if NOT_FINITE_MARK in entries}
         found = [[token for token in entries if token >= 0] for entries in tokens]
         return StepResult(found, errors, logprobs, drafts=drafts)
 
-    def _add_drafts(self, drafts: dict[int, list[tuple[int, int]]], slice_ids: Seq[int], column: np.ndarray) -> None:
-        """Add what became of the drafts of a column."""
+    def _add_drafts(
+        self, drafts: dict[int, list[tuple[int, int]]], slice_ids: Seq[int], column: np.ndarray
+    ) -> list[int]:
+        """Add what became of the drafts of a column -> the number of right ones of each slice."""
         marks = column[: len(slice_ids)]
         num_right = Counter(compress(slice_ids, marks >= 0))
         num_computed = num_right + Counter(compress(slice_ids, marks == REJECTED))
         for i, num in num_computed.items():
             if num > 1:
                 drafts.setdefault(i, []).append((num - 1, num_right[i] - 1))
+        return [num - 1 for num in num_right.values()]
 
     def _read_logprobs(self, first: int, last: int) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the tokens of these columns, without entries for marks."""

@@ -28,7 +28,7 @@ from octavo.runner.memory import diagnostics, profile
 from octavo.runner.passes.cuda_graphs import CudaGraphs
 from octavo.runner.passes.graphs import Graphs, Model
 from octavo.runner.passes.recorded_graphs import RecordedGraphs
-from octavo.runner.streams import CompletedEvent, CudaStream, RecordableEvent, SideStream
+from octavo.runner.streams import CompletedEvent, CudaStream, CudaTimer, RecordableEvent, SideStream, Timer
 
 if TYPE_CHECKING:
     from octavo.runner.memory.profile import GPUMemoryProfile, Precompile
@@ -116,6 +116,10 @@ class Platform:
     def record_event(self, *, blocking: bool = False) -> RecordableEvent:
         """An event after all work queued on the current stream. blocking: threads that wait for it sleep, not spin."""
         return CompletedEvent()
+
+    def make_timer(self) -> Timer | None:
+        """None: the device computes within its calls."""
+        return None
 
     def side_stream(self) -> SideStream:
         return SideStream()
@@ -216,6 +220,9 @@ class CudaPlatform(Platform):
         event: RecordableEvent = cast("Any", torch.cuda.Event)(blocking=blocking)
         event.record()
         return event
+
+    def make_timer(self) -> Timer:
+        return CudaTimer()
 
     def side_stream(self) -> SideStream:
         return CudaStream(self.device)

@@ -26,6 +26,17 @@ class RecordableEvent(DeviceEvent, Protocol):
         """Move the event to the end of all work queued on the current stream."""
 
 
+class Timer(Protocol):
+    """Measures how long a device takes for work that is queued between `start` and `stop`."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float | None:
+        """None while the device has not done the work."""
+
+
 class CompletedEvent:
     """The event of a device that computes at once: always reached."""
 
@@ -59,6 +70,20 @@ class SideStream:
 
     def join(self) -> None:
         pass
+
+
+class CudaTimer:
+    def __init__(self) -> None:
+        self._start, self._stop = (cast("Any", torch.cuda.Event)(enable_timing=True) for _ in range(2))
+
+    def start(self) -> None:
+        self._start.record()
+
+    def stop(self) -> None:
+        self._stop.record()
+
+    def seconds(self) -> float | None:
+        return self._start.elapsed_time(self._stop) / 1000 if self._stop.query() else None
 
 
 class CudaStream(SideStream):

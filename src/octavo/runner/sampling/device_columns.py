@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from octavo.engine.executor import GrammarBitmask
+from octavo.runner.drafter import PassTimers
 from octavo.runner.output_buffers import OutputBuffers, StepOutput
-from octavo.runner.passes.pass_shape import Column, Part, PassShape
+from octavo.runner.passes.pass_shape import Column, Part, Pass, PassShape
 from octavo.runner.passes.passes import Passes
 from octavo.runner.sampling.pipeline import Lines
 
@@ -17,13 +18,21 @@ class DeviceColumns:
     variant  what the shapes of the plan's passes have in common
     fuses    some decode columns are sampled together with the next pass, in one graph: launched apart, the device would
              wait for the second launch
+    timers   measure decode passes
     """
 
     def __init__(
-        self, passes: Passes, ring: OutputBuffers, output: StepOutput, variant: PassShape, *, fuses: bool
+        self,
+        passes: Passes,
+        ring: OutputBuffers,
+        output: StepOutput,
+        variant: PassShape,
+        *,
+        fuses: bool,
+        timers: PassTimers,
     ) -> None:
         self._passes, self._ring, self._output = passes, ring, output
-        self._variant, self._fuses = variant, fuses
+        self._variant, self._fuses, self._timers = variant, fuses, timers
         self._lines: Lines | None = None  # of the column that waits for its bitmask
 
     def queue(self, column: Column) -> None:
@@ -53,6 +62,14 @@ class DeviceColumns:
     def run(self, column: Column, num_columns: int) -> None:
         (p,) = column
         shape = self._passes.shape(p, "pass", self._variant)
+        if isinstance(shape.size, int) and p.has_work:
+            self._passes.prepare(p, self._variant, ("pass",))  # a capture is not to be measured
+            with self._timers.measure(shape.size, num_columns):
+                self._run(p, shape, num_columns)
+        else:
+            self._run(p, shape, num_columns)
+
+    def _run(self, p: Pass, shape: PassShape, num_columns: int) -> None:
         for _ in range(num_columns):
             if p.has_work:
                 self._passes.run(shape, p.packed)
