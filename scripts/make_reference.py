@@ -24,7 +24,7 @@ from octavo import errors
 from octavo.cli import environment as variables
 from octavo.cli.app import app
 from octavo.cli.options import field_texts
-from octavo.config import EngineArgs, KVEventsConfig
+from octavo.config import EngineArgs, KVEventsConfig, SpeculativeConfig
 from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.params.sampling_params import SamplingParams
@@ -43,6 +43,7 @@ ENGINE_GROUPS = {
     "enable_prefix_caching watermark",
     "Scheduling": "max_model_len max_num_batched_tokens max_num_seqs max_logprobs scheduling_policy priority_ageing "
     "long_prefill_token_threshold max_long_partial_prefills preemption_mode preemption_victim",
+    "Speculation": "speculative_config spec_method spec_tokens",
     "Recording": "flight_recorder kv_events_config",
 }
 SERVER_GROUPS = {
@@ -65,7 +66,8 @@ API_GROUPS = {
 }
 # fmt: off
 INTERNAL = {
-    "resolved", "resolved_dtype", "kv_events", "policy", "validated", "greedy", "width", "stop_ids", "selects_best_of",
+    "resolved", "resolved_dtype", "kv_events", "policy", "speculation", "num_speculative_tokens", "validated",
+    "greedy", "width", "stop_ids", "selects_best_of",
     "has_penalties", "needs_history", "sampling_params", "kind", "schema", "query", "debug_request", "debug_kv",
 }
 # fmt: on
@@ -164,8 +166,9 @@ def configuration() -> Iterator[str]:
     )
     yield "## Engine"
     yield from grouped(EngineArgs, ENGINE_GROUPS, "Engine")
-    yield "### Fields of kv_events_config"
-    yield fields_table(KVEventsConfig, [field.name for field in dataclasses.fields(KVEventsConfig)])
+    for config in (SpeculativeConfig, KVEventsConfig):
+        yield f"### Fields of {config.TITLE}"
+        yield fields_table(config, [field.name for field in dataclasses.fields(config)])
     yield "## Server"
     yield "`octavo serve` also takes every engine option above that has a flag."
     yield from grouped(ServeArgs, SERVER_GROUPS, "Server")
@@ -340,7 +343,8 @@ def metrics() -> Iterator[str]:
     registry.add_router(router)
     registry.http_requests.labels("GET", "200", "/health")
     registry.http_seconds.labels("GET", "/health")
-    registry.render([EngineState(0, StatsSnapshot(EngineStats(), KVStats(**zeros)), Health("running", 0.0))])
+    engine = EngineStats(num_accepted_per_position=[0])
+    registry.render([EngineState(0, StatsSnapshot(engine, KVStats(**zeros)), Health("running", 0.0))])
     families: list[Metric] = sorted(registry.registry.collect(), key=lambda family: family.name)
     rows = []
     for family in families:

@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 990,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, turns of tenants
-    "params": 655,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
+    "(top)": 1025,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, turns of tenants
+    "params": 665,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 2880,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2520,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
-    "frontend": 2305,  # LLM, the client with its transports, text input; PagedAttention without an engine
+    "engine": 2570,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
+    "frontend": 2315,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2231,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 2652,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
-    "serve": 4925,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
+    "serve": 4945,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3200,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
     "view": 3540,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
     "view (JavaScript)": 2145,  # the page, without a framework
     "cluster": 975,  # the Ray Serve application: replicas, the pool, failover, `octavo cluster`
-    "cli": 2325,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
+    "cli": 2340,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
     "utils": 24,  # the argument parser of vLLM's scripts, the choice of the event loop
     "v1": 5,  # names of modules that vLLM's scripts import
 }

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
-from octavo.errors import ParameterError
+from octavo.errors import ParameterError, UsageError
 from octavo.params.validation import ValidatedParams, invalid
 from octavo.params.vllm_arguments import Owner, arguments, parse_value
 
@@ -118,13 +118,16 @@ class SpeculativeConfig(ValidatedParams):
     """
 
     TITLE: ClassVar[str] = "speculative_config"
+    ARGUMENT_OWNER: ClassVar[Owner | None] = "speculation"
     MAX_TOKENS: ClassVar[int] = 15
 
     method: SpecMethod = "suffix"
     num_speculative_tokens: int = 8
 
     def __post_init__(self) -> None:
-        self._check_choice("method", ("suffix", "ngram"))
+        if self.method not in ("suffix", "ngram"):
+            text = f"is {self.method!r}: drafts come from the sequence itself; set it to suffix or ngram"
+            raise invalid("method", text, "invalid_value")
         self._check_integer("num_speculative_tokens", 1, self.MAX_TOKENS)
 
 
@@ -270,7 +273,9 @@ class EngineArgs(ValidatedParams):
             if not isinstance(value := getattr(self, name), Mapping | None):
                 raise invalid(name, f"must be a mapping, not {value!r}", "invalid_type")
         self.kv_events()
-        self.speculation()
+        if (speculation := self.speculation()) is not None and self.speculative_config:
+            names = SpeculativeConfig.__dataclass_fields__.keys() & self.speculative_config.keys()  # others have warned
+            self._set("speculative_config", {n: getattr(speculation, n) for n in sorted(names) or ["method"]})
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -340,11 +345,17 @@ class EngineArgs(ValidatedParams):
 
     def speculation(self) -> SpeculativeConfig | None:
         options = dict(self.speculative_config or {})
-        for name, value in (("method", self.spec_method), ("num_speculative_tokens", self.spec_tokens)):
-            if value is not None and options.setdefault(name, value) != value:
-                text = f"{name} is {value!r}, and speculative_config says {options[name]!r}; give one of them"
-                raise invalid(name, text, "invalid_value")
-        return SpeculativeConfig(**options) if options else None
+        names = {"method": "spec_method", "num_speculative_tokens": "spec_tokens"}
+        given = {name: value for name, short in names.items() if (value := getattr(self, short)) is not None}
+        for name, value in given.items():
+            if options.setdefault(name, value) != value:
+                text = f"is {value!r}, and speculative_config says {options[name]!r}; give one of them"
+                raise invalid(names[name], text, "invalid_value")
+        try:
+            return SpeculativeConfig(**options) if options else None
+        except UsageError as error:  # name the option, not its key
+            error.param = names[error.param] if error.param in given else "speculative_config"
+            raise
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -19,6 +19,8 @@ from tests.cli.fake_llm import FakeLLM
 from tests.cli.test_options import TREE, Given, launched
 
 __all__ = ["launched"]
+MODEL_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model", "medusa", "mlp_speculator", "ngram_gpu")
+"""Methods of vLLM's speculation that are not here."""
 INNER = {"_api_process_count", "_api_process_rank"}
 """Arguments without a flag."""
 CASES = [
@@ -77,18 +79,52 @@ def test_spellings(call: Call, fake: type[FakeLLM]) -> None:
     for words, param in (
         (["-tp", "2"], "tensor_parallel_size is 2"),
         (["--tensor_parallel_size=2"], "tensor_parallel_size is 2"),
-        (["--speculative-config.method", "ngram"], "speculative_config is {'method': 'ngram'}"),
-        (["-sc", '{"method": "ngram"}'], "speculative_config is {'method': 'ngram'}"),
+        (["--compilation-config.mode", "3", "--compilation-config", "3"], "--compilation-config is given again"),
+        (["--eplb-config.size", "2", "--eplb-config.steps", "3"], "eplb_config is {'size': 2, 'steps': 3}"),
         (["--enable-lora"], "enable_lora is True"),
         (["--kv-cache-dtype"], "kv_cache_dtype is True"),
         (["-tp", "2", "--tensor-parallel-size", "1"], "--tensor-parallel-size is given again; give it once"),
-        (["-sc.method", "ngram", "-sc.k", "2"], "speculative_config is {'method': 'ngram', 'k': 2}"),
     ):
         done = call(*line, *words)
         assert (done.code, done.out) == (2, "") and param in done.err, done.err
         assert done.err.count("\n") == 1
     assert len(fake.made) == 4
     assert set(SHORT_FLAGS.values()) <= {a.name for a in ENGINE}
+
+
+def test_speculation_is_spelt_as_in_vllm(call: Call, launched: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.main.get_command", lambda app: TREE)
+    line = ["serve", "m"]
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    for words in (
+        ["--speculative-config", json.dumps(config)],
+        ["-sc", json.dumps(config)],
+        ["--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens=4"],
+        ["-sc.method", "ngram", "-sc.num_speculative_tokens", "4"],
+    ):
+        done = call(*line, *words)
+        assert done.code == 0 and launched["speculative_config"] == config, done.err
+    assert call(*line, "--spec-method", "ngram", "--spec-tokens", "4").code == 0
+    assert (launched["spec_method"], launched["spec_tokens"]) == ("ngram", 4)
+    assert call(*line, "-sc.method", "ngram", "-sc.prompt_lookup_max", "4").code == 0
+    assert launched["speculative_config"] == {"method": "ngram"}
+    reason = "drafts come from the sequence itself"
+    for words, text in (
+        *((["-sc.method", name], f"--speculative-config: method is '{name}': {reason}") for name in MODEL_METHODS),
+        *((["--spec-method", name], f"--spec-method: method is '{name}': {reason}") for name in MODEL_METHODS),
+        (["--spec-model", "m"], f"--spec-model: spec_model is 'm': {reason}; leave it out"),
+        (["-sc.model", "m"], f"--speculative-config: model is 'm': {reason}; leave it out"),
+        (
+            ["-sc.methud", "m"],
+            "--speculative-config: speculative_config has no option 'methud'; did you mean 'method'?",
+        ),
+        (["--spec-tokens", "16"], "--spec-tokens: num_speculative_tokens is 16, it must be from 1 to 15"),
+        (["-sc.method", "ngram", "-sc.method", "suffix"], "-sc.method is given again; give it once"),
+        (["-sc", "{}", "-sc.method", "ngram"], "--speculative-config is given 2 times; give it once"),
+        (["-sc", "ngram"], '\'ngram\' is not a JSON object such as {"method": "ngram"}'),
+    ):
+        done = call(*line, *words)
+        assert done.code == 2 and text in done.err, (words, done.err)
 
 
 def test_model_is_an_option_too(call: Call, launched: Given, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import octavo
-from octavo.config import EngineArgs
+from octavo.config import EngineArgs, SpeculativeConfig
 from octavo.errors import ParameterError, UnknownOptionError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ from octavo.params.vllm_arguments import (
     RENAMED,
     SAMPLING,
     SERVER,
+    SPECULATION,
     Argument,
     arguments,
     check_call,
@@ -39,6 +40,7 @@ NEEDED: dict[str, tuple[Any, dict[str, Any]]] = {
     "server": (ServeArgs, {}),
     "sampling": (SamplingParams, {}),
     "beam search": (BeamSearchParams, {"beam_width": 2, "max_tokens": 2}),
+    "speculation": (SpeculativeConfig, {}),
 }
 """Class and required options by owner."""
 ALWAYS_ON = {"enable_auto_tool_choice", "enable_prompt_tokens_details", "enable_request_id_headers"}
@@ -49,6 +51,7 @@ TABLES = {
     "SamplingParams": SAMPLING,
     "BeamSearchParams": BEAM_SEARCH,
     "LLM.generate, chat and beam_search": CALL,
+    "speculative_config": SPECULATION,
 }
 CASES = [pytest.param(a, id=a.name) for table in TABLES.values() for a in table if a.owner != "call"]
 OTHER_VALUES = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, str: lambda v: v + "x"}

@@ -17,7 +17,7 @@ import pytest
 from octavo import SamplingParams
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.engine.stats import EngineStats, Health, StatsSnapshot
+from octavo.engine.stats import EngineStats, Health, StatsSnapshot, sum_stats
 from octavo.log_setup import JsonFormatter
 from octavo.serve.metrics import (
     ITL_BUCKETS,
@@ -87,6 +87,35 @@ async def test_metrics_after_known_requests(model: str) -> None:
         assert sum(got[f'octavo:blocks{{state="{s}"}}'] for s in ("used", "cached", "free")) == 300
         assert got["vllm:time_to_first_token_seconds_sum"] <= got["vllm:e2e_request_latency_seconds_sum"]
         assert not any("_created" in name for name in got)
+
+
+async def test_speculation_has_its_metrics_only_where_it_is_on(model: str) -> None:
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    async with serving(model, engine_options={"speculative_config": {"num_speculative_tokens": 3}}) as server:
+        answer = await server.complete("hihihihihihihi", max_tokens=60)
+        got = values_of((await server.client.get("/metrics")).text)
+        described = (await server.client.get(f"/debug/requests/{answer['id']}")).json()
+        drafts, tokens, accepted = (got[f"vllm:spec_decode_{name}_total"] for name in names)
+        by_position = [got[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(3)]
+        assert 0 < accepted < tokens and sum(by_position) == accepted and by_position == sorted(by_position)[::-1]
+        assert accepted < drafts + by_position[1] + by_position[2] and drafts <= tokens <= 3 * drafts
+        assert (described["num_draft_tokens"], described["num_accepted_tokens"]) == (tokens, accepted)
+        num_known = 14 + 60 - 1  # the last token is not computed
+        assert got["octavo:computed_tokens_total"] == num_known + tokens - accepted
+        off = await server.complete("hihihihihihihi", max_tokens=60, spec=False)
+        assert off["choices"] == answer["choices"]
+        assert values_of((await server.client.get("/metrics")).text)["vllm:spec_decode_num_drafts_total"] == drafts
+        assert "num_draft_tokens" not in (await server.client.get(f"/debug/requests/{off['id']}")).json()
+    async with serving(model) as server:
+        await server.complete("hihihihihihihi")
+        assert "spec_decode" not in (await server.client.get("/metrics")).text
+
+
+def test_counters_of_positions_add_up() -> None:
+    engines = [EngineStats(num_draft_tokens=7, num_accepted_per_position=[2, 1]), EngineStats()]
+    engines += [EngineStats(num_draft_tokens=1, num_accepted_per_position=[1, 1, 1])]
+    total = sum_stats([StatsSnapshot(engine, None) for engine in engines]).engine
+    assert (total.num_draft_tokens, total.num_accepted_per_position) == (8, [3, 2, 1])
 
 
 def latencies_of(

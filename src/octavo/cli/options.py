@@ -61,6 +61,10 @@ def parse_kv_events(text: str) -> dict[str, Any]:
     return parse_object(text, '{"enable_kv_cache_events": true}')
 
 
+def parse_speculation(text: str) -> dict[str, Any]:
+    return parse_object(text, '{"method": "ngram"}')
+
+
 Variables = Annotated[
     dict | None,  # type: ignore[type-arg]  # typer needs a plain class
     typer.Option(
@@ -113,6 +117,8 @@ def merge_biases(parts: Iterable[Mapping[int, float]]) -> dict[int, float]:
 PARSERS: dict[str, Callable[[str], Any]] = {
     "max_model_len": parse_length,
     "kv_events_config": parse_kv_events,
+    "speculative_config": parse_speculation,
+    "spec_method": str,  # the engine's refusal of other methods names a remedy
     "logit_bias": parse_bias,
     "structured_outputs": parse_structure,
 }
@@ -123,6 +129,7 @@ METAVARS = {
     "admin_key": "KEY", "allowed_origins": "ORIGIN", "allowed_hosts": "NAME", "pin_prefix": "FILE",
     "otlp_traces_endpoint": "URL", "disable_access_log_for_endpoints": "PATH", "logit_bias": "ID=BIAS",
     "bad_words": "TEXT", "stop": "TEXT", "allowed_token_ids": "ID", "stop_token_ids": "ID",
+    "spec_method": "suffix|ngram",
 }
 # fmt: on
 COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
@@ -131,6 +138,7 @@ GROUPS = {
     "Model": "revision chat_template device dtype load_format quantization generation_config enforce_eager",
     "KV cache": "block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
         " enable_prefix_caching swap_space watermark kv_events_config",
+    "Speculation": "speculative_config spec_method spec_tokens",
     "Keys, TLS and access": "api_key api_key_file admin_key admin_key_file insecure ssl_keyfile ssl_certfile"
         " ssl_ca_certs allowed_origins allowed_hosts trust_request_chat_template metrics_public view_text",
     "Replicas": "data_parallel_size dp_router",
@@ -151,6 +159,7 @@ ALIASES = {
     "swap_space": ["--kv-offloading-size"],
     "gpu_memory_utilization": ["--device-memory-utilization"],
     "data_parallel_size": ["-dp"],
+    "speculative_config": ["-sc"],
 }
 """Other names that vLLM has for these options."""
 

@@ -6,6 +6,7 @@ the commands, which would slow every start.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -35,12 +36,15 @@ def check_once(command: Any, context: typer.Context, args: list[str]) -> None:
 def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The command line without vLLM's flags that are no options of the command, and the values of these flags.
 
-    `--model X` becomes X for a command whose model is an argument."""
+    `--model X` becomes X for a command whose model is an argument. The keys of one of its options, as in
+    `--speculative-config.method x`, become one object.
+    """
     table = arguments(*getattr(command.callback, "vllm_owners", ("none",)))
     options = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
     takes_model = any(param.name == "model" and param.param_type_name == "argument" for param in command.params)
     rest: list[str] = []
     given: dict[str, Any] = {}
+    objects: dict[str, dict[str, Any]] = {}
     after = iter(words)
     for word in after:
         name = word.partition("=")[0].replace("_", "-")
@@ -57,11 +61,17 @@ def take_vllm_flags(command: Any, words: Sequence[str]) -> tuple[list[str], dict
             if argument.name in given and not (isinstance(value, dict) and isinstance(earlier, dict)):
                 raise UsageError(f"{word.partition('=')[0]} is given again; give it once")
             given[argument.name] = earlier | value if earlier else value
+        elif argument is not None and "." in name and f"--{argument.name.replace('_', '-')}" in options:
+            value, parts = _value_of(argument, word, after), objects.setdefault(argument.name, {})
+            if parts.keys() & value.keys():
+                raise UsageError(f"{word.partition('=')[0]} is given again; give it once")
+            parts.update(value)
         else:
             rest.append(word)
             if name in options and "=" not in word and not getattr(options[name], "is_flag", False):
                 rest += [value for value in [next(after, None)] if value is not None]
-    return rest, given
+    keyed = [word for name, value in objects.items() for word in (f"--{name.replace('_', '-')}", json.dumps(value))]
+    return [*keyed, *rest], given
 
 
 def _value_of(argument: Argument, word: str, after: Iterator[str]) -> Any:

@@ -101,7 +101,7 @@ class Engine:
             self.limits, scheduler.cache.max_output_tokens, seed, scheduler.num_speculative_tokens
         )
         self.default_params = default_params or SamplingParams()
-        self.stats = EngineStats()
+        self.stats = EngineStats(num_accepted_per_position=[0] * scheduler.num_speculative_tokens)
         self.timelines = Timelines(clock)
         self.gc_pause = GCPause()
         self._clock = clock
@@ -221,6 +221,8 @@ class Engine:
     def _submit(self, step: InFlightStep) -> None:
         if not self._in_flight:
             self._device_busy_since = self._clock()
+        for i in step.plan.drafts:  # the counter must not fall when drafts turn out wrong
+            self.stats.num_tokens_computed -= step.plan.num_unverified(i)
         self._in_flight.append(_SubmittedStep(step, self.executor.submit(step.plan)))
 
     def _process_oldest(self) -> list[RequestUpdate]:
@@ -236,6 +238,8 @@ class Engine:
             self._record_step_time(step.plan, now)
             self._oom_backoff.record_success()
         finished = self.scheduler.update(step, result, last=last)
+        if step.plan.drafts:
+            self._record_drafts(step, result, last)
         states = self._changed(step, result, finished, now)
         if failed := self._put_bitmask():
             states = [state for state in states if state not in failed] + failed
@@ -332,6 +336,21 @@ class Engine:
         for i, (position, entries) in result.prompt_logprobs.items():
             if (state := self._state_of(step.sequences[i])) is not None:
                 state.add_prompt_logprobs(position, entries)
+
+    def _record_drafts(self, step: InFlightStep, result: StepResult, last: bool) -> None:
+        """Count what became of drafts, at the end of a step also the positions of those that were right."""
+        if last:
+            left = step.outstanding
+            for i in step.plan.drafts:
+                num_missing = left[i] - len(result.tokens[i])
+                self.stats.num_tokens_computed += max(0, step.plan.num_unverified(i) - num_missing)
+        for i, passes in result.drafts.items():
+            self.stats.record_drafts(passes)
+            if (state := self._state_of(step.sequences[i])) is not None:
+                metrics = state.metrics
+                metrics.num_draft_tokens += sum(num_drafts for num_drafts, _ in passes)
+                metrics.num_accepted_tokens += sum(num_right for _, num_right in passes)
+                self.timelines.drafts[state.request.request_id] = metrics.num_draft_tokens, metrics.num_accepted_tokens
 
     def _state_of(self, sequence: Sequence) -> RequestState | None:
         """None after its request was removed: a step in flight may hold sequences of an earlier request of that id."""

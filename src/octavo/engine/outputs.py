@@ -28,6 +28,7 @@ class RequestMetrics(msgspec.Struct, array_like=True, gc=False):
     num_preemptions        all preemptions; num_swaps of them moved blocks to the host
     num_swapped_blocks     blocks moved to the host by preemptions
     num_recomputed_tokens  tokens whose K and V a preemption freed; the prefix cache may still hold some of them
+    num_draft_tokens       drafts of speculation that were computed; `num_accepted_tokens` of them were right
     """
 
     arrival_time: float
@@ -41,6 +42,8 @@ class RequestMetrics(msgspec.Struct, array_like=True, gc=False):
     num_recomputed_tokens: _Count = 0
     num_cached_tokens: _Count = 0
     num_generation_tokens: _Count = 0
+    num_draft_tokens: _Count = 0
+    num_accepted_tokens: _Count = 0
 
     @property
     def time_in_queue_s(self) -> float | None:
@@ -77,6 +80,8 @@ class RequestMetrics(msgspec.Struct, array_like=True, gc=False):
         self.num_swaps += past.num_swaps
         self.num_swapped_blocks += past.num_swapped_blocks
         self.num_recomputed_tokens += past.num_recomputed_tokens
+        self.num_draft_tokens += past.num_draft_tokens
+        self.num_accepted_tokens += past.num_accepted_tokens
 
     def record_preemption(self, event: Preempted) -> None:
         self.num_preemptions += 1

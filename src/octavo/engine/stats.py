@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal
+from itertools import zip_longest
+from typing import Any, Literal
 
 from octavo.core import events as ev
 from octavo.core.cache.kv_stats import KVStats
@@ -12,7 +13,13 @@ from octavo.core.cache.kv_stats import KVStats
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start; subscribe it with `scheduler.events.subscribe(stats)`."""
+    """Counters since the start; subscribe it with `scheduler.events.subscribe(stats)`.
+
+    num_drafted_passes         forward passes of a sequence with drafts: vLLM's `spec_decode_num_drafts`
+    num_draft_tokens           drafts of these passes, of which `num_accepted_tokens` were right
+    num_accepted_per_position  how often a pass's first draft was right, how often its second one, ...; empty without
+                               speculation
+    """
 
     num_steps: int = 0
     num_tokens_computed: int = 0
@@ -25,6 +32,10 @@ class EngineStats:
     num_generation_tokens: int = 0
     peak_running: int = 0
     peak_used_blocks: int = 0
+    num_drafted_passes: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
 
     def __call__(self, event: ev.Event) -> None:
         if isinstance(event, ev.Step):
@@ -43,16 +54,31 @@ class EngineStats:
         elif isinstance(event, ev.Arrived):
             self.num_prompt_tokens += event.num_prompt_tokens
 
-    def as_dict(self) -> dict[str, int]:
+    def record_drafts(self, passes: Sequence[tuple[int, int]]) -> None:
+        """Count the drafts of passes: see `StepResult.drafts`. Wrong ones are computed and give no token."""
+        for num_drafts, num_right in passes:
+            self.num_drafted_passes += 1
+            self.num_draft_tokens += num_drafts
+            self.num_accepted_tokens += num_right
+            self.num_tokens_computed += num_drafts - num_right
+            for position in range(num_right):
+                self.num_accepted_per_position[position] += 1
+
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def plus(self, later: EngineStats) -> EngineStats:
         """Combine with the counters of a later engine: totals add up, peaks take the maximum."""
-        both: dict[str, int] = {}
+        both: dict[str, Any] = {}
         for name in (f.name for f in fields(self)):
-            combine: Callable[..., int] = max if name.startswith("peak_") else int.__add__
+            combine: Callable[..., Any] = max if name.startswith("peak_") else _add
             both[name] = combine(getattr(self, name), getattr(later, name))
         return EngineStats(**both)
+
+
+def _add(a: Any, b: Any) -> Any:
+    """The sum of two counters, or of two lists of counters by position."""
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0)] if isinstance(a, list) else a + b
 
 
 @dataclass(frozen=True, slots=True)

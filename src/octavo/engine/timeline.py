@@ -23,15 +23,18 @@ MAX_FINISHED = 256
 
 
 class RequestDescription(TypedDict, total=False):
-    """A request as `GET /debug/requests/{id}` shows it; one that has finished has the first three entries only.
+    """A request as `GET /debug/requests/{id}` shows it; one that has finished has the first five entries only.
 
     waits_for       the reason why it waits, and `waiting`: that entry of the timeline
     place_in_line   number of requests ahead of it in its queue
+    num_draft_tokens, num_accepted_tokens   its drafts, and those of them that were right; absent if it has had none
     """
 
     request_id: str
     status: str
     timeline: list[dict[str, Any]]
+    num_draft_tokens: int
+    num_accepted_tokens: int
     waits_for: str | None
     waiting: dict[str, Any] | None
     place_in_line: int | None
@@ -64,10 +67,14 @@ class KVDescription:
 
 
 class Timelines:
-    """Events of each request with their times, and counts of wait reasons; subscribe it to the scheduler's events."""
+    """Events of each request with their times, and counts of wait reasons; subscribe it to the scheduler's events.
+
+    drafts   request -> its drafts, and those of them that were right; the engine writes it
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.wait_counts: Counter[str] = Counter()
+        self.drafts: dict[str, tuple[int, int]] = {}
         self._clock = clock
         self.live: dict[str, deque[tuple[float, ev.Event]]] = {}
         self._finished: OrderedDict[str, deque[tuple[float, ev.Event]]] = OrderedDict()
@@ -84,12 +91,15 @@ class Timelines:
                 timeline = self._finished.get(name)
             else:
                 timeline = self.live[name] = deque(maxlen=MAX_ENTRIES)
+                self.drafts.pop(name, None)
         if timeline is not None:
             timeline.append((self._clock(), event))
         if isinstance(event, ev.Finished):
             self._finished[name] = self.live.pop(name)
             if len(self._finished) > MAX_FINISHED:
-                self._finished.popitem(last=False)
+                oldest, _ = self._finished.popitem(last=False)
+                if oldest not in self.live:
+                    self.drafts.pop(oldest, None)
 
     def of(self, request_id: str) -> list[dict[str, Any]]:
         """The entries of a request, oldest first; `at_s` is the time since the first entry kept."""
@@ -110,8 +120,11 @@ def describe_request(
 ) -> RequestDescription | None:
     """Describe a request; `request` is None once it has finished. Returns None for an id without a timeline."""
     timeline = timelines.of(request_id)
+    drafts: RequestDescription = {}
+    if request_id in timelines.drafts:
+        drafts["num_draft_tokens"], drafts["num_accepted_tokens"] = timelines.drafts[request_id]
     if request is None:
-        finished: RequestDescription = {"request_id": request_id, "status": "finished", "timeline": timeline}
+        finished: RequestDescription = {"request_id": request_id, "status": "finished", "timeline": timeline, **drafts}
         return finished if timeline else None
     last_wait = next((entry for entry in reversed(timeline) if entry["event"] == "waiting"), None)
     description: RequestDescription = {
@@ -126,6 +139,7 @@ def describe_request(
         "num_cached_tokens": max(0, request.num_cached_tokens),
         "sequences": [_describe_sequence(s) for s in request.sequences],
         "timeline": timeline,
+        **drafts,
     }
     return description
 

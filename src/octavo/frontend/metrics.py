@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 from octavo.engine.stats import StatsSnapshot
 
+SPECULATION_COUNTERS = (
+    ("vllm:spec_decode_num_drafts", "Forward passes of a sequence with drafts.", "num_drafted_passes"),
+    ("vllm:spec_decode_num_draft_tokens", "Drafts of these passes.", "num_draft_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Of these, drafts that were right.", "num_accepted_tokens"),
+)
+"""Name, text, and field of `EngineStats`. Only an engine that speculates has them."""
+ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
 
 @dataclass
 class Metric:
@@ -31,7 +39,7 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Several counters in order. No metric here is one; scripts ask for the class."""
+    """Several counters in order."""
 
     values: list[int]
 
@@ -58,6 +66,8 @@ def metrics_of(model: str, stats: StatsSnapshot) -> list[Metric]:
         "octavo:steps": engine.num_steps,
         "octavo:computed_tokens": engine.num_tokens_computed,
     }
+    if engine.num_accepted_per_position:
+        counters |= {name: getattr(engine, field) for name, _, field in SPECULATION_COUNTERS}
     gauges = {
         "vllm:num_requests_running": stats.num_running,
         "vllm:num_requests_waiting": stats.num_waiting,
@@ -65,4 +75,6 @@ def metrics_of(model: str, stats: StatsSnapshot) -> list[Metric]:
     }
     labels = {"model_name": model, "engine": "0"}
     found: list[Metric] = [Counter(name, dict(labels), value) for name, value in counters.items()]
+    if accepted := engine.num_accepted_per_position:
+        found.append(Vector(ACCEPTED_PER_POSITION, dict(labels), list(accepted)))
     return found + [Gauge(name, dict(labels), value) for name, value in gauges.items()]

@@ -18,7 +18,7 @@ from octavo.errors import ParameterError, UnknownOptionError, cut
 
 logger = logging.getLogger("octavo")
 
-Owner = Literal["engine", "server", "sampling", "beam search", "call", "benchmark"]
+Owner = Literal["engine", "server", "sampling", "beam search", "call", "benchmark", "speculation"]
 
 
 class _AnyValue:
@@ -107,7 +107,7 @@ ENGINE: tuple[Argument, ...] = (
         " block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
         " max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config max_logprobs"
         " scheduling_policy long_prefill_token_threshold max_long_partial_prefills watermark enforce_eager"
-        " async_scheduling kv_events_config"),
+        " async_scheduling kv_events_config speculative_config spec_method spec_tokens"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),
     *_only("engine", "one device computes the whole model", "data_parallel_rank data_parallel_start_rank"
@@ -259,6 +259,22 @@ CALL: tuple[Argument, ...] = (
     *_any("call", "prompts have no images, audio or video", "mm_processor_kwargs"),
     *_any("call", "templates get the content as one text", "chat_template_content_format"),
 )
+SPECULATION: tuple[Argument, ...] = (
+    *_taken("speculation", "method num_speculative_tokens"),
+    *_only("speculation", "drafts come from the sequence itself", "model quantization moe_backend attention_backend"
+        " kv_cache_dtype max_model_len revision code_revision index_share_for_mtp_iteration draft_load_config"
+        " dspark_draft_topk", draft_tensor_parallel_size=1, tensor_parallel_size=1, use_heterogeneous_vocab=False,
+        parallel_drafting=False, draft_sample_method="greedy", enable_adaptive_verification=False,
+        disable_eagle_block_drop=False, disable_padded_drafter_batch=False, use_local_argmax_reduction=False),
+    *_any("speculation", "the longest match counts, and the engine measures how many drafts pay off",
+        "prompt_lookup_max prompt_lookup_min num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth"
+        " suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob",
+        warns=True),
+    *_any("speculation", "the engine's own enforce_eager counts", flags="enforce_eager", warns=True),
+    *_only("speculation", "a draft is right if it equals the sampled token", "synthetic_acceptance_rates"
+        " synthetic_acceptance_length", rejection_sample_method="standard"),
+)
+"""Keys of `speculative_config`."""
 BENCHMARK: tuple[Argument, ...] = (
     *_only("benchmark", "requests arrive at one rate", "ramp_up_strategy ramp_up_start_rps ramp_up_end_rps"),
 )
@@ -281,8 +297,8 @@ SHORT_FLAGS: Mapping[str, str] = {
 
 @functools.cache
 def arguments(*owners: Owner) -> Mapping[str, Argument]:
-    """The table of these owners, or of all, by name."""
-    tables = (ENGINE, SERVER, SAMPLING, BEAM_SEARCH, CALL, BENCHMARK)
+    """The table of these owners, by name; without any, all but the keys of `speculative_config`."""
+    tables = (SPECULATION,) if owners == ("speculation",) else (ENGINE, SERVER, SAMPLING, BEAM_SEARCH, CALL, BENCHMARK)
     return {a.name: a for table in tables for a in table if not owners or a.owner in owners}
 
 

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from octavo.core.cache.kv_stats import KVStats
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import Health, StatsSnapshot
+from octavo.frontend.metrics import ACCEPTED_PER_POSITION, SPECULATION_COUNTERS
 from octavo.integers import cdiv
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -285,6 +286,7 @@ class _EngineCollector:
             for reason, count in sorted((dict.fromkeys(WAIT_REASONS, 0) | engine.stats.wait_counts).items()):
                 waits.add_metric([*self._labels(engine), reason.replace(" ", "_")], count)
         yield waits
+        yield from self._speculation()
         yield from self._caches()
 
     def _queues(self) -> Iterator[Metric]:
@@ -300,6 +302,20 @@ class _EngineCollector:
         yield reasons
         text = "Requests swapped out to host memory."
         yield self._gauge("vllm:num_requests_swapped", text, lambda e: e.stats.num_swapped)
+
+    def _speculation(self) -> Iterator[Metric]:
+        """Nothing if no engine speculates."""
+        if not any(engine.stats.engine.num_accepted_per_position for engine in self.engines):
+            return
+        for name, text, value in SPECULATION_COUNTERS:
+            yield self._counter(name, text, functools.partial(_of_engine, value))
+        family = CounterMetricFamily(
+            ACCEPTED_PER_POSITION, "Accepted drafts by position, from 0.", labels=[*LABELS, "position"]
+        )
+        for engine in self.engines:
+            for position, count in enumerate(engine.stats.engine.num_accepted_per_position):
+                family.add_metric([*self._labels(engine), str(position)], count)
+        yield family
 
     def _caches(self) -> Iterator[Metric]:
         if not any(engine.stats.kv for engine in self.engines):

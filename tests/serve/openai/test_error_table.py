@@ -155,7 +155,7 @@ COMPLETIONS: list[Case] = [
     *each(27, "unsupported_parameter", "logprob_token_ids", [5]),
     *each(28, "invalid_type", ("n", "max_tokens", "min_tokens"), True, "7", 2.5, 2.0, [], {}),
     *each(28, "invalid_type", ("temperature", "top_p", "min_p"), True, "1", [], {}),
-    *each(28, "invalid_type", ("echo", "ignore_eos", "stream"), 0, 1, "true", []),
+    *each(28, "invalid_type", ("echo", "ignore_eos", "spec", "stream"), 0, 1, "true", []),
     *each(28, "invalid_type", "stop", {}),
     *each(28, "invalid_type", "bad_words", "a"),
     *each(28, "invalid_type", "stop_token_ids", 5),

@@ -41,6 +41,7 @@ CHAT_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "ignore_eos",
+    "spec",
     "stop",
     "chat_template_kwargs",
 )

@@ -207,6 +207,7 @@ class Sampling(Body, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    spec: bool | None = None
 
 
 class Generation(Sampling, kw_only=True):
@@ -281,6 +282,7 @@ class ResponseRequest(Body, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
+    spec: bool | None = None
     stop: str | list[str] | None = None
     chat_template_kwargs: Unread = UNSET
     truncation: Literal["auto", "disabled"] | None = None
