@@ -21,7 +21,12 @@ LETTERS = [chr(c) for c in range(ord("!"), ord("~") + 1)]
 
 def make_talking_checkpoint(directory: Path, *, seed: int = 0, **sizes: Any) -> Path:
     """A tiny Llama with a tokenizer of the 94 printable characters, three special tokens before them."""
-    make_tiny_checkpoint("llama", directory, seed=seed, **sizes)
+    write_tokenizer(make_tiny_checkpoint("llama", directory, seed=seed, **sizes))
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write the tokenizer to the directory of a tiny model of any kind."""
     vocab = {piece: i for i, piece in enumerate(SPECIALS + LETTERS)}
     assert len(vocab) == VOCAB_SIZE
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
@@ -30,7 +35,6 @@ def make_talking_checkpoint(directory: Path, *, seed: int = 0, **sizes: Any) -> 
     backend.add_special_tokens(SPECIALS)
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    return directory
 
 
 class WrappedModel:

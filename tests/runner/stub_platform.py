@@ -73,6 +73,7 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
         max_decode_steps=llm.config.args.decode_window or 1,
         vocab_size=llm.engine.limits.vocab_size,
         graphs=True,
+        num_speculative_tokens=old.num_speculative_tokens,
     )
     llm.engine.executor.close()
     llm.engine.executor = make_executor(runner)
