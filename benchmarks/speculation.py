@@ -48,32 +48,38 @@ STORY = (
     "and sells fresh bread to the people of the town. On Sundays he closes at noon, walks along the river, and feeds "
     "the ducks with what is left of the bread."
 )
-REVIEWS = [
-    ("The soup was cold and the waiter was rude.", "negative"),
-    ("A lovely evening, we will come again.", "positive"),
-    ("The room was clean and the staff was kind.", "positive"),
-    ("It broke after two days of use.", "negative"),
-]
-Chat = list[dict[str, str]]
+TREES = [(4, 6, 5), (7, 8, 10), (3, 9, 4)]
+PEOPLE = "Anna Berg lives in Oslo and is 34. Tom Hill lives in Leeds and is 52. Maria Lopez lives in Madrid and is 29."
+Prompt = str | list[dict[str, str]]
 
 
-def chat(*turns: str) -> Chat:
+def chat(*turns: str) -> Prompt:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
-PROMPTS: dict[str, list[Chat]] = {
-    "editing code": [
-        chat(f"Rename the variable {old} to {new} in this code, and return all of the code:\n\n{CODE}")
-        for old, new in (("item", "product"), ("total", "amount"))
-    ],
+def edit(what: str) -> Prompt:
+    return f"# Original code:\n\n```python\n{CODE}```\n\n# The same code, {what}:\n\n```python\n"
+
+
+PROMPTS: dict[str, list[Prompt]] = {
+    "editing code": [edit("with `item` renamed to `product`"), edit("with type hints")],
     "quoting": [
         chat(f"Repeat this text word for word:\n\n{STORY}"),
         chat(f"Repeat this text, and then summarise it in one sentence:\n\n{STORY}"),
     ],
     "few-shot": [
+        "".join(
+            f"Q: A farm has {rows} rows with {each} trees each. {cut} trees are cut. How many trees are left?\n"
+            f"A: The farm has {rows} * {each} = {rows * each} trees. {cut} trees are cut, so {rows * each} - {cut} = "
+            f"{rows * each - cut} trees are left. The answer is {rows * each - cut}.\n\n"
+            for rows, each, cut in TREES
+        )
+        + "Q: A farm has 5 rows with 12 trees each. 7 trees are cut. How many trees are left?\nA:"
+    ],
+    "JSON": [
         chat(
-            "\n\n".join(f"Review: {text}\nThe sentiment of this review is {label}." for text, label in REVIEWS)
-            + "\n\nWrite five more reviews with their sentiment, in the same form."
+            'Extract name, city and age of each person as JSON like {"people": [{"name": "...", "city": "...", "age": '
+            f"0}}]}}.\n\n{PEOPLE}"
         )
     ],
     "second turn": [
@@ -121,7 +127,8 @@ def run(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[float
 
 def compare(name: str, engines: dict[str, LLM], prompts: Sequence[Any], options: argparse.Namespace) -> None:
     """Print a row of the table: by turns, with caches that hold the prompts."""
-    params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
+    params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens)
+    params.ignore_eos = options.synthetic is not None
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     found: dict[str, list[list[int]]] = {}
     for turn in range(options.rounds + 1):

@@ -21,10 +21,10 @@ BUDGETS: dict[str, int] = {
     "engine": 2570,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 2315,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2231,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 6385,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants and the choice by capability
+    "kernels": 6640,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 2652,  # plans to tensors, passes, sampling, CUDA graphs, memory profile, both executors
+    "runner": 3025,  # plans to tensors, passes, sampling, drafts, CUDA graphs, memory profile, both executors
     "serve": 4945,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3200,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
