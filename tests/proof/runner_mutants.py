@@ -15,7 +15,7 @@ RUNNER_MUTANTS = [
     Mutant("a captured sampling finds the lines of the last pass", "Passes._harmless", "self.run(PassShape(shape.size, 'logits'))"),
     Mutant("a pass is queued before its sampling is captured", "DeviceColumns.queue", "self._passes.prepare(...); self._lines = ...", "self._lines = self._passes.logits(p); self._passes.prepare(p, self._variant, parts)"),
     Mutant("a graph gets the inputs of its capture", "Passes.run", "if packed is not None: ..."),
-    Mutant("all passes take the largest graph", "Passes.shape", "sizes[bisect_left(sizes, num_slices)]", "sizes[-1]"),
+    Mutant("all passes take the largest graph", "Passes.padded_slices", "sizes[bisect_left(sizes, num_slices)]", "sizes[-1]"),
     # -- columns ---------------------------------------------------------------------------------------------------------
     Mutant("a column that is sampled with the next pass is not counted", "Step.advance", "self._num_left -= 1"),
     Mutant("a column and the next pass are two launches", "DeviceColumns.sample_and_queue", "not self._passes.graphs.whole_passes", "True"),
@@ -26,6 +26,17 @@ RUNNER_MUTANTS = [
     Mutant("a bitmask replaces penalties", "Pipeline.sample", "if shape.logits_processors: ...\nelse: ...", "if shape.logits_processors and not masked: ...\nelse: ..."),
     Mutant("samples before a fork are counted", "Pipeline.sample", "(lines.indices < 0) & ...", "..."),
     Mutant("a row with a new token stays done", "DeviceState.apply", "rows.done.index_fill_(0, token_rows, False)"),
+    # -- drafts ----------------------------------------------------------------------------------------------------------
+    Mutant("a plan ends where the host thinks that its rows are", "ModelRunner._upload", "torch.minimum(ends, ..., out=ends)", "ends"),
+    Mutant("a slice after a prefill ends where its row was", "decode_slices", "most[list(plan.host_tokens)] = UNLIMITED"),
+    Mutant("a row goes on from where it was", "DeviceState.apply", "rows.num_computed.index_copy_(0, token_rows, positions)"),
+    Mutant("the history lacks the host's tokens", "DeviceState._history_writes", "start + len(tokens) > known[row]", "False"),
+    Mutant("all drafts are kept", "Pipeline.sample", "lines.drafts is not None", "False"),
+    Mutant("no pass knows its drafts", "Passes._decode_lines", "shape.num_drafts", "False"),
+    Mutant("a prompt's token is sampled for the position before it", "Passes._prefill_lines", "rows.num_computed[inputs.sample_rows] + 1", "rows.num_computed[inputs.sample_rows]"),
+    Mutant("the drafts of a slice are its last token", "DecodeSlices.lines", "np.arange(len(of_line)) - first[of_line]", "0 * of_line"),
+    Mutant("a slice that may not draft drafts", "DecodeSlices.lines", "self.limits[of_line] == 0", "self.limits[of_line] < 0"),
+    Mutant("the host has lines for rows that are done", "DecodeLines.next", "... & ~state.done.numpy()[slices.rows]", "..."),
     # -- outputs ---------------------------------------------------------------------------------------------------------
     Mutant("a plan overwrites unread output", "OutputBuffers.new_output", "output.detach()", "pass"),
     Mutant("a step at its end keeps its tensors", "Executor._end", "handle.step = None"),

@@ -65,13 +65,13 @@ class Passes:
             return PassShape(p.size, part, variant.logits_processors, variant.logprobs)
         num_lines, cascade = len(p.slices), variant.cascade
         if self.graphs.whole_passes:
-            sizes, num_lines_each = self._cascade_sizes if cascade else self._decode_sizes, 1 + variant.num_drafts
-            num_lines = sizes[bisect_left(sizes, num_lines // num_lines_each)] * num_lines_each
+            each = 1 + variant.num_drafts
+            num_lines = each * self.padded_slices(num_lines // each, cascade=cascade)
         return variant._replace(size=num_lines, part=part)
 
-    def padded_slices(self, num_slices: int) -> int:
+    def padded_slices(self, num_slices: int, *, cascade: bool = False) -> int:
         """Slices of the graph for a decode pass, or its own number."""
-        sizes = self._decode_sizes
+        sizes = self._cascade_sizes if cascade else self._decode_sizes
         return sizes[bisect_left(sizes, num_slices)] if self.graphs.whole_passes else num_slices
 
     def padded(self, size: PrefillSize) -> PrefillSize:
