@@ -50,7 +50,7 @@ def bad_words_params() -> list[SamplingParams]:
     return [SamplingParams(temperature=0.9, seed=6, n=2, **common), SamplingParams(temperature=0, **common)]
 
 
-@pytest.mark.parametrize("way", ["eager", "graphs", "windows", "chunks", "swap"])
+@pytest.mark.parametrize("way", ["eager", "graphs", "windows", "chunks", "swap", "drafts"])
 def test_all_sampling_features_together(way: str, tmp_path: Path) -> None:
     """Grammars, logits processors, log-probabilities and beams, together with plain requests."""
     directory = str(make_talking_checkpoint(tmp_path))

@@ -25,6 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "swap": {"num_gpu_blocks_override": 12, "preemption_mode": "swap"},
     "cached": {},
     "no overlap": {"async_scheduling": False},
+    "drafts": {"spec_method": "suffix", "decode_window": 4},
 }
 
 
