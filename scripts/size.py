@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 1025,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, turns of tenants
     "params": 665,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
-    "core": 2880,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
+    "core": 2885,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2570,  # the step loop, requests, queries, outputs, beam search, the engine process and its supervisor
     "frontend": 2315,  # LLM, the client with its transports, text input; PagedAttention without an engine
@@ -26,10 +26,10 @@ BUDGETS: dict[str, int] = {
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3025,  # plans to tensors, passes, sampling, drafts, CUDA graphs, memory profile, both executors
     "serve": 4945,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 3200,  # replicas behind the router, cost models, traces, planner, the paper's experiments
+    "simulate": 3208,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
-    "view": 3540,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
-    "view (JavaScript)": 2145,  # the page, without a framework
+    "view": 3565,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
+    "view (JavaScript)": 2155,  # the page, without a framework
     "cluster": 975,  # the Ray Serve application: replicas, the pool, failover, `octavo cluster`
     "cli": 2340,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
     "utils": 24,  # the argument parser of vLLM's scripts, the choice of the event loop

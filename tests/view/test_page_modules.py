@@ -339,6 +339,16 @@ def test_snapshot_adds_no_step_or_event_twice() -> None:
     assert marks == len(preempted)
 
 
+def test_tokens_of_a_pass_are_known_with_speculation() -> None:
+    script = """
+    const { Pool } = await load("pool");
+    output(input.map((steps) => Pool.prototype.tokensPerPass.call({ steps })));
+    """
+    steps = [{"decode": 4}, {"decode": 2}]
+    drafted = [{**step, "accepted": accepted} for step, accepted in zip(steps, (3, 0), strict=True)]
+    assert run_page(script, [[], steps, drafted]) == [None, None, 2]
+
+
 def test_dropped_blocks_are_not_indexed() -> None:
     """Entries of the null block have no owner. A long sequence with an attention window has tens of thousands."""
     script = """

@@ -27,9 +27,13 @@ class InFlightStep:
     void_slices        slices whose results are dropped, because they were computed from corrupt blocks
     seal_mark          seal ids above it were issued by this plan or later; a failed step removes them
     num_outstanding    tokens that each slice returns at most from now on. None: `plan.num_sampled`, as no part arrived
+    num_lost           positions of drafting slices that the plan counts and that gave no token, once its result is in
+    num_accepted       drafts that were right, as far as results are in
     """
 
     __slots__ = (
+        "num_accepted",
+        "num_lost",
         "num_outstanding",
         "plan",
         "seal_mark",
@@ -47,6 +51,7 @@ class InFlightStep:
         self.swap_in_requests: dict[HostBlockId, Request] = {}
         self.void_slices: Set[int] = NO_SLICES
         self.num_outstanding: list[int] | None = None
+        self.num_lost = self.num_accepted = 0
 
     def __bool__(self) -> bool:
         return bool(self.plan)

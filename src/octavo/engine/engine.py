@@ -340,10 +340,8 @@ class Engine:
     def _record_drafts(self, step: InFlightStep, result: StepResult, last: bool) -> None:
         """Count what became of drafts, at the end of a step also the positions of those that were right."""
         if last:
-            left = step.outstanding
-            for i in step.plan.drafts:
-                num_missing = left[i] - len(result.tokens[i])
-                self.stats.num_tokens_computed += max(0, step.plan.num_unverified(i) - num_missing)
+            num_unverified = sum(map(step.plan.num_unverified, step.plan.drafts))
+            self.stats.num_tokens_computed += max(0, num_unverified - step.num_lost)
         for i, passes in result.drafts.items():
             self.stats.record_drafts(passes)
             if (state := self._state_of(step.sequences[i])) is not None:

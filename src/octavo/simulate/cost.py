@@ -60,7 +60,7 @@ def step_work(plan: StepPlan) -> StepWork:
             num_new += count
             chunk_pairs += count * starts[i] + count * (count + 1) // 2
             chunk_reads += starts[i] + count
-    num_passes = max(plan.num_sampled, default=0) or 1
+    num_passes = plan.most_passes or 1
     if num_passes == 1 and not num_new:
         kv_tokens = sum(starts) + num_tokens
     else:

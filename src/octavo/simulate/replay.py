@@ -17,7 +17,7 @@ from octavo.config import GIB, EngineArgs
 from octavo.core import events as ev
 from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import RowSetup
-from octavo.errors import OctavoError, TraceError
+from octavo.errors import OctavoError, ParameterError, TraceError
 from octavo.simulate.allocators import split_of
 from octavo.simulate.calibrate import MeasuredStep, fit
 from octavo.simulate.cost import CostModel, LinearCost, StepWork, step_work
@@ -227,6 +227,9 @@ def _num_choices(request: RecordedRequest) -> int:
 def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel) -> SimConfig:
     """The recorded engine with the options in `settings` changed."""
     recorded, engine = recording.file.settings, recording.file.engine
+    if recorded.get("num_speculative_tokens"):
+        text = "the recorded engine speculates, and a simulated one does not; replay it as recorded, without options"
+        raise ParameterError(text, param="replay")
     block_size = settings.get("block_size", recorded["block_size"])
     num_tokens = recorded["num_blocks"] * recorded["block_size"]
     block_bytes = MODEL.kv_cache(recorded["block_size"]).bytes_per_block

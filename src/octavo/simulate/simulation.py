@@ -30,7 +30,7 @@ from octavo.engine.engine_request import EngineRequest
 from octavo.engine.kv_events import CoreEvent, KVEventTranslator, update_index
 from octavo.engine.request_state import RequestState
 from octavo.engine.request_update import RequestUpdate
-from octavo.errors import EngineError, UsageError
+from octavo.errors import EngineError, ParameterError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.router.router import Router, RouterPolicy
@@ -84,6 +84,11 @@ class SimConfig:
     cost: CostModel | None = None
     make_cache: MakeCache = paged
     router: RouterPolicy = "affinity"
+
+    def __post_init__(self) -> None:
+        if self.args.num_speculative_tokens:
+            text = "a simulated engine does not speculate; remove speculative_config"
+            raise ParameterError(text, param="speculative_config")
 
     def resolved(self) -> EngineArgs:
         return self.args.resolved("cpu" if self.device.name == "cpu" else "cuda")

@@ -64,6 +64,19 @@ def test_summary() -> None:
     )
 
 
+def test_the_gain_of_speculation_is_shown_where_it_is_on() -> None:
+    frames = frames_of_a_busy_server()[:-1]
+    off = Summary.of(state_of(frames))
+    for frame in frames:
+        frame.steps = [[*row, 0.5 * row[3]] for row in frame.steps]
+    on = Summary.of(state_of(frames))
+    assert (off.tokens_per_pass, on.tokens_per_pass) == (None, 2.0)
+    for summary, text in ((off, "0 evicted\n"), (on, "0 evicted, 2.0 tokens a pass\n")):
+        console = Console(file=io.StringIO(), width=80)
+        console.print(render(summary))
+        assert text in console.file.getvalue().replace(" \n", "\n")  # type: ignore[attr-defined]
+
+
 def test_request_ids_are_not_markup() -> None:
     """An untrusted server may send anything."""
     console = Console(file=io.StringIO(), width=100)

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from octavo import LLM
 from octavo.cli.main import run as octavo
 from octavo.config import EngineArgs
 from octavo.core import events as ev
@@ -26,7 +27,7 @@ from octavo.core.request import Request, Sequence
 from octavo.engine.engine_request import EngineRequest, pin_id
 from octavo.engine.process.thread import Delivery, EngineThread
 from octavo.engine.query import DumpRecording
-from octavo.errors import EngineError, TraceError
+from octavo.errors import EngineError, ParameterError, TraceError
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate import replay
 from octavo.simulate.cost import LinearCost
@@ -34,12 +35,17 @@ from octavo.simulate.devices import DEVICES
 from octavo.simulate.models import MODELS
 from octavo.simulate.simulation import Records, Replica, SimConfig
 from octavo.simulate.traces import Arrival, Lengths, chat, poisson
+from octavo.view.live.messages import Delta, Frame
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.state import PoolState
+from octavo.view.live.summary import NUM_ACCEPTED, Summary
 from octavo.view.recording import format as file_format
 from octavo.view.recording import recorder as recorder_module
 from octavo.view.recording.frames import Replay as Seen
 from octavo.view.recording.frames import frames_of_recording
 from octavo.view.recording.player import Recording
 from octavo.view.recording.recorder import FlightRecorder
+from tests.engine.models import make_talking_checkpoint
 from tests.proof.oracle import reference
 from tests.proof.workloads import RandomPolicy, World
 
@@ -450,6 +456,45 @@ def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     yield "plans", packed(segments=flipped), "was planned differently"
     fewer = [[*segment[:4], b"", *segment[5:]] for segment in raw["segments"]]
     yield "numbers", packed(segments=fewer, requests=[]), "cannot be replayed"
+
+
+def test_steps_of_a_speculating_engine_are_exact_live_and_replayed(tmp_path: Path) -> None:
+    """Plans have upper bounds. What frames show is what the results have."""
+    model = make_talking_checkpoint(tmp_path / "model")
+    with LLM(model=str(model), num_gpu_blocks_override=64, spec_method="ngram") as llm:
+        recorder, publisher = FlightRecorder(llm.engine), Publisher(llm.engine.scheduler)
+        state, step = PoolState(publisher.frame()), llm.engine.step  # type: ignore[arg-type]
+        frames: list[Frame | None] = []
+
+        def step_and_look() -> Any:
+            updates = step()
+            frames.append(publisher.frame(publisher.last))
+            return updates
+
+        llm.engine.step = step_and_look  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+        llm.generate(["hihihihihihi", "abcabcabcabcabc"], params, use_tqdm=False)
+        llm.engine.drain()
+        frames.append(publisher.frame(publisher.last))
+        stats, path = llm.stats(), recorder.dump(path=tmp_path / "f")
+    live = [row for frame in frames if isinstance(frame, Delta) for row in frame.steps]
+    seen = [row for frame in frames_of_recording(path) if isinstance(frame, Delta) for row in frame.steps]
+    for rows in (live, seen):
+        num_tokens, num_sampled, num_accepted = (sum(row[i] for row in rows) for i in (2, 3, NUM_ACCEPTED))
+        assert (num_sampled, num_tokens) == (120, 12 + 15 + 118) and num_accepted == stats.num_accepted_tokens > 0
+    assert [row[2:] for row in live] == [row[2:] for row in seen]
+    for frame in frames:
+        if frame is not None:
+            state.apply(frame)  # type: ignore[arg-type]
+    assert state.counts.tokens == 145
+    assert Summary.of(state).tokens_per_pass == 120 / (120 - stats.num_accepted_tokens)
+    recording = Recording.load(path)
+    exact = replay.ExactReplay(recording)
+    assert len(exact.records) == 2 and {measured.work.num_passes for measured in exact.steps} == {1}
+    with pytest.raises(ParameterError, match="the recorded engine speculates, and a simulated one does not"):
+        replay.what_if(recording, {}, exact.cost())
+    with pytest.raises(ParameterError, match="a simulated engine does not speculate"):
+        replica_of(spec_tokens=2)
 
 
 def test_invalid_dump_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

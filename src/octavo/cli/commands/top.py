@@ -301,7 +301,8 @@ def _pool(summary: Summary) -> Any:
 
 def _cache(summary: Summary) -> str:
     hits = f"{100 * summary.hit_rate:.0f} % prefix cache hits"
-    return f"{hits}, {summary.num_saved:,} saved by sharing, {summary.num_evicted:,} evicted"
+    gain = "" if summary.tokens_per_pass is None else f", {summary.tokens_per_pass:.1f} tokens a pass"
+    return f"{hits}, {summary.num_saved:,} saved by sharing, {summary.num_evicted:,} evicted{gain}"
 
 
 def _requests(rows: Sequence[tuple[int, RequestSummary]], *, show_engine: bool = False) -> Any:

@@ -19,6 +19,7 @@ def commit(state: SchedulerState, step: InFlightStep, result: StepResult, last: 
         recompute_corrupt(state, step, result.corrupt)
     if step.void_slices:
         result.drop(step.void_slices)
+    step.num_accepted += sum(num_right for passes in result.drafts.values() for _, num_right in passes)
     if last:
         state.in_flight.popleft()
     else:
@@ -79,8 +80,11 @@ def reject_drafts(state: SchedulerState, step: InFlightStep, result: StepResult)
     step.settle_drafts()
     for i in step.plan.drafts:
         seq = step.sequences[i]
-        if not seq.finish_reason and i not in step.void_slices:
-            num = step.outstanding[i] - len(result.tokens[i])
+        if i in step.void_slices:
+            continue
+        num = step.outstanding[i] - len(result.tokens[i])
+        step.num_lost += num
+        if not seq.finish_reason:
             seq.num_pending -= num
             state.cache.shrink(seq, num)
 

@@ -18,12 +18,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
+from octavo.core.in_flight import InFlightStep
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.view.live.messages import (
@@ -43,9 +44,6 @@ from octavo.view.live.messages import (
     TableChange,
     Wait,
 )
-
-if TYPE_CHECKING:
-    pass
 
 MAX_OLD_SEALS = 8192
 """Seals older than the first frame that a frame has at most: each takes about a microsecond to read."""
@@ -83,6 +81,15 @@ class _PublishedSequence:
         return None if len(sequence.block_ids) == self.num_entries else self.num_entries
 
 
+class _PlannedStep(NamedTuple):
+    """A step of a frame to come. `drafted`: the step itself, if drafts make its numbers upper bounds."""
+
+    at_s: float
+    event: ev.Step
+    num_sampled: int
+    drafted: InFlightStep | None
+
+
 class Publisher:
     """Makes the frames of one scheduler. It subscribes to events with the first frame, and unsubscribes in `stop`.
 
@@ -113,7 +120,7 @@ class Publisher:
         self._queues: dict[str, list[str]] = {}
         self._stats: dict[str, Any] = {}
         self._events: deque[tuple[float, ev.Event] | dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self._steps: deque[tuple[float, ev.Step, int]] = deque(maxlen=MAX_EVENTS)  # with the number of sampled tokens
+        self._steps: deque[_PlannedStep] = deque(maxlen=MAX_EVENTS)
         self._num_events = self._num_steps = 0
 
     @property
@@ -154,10 +161,11 @@ class Publisher:
         """Runs within a step, so it only stores the event and its time. Most events never get into a frame; the others
         are encoded with it."""
         if isinstance(event, ev.Step):
-            plan = self._scheduler.in_flight[-1].plan  # the plan of this event
+            step = self._scheduler.in_flight[-1]  # the step of this event
+            plan = step.plan
             self._num_steps += 1
-            self._num_tokens += event.num_tokens
-            self._steps.append((self._clock(), event, sum(plan.num_sampled)))
+            self._num_tokens += event.num_tokens - sum(map(plan.num_unverified, plan.drafts))
+            self._steps.append(_PlannedStep(self._clock(), event, sum(plan.num_sampled), step if plan.drafts else None))
             for src, dst in plan.copies:
                 self._add_event({"event": "copied", "time_s": self._time_s(), "src": src, "dst": dst})
             return
@@ -211,6 +219,7 @@ class Publisher:
         place = self._epoch, self._frame, self._time_s(), self._scheduler.num_steps
         delta = Delta(*place, self._counts(), blocks, seals, requests, sequences, tables, progress, removed, left)
         self._add_events(delta)
+        delta.counts = self._counts()
         if (queues := self._current_queues()) != self._queues:
             delta.queues = self._queues = queues
         stats = self._scheduler.stats().as_dict()
@@ -227,11 +236,24 @@ class Publisher:
         begin_s = self._begin_s
         assert begin_s is not None
         delta.events = [e if isinstance(e, dict) else _event(round(e[0] - begin_s, 6), e[1]) for e in self._events]
-        delta.steps = [_step(round(at - begin_s, 6), step, num_sampled) for at, step, num_sampled in self._steps]
         delta.num_omitted = self._num_events + self._num_steps - len(self._events) - len(self._steps)
+        in_flight = self._scheduler.in_flight
+        while self._steps and self._steps[0].drafted not in in_flight:  # drafts make sizes unknown before the result
+            delta.steps.append(self._row(self._steps.popleft()))
         self._events.clear()
-        self._steps.clear()
-        self._num_events = self._num_steps = 0
+        self._num_events, self._num_steps = 0, len(self._steps)
+
+    def _row(self, planned: _PlannedStep) -> list[int | float]:
+        """A step of a frame. An engine that speculates adds the number of drafts that were right."""
+        at_s, step, num_sampled, drafted = planned
+        num_lost = 0
+        if drafted is not None:
+            num_lost = drafted.num_lost
+            self._num_tokens += sum(map(drafted.plan.num_unverified, drafted.plan.drafts)) - num_lost
+        sizes = round(at_s - (self._begin_s or 0.0), 6), step.num_tokens - num_lost, num_sampled - num_lost
+        queues = step.num_running, step.num_waiting, step.num_swapped
+        accepted = [0 if drafted is None else drafted.num_accepted] if self._scheduler.num_speculative_tokens else []
+        return [step.step, *sizes, *queues, step.used, step.cached, step.free, *accepted]
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -385,8 +407,3 @@ def _ids(sequence: Sequence, start: int = 0) -> bytes:
 
 def _event(time_s: float, event: ev.Event) -> dict[str, Any]:
     return {"event": type(event).__name__.lower(), "time_s": time_s, **event._asdict()}
-
-
-def _step(time_s: float, step: ev.Step, num_sampled: int) -> list[int | float]:
-    queues = step.num_running, step.num_waiting, step.num_swapped
-    return [step.step, time_s, step.num_tokens, num_sampled, *queues, step.used, step.cached, step.free]

@@ -8,6 +8,8 @@ from octavo.view.live.messages import RequestView
 from octavo.view.live.state import PoolState
 
 MAX_REQUESTS = 10
+NUM_ACCEPTED = 10
+"""Index in a step of a frame, where an engine speculates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class RequestSummary:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """A running server. `prompt_rate` and `output_rate` are tokens per second over the steps that the state holds.
-    `first_waiting` says why the first request in the queue waits, or is ""."""
+    `tokens_per_pass` of one sequence; None without speculation. `first_waiting` says why the first request in the queue
+    waits, or is ""."""
 
     used: int
     cached: int
@@ -39,6 +42,7 @@ class Summary:
     num_evicted: int
     first_waiting: str
     requests: tuple[RequestSummary, ...]
+    tokens_per_pass: float | None = None
 
     @classmethod
     def of(cls, state: PoolState) -> Summary:
@@ -59,6 +63,7 @@ class Summary:
             stats.get("num_evicted", 0),
             describe_first_waiting(state),
             tuple(requests[:MAX_REQUESTS]),
+            tokens_per_pass(state),
         )
 
 
@@ -70,6 +75,13 @@ def token_rates(state: PoolState) -> tuple[float, float]:
     seconds = steps[-1][1] - steps[0][1]
     sampled = sum(step[3] for step in steps[:-1])
     return (sum(step[2] for step in steps[:-1]) - sampled) / seconds, sampled / seconds
+
+
+def tokens_per_pass(state: PoolState) -> float | None:
+    """Tokens of a sequence that a forward pass returns: one, and the drafts that were right."""
+    rows = [row for row in state.steps if len(row) > NUM_ACCEPTED]
+    num_tokens, num_accepted = sum(row[3] for row in rows), sum(row[NUM_ACCEPTED] for row in rows)
+    return num_tokens / (num_tokens - num_accepted) if num_tokens > num_accepted else None
 
 
 def describe_first_waiting(state: PoolState) -> str:

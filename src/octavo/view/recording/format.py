@@ -43,6 +43,7 @@ class CallKind(IntEnum):
     STEP_LIMIT      the new step limit
     CONFINE         the number of requests that alone are planned from here on, and the requests; 0: all are
     CORRUPT         the number of corrupt host blocks that the next result reports, and their ids
+    ACCEPTED        the number of drafts that the next result found right
     """
 
     ADD = 0
@@ -58,6 +59,7 @@ class CallKind(IntEnum):
     STEP_LIMIT = 10
     CONFINE = 11
     CORRUPT = 12
+    ACCEPTED = 13
 
 
 class RecordedSample(msgspec.Struct, array_like=True):

@@ -283,7 +283,7 @@ def _trace_events(frames: Sequence[Frame], end_s: float, request_id: str | None)
                 since[name] = state, at, args
         if request_id is None and isinstance(frame, Delta):
             for _, at, *numbers in frame.steps:
-                used, cached = numbers[-3], numbers[-2]
+                used, cached = numbers[5], numbers[6]
                 yield {"name": "blocks", "ph": "C", "ts": _us(at), "pid": 1, "args": {"used": used, "cached": cached}}
     for name in list(since):
         yield from close(name, end_s)

@@ -166,6 +166,8 @@ class Player:
                 scheduler.confine([scheduler.requests[str(number)] for number in _list(numbers)])
             case CallKind.STEP_LIMIT:
                 scheduler.limit_steps(next(numbers))
+            case CallKind.ACCEPTED:  # in the result that follows
+                scheduler.in_flight[0].num_accepted += next(numbers)
             case CallKind.CORRUPT:
                 self._corrupt = _list(numbers)
         return None

@@ -200,6 +200,8 @@ class FlightRecorder:
         lengths = list(map(len, result.tokens))
         if result.corrupt:
             self._add(CallKind.CORRUPT, now, len(result.corrupt), *result.corrupt)
+        if num_accepted := sum(num_right for passes in result.drafts.values() for _, num_right in passes):
+            self._add(CallKind.ACCEPTED, now, num_accepted)
         if last and lengths == step.plan.num_sampled.tolist() and not result.errors:
             self._add(CallKind.RESULT, now)
         else:

@@ -231,10 +231,11 @@ export class Pool {
   }
 
   _log({ steps = [], events = [] }) {
-    for (const [step, time_s, num_tokens, num_sampled, running, waiting, swapped, used, cached, free] of steps) {
+    for (const [step, time_s, num_tokens, num_sampled, running, waiting, swapped, used, ...rest] of steps) {
+      const [cached, free, accepted] = rest; // the last one only with speculation
       const decode = Math.min(num_sampled, num_tokens);
       const row = { step, time_s, prefill: num_tokens - decode, decode, running, waiting, swapped, used, cached, free };
-      this.steps.push({ ...row, num_blocks: this.numBlocks, numPreempted: 0, numSwaps: 0 });
+      this.steps.push({ ...row, accepted, num_blocks: this.numBlocks, numPreempted: 0, numSwaps: 0 });
     }
     for (const event of events) {
       this.events.push(event);
@@ -248,6 +249,13 @@ export class Pool {
   }
 
   // -- reading -------------------------------------------------------------------------------------------------------
+
+  // Tokens of a sequence that a forward pass returns: one, and the drafts that were right. null without speculation.
+  tokensPerPass() {
+    const sum = (field) => this.steps.reduce((total, step) => total + step[field], 0);
+    const passes = sum("decode") - sum("accepted"); // NaN without speculation
+    return passes > 0 ? sum("decode") / passes : null;
+  }
 
   ageOf(block) {
     return Math.max(0, this.time_s - this.changed[block]);

@@ -85,6 +85,8 @@ export class Stage {
       panels.showQueues(pool, $("#queues"));
       panels.showLog(pool, $("#events"));
       this.timeline.show(pool.steps);
+      const perPass = pool.tokensPerPass();
+      text($("#per-pass"), perPass === null ? "decode tokens" : `decode tokens, ${perPass.toFixed(1)} a pass`);
     }
     // A large tree costs more than all other panels, so it is updated less often.
     if (pool.numBlocks <= 4096 || this.painted - (this.treePainted ?? 0) > 1000) {
@@ -173,8 +175,9 @@ export class Stage {
 
   _describeStep(step) {
     if (!step) return text($("#step-text"), "");
-    const { prefill, decode, running, waiting, swapped } = step;
-    const tokens = `${prefill} prefill and ${decode} decode tokens`;
+    const { prefill, decode, running, waiting, swapped, accepted } = step;
+    const drafts = accepted ? ` (${accepted} from drafts)` : "";
+    const tokens = `${prefill} prefill and ${decode} decode tokens${drafts}`;
     text($("#step-text"), `step ${step.step}: ${tokens}; ${running} running, ${waiting} waiting, ${swapped} swapped`);
   }
 
