@@ -162,6 +162,16 @@ def test_another_sequence_in_the_row_starts_afresh() -> None:
     assert bench.choose(0) == first != [0]
 
 
+def test_a_guess_about_the_rows_last_sequence_teaches_nothing() -> None:
+    bench, fresh = Bench(PATTERN * 2), Bench(PATTERN * 4)
+    bench.choose(0)
+    bench.drafter.forget([0])
+    bench.state.num_computed[0] = -1
+    bench.append(0, PATTERN[::-1] * 3)
+    bench.choose(0)
+    assert (bench.drafter._chances.of(0, 1, 9) == fresh.drafter._chances.of(0, 1, 9)).all()
+
+
 def test_a_row_without_an_earlier_match_gets_no_drafts() -> None:
     assert Bench(list(range(9)), PATTERN * 2).choose(0, 1, ends=FAR)[0] == 0
 
