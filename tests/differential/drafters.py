@@ -106,13 +106,16 @@ class ConstantTimes(PassTimes):
 
 
 def count_drafts(llm: LLM) -> Counter[str]:
-    """What becomes of the drafts from now on, as results tell it: "right" ones, "wrong" ones, "passes" with drafts."""
+    """What becomes of the drafts from now on, as results tell it: "right" ones, "wrong" ones, "passes" with drafts, and
+    of these the "unwanted" ones of requests that do not speculate."""
     counts: Counter[str] = Counter()
     scheduler = llm.engine.scheduler
     update: Any = Scheduler.update
 
     def counted(step: Any, result: Any, **options: Any) -> Any:
-        for passes in result.drafts.values():
+        for i, passes in result.drafts.items():
+            params = step.sequences[i].request.sampling_params
+            counts["unwanted"] += not params.spec or params.structured_outputs is not None
             for num, num_right in passes:
                 counts.update(right=num_right, wrong=num - num_right, passes=1)
         return update(scheduler, step, result, **options)

@@ -232,6 +232,7 @@ def run(case: Case, model: str, expected: Expected) -> Counter[str]:
 
 def check_counts(case: Case, counts: Counter[str]) -> None:
     right, wrong = counts["right"], counts["wrong"]
+    assert not counts["unwanted"]
     if case.habit == "right":  # but for unknown sequences, such as those of an earlier sample
         assert right > 60 and wrong < right / 5, counts
     elif case.habit == "wrong":  # by chance, a random draft after the end of a known sequence is right

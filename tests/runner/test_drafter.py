@@ -1,0 +1,212 @@
+"""The drafter alone: the time of passes, the chances of drafts, and how many of them pay off."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
+from octavo.runner.drafter import FIRST_SLOPE, MAX_LINES, Chances, Drafter, Guess, PassTimes
+
+PATTERN = [3, 1, 4, 1, 5, 9, 2, 6]
+FAR = 1 << 40
+"""An end or a limit that cuts nothing."""
+
+
+# -- the time of passes ------------------------------------------------------------------------------------------------
+
+
+def test_before_any_pass_a_line_costs_a_part_of_a_pass() -> None:
+    assert PassTimes().line() == (1.0, FIRST_SLOPE)
+
+
+def test_times_of_one_size_have_the_first_slope() -> None:
+    times = PassTimes()
+    for _ in range(50):
+        times.record(1, 0.02)
+    base, slope = times.line()
+    assert times.predict(1) == pytest.approx(0.02)
+    assert slope == pytest.approx(0.02 * FIRST_SLOPE, rel=1e-6) and base == pytest.approx(0.018)
+
+
+def test_times_learn_a_line_and_then_another() -> None:
+    times = PassTimes()
+    for base, slope in ((0.01, 0.001), (0.012, 0.0003)):
+        for i in range(300):
+            num = 1 + i * 7 % 40
+            times.record(num, base + slope * num)
+        assert times.line() == (pytest.approx(base, rel=0.02), pytest.approx(slope, rel=0.02))
+        assert times.predict(64) == pytest.approx(base + 64 * slope, rel=0.02)
+
+
+def test_a_pass_that_takes_far_longer_is_no_measurement() -> None:
+    times = PassTimes()
+    for num in (1, 5, 9, 5, 1):
+        times.record(num, 0.01 + 0.001 * num)
+    before = times.line()
+    times.record(5, 2.5 * times.predict(5))
+    assert times.line() == before
+    times.record(5, 1.5 * times.predict(5))
+    assert times.line() != before
+
+
+def test_more_lines_never_cost_less() -> None:
+    times = PassTimes()
+    for i in range(30):
+        times.record(1 + i % 10, 0.02 - 0.001 * (i % 10))
+    assert times.line()[1] == 0 and times.predict(1) == times.predict(60)
+
+
+# -- chances -----------------------------------------------------------------------------------------------------------
+
+
+def test_longer_matches_have_better_chances() -> None:
+    chances = Chances().of(0, 1, MAX_DRAFTS)
+    assert len(chances) == MAX_DRAFTS and (np.diff(chances) > 0).all() and 0 < chances[0] < chances[-1] < 1
+    assert len(Chances().of(0, MAX_MATCH, MAX_DRAFTS)) == MAX_DRAFTS
+
+
+def test_luck_is_the_rows_own_until_it_is_forgotten() -> None:
+    chances = Chances()
+    for _ in range(9):
+        chances.learn(4, Guess(0, [7, 7], 2), [8])
+    for _ in range(9):
+        chances.learn(5, Guess(0, [7, 7], 2), [7, 7])
+    unlucky, lucky, other = (chances.of(row, 2, 1)[0] for row in (4, 5, 6))
+    assert unlucky < 0.5 * other and other < lucky <= 0.98
+    chances.forget([4, 5])
+    assert chances.of(4, 2, 1)[0] == chances.of(5, 2, 1)[0] == other
+
+
+def test_what_follows_a_wrong_draft_teaches_nothing() -> None:
+    a, b = Chances(), Chances()
+    a.learn(0, Guess(0, [7, 8, 9], 2), [7, 0, 9])
+    b.learn(0, Guess(0, [7, 8], 2), [7, 0])
+    assert (a.of(0, 1, 9) == b.of(0, 1, 9)).all()
+    assert a.of(0, 4, 1)[0] / a.of(0, 9, 1)[0] == pytest.approx(Chances().of(0, 4, 1)[0] / Chances().of(0, 9, 1)[0])
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A drafter whose rows have sequences."""
+
+    def __init__(self, *sequences: list[int], slope: float = FIRST_SLOPE) -> None:
+        self.state = RowState.empty(len(sequences), 4, "cpu", max_len=2000)
+        self.drafter = Drafter(self.state)
+        self.drafter.times.line = lambda: (1.0, slope)  # type: ignore[method-assign]
+        for row, tokens in enumerate(sequences):
+            self.state.num_computed[row] = -1
+            self.append(row, tokens)
+
+    def append(self, row: int, tokens: list[int]) -> None:
+        last = int(self.state.num_computed[row])
+        self.state.history[row, last + 1 : last + 1 + len(tokens)] = torch.tensor(tokens)
+        self.state.num_computed[row] = last + len(tokens)
+        self.state.last_token[row] = tokens[-1]
+
+    def choose(self, *rows: int, ends: int | list[int] = FAR, limits: int | list[int] = MAX_DRAFTS) -> list[int]:
+        columns = (np.broadcast_to(np.array(column, dtype=np.int64), len(rows)) for column in (rows, ends, limits))
+        return self.drafter.choose(*columns).tolist()
+
+    def drafts(self, row: int, num: int) -> list[int]:
+        return self.state.drafts[row, :num].tolist()
+
+
+def play(bench: Bench, row: int, num_passes: int, *, right: bool) -> list[int]:
+    """Passes of one row. Its sequence repeats, or ends each time in what was never there before -> drafts of each."""
+    found = []
+    for i in range(num_passes):
+        (num,) = bench.choose(row)
+        found.append(num)
+        if right:
+            position = int(bench.state.num_computed[row]) + 1
+            bench.append(row, [PATTERN[(position + j) % len(PATTERN)] for j in range(num + 1)])
+            assert bench.drafts(row, num) == [PATTERN[(position + j) % len(PATTERN)] for j in range(num)]
+        else:
+            bench.append(row, [1000 + i, 3])
+    return found
+
+
+def test_a_row_whose_drafts_are_never_right_gets_none() -> None:
+    bench = Bench(PATTERN * 2)
+    found = play(bench, 0, 40, right=False)
+    assert found[0] > 0 and not any(found[20:])
+
+
+def test_a_row_whose_drafts_are_always_right_gets_the_most() -> None:
+    bench = Bench(PATTERN * 2)
+    assert set(play(bench, 0, 60, right=True)[20:]) == {MAX_DRAFTS}
+
+
+def test_guesses_are_checked_though_they_were_not_computed() -> None:
+    """At first, none pays off. All of them are right, and then they do."""
+    bench = Bench(PATTERN * 2, slope=5.0)
+    found = []
+    for i in range(40):
+        found += bench.choose(0)
+        bench.append(0, [PATTERN[i % len(PATTERN)]])
+    assert found[0] == 0 and found[-1] > 0
+
+
+def test_another_sequence_in_the_row_starts_afresh() -> None:
+    bench = Bench(PATTERN * 2)
+    first = bench.choose(0)
+    play(bench, 0, 20, right=False)
+    bench.drafter.forget([0])
+    bench.state.num_computed[0] = -1
+    bench.append(0, PATTERN * 2)
+    bench.drafter._chances._right[:], bench.drafter._chances._tried[:] = Chances()._right, Chances()._tried
+    assert bench.choose(0) == first != [0]
+
+
+def test_a_guess_about_the_rows_last_sequence_teaches_nothing() -> None:
+    bench, fresh = Bench(PATTERN * 2), Bench(PATTERN * 4)
+    bench.choose(0)
+    bench.drafter.forget([0])
+    bench.state.num_computed[0] = -1
+    bench.append(0, PATTERN[::-1] * 3)
+    bench.choose(0)
+    assert (bench.drafter._chances.of(0, 1, 9) == fresh.drafter._chances.of(0, 1, 9)).all()
+
+
+def test_a_row_without_an_earlier_match_gets_no_drafts() -> None:
+    assert Bench(list(range(9)), PATTERN * 2).choose(0, 1, ends=FAR)[0] == 0
+
+
+def test_drafts_end_before_the_end() -> None:
+    bench = Bench(PATTERN * 3, slope=0)
+    last = int(bench.state.num_computed[0])
+    for room in (-1, 0, 1, 2, 5, 40):
+        assert bench.choose(0, ends=last + 1 + room) == [min(max(room, 0), MAX_DRAFTS)]
+        bench.drafter.forget([0])
+
+
+def test_each_row_has_its_own_limit() -> None:
+    bench = Bench(*[PATTERN * 3] * 4, slope=0)
+    assert bench.choose(0, 1, 2, 3, limits=[0, 1, 6, MAX_DRAFTS + 9]) == [0, 1, 6, MAX_DRAFTS]
+    assert bench.drafts(2, 6) == PATTERN[:6]
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 40, MAX_LINES - 1, MAX_LINES, MAX_LINES + 3])
+def test_a_pass_has_no_more_than_the_most_lines(num_rows: int) -> None:
+    bench = Bench(*[PATTERN * 3] * num_rows, slope=0)
+    num_drafts = sum(bench.choose(*range(num_rows)))
+    assert num_drafts == min(max(0, MAX_LINES - num_rows), num_rows * MAX_DRAFTS)
+
+
+def test_likely_drafts_come_first_and_only_those_that_pay_off() -> None:
+    """Row 0 has matched many tokens, row 1 a single one."""
+    bench = Bench(PATTERN * 3, [*range(20, 30), 50, *range(30, 40), 50], slope=0.2)
+    long, short = bench.choose(0, 1)
+    assert long > short
+    bench = Bench(PATTERN * 3, [*range(20, 30), 50, *range(30, 40), 50], slope=5.0)
+    assert bench.choose(0, 1) == [0, 0]  # a third line would have to be right with 10 in 11
+
+
+def test_a_match_at_the_end_goes_on_from_its_own_beginning() -> None:
+    bench = Bench([8, 9, 8, 9], slope=0)
+    (num,) = bench.choose(0)
+    assert bench.drafts(0, num) == [8, 9] * (num // 2) + [8] * (num % 2) and num == MAX_DRAFTS
