@@ -81,6 +81,7 @@ OTHER: dict[str, Any] = {
     "echo": True,
     "include_stop_str_in_output": True,
     "skip_reading_prefix_cache": True,
+    "spec": False,
 }
 """A non-default value of each parameter."""
 
