@@ -40,8 +40,8 @@ class PassTimes:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def record(self, num_lines: int, seconds: float) -> None:
-        if self._weight > 3 and seconds > 2 * self.predict(num_lines):  # the machine did something else
-            return
+        if self._weight > 3:  # the machine may have done something else
+            seconds = min(seconds, 2 * self.predict(num_lines))
         self._weight, self._x, self._y, self._xx, self._xy = (
             DECAY_OF_TIMES * total + new
             for total, new in (

@@ -141,6 +141,8 @@ class ModelRunner:
         host, processors, ring = self.host_sampler, self.state.processors, self.output_buffers
         processors.apply(plan)
         host.apply(plan)
+        if self.drafter is not None:
+            self.drafter.forget(setup.row for setup in plan.row_setups)
         num_logprobs = processors.slice_logprobs(plan)
         on_host = host.is_needed(plan) or bool(num_logprobs and plan.bitmask_slices)
         output = ring.new_output(len(plan.rows), num_logprobs)
