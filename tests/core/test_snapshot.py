@@ -279,7 +279,9 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
         rest = set(cls.__slots__) - set(cls.SAVED.attributes.values()) - MEMORY_WORK
         rest -= set(Request.INPUTS.attributes.values()) if cls is Request else set()
         assert rest == names(fields), cls
-    in_flight = "plan sequences swapped_requests num_outstanding swap_in_requests void_slices seal_mark"
+    in_flight = (
+        "plan sequences swapped_requests num_outstanding swap_in_requests void_slices seal_mark num_lost num_accepted"
+    )
     assert set(InFlightStep.__slots__) == names(in_flight)
     plan = "step rows starts counts num_sampled num_samples drafts bitmask_slices host_tokens"
     assert set(StepPlan.__slots__) - MEMORY_WORK == names(plan)
