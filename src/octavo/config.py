@@ -110,7 +110,7 @@ class KVEventsConfig(ValidatedParams):
 class SpeculativeConfig(ValidatedParams):
     """Speculation: guessed tokens, checked together in one forward pass. Names and meanings are vLLM's.
 
-    Outputs are the same with and without it.
+    Tokens are the same with and without it, but for rounding.
 
     method                  suffix or ngram: the tokens that followed the longest earlier match of a sequence's last
                             tokens, in the sequence itself

@@ -67,7 +67,8 @@ class DeviceState:
         """(indices into the flat history, tokens) that the host sends, and that no setup had."""
         max_len, known = self.rows.history.shape[1], self._num_known
         writes: list[tuple[int, Seq[int]]] = []
-        for setup in plan.row_setups if max_len else ():
+        setups = {setup.row: setup for setup in plan.row_setups}  # the device writes in any order: one a row
+        for setup in setups.values() if max_len else ():
             tokens = setup.token_ids or ()
             known[setup.row] = len(tokens)
             writes.append((setup.row * max_len, tokens))
