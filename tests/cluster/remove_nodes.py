@@ -135,6 +135,18 @@ async def run_round(url: str, expected: list[str], cluster: Cluster, node: Any, 
     }
 
 
+def shown(url: str) -> list[str]:
+    """The epochs of the frames of both replicas, as the page gets them: an engine has one of its own."""
+    epochs = []
+    for i in range(2):
+        kv = httpx.get(f"{url}/debug/kv?replica={i}")
+        assert kv.status_code == 200, kv.text
+        with httpx.stream("GET", f"{url}/view/events?replica={i}") as response:
+            frame = next(line for line in response.iter_lines() if line.startswith("data: "))
+        epochs.append(json.loads(frame.removeprefix("data: "))["epoch"])
+    return epochs
+
+
 async def undisturbed(url: str) -> list[str]:
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         return [await read(client, i, []) for i in range(NUM_STREAMS)]
@@ -151,6 +163,7 @@ def main(model: str, port: int, num_rounds: int, hangs: bool = False) -> dict[st
             wait_for_engines(2)
             time.sleep(KNOWN_S)
             expected = asyncio.run(undisturbed(url))
+            epochs = shown(url)
             rounds = []
             for _ in range(num_rounds):
                 rounds.append(asyncio.run(run_round(url, expected, cluster, nodes.pop(0), hangs)))
@@ -158,7 +171,8 @@ def main(model: str, port: int, num_rounds: int, hangs: bool = False) -> dict[st
                 nodes.append(cluster.add_node(**ENGINE_NODE))
                 wait_for_engines(2)
                 time.sleep(KNOWN_S)
-            return {"rounds": rounds, "complete": sum(bool(text) for text in expected)}
+            counts = {"complete": sum(bool(text) for text in expected), "engines_shown": len({*epochs, *shown(url)})}
+            return {"rounds": rounds, **counts}
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -66,11 +66,6 @@ class LocalCalls:
         return self._at(replica).report("front", since)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking"), max_position_embeddings=1024))
-
-
 @contextlib.asynccontextmanager
 async def front(model: str, num_replicas: int) -> AsyncIterator[tuple[EngineClient[ClusterTransport], LocalCalls]]:
     args = ClusterArgs(model=model, engine=ENGINE).engine_args()

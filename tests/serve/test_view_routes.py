@@ -154,6 +154,7 @@ async def test_each_replica_has_its_own_stream_and_blocks(model: str) -> None:
             assert (await client.get("/view/config")).json()["num_replicas"] == 2
             listeners = [Listener(app, query=query) for query in ("", "replica=0", "replica=1")]
             assert [(await listener.read()).num_blocks for listener in listeners] == [300, 300, 40]
+            assert [await listener.event() for listener in listeners] == 3 * [("engines", b'{"num_replicas":2}')]
             await second.complete("Hello, hello, hello, hello")
             await agrees(listeners[2], second)
             assert listeners[2].state is not None

@@ -254,6 +254,22 @@ def test_links_to_engines() -> None:
     assert notices == [False] * 3 + [True] * 5
 
 
+def test_engines_that_come_later_are_listed() -> None:
+    script = f"""{LIVE}
+    const listeners = {{}};
+    EventSource.prototype.addEventListener = (name, listen) => (listeners[name] = listen);
+    const seen = () => [$("#engine").children.length, $("#engine").value, $("#engines").hidden];
+    const one = new Live({{}}, "tiny", 1);
+    const before = seen();
+    one.enter("");
+    for (const num of [3, 2]) listeners.engines({{ data: JSON.stringify({{ num_replicas: num }}) }});
+    const after = seen();
+    one.enter("2");
+    output([before, after, $("#engine").value]);
+    """
+    assert run_page(script) == [[1, 0, True], [3, 0, False], 2]
+
+
 def test_late_details_of_another_engine_are_not_shown() -> None:
     script = f"""{LIVE}
     const late = held();

@@ -96,7 +96,7 @@ class Front:
         limits = launcher.engine_limits(engine, self._client.transport.summary, kv)
         service = Service(self._client, settings, args.model, limits)
         service.metrics.set_cache_config([kv])
-        self._app = App(service, ApiKeys(*args.keys(os.environ)))
+        self._app = App(service, ApiKeys(*args.keys(os.environ)), self._client.transport.pool.slots)
         await self._app.start()
         _asgi = self._app.asgi
 

@@ -7,14 +7,17 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from octavo.cluster.messages import REPORT, Fingerprint, Report
-from octavo.errors import EngineError
+from octavo.engine.process import ipc
+from octavo.engine.query import Query
+from octavo.errors import EngineError, EngineQueryError
 from octavo.router.router import Router
 
+R = TypeVar("R")
 logger = logging.getLogger("octavo.cluster")
 
 REPORT_S = 0.5
@@ -49,7 +52,7 @@ class Calls(Protocol):
 
 
 class Replica:
-    """A replica as a front sees it. `number`: its number for the router, which another one may get after it."""
+    """A replica as a front sees it. `number`: for the router and for people; another one may get it later."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
@@ -65,16 +68,36 @@ class Replica:
         return now - self.reported_at < STALE_S and now >= self.avoid_until
 
 
+class ReplicaSlot:
+    """A number, and the replica that has it now. Called with a query, it asks that replica."""
+
+    def __init__(self, pool: ReplicaPool, number: int) -> None:
+        self._pool, self._number = pool, number
+
+    async def __call__(self, query: Query[R], /) -> R:
+        for replica in self._pool.up:
+            if replica.number == self._number:
+                return await self._pool.ask(replica, query)
+        raise no_replica(f"no replica {self._number} is ready; it comes when the cluster starts one")
+
+
+def no_replica(message: str) -> EngineQueryError:
+    """The error of a query that no replica can answer now. People may read its message."""
+    return EngineQueryError(message, code="no_replica")
+
+
 class ReplicaPool:
     """Asks all replicas for reports, and lets `router` choose.
 
     fingerprint   of the replicas that this front can use
+    slots         one for each number that a replica has had: there may be more later
     """
 
     def __init__(self, calls: Calls, fingerprint: Fingerprint) -> None:
         self._calls = calls
         self._fingerprint = fingerprint
         self.replicas: dict[str, Replica] = {}
+        self.slots = [ReplicaSlot(self, 0)]
         self.router = Router()
         self.last_up = time.monotonic()  # when a replica ran requests
         self._polls: dict[str, asyncio.Task[None]] = {}
@@ -136,20 +159,37 @@ class ReplicaPool:
         """A call to this replica has failed: others come first until it had time to report."""
         replica.avoid_until = time.monotonic() + STALE_S
 
+    async def ask(self, replica: Replica, query: Query[R]) -> R:
+        """Ask a replica's engine. Raises `EngineQueryError`."""
+        try:
+            data = await self._calls.query(replica.name, msgspec.msgpack.encode(query))
+            reply = msgspec.msgpack.decode(data, type=ipc.RpcReply)
+            if reply.error:
+                raise EngineQueryError(reply.error)
+            answer: R = msgspec.convert(reply.value, query.answer_type())
+        except CallError:
+            raise no_replica(f"replica {replica.number} does not answer; try again later") from None
+        except msgspec.MsgspecError as error:
+            raise EngineQueryError(f"the answer to {type(query).__name__} is unusable: {error}") from None
+        return answer
+
     # -- reports -------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Keep a poll for every replica that takes requests."""
         while True:
             names = set(self._calls.names())
-            for name in names - self.replicas.keys():
-                taken = {replica.number for replica in self.replicas.values()}
-                self.replicas[name] = Replica(name, min(set(range(len(taken) + 1)) - taken))
-                self._polls[name] = asyncio.create_task(self._poll(self.replicas[name]))
-            for name in self.replicas.keys() - names:
+            for name in self.replicas.keys() - names:  # first: a successor gets the number
                 self._polls.pop(name).cancel()
                 self.router.index.clear(self.replicas.pop(name).number)
                 self._notify()
+            for name in names - self.replicas.keys():
+                taken = {replica.number for replica in self.replicas.values()}
+                number = min(set(range(len(taken) + 1)) - taken)
+                if number == len(self.slots):
+                    self.slots.append(ReplicaSlot(self, number))
+                self.replicas[name] = Replica(name, number)
+                self._polls[name] = asyncio.create_task(self._poll(self.replicas[name]))
             if self.up:
                 self.last_up = time.monotonic()
             await asyncio.sleep(REPORT_S / 2)

@@ -19,13 +19,13 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 
 from octavo.cluster.messages import REFUSED, Fingerprint, Report
-from octavo.cluster.pool import LOST_S, NO_REPLICA_S, CallError, Calls, Replica, ReplicaPool
+from octavo.cluster.pool import LOST_S, NO_REPLICA_S, CallError, Calls, Replica, ReplicaPool, no_replica
 from octavo.engine.engine_request import EngineRequest, check_priority, check_prompt, generate_seed
 from octavo.engine.process import ipc
 from octavo.engine.process.supervisor import rebuild_error
 from octavo.engine.query import DescribeRequest, Query
 from octavo.engine.stats import Health, StatsSnapshot, sum_stats
-from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
+from octavo.errors import EngineError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import ClientRequest
 from octavo.frontend.request_stream import RequestStream
 from octavo.router.router import Router
@@ -83,6 +83,7 @@ class ClusterTransport:
 
     @property
     def engines(self) -> Sequence[ClusterTransport]:
+        """Itself: /metrics has the sum, since a series for each number would mix the replicas of several fronts."""
         return (self,)
 
     @property
@@ -245,29 +246,20 @@ class ClusterTransport:
 
     async def query(self, query: Query[R], /) -> R:
         """Ask the replica of the request that a query is about, and otherwise the first replica."""
-        replica = await self._asked(query)
-        try:
-            data = await self._calls.query(replica.name, msgspec.msgpack.encode(self._on_wire(query)))
-            reply = msgspec.msgpack.decode(data, type=ipc.RpcReply)
-            if reply.error:
-                raise EngineQueryError(reply.error)
-            answer: R = msgspec.convert(reply.value, query.answer_type())
-        except (CallError, msgspec.MsgspecError) as error:
-            raise EngineQueryError(f"the answer to {type(query).__name__} is unusable: {error}") from None
-        return answer
+        return await self.pool.ask(self._asked(query), self._on_wire(query))
 
-    async def _asked(self, query: Query[Any]) -> Replica:
+    def _asked(self, query: Query[Any]) -> Replica:
         if isinstance(query, DescribeRequest):
             handle = self.handles.get(query.request_id)
             if handle is not None and handle.replica is not None:
                 return handle.replica
         if not (up := self.pool.up):
-            raise EngineQueryError("no replica is ready; try again later")
+            raise no_replica("no replica is ready; try again later")
         return up[0]
 
-    def _on_wire(self, query: Query[Any]) -> Query[Any]:
+    def _on_wire(self, query: Query[R]) -> Query[R]:
         if isinstance(query, DescribeRequest) and (handle := self.handles.get(query.request_id)) is not None:
-            return DescribeRequest(handle.wire_id)
+            return cast("Query[R]", DescribeRequest(handle.wire_id))
         return query
 
     async def stats(self) -> StatsSnapshot:

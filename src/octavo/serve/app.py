@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ import octavo
 from octavo.engine.query import DescribeKV
 from octavo.errors import UsageError
 from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
-from octavo.frontend.engine_client import Transport
 from octavo.serve.debug_rate_limit import CoalescedQuery, EngineQueries
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.body import Bodies
@@ -38,9 +37,10 @@ from octavo.serve.openai.schema import (
     ResponseRequest,
     TokenizeRequest,
 )
+from octavo.serve.per_engine import PerEngine
 from octavo.serve.service import Prompts, Service, TokenizedPrompt
 from octavo.serve.view_routes import EVENTS, View, replica_number
-from octavo.view.live.hub import Hub
+from octavo.view.live.hub import AskQuery, Hub
 
 logger = logging.getLogger("octavo.serve")
 B = TypeVar("B", bound=schema.Body)
@@ -66,14 +66,21 @@ UNSUPPORTED_ROUTES = (
 
 
 class App:
-    """The routes over one `Service`. `active_requests`: requests in progress, which a shutdown may have to end."""
+    """The routes over one `Service`.
 
-    def __init__(self, service: Service, keys: ApiKeys | None = None) -> None:
+    engines           those that the view and /debug/kv ask; there may be more later. Default: the transport's
+    active_requests   in progress; a shutdown may have to end them
+    """
+
+    def __init__(
+        self, service: Service, keys: ApiKeys | None = None, engines: Sequence[AskQuery] | None = None
+    ) -> None:
         self.service = service
         self.active_requests: set[ActiveRequest] = set()
         self.bodies = Bodies()
-        engines = service.backend.transport.engines
-        self._queries, self._kv_queries = EngineQueries(), [CoalescedQuery(debug_kv_of(engine)) for engine in engines]
+        self._engines = engines or [engine.query for engine in service.backend.transport.engines]
+        self._kv_queries = PerEngine(self._engines, lambda ask: CoalescedQuery(debug_kv_of(ask)))
+        self._queries = EngineQueries()
         settings = service.settings
         app = Starlette(exception_handlers={HTTPException: on_http_exception})
         app.router.redirect_slashes = False
@@ -118,7 +125,7 @@ class App:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        hubs = [Hub(engine.query) for engine in service.backend.transport.engines]
+        hubs = PerEngine(self._engines, Hub)
         return View(service.model_names[0], hubs=hubs, text_of=text_of, queries=self._queries, playground=False)
 
     def _add(self, app: Starlette, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
@@ -393,9 +400,9 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return Response(api_error.body(), api_error.status, api_error.headers())
 
 
-def debug_kv_of(engine: Transport) -> Callable[[], Awaitable[dict[str, Any]]]:
+def debug_kv_of(ask: AskQuery) -> Callable[[], Awaitable[dict[str, Any]]]:
     async def debug_kv() -> dict[str, Any]:
-        return (await engine.query(DescribeKV())).as_dict()
+        return (await ask(DescribeKV())).as_dict()
 
     return debug_kv
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 import octavo
 import octavo.view
@@ -71,7 +71,7 @@ class _Play(Struct):
 class View:
     """The view's handlers.
 
-    hubs          live engines, by the number of the replica
+    hubs          live engines, by the number of the replica; there may be more later
     replay        a recording
     text_of       decodes a block's tokens; None: text is not shown
     playground    whether there is a playground
@@ -177,10 +177,14 @@ class View:
             text = f"{MAX_VIEWERS} viewers are open with this key, the limit; close one"
             raise ApiError(429, "too_many_viewers", text, retry_after_s=5)
         self._num_viewers[tenant] += 1
+        num_known = 1
         try:
             async with aclosing(hub.watch(tenant)) as messages:
                 async for message in messages:
                     yield message
+                    if num_known != len(self.hubs):
+                        num_known = len(self.hubs)
+                        yield "engines", Raw(b'{"num_replicas":%d}' % num_known)
         finally:
             self._num_viewers[tenant] -= 1
 

@@ -104,7 +104,7 @@ class Stream(BaseHTTPRequestHandler):
             self.send_frames(self.path)
 
     def send_frames(self, path: str) -> None:
-        assert path == "/view/events"
+        assert path == "/view/events?replica=0"
         self.send_busy()
         self.bye("slow")
 
@@ -140,6 +140,21 @@ class Streams(Stream):
             finished.wait(10)
         else:
             self.wfile.write(b"no stream\n")
+
+
+class Growing(Streams):
+    """Of one engine, which says after its first frame that there are more."""
+
+    num_replicas = 1
+
+    def send_frames(self, path: str) -> None:
+        if path == "/view/events?replica=1":
+            self.bye("no replica 1 is ready")
+            return
+        self.send_busy(num_frames=4)
+        for number in ("3", '"x"', "1e999", "null"):
+            self.wfile.write(f'event: engines\ndata: {{"num_replicas":{number}}}\n\n'.encode())
+        finished.wait(10)
 
 
 finished = threading.Event()
@@ -234,6 +249,27 @@ def test_several_engines_fit_a_terminal(num: int) -> None:
     num_rows = sum(" running " in line and not line.startswith("engine ") for line in lines[3:])
     num_rows -= num if num <= 4 else 0  # the numbers of the blocks
     assert num_rows == {2: 2, 4: 3, 5: 5, 18: 1}.get(num, 0)
+
+
+def test_an_engine_that_comes_later_is_shown() -> None:
+    deadline = time.monotonic() + 20
+
+    class Enough(Exception):
+        pass
+
+    class Screen:
+        console = Console(file=io.StringIO(), width=80, height=40)
+
+        def update(self, shown: object, refresh: bool) -> None:
+            self.console.file = io.StringIO()
+            self.console.print(shown)
+            lines = self.console.file.getvalue().splitlines()
+            assert time.monotonic() < deadline, lines
+            if lines[0].startswith("3 engines, 1 without data") and "no replica 1 is ready" in "".join(lines):
+                raise Enough
+
+    with listening(Growing) as url, pytest.raises(Enough):
+        top_command.watch_all(url, KEY, 1, Screen())  # type: ignore[arg-type]
 
 
 class Silent(Streams):

@@ -101,6 +101,7 @@ def test_saved_event_stream_is_a_recording(tmp_path: Path) -> None:
     for frame in (*one, *two):
         kind = b"snapshot" if isinstance(frame, Snapshot) else b"delta"
         text += b"event: " + kind + b"\ndata: " + msgspec.json.encode(frame) + b"\n\n: keep-alive\n\n"
+    text += b'event: engines\ndata: {"num_replicas":2}\n\n'
     text += b'event: bye\ndata: {"reason":"slow"}\n\n'
     plain, packed = tmp_path / "busy.frames", tmp_path / "busy.frames.gz"
     plain.write_bytes(text)

@@ -59,8 +59,8 @@ def top(
     key = api_key or os.environ.get("OCTAVO_ADMIN_KEY") or os.environ.get("OCTAVO_API_KEY")
     console = Console()
     num = num_engines(url, key)
-    engines = [Engine(url, key, i if num > 1 else None) for i in range(num)]
     if once or not console.is_terminal:
+        engines = [Engine(url, key, i) for i in range(num)]
         with ThreadPoolExecutor(num) as pool:
             list(pool.map(Engine.read_once, engines))
         check(engines)
@@ -69,18 +69,16 @@ def top(
         console.print(render_all(engines))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        if num > 1:
-            watch_all(engines, live)
-        while True:
-            for summary in engines[0].summaries():
-                live.update(render(summary), refresh=True)
-            time.sleep(RETRY_S)  # the server disconnected, or its engine restarts
+        watch_all(url, key, num, live)
 
 
-def watch_all(engines: Sequence[Engine], live: Live) -> None:
-    for engine in engines:
-        threading.Thread(target=engine.watch, daemon=True).start()
+def watch_all(url: str, key: str | None, num: int, live: Live) -> None:
+    """Show `num` engines, and those that streams tell of later."""
+    engines: list[Engine] = []
     while True:
+        for i in range(len(engines), max([num, *(engine.num_engines for engine in engines)])):
+            engines.append(Engine(url, key, i))
+            threading.Thread(target=engines[i].watch, daemon=True).start()
         check(engines)
         live.update(render_all(engines, live.console), refresh=True)
         time.sleep(REFRESH_S)
@@ -108,16 +106,17 @@ def num_engines(url: str, key: str | None) -> int:
 class Engine:
     """One engine of a server, as its stream shows it.
 
-    replica   its number; None: the server has no other
-    summary   after the last frame; None: none came yet
-    problem   why the summary is not that of now, or ""
-    error     why the server cannot be reached
+    summary       after the last frame; None: none came yet
+    problem       why the summary is not that of now, or ""
+    error         why the server cannot be reached
+    num_engines   of the server, as the stream says
     """
 
-    def __init__(self, url: str, key: str | None, replica: int | None = None) -> None:
+    def __init__(self, url: str, key: str | None, replica: int) -> None:
         self._url, self._key = url, key
-        self._path = "/view/events" if replica is None else f"/view/events?replica={replica}"
+        self._path = f"/view/events?replica={replica}"
         self._heard_s = 0.0
+        self.num_engines = 1
         self.summary: Summary | None = None
         self.problem = "it has sent nothing yet"
         self.error: OctavoError | None = None
@@ -150,11 +149,13 @@ class Engine:
             self.problem = "its stream broke"
 
     def _lines(self, response: Iterable[bytes]) -> Iterator[bytes]:
-        """The lines of the stream. A `bye` among them is the problem."""
+        """The lines of the stream. Those that are no frames say the problem, or the number of engines."""
         for line in response:
-            if line.startswith((b'data: {"reason"', b'data:{"reason"')):
-                with contextlib.suppress(ValueError):
-                    self.problem = str(json.loads(line.partition(b":")[2])["reason"])
+            if line.startswith(b"data:") and b'"kind"' not in line[:16]:
+                with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError):
+                    told = json.loads(line.removeprefix(b"data:"))
+                    self.problem = str(told.get("reason", self.problem))
+                    self.num_engines = min(int(told.get("num_replicas", self.num_engines)), MAX_ENGINES)
             yield line
 
     def read_once(self) -> None:
@@ -228,7 +229,7 @@ def render_all(engines: Sequence[Engine], console: Console | None = None) -> Any
     now = [engine.current() for engine in engines]
     known = [(i, summary) for i, summary in enumerate(now) if isinstance(summary, Summary)]
     missing = len(now) - len(known)
-    title = f"{len(now)} engines" + (f", {missing} without data" if missing else "")
+    title = f"{len(now)} engine{'s' * (len(now) > 1)}" + (f", {missing} without data" if missing else "")
     head = [Text(title, style="bold"), _numbers([summary for _, summary in known]), Text("")]
     rows = [(i, row) for i, summary in known for row in summary.requests]
     rows.sort(key=lambda each: (-each[1].num_blocks, each[1].id))

@@ -170,6 +170,8 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
         if error.code == RequestFailedError.code:
             return ApiError(500, error.code, "the request's logits are not finite; other requests are not affected")
         return internal_error(request_id)
+    if isinstance(error, EngineQueryError) and error.code == "no_replica":
+        return ApiError(503, error.code, str(error), retry_after_s=1)
     if isinstance(error, EngineError) and not isinstance(error, EngineQueryError):
         return engine_unavailable()
     return internal_error(request_id)

@@ -138,8 +138,11 @@ class Hub:
                 spent_s = asyncio.get_running_loop().time() - begin
                 await asyncio.sleep(max(self._interval_s - spent_s, min(self._idle_ratio * cost_s, MAX_IDLE_S)))
         except OctavoError as error:
-            # The error may name files of the operator, which viewers need not see.
-            self._end("the view failed; see the log" if isinstance(error, EngineQueryError) else "the engine is gone")
+            if error.code == "no_replica":
+                self._end(str(error))
+            else:  # it may name files of the operator, which viewers need not see
+                failed = isinstance(error, EngineQueryError)
+                self._end("the view failed; see the log" if failed else "the engine is gone")
         except Exception:
             logger.exception("the view of the engine failed")
             self._end("the view failed; see the log")

@@ -1,5 +1,5 @@
 // A running server: one stream of a snapshot and deltas. After a lost frame, the stream is opened again. Of several
-// engines behind the server, one is shown.
+// engines behind the server, one is shown; the stream says when there are more.
 
 import { $, h, notice, text } from "./dom.mjs";
 import { FrameLost } from "./pool.mjs";
@@ -11,11 +11,18 @@ export class Live {
   constructor(stage, title, numEngines) {
     this.stage = stage;
     this.title = title.split("/").at(-1); // the last part of a model's path
-    this.numEngines = numEngines;
-    this.engine = 0;
-    for (let i = 0; i < numEngines; i++) $("#engine").append(h("option", { value: i }, `${i} of ${numEngines}`));
+    this.engine = this.numEngines = 0;
     $("#engine").onchange = (event) => (location.hash = `live=${event.target.value}`);
-    $("#engines").hidden = numEngines < 2;
+    this._listEngines(numEngines);
+  }
+
+  _listEngines(num) {
+    if (num <= this.numEngines) return;
+    this.numEngines = num;
+    const options = Array.from({ length: num }, (_, i) => h("option", { value: i }, `${i} of ${num}`));
+    $("#engine").replaceChildren(...options);
+    $("#engine").value = this.engine;
+    $("#engines").hidden = num < 2;
   }
 
   // `engine`: its number, from the link.
@@ -50,6 +57,7 @@ export class Live {
         this._retry("a frame was lost");
       }
     });
+    source.addEventListener("engines", (event) => this._listEngines(JSON.parse(event.data).num_replicas));
     source.addEventListener("bye", (event) => this._retry(JSON.parse(event.data).reason));
     source.onerror = () => this._retry("the server does not respond");
   }
