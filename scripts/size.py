@@ -25,12 +25,12 @@ BUDGETS: dict[str, int] = {
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3025,  # plans to tensors, passes, sampling, drafts, CUDA graphs, memory profile, both executors
-    "serve": 4945,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
+    "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3208,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
-    "view": 3565,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
-    "view (JavaScript)": 2155,  # the page, without a framework
-    "cluster": 975,  # the Ray Serve application: replicas, the pool, failover, `octavo cluster`
+    "view": 3584,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
+    "view (JavaScript)": 2162,  # the page, without a framework
+    "cluster": 995,  # the Ray Serve application: replicas, the pool with a slot a number, failover, `octavo cluster`
     "cli": 2340,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
     "utils": 24,  # the argument parser of vLLM's scripts, the choice of the event loop
     "v1": 5,  # names of modules that vLLM's scripts import

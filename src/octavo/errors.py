@@ -20,7 +20,8 @@ OctavoError                       base of everything that Octavo raises on purpo
     │   └── StepMemoryError       the step ran out of memory; later steps are smaller
     ├── DeviceLostError           the device no longer responds: the engine is dead, and waiting callers fail
     ├── RequestFailedError        one request failed (non-finite logits, ...); no other is affected
-    └── EngineQueryError          the engine could not answer a query about its state; it goes on
+    └── EngineQueryError          the engine could not answer a query about its state; it goes on (code
+                                  "no_replica": a cluster has no such replica now)
 
 "No room now" is a value, not an exception: the scheduler reports a request's wait reason (`core.events.Waiting`).
 A broken invariant is a bug in Octavo and an `assert`.

@@ -135,16 +135,28 @@ async def run_round(url: str, expected: list[str], cluster: Cluster, node: Any, 
     }
 
 
-def shown(url: str) -> list[str]:
-    """The epochs of the frames of both replicas, as the page gets them: an engine has one of its own."""
-    epochs = []
-    for i in range(2):
+def queried(url: str) -> dict[int, int]:
+    """The tokens that each replica has looked up in its prefix cache, by the replica's number."""
+    found = {}
+    for i in range(httpx.get(f"{url}/view/config").json()["num_replicas"]):
         kv = httpx.get(f"{url}/debug/kv?replica={i}")
-        assert kv.status_code == 200, kv.text
         with httpx.stream("GET", f"{url}/view/events?replica={i}") as response:
-            frame = next(line for line in response.iter_lines() if line.startswith("data: "))
-        epochs.append(json.loads(frame.removeprefix("data: "))["epoch"])
-    return epochs
+            event = next(response.iter_lines())
+        if kv.status_code == 200 and event == "event: snapshot":
+            found[i] = kv.json()["num_queried_tokens"]
+    return found
+
+
+def num_reached(url: str) -> int:
+    """How many of the two replicas that the front shows a single request reaches."""
+    deadline = time.monotonic() + 60
+    while len(before := queried(url)) < 2:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the front shows {before} after 60 s")
+        time.sleep(0.5)
+    httpx.post(f"{url}/v1/completions", json=body(0), timeout=60).raise_for_status()
+    after = queried(url)
+    return sum(before[i] < after[i] for i in before)
 
 
 async def undisturbed(url: str) -> list[str]:
@@ -163,7 +175,6 @@ def main(model: str, port: int, num_rounds: int, hangs: bool = False) -> dict[st
             wait_for_engines(2)
             time.sleep(KNOWN_S)
             expected = asyncio.run(undisturbed(url))
-            epochs = shown(url)
             rounds = []
             for _ in range(num_rounds):
                 rounds.append(asyncio.run(run_round(url, expected, cluster, nodes.pop(0), hangs)))
@@ -171,8 +182,8 @@ def main(model: str, port: int, num_rounds: int, hangs: bool = False) -> dict[st
                 nodes.append(cluster.add_node(**ENGINE_NODE))
                 wait_for_engines(2)
                 time.sleep(KNOWN_S)
-            counts = {"complete": sum(bool(text) for text in expected), "engines_shown": len({*epochs, *shown(url)})}
-            return {"rounds": rounds, **counts}
+            complete = sum(bool(text) for text in expected)
+            return {"rounds": rounds, "complete": complete, "num_reached": num_reached(url)}
     finally:
         ray.shutdown()
         cluster.shutdown()

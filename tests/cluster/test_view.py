@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,7 +26,7 @@ from octavo.serve.http.server import HTTPServer
 from octavo.serve.service import EngineLimits, Service
 from tests.cluster.test_transport import ENGINE, front, text_of
 
-ABSENT = "no replica 1 is ready; it comes when the cluster starts one"
+ABSENT, SILENT = "no replica 1 is ready; try again later", "replica 1 does not answer; try again later"
 
 
 @contextlib.asynccontextmanager
@@ -137,7 +139,7 @@ async def test_replicas_come_and_go(model: str, capsys: pytest.CaptureFixture[st
 
         calls.lost.add("third")
         while (reason := (await next_of(second, "bye"))["reason"]) != ABSENT:
-            assert reason == "replica 1 does not answer; try again later"
+            assert reason == SILENT
         answer = await http.get("/debug/kv?replica=1")
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, ABSENT)
         assert answer.json()["error"]["code"] == "no_replica" and answer.headers["retry-after"] == "1"
@@ -146,6 +148,12 @@ async def test_replicas_come_and_go(model: str, capsys: pytest.CaptureFixture[st
         assert "2 engines, 1 without data" in out and f"engine 1   no data: {ABSENT}" in out
 
         calls.replicas["fourth"] = await started(model, 32)
-        assert (await next_of(second, "snapshot"))["num_blocks"] == 32
+        epoch = (await next_of(second, "snapshot"))["epoch"]
+        os.kill(calls.replicas["fourth"].supervisor.pid or 0, signal.SIGKILL)
+        while (answer := await http.get("/debug/kv?replica=1")).status_code != 200:
+            assert answer.json()["error"]["message"] in (ABSENT, SILENT)
+            await asyncio.sleep(0.05)
+        snapshot = await next_of(second, "snapshot")
+        assert snapshot["num_blocks"] == 32 and snapshot["epoch"] != epoch
         for events in (first, second):
             await events.aclose()

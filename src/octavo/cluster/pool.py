@@ -78,7 +78,7 @@ class ReplicaSlot:
         for replica in self._pool.up:
             if replica.number == self._number:
                 return await self._pool.ask(replica, query)
-        raise no_replica(f"no replica {self._number} is ready; it comes when the cluster starts one")
+        raise no_replica(f"no replica {self._number} is ready; try again later")
 
 
 def no_replica(message: str) -> EngineQueryError:
@@ -163,6 +163,8 @@ class ReplicaPool:
         """Ask a replica's engine. Raises `EngineQueryError`."""
         try:
             data = await self._calls.query(replica.name, msgspec.msgpack.encode(query))
+            if not data:
+                raise CallError("its engine is down")
             reply = msgspec.msgpack.decode(data, type=ipc.RpcReply)
             if reply.error:
                 raise EngineQueryError(reply.error)

@@ -63,7 +63,7 @@ class EngineReplica:
         self._streams: dict[str, _Stream] = {}
         self._fronts: dict[str, float] = {}  # when each front last asked for a report
         self._numbers = itertools.count()
-        self._replies: dict[int, asyncio.Future[ipc.RpcReply]] = {}
+        self._replies: dict[int, asyncio.Future[ipc.RpcReply | None]] = {}
 
     async def start(self) -> None:
         """Start the engine and wait until it accepts requests. Raises the root cause if it does not start."""
@@ -143,14 +143,15 @@ class EngineReplica:
             self._send(ipc.StopSample(request_id, index))
 
     async def query(self, query: bytes) -> bytes:
-        """Ask the engine an encoded `Query`; returns an encoded `RpcReply`."""
-        number = next(self._numbers)
+        """Ask the engine an encoded `Query`; returns an encoded `RpcReply`, or b"" if the engine is down."""
         if not self.supervisor.is_up:
-            return _encode(ipc.RpcReply(number, error="the engine is restarting"))
+            return b""
+        number = next(self._numbers)
         future = self._replies[number] = asyncio.get_running_loop().create_future()
         self._send(ipc.RpcCall(number, msgspec.msgpack.decode(query)))
         try:
-            return _encode(await future)
+            reply = await future
+            return b"" if reply is None else _encode(reply)
         finally:
             del self._replies[number]
 
@@ -195,6 +196,6 @@ class EngineReplica:
     def _end_streams(self, reason: str) -> None:
         for stream in self._streams.values():
             stream.items.put_nowait(ipc.EngineFailed("EngineError", reason))
-        for number, future in self._replies.items():
+        for future in self._replies.values():
             if not future.done():
-                future.set_result(ipc.RpcReply(number, error=reason))
+                future.set_result(None)

@@ -37,10 +37,10 @@ from octavo.serve.openai.schema import (
     ResponseRequest,
     TokenizeRequest,
 )
-from octavo.serve.per_engine import PerEngine
 from octavo.serve.service import Prompts, Service, TokenizedPrompt
 from octavo.serve.view_routes import EVENTS, View, replica_number
 from octavo.view.live.hub import AskQuery, Hub
+from octavo.view.live.per_engine import PerEngine
 
 logger = logging.getLogger("octavo.serve")
 B = TypeVar("B", bound=schema.Body)

@@ -254,7 +254,7 @@ def test_several_engines_fit_a_terminal(num: int) -> None:
 def test_an_engine_that_comes_later_is_shown() -> None:
     deadline = time.monotonic() + 20
 
-    class Enough(Exception):
+    class EnoughError(Exception):
         pass
 
     class Screen:
@@ -266,9 +266,9 @@ def test_an_engine_that_comes_later_is_shown() -> None:
             lines = self.console.file.getvalue().splitlines()
             assert time.monotonic() < deadline, lines
             if lines[0].startswith("3 engines, 1 without data") and "no replica 1 is ready" in "".join(lines):
-                raise Enough
+                raise EnoughError
 
-    with listening(Growing) as url, pytest.raises(Enough):
+    with listening(Growing) as url, pytest.raises(EnoughError):
         top_command.watch_all(url, KEY, 1, Screen())  # type: ignore[arg-type]
 
 
