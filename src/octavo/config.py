@@ -126,7 +126,7 @@ class SpeculativeConfig(ValidatedParams):
 
     def __post_init__(self) -> None:
         if self.method not in ("suffix", "ngram"):
-            text = f"is {self.method!r}: drafts come from the sequence itself; set it to suffix or ngram"
+            text = f"is {self.method!r}: drafts come from earlier text; set it to suffix or ngram"
             raise invalid("method", text, "invalid_value")
         self._check_integer("num_speculative_tokens", 1, self.MAX_TOKENS)
 

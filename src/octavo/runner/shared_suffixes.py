@@ -105,7 +105,7 @@ class SharedSuffixes:
             if first <= end:
                 slots = self._slots(document.salt, document.tokens[first - size : end], size)
                 self._table[slots] = np.arange(first, end + 1) + (number << 32)  # of equal slots, numpy keeps the last
-        document.num_indexed = max(end, document.num_indexed)
+        document.num_indexed = end
 
     def _slots(self, salt: bytes, tokens: np.ndarray, size: int) -> np.ndarray:
         """Places in the table of each `size` tokens in a row -> [num_tokens - size + 1]."""
