@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.row_state import MAX_DRAFTS, DraftLines, RowState
-from octavo.runner.shared_suffixes import SharedSuffixes
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 
 CODE = """def total_price(items, tax_rate):
     total = 0

@@ -24,7 +24,7 @@ BUDGETS: dict[str, int] = {
     "kernels": 6640,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 3115,  # plans to tensors, passes, sampling, drafts also from other requests, CUDA graphs, memory profile, both executors
+    "runner": 3115,  # plans to tensors, passes, sampling, drafts from all requests, CUDA graphs, memory, executors
     "serve": 4945,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3208,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`

@@ -11,7 +11,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
 from octavo.runner.drafter import FIRST_SLOPE, MAX_LINES, SHARED, Chances, Drafter, Guess, PassTimes
-from octavo.runner.shared_suffixes import SharedSuffixes
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from tests.models.tiny import make_tiny_checkpoint
 
 PATTERN = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -21,7 +21,7 @@ import numpy as np
 
 from octavo.kernels.cpu.step import match_suffix
 from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
-from octavo.runner.shared_suffixes import SharedSuffixes
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.streams import Timer
 
 MAX_LINES = 64

@@ -23,6 +23,7 @@ from octavo.runner.checksums import SwapInCheck
 from octavo.runner.decode_lines import DecodeLines, decode_slices
 from octavo.runner.device_state import NUM_PARTS, DeviceState
 from octavo.runner.drafter import MAX_LINES, Drafter, DraftLimit
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.input_buffers import NO_TOKENS, InputBuffers, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers
@@ -36,7 +37,6 @@ from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
 from octavo.runner.sampling.host_columns import HostColumns
 from octavo.runner.sampling.host_sampling import HostSampler
 from octavo.runner.sampling.pipeline import Pipeline
-from octavo.runner.shared_suffixes import SharedSuffixes
 from octavo.runner.step import ColumnSampler, Step
 
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH
-from octavo.runner.shared_suffixes import SIZES, SharedSuffixes
+from octavo.runner.drafts.shared_suffixes import SIZES, SharedSuffixes
 
 SHORT, LONG = SIZES[-1], SIZES[0]
 SALTS = b"", b"tenant"
