@@ -4,8 +4,9 @@
     python benchmarks/speculation.py --synthetic 0.8 --batch 1 32 256 --model CONFIG_DIR --load-format dummy    on a GPU
 
 The prompts are of kinds whose outputs repeat parts of their prompts more or less. Each output must be the same with and
-without speculation; the last column counts those that are not. With --synthetic, a draft is accepted with this chance,
-whatever the model writes, to measure what passes cost.
+without speculation; the last column counts those that are not. Drafts come from the request itself, and in "the same
+again" also from the same request of earlier rounds, with other seeds. With --synthetic, a draft is accepted with this
+chance, whatever the model writes, to measure what passes cost.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.row_state import MAX_DRAFTS, DraftLines, RowState
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 
 CODE = """def total_price(items, tax_rate):
     total = 0
@@ -93,6 +95,16 @@ PROMPTS: dict[str, list[Prompt]] = {
     "first turn": [chat("Why is the sky blue?"), chat("Write a short story about a lighthouse.")],
 }
 
+AGAIN = "the same again"
+PROMPTS[AGAIN] = PROMPTS["first turn"]
+
+
+def forget_requests(llm: LLM) -> None:
+    """Let no draft come from earlier requests."""
+    runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+    if runner.drafter is not None:
+        runner.drafter._shared = SharedSuffixes()
+
 
 class SyntheticAcceptance:
     """Accepts drafts by chance, whatever the model samples. Outputs mean nothing then. Reads no tensor values.
@@ -127,12 +139,14 @@ def run(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[float
 
 def compare(name: str, engines: dict[str, LLM], prompts: Sequence[Any], options: argparse.Namespace) -> None:
     """Print a row of the table: by turns, with caches that hold the prompts."""
-    params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens)
-    params.ignore_eos = options.synthetic is not None
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     found: dict[str, list[list[int]]] = {}
     for turn in range(options.rounds + 1):
+        params = SamplingParams(temperature=options.temperature, seed=turn, max_tokens=options.tokens)
+        params.ignore_eos = options.synthetic is not None
         for way, llm in engines.items():
+            if turn == 0 or not name.startswith(AGAIN):
+                forget_requests(llm)
             spent, found[way] = run(llm, prompts, params)
             if turn:
                 seconds[way].append(spent)

@@ -112,8 +112,8 @@ class SpeculativeConfig(ValidatedParams):
 
     Tokens are the same with and without it, but for rounding.
 
-    method                  suffix or ngram: the tokens that followed the longest earlier match of a sequence's last
-                            tokens, in the sequence itself
+    method                  ngram: the tokens that followed the longest earlier match of a sequence's last tokens, in
+                            the sequence itself; suffix: on a CPU, also in other requests with the same salt
     num_speculative_tokens  most guesses per sequence and pass, at most 15. The engine measures how many pay off
     """
 
@@ -126,7 +126,7 @@ class SpeculativeConfig(ValidatedParams):
 
     def __post_init__(self) -> None:
         if self.method not in ("suffix", "ngram"):
-            text = f"is {self.method!r}: drafts come from the sequence itself; set it to suffix or ngram"
+            text = f"is {self.method!r}: drafts come from earlier text; set it to suffix or ngram"
             raise invalid("method", text, "invalid_value")
         self._check_integer("num_speculative_tokens", 1, self.MAX_TOKENS)
 

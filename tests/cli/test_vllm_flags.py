@@ -108,7 +108,7 @@ def test_speculation_is_spelt_as_in_vllm(call: Call, launched: Given, monkeypatc
     assert (launched["spec_method"], launched["spec_tokens"]) == ("ngram", 4)
     assert call(*line, "-sc.method", "ngram", "-sc.prompt_lookup_max", "4").code == 0
     assert launched["speculative_config"] == {"method": "ngram"}
-    reason = "drafts come from the sequence itself"
+    reason = "drafts come from earlier text"
     for words, text in (
         *((["-sc.method", name], f"--speculative-config: method is '{name}': {reason}") for name in MODEL_METHODS),
         *((["--spec-method", name], f"--spec-method: method is '{name}': {reason}") for name in MODEL_METHODS),

@@ -71,7 +71,7 @@ def whole_plan() -> StepPlan:
     plan.swap_outs, plan.swap_ins = [SwapOut(1, 2), SwapOut(3, 4)], [SwapIn(5, 6)]
     plan.copies = [BlockCopy(8, 9)]
     plan.row_setups = [
-        RowSetup(3, ALL, -(1 << 63), 4, frozenset({11, 2}), 6, array("i", range(9)), True),
+        RowSetup(3, ALL, -(1 << 63), 4, frozenset({11, 2}), 6, array("i", range(9)), True, b"sa\0lt"),
         RowSetup(0, SamplingParams(temperature=0), (1 << 63) - 1, 0, frozenset()),
     ]
     return plan
@@ -98,7 +98,7 @@ def test_bytes_of_another_version_or_length_are_refused() -> None:
     for damaged, text in (
         (b"", "field at byte 0 has 56 bytes of 0"),
         (b"what" + data[4:], "b'what' are no plan"),
-        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 4; run the same version"),
+        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 5; run the same version"),
         (data + b"\0", f"ends after {len(data)} of {len(data) + 1} bytes"),
         (data[:-1], "damaged"),
     ):

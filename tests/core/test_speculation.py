@@ -70,6 +70,13 @@ def test_drafts_make_a_slice_an_upper_bound() -> None:
     assert numbers(request) == (6, 9, 4, 3) and len(request.sequences[0].block_ids) == 3
 
 
+def test_a_row_setup_has_the_salt_of_a_request_that_drafts() -> None:
+    bench = Bench()
+    bench.add("A", [0] * 6, 20, salt=b"mine")
+    bench.add("B", [0] * 6, 20, k=0, salt=b"yours")
+    assert [setup.salt for setup in bench.plan().plan.row_setups] == [b"mine", b""]
+
+
 def test_the_next_step_starts_at_the_bound_and_a_result_lowers_it() -> None:
     bench = Bench()
     request = bench.add("A", [0] * 6, 20)

@@ -379,3 +379,47 @@ def test_nan_at_an_accepted_position_fails_one_request(
         assert tokens_of(outputs) == finite[:VICTIM] + finite[VICTIM + 1 :]
         depths.append(hits[0])
     assert max(depths) > 0
+
+
+# -- drafts from other requests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "window"), [("suffix", 1), ("suffix", 4), ("ngram", 1)])
+def test_equal_requests_of_one_salt_draft_from_each_other(model: Any, method: str, window: int) -> None:
+    """One after another, with noise. Those of another salt begin without the tokens of the first."""
+    prompt, params = list(range(3, 20)), SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+    salts = [b"a", b"a", b"b", b"b", b"", b"a"]
+
+    def outputs(engine: Engine) -> tuple[list[list[int]], list[int]]:
+        client, found, num_right = StepClient(engine), [], []
+        for i, salt in enumerate(salts):
+            before = counts["right"]
+            client.add_request(EngineRequest(str(i), prompt, params, salt=salt))
+            (output,) = client.run_to_end()
+            found.append(list(output.outputs[0].token_ids))
+            num_right.append(counts["right"] - before)
+        return found, num_right
+
+    with LLM(model("llama"), **OPTIONS) as llm:
+        counts = count_drafts(llm)
+        expected, _ = in_engine_thread(llm, outputs)
+    config = SPECULATION | {"method": method}
+    llm = LLM(model("llama"), decode_window=window, speculative_config=config, **OPTIONS)
+    with draft_by(llm, "cpu", "suffix"):
+        counts = count_drafts(llm)
+        found, num_right = in_engine_thread(llm, outputs)
+    assert found == expected and len(set(map(tuple, found))) == 1
+    firsts, repeats = ([num_right[i] for i in which] for which in ((0, 2, 4), (1, 3, 5)))
+    assert firsts == [0, 0, 0]
+    assert min(repeats) > 40 if method == "suffix" else repeats == [0, 0, 0]
+
+
+def test_all_kinds_of_requests_draft_from_what_they_gave_before(model: Any, expected: Any) -> None:
+    want, num_right = expected("llama"), []
+    llm = LLM(model("llama"), max_logprobs=30, decode_window=4, speculative_config=SPECULATION, **OPTIONS)
+    with draft_by(llm, "cpu", "suffix"):
+        counts = count_drafts(llm)
+        for _ in range(2):
+            check(generate(llm, want.asks), want)
+            num_right.append(counts["right"])
+    assert num_right[1] - num_right[0] > 1.5 * num_right[0] and not counts["unwanted"], num_right

@@ -10,7 +10,8 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
-from octavo.runner.drafter import FIRST_SLOPE, MAX_LINES, Chances, Drafter, Guess, PassTimes
+from octavo.runner.drafter import FIRST_SLOPE, MAX_LINES, SHARED, Chances, Drafter, Guess, PassTimes
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from tests.models.tiny import make_tiny_checkpoint
 
 PATTERN = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -100,9 +101,9 @@ def test_what_follows_a_wrong_draft_teaches_nothing() -> None:
 class Bench:
     """A drafter whose rows have sequences."""
 
-    def __init__(self, *sequences: list[int], slope: float = FIRST_SLOPE) -> None:
+    def __init__(self, *sequences: list[int], slope: float = FIRST_SLOPE, shared: SharedSuffixes | None = None) -> None:
         self.state = RowState.empty(len(sequences), 4, "cpu", max_len=2000)
-        self.drafter = Drafter(self.state)
+        self.drafter = Drafter(self.state, shared)
         self.drafter.times.line = lambda: (1.0, slope)  # type: ignore[method-assign]
         for row, tokens in enumerate(sequences):
             self.state.num_computed[row] = -1
@@ -162,7 +163,7 @@ def test_another_sequence_in_the_row_starts_afresh() -> None:
     bench = Bench(PATTERN * 2)
     first = bench.choose(0)
     play(bench, 0, 20, right=False)
-    bench.drafter.forget([0])
+    bench.drafter.forget({0: b""})
     bench.state.num_computed[0] = -1
     bench.append(0, PATTERN * 2)
     bench.drafter._chances._right[:], bench.drafter._chances._tried[:] = Chances()._right, Chances()._tried
@@ -185,7 +186,7 @@ def test_a_runner_forgets_the_guesses_of_a_row_that_gets_another_sequence(tmp_pa
 def test_a_guess_about_the_rows_last_sequence_teaches_nothing() -> None:
     bench, fresh = Bench(PATTERN * 2), Bench(PATTERN * 4)
     bench.choose(0)
-    bench.drafter.forget([0])
+    bench.drafter.forget({0: b""})
     bench.state.num_computed[0] = -1
     bench.append(0, PATTERN[::-1] * 3)
     bench.choose(0)
@@ -201,7 +202,7 @@ def test_drafts_end_before_the_end() -> None:
     last = int(bench.state.num_computed[0])
     for room in (-1, 0, 1, 2, 5, 40):
         assert bench.choose(0, ends=last + 1 + room) == [min(max(room, 0), MAX_DRAFTS)]
-        bench.drafter.forget([0])
+        bench.drafter.forget({0: b""})
 
 
 def test_each_row_has_its_own_limit() -> None:
@@ -230,3 +231,51 @@ def test_a_match_at_the_end_goes_on_from_its_own_beginning() -> None:
     bench = Bench([8, 9, 8, 9], slope=0)
     (num,) = bench.choose(0)
     assert bench.drafts(0, num) == [8, 9] * (num // 2) + [8] * (num % 2) and num == MAX_DRAFTS
+
+
+# -- drafts from other sequences ---------------------------------------------------------------------------------------
+
+
+def sharing(*sequences: list[int], salts: tuple[bytes, ...]) -> Bench:
+    """The last row has had no pass yet."""
+    bench = Bench(*sequences, slope=0, shared=SharedSuffixes())
+    bench.drafter.forget(dict(enumerate(salts)))
+    for row in range(len(sequences) - 1):
+        bench.choose(row)
+    return bench
+
+
+def test_a_row_gets_the_tokens_of_another_with_its_salt() -> None:
+    bench = sharing([*range(100)], [7, *range(20, 30)], salts=(b"", b""))
+    assert bench.choose(1, limits=9) == [9] and bench.drafts(1, 9) == [*range(30, 39)]
+    assert bench.drafter._guesses[1].num_matched == SHARED + 10
+    bench = sharing([*range(100)], [7, *range(20, 30)], salts=(b"a", b"b"))
+    assert bench.choose(1) == [0]
+
+
+def test_the_longer_match_wins_and_of_equal_ones_the_rows_own() -> None:
+    other = [*range(50, 60), 1, 2, 3, 4, 5, *range(70, 100)]
+    for before, expected in ((3, [70, 71]), (1, [8, 9])):
+        own = [*range(before, 6), 8, 9, *range(1, 6)]
+        assert sharing(other, own, salts=(b"", b"")).choose(1, limits=2) == [2]
+        bench = sharing(other, own, salts=(b"", b""))
+        bench.choose(1, limits=2)
+        assert bench.drafts(1, 2) == expected
+
+
+def test_shared_matches_have_chances_of_their_own() -> None:
+    chances = Chances()
+    assert (chances.of(0, 4, 9) == chances.of(0, SHARED + 4, 9)).all()
+    for row in range(9):
+        chances.learn(row, Guess(0, [7], SHARED + 4), [8])
+    assert chances.of(99, SHARED + 4, 1) < chances.of(99, 4, 1) == Chances().of(0, 4, 1)
+    assert len(chances.of(0, SHARED + MAX_MATCH, MAX_DRAFTS)) == MAX_DRAFTS
+
+
+def test_the_tokens_of_a_rows_last_sequence_are_kept() -> None:
+    bench = sharing([*range(100)], [7, *range(20, 30)], salts=(b"", b""))
+    bench.drafter.forget({0: b"other"})
+    bench.state.num_computed[0] = -1
+    bench.append(0, [*range(99, -1, -1)])
+    assert bench.choose(0) == [0]
+    assert bench.choose(1, limits=9) == [9] and bench.drafts(1, 9) == [*range(30, 39)]

@@ -69,6 +69,7 @@ class RowSetup(NamedTuple):
                         sampled tokens and the host tokens of slices
     returns_candidates  beam search: slices with `num_samples` return the top candidates, best first, as pairs of
                         (log-probability, token), and sample nothing
+    salt                that of the request if it drafts: drafts may come from requests with the same salt
     """
 
     row: Row
@@ -79,6 +80,7 @@ class RowSetup(NamedTuple):
     num_prompt: int = 0
     token_ids: array[int] | None = None
     returns_candidates: bool = False
+    salt: bytes = b""
 
 
 class Drafts(NamedTuple):
@@ -123,7 +125,7 @@ class Slice(NamedTuple):
 T = TypeVar("T")
 COLUMN = "I"
 """Array type of a plan's columns: int32 numbers from 0 on. Python fills unsigned arrays three times as fast."""
-VERSION = 4
+VERSION = 5
 """Format of encoded plans and results. Both sides must be of the same version."""
 
 _EMPTY: array[int] = array(COLUMN)
@@ -133,7 +135,7 @@ _RESULT_MAGIC = b"octr"
 _RESULT_HEADER = struct.Struct("=4sI8I")
 _NUMBERS = {f.name: "d" if f.type == "float" else "i" for f in fields(SamplingParams) if f.type in ("float", "int")}
 """The numbers among the sampling parameters, and their codes in a setup's bytes."""
-_SETUP = struct.Struct(f"=3Iq{''.join(_NUMBERS.values())}2i?6i")
+_SETUP = struct.Struct(f"=3Iq{''.join(_NUMBERS.values())}2i?7i")
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
 _NONE = -2
 """Stands for None where -1 has a meaning."""
@@ -310,17 +312,18 @@ def _encode_setup(setup: RowSetup) -> bytes:
         _NONE if allowed is None else len(allowed),
         len(bias),
         len(words),
+        len(setup.salt),
     )
     ints = array("i", chain(sorted(setup.stop_ids), history or (), allowed or (), bias))
     words_ints = array("i", chain.from_iterable((len(word), *word) for word in words))
-    return b"".join((fixed, ints, array("d", bias.values()), words_ints))
+    return b"".join((fixed, ints, array("d", bias.values()), words_ints, setup.salt))
 
 
 def _decode_setup(reader: _Reader) -> RowSetup:
     row, sample_index, num_prompt, seed, *rest = reader.unpack(_SETUP)
     numbers, rest = dict(zip(_NUMBERS, rest, strict=False)), rest[len(_NUMBERS) :]
     logprobs, prompt_logprobs, returns_candidates, best_of, num_stops, num_history, num_allowed, *rest = rest
-    num_biases, num_words = rest
+    num_biases, num_words, num_salt = rest
     stop_ids = frozenset(reader.ints(num_stops))
     history = None if num_history == _NONE else reader.ints(num_history)
     allowed = None if num_allowed == _NONE else reader.ints(num_allowed).tolist()
@@ -341,7 +344,8 @@ def _decode_setup(reader: _Reader) -> RowSetup:
         )
     except ParameterError as error:
         raise PlanError(f"the plan has parameters that no request can have: {error}; its bytes are damaged") from None
-    return RowSetup(row, params, seed, sample_index, stop_ids, num_prompt, history, returns_candidates)
+    salt = reader.take(num_salt)
+    return RowSetup(row, params, seed, sample_index, stop_ids, num_prompt, history, returns_candidates, salt)
 
 
 class _Reader:
@@ -351,7 +355,7 @@ class _Reader:
         self.data = data
         self.at = 0
 
-    def _take(self, num_bytes: int) -> bytes:
+    def take(self, num_bytes: int) -> bytes:
         begin, size = self.at, len(self.data)
         self.at += num_bytes
         if num_bytes < 0 or self.at > size:
@@ -359,7 +363,7 @@ class _Reader:
         return self.data[begin : self.at]
 
     def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
-        return form.unpack(self._take(form.size))
+        return form.unpack(self.take(form.size))
 
     def header(self, form: struct.Struct, magic: bytes) -> tuple[Any, ...]:
         """Return what follows the magic bytes and the version."""
@@ -377,7 +381,7 @@ class _Reader:
 
     def ints(self, num: int, typecode: str = "i") -> array[int]:
         """Return the next `num` int32 numbers, which must not be negative."""
-        data = self._take(4 * num)
+        data = self.take(4 * num)
         if not data[_TOP_BYTE::4].isascii():
             raise PlanError(f"the plan has a negative number before byte {self.at}; its bytes are damaged")
         return array(typecode, data)
@@ -387,11 +391,11 @@ class _Reader:
         return zip(ints[::2], ints[1::2], strict=True)
 
     def doubles(self, num: int) -> array[float]:
-        return array("d", self._take(8 * num))
+        return array("d", self.take(8 * num))
 
     def text(self, num_bytes: int) -> str:
         try:
-            return self._take(num_bytes).decode()
+            return self.take(num_bytes).decode()
         except UnicodeDecodeError:
             raise PlanError(f"the text before byte {self.at} is no text; its bytes are damaged") from None
 

@@ -49,6 +49,7 @@ class RowTable:
                 num_prompt,
                 history,
                 returns_candidates=request.select_beams is not None,
+                salt=request.salt if request.num_draft_tokens else b"",
             )
         )
         self.write(sequence, 0, sequence.block_ids, plan)

@@ -230,6 +230,7 @@ def _start_executor(
                 vocab_size=resolved.spec.vocab_size,
                 graphs=not args.enforce_eager,
                 num_speculative_tokens=args.num_speculative_tokens,
+                shares_suffixes=(speculation := args.speculation()) is not None and speculation.method == "suffix",
             )
             executor = make_executor(runner, precompile)
             return executor, executor.start()

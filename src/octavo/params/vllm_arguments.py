@@ -133,7 +133,7 @@ ENGINE: tuple[Argument, ...] = (
     *_any("engine", "no effect without enable_lora", "max_loras max_lora_rank max_cpu_loras lora_dtype"
         " lora_target_modules default_mm_loras", flags="fully_sharded_loras enable_tower_connector_lora"
         " specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras"),
-    *_only("engine", "drafts come from the sequence itself", "spec_model"),
+    *_only("engine", "drafts come from earlier text", "spec_model"),
     *_only("engine", "models generate text token by token", "pooler_config diffusion_config io_processor_plugin"),
     *_only("engine", "models generate text token by token", runner=("auto", "generate"), convert=("auto", "none")),
     *_only("engine", "prompts are text or token ids", enable_prompt_embeds=False, enable_mm_embeds=False),
@@ -261,7 +261,7 @@ CALL: tuple[Argument, ...] = (
 )
 SPECULATION: tuple[Argument, ...] = (
     *_taken("speculation", "method num_speculative_tokens"),
-    *_only("speculation", "drafts come from the sequence itself", "model quantization moe_backend attention_backend"
+    *_only("speculation", "drafts come from earlier text", "model quantization moe_backend attention_backend"
         " kv_cache_dtype max_model_len revision code_revision index_share_for_mtp_iteration draft_load_config"
         " dspark_draft_topk", draft_tensor_parallel_size=1, tensor_parallel_size=1, use_heterogeneous_vocab=False,
         parallel_drafting=False, draft_sample_method="greedy", enable_adaptive_verification=False,

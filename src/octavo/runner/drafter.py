@@ -1,6 +1,6 @@
 """Chooses how many drafts decode passes have: as many as measurements justify.
 
-    a row's own tokens -> a guess of what follows -> its chance to be right -> drafts that raise tokens per time
+    tokens known so far -> a guess of what follows -> its chance to be right -> drafts that raise tokens per time
 
 A pass takes longer with each draft, and returns more tokens with each that is right. Both are measured: the time of a
 pass by its number of lines, and how often drafts of a match of this length were right. Every pass makes guesses, and
@@ -13,7 +13,7 @@ where the device makes the guesses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from octavo.kernels.cpu.step import match_suffix
 from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.streams import Timer
 
 MAX_LINES = 64
@@ -28,6 +29,8 @@ MAX_LINES = 64
 FIRST_SLOPE, FIRST_GPU_SLOPE = 0.1, 0.005
 """Cost of a line before any is measured, in parts of a pass of one line."""
 DECAY_OF_TIMES, DECAY_OF_CHANCES, DECAY_OF_ROWS, DECAY_OF_LIMITS = 0.97, 0.995, 0.9, 0.99
+SHARED = MAX_MATCH + MAX_DRAFTS
+"""Added to the length of a match in a shared document: its drafts have chances of their own."""
 ROW_WEIGHT = 1.0
 """Right drafts that each row begins with, in place of experience."""
 
@@ -73,7 +76,7 @@ class Guess(NamedTuple):
 
     position     that of the last token when it was made
     tokens       may be more than were computed
-    num_matched  length of the match that it continues
+    num_matched  length of the match that it continues, and SHARED more if it is in a shared document
     """
 
     position: int
@@ -85,7 +88,7 @@ class Chances:
     """How likely a draft is right if those before it are: by the length of its match, and by the row's luck so far."""
 
     def __init__(self) -> None:
-        lengths = np.arange(1, MAX_MATCH + MAX_DRAFTS + 1)
+        lengths = np.tile(np.arange(1, SHARED + 1), 2)
         self._right, self._tried = (0.9 - 0.7 / lengths) * 4, np.full(len(lengths), 4.0)
         self._rows: dict[int, tuple[float, float]] = {}  # row -> drafts that were right, drafts expected to be
 
@@ -121,18 +124,20 @@ class Drafter:
     times   of passes
     """
 
-    def __init__(self, state: RowState) -> None:
+    def __init__(self, state: RowState, shared: SharedSuffixes | None = None) -> None:
+        """shared: None: guesses come from a row's own tokens alone"""
         self.times = PassTimes()
-        self._state = state
+        self._state, self._shared = state, shared
         self._chances = Chances()
         self._guesses: dict[int, Guess] = {}
 
-    def forget(self, rows: Iterable[int]) -> None:
-        """Rows that got another sequence."""
-        rows = list(rows)
+    def forget(self, rows: Mapping[int, bytes]) -> None:
+        """Rows that get another sequence, with its salt. Their history is still that of the last one."""
         self._chances.forget(rows)
-        for row in rows:
+        for row, salt in rows.items():
             self._guesses.pop(row, None)
+            if self._shared is not None:
+                self._shared.begin(row, salt)
 
     def choose(self, rows: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> np.ndarray:
         """Write the next pass's drafts -> their number by slice, [num_slices].
@@ -162,9 +167,14 @@ class Drafter:
         if last is not None and last.position < position:
             self._chances.learn(row, last, history[last.position + 1 :].tolist())
         num_matched, begin = match_suffix(history)
+        tokens = np.resize(history[begin : begin + num], num).tolist()
+        if self._shared is not None:
+            num_shared, following = self._shared.match(row, history)
+            self._shared.extend(row, history)
+            if num_shared > num_matched:
+                num_matched, tokens = SHARED + num_shared, following[:num]
         if not num_matched:
             return None
-        tokens = np.resize(history[begin : begin + num], num).tolist()
         guess = self._guesses[row] = Guess(position, tokens, num_matched)
         return guess
 

@@ -23,6 +23,7 @@ from octavo.runner.checksums import SwapInCheck
 from octavo.runner.decode_lines import DecodeLines, decode_slices
 from octavo.runner.device_state import NUM_PARTS, DeviceState
 from octavo.runner.drafter import MAX_LINES, Drafter, DraftLimit
+from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.input_buffers import NO_TOKENS, InputBuffers, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
 from octavo.runner.output_buffers import OutputBuffers
@@ -69,6 +70,7 @@ class ModelRunner:
     graphs            capture and replay the platform's graphs
     num_speculative_tokens
                       most drafts per sequence and pass; 0: no speculation
+    shares_suffixes   drafts of the CPU may come from other requests with the same salt
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ModelRunner:
         vocab_size: int,
         graphs: bool,
         num_speculative_tokens: int = 0,
+        shares_suffixes: bool = False,
     ) -> None:
         self.platform = platform
         self.num_speculative_tokens = num_speculative_tokens
@@ -98,7 +101,8 @@ class ModelRunner:
             keeps_history=num_speculative_tokens > 0,
         )
         self.draft_limit = DraftLimit(platform.make_timer if num_speculative_tokens else None)
-        self.drafter = Drafter(state.rows) if num_speculative_tokens and platform.is_host else None
+        shared = SharedSuffixes() if shares_suffixes and platform.is_host else None
+        self.drafter = Drafter(state.rows, shared) if num_speculative_tokens and platform.is_host else None
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
         # Of logits of a pass, with the padding of graphs.
         max_lines = max(num_rows + 2, PrefillSizes.FEW, MAX_LINES if num_speculative_tokens else 0)
@@ -142,7 +146,7 @@ class ModelRunner:
         processors.apply(plan)
         host.apply(plan)
         if self.drafter is not None:
-            self.drafter.forget(setup.row for setup in plan.row_setups)
+            self.drafter.forget({setup.row: setup.salt for setup in plan.row_setups})
         num_logprobs = processors.slice_logprobs(plan)
         on_host = host.is_needed(plan) or bool(num_logprobs and plan.bitmask_slices)
         output = ring.new_output(len(plan.rows), num_logprobs)
