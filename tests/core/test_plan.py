@@ -80,7 +80,7 @@ def whole_plan() -> StepPlan:
 def test_a_plan_survives_its_bytes() -> None:
     plan = whole_plan()
     got = o.Received.of(InFlightStep(plan))  # compares every field
-    assert got.num_tokens == 7 and got.num_bitmask_columns == 2 and list(got.slices()) == list(plan.slices())
+    assert got.num_tokens == 7 and got.num_bitmask_columns == 3 and list(got.slices()) == list(plan.slices())
     assert got.row_setups[0].sampling_params.needs_history and got.row_setups[0].token_ids == array("i", range(9))
     assert got.row_setups[0].sampling_params.selects_best_of and got.row_setups[1].sampling_params.greedy
     assert isinstance(got.table_writes[0].block_ids, tuple) and isinstance(got.swap_ins[0], SwapIn)

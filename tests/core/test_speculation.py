@@ -239,11 +239,19 @@ def test_a_result_with_drafts_is_cut_at_the_first_stop_token() -> None:
     assert request.finished_sequences[0].token_ids.tolist()[3:] == [TOKEN, 9] and bench.cache.pool.num_used == 0
 
 
-@pytest.mark.parametrize("options", [{"width": 2}, {"beam": 2}, {"use_structured_output": True}, {"k": 0}], ids=str)
-def test_no_drafts_where_the_host_chooses_masks_or_declines(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"width": 2}, {"beam": 2}, {"k": 0}], ids=str)
+def test_no_drafts_where_the_host_chooses_or_declines(options: dict[str, Any]) -> None:
     bench = Bench()
     bench.add("A", [0] * 3, 9, **options)
     assert not bench.plan().plan.drafts
+
+
+def test_a_request_with_a_grammar_speculates_and_each_pass_waits_for_bitmasks() -> None:
+    bench = Bench(k=8, decode_window=3)
+    bench.add("A", [0] * 3, 40, k=8, use_structured_output=True)
+    bench.land(bench.plan(), 1)
+    plan = bench.plan().plan
+    assert plan.drafts[0].num_passes == plan.num_bitmask_columns == 3 < plan.num_sampled[0]
 
 
 def test_all_samples_speculate_after_the_fork() -> None:

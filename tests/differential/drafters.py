@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from octavo import LLM
 from octavo.core.scheduler import Scheduler
+from octavo.engine.executor import GrammarDrafts
 from octavo.kernels.row_state import RowState
 from octavo.runner.drafter import MAX_LINES, PassTimes
 from octavo.runner.model_runner import ModelRunner
@@ -32,10 +34,13 @@ class Replay:
     def __init__(self, habit: str, known: Seq[Seq[int]], state: RowState) -> None:
         self.habit, self.known, self.state, self.chance = habit, known, state, random.Random(0)
 
-    def choose(self, rows: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    def choose(
+        self, rows: np.ndarray, ends: np.ndarray, limits: np.ndarray, grammars: Mapping[int, GrammarDrafts]
+    ) -> np.ndarray:
         counts, left = np.zeros_like(rows), MAX_LINES - len(rows)
         for i, (row, end, limit) in enumerate(zip(rows.tolist(), ends.tolist(), limits.tolist(), strict=True)):
-            counts[i] = self._draft(row, end, min(limit, left))
+            given = list(grammars[row].tokens) if row in grammars else None  # its bitmasks follow these drafts
+            counts[i] = self._draft(row, end, min(limit, left), given)
             left -= counts[i]
         return counts
 
@@ -43,16 +48,17 @@ class Replay:
         for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
             self._draft(row, end, num_drafts)
 
-    def _draft(self, row: int, end: int, limit: int) -> int:
+    def _draft(self, row: int, end: int, limit: int, given: list[int] | None = None) -> int:
         state, chance = self.state, self.chance
         state.drafts[row] = -1
         last = int(state.num_computed[row])
         num = 0 if state.done[row] else max(0, min(limit, end - 1 - last))
+        num = num if given is None else min(num, len(given))
         if self.habit == "mixed":
             num = chance.randint(0, num)
         if num:
-            guesses = self._guess(state.history[row, : last + 1].tolist(), num)
-            state.drafts[row, :num] = state.drafts.new_tensor(guesses)
+            guesses = given or self._guess(state.history[row, : last + 1].tolist(), num)
+            state.drafts[row, :num] = state.drafts.new_tensor(guesses[:num])
         return num
 
     def _guess(self, tokens: list[int], num: int) -> list[int]:
@@ -115,7 +121,9 @@ def count_drafts(llm: LLM) -> Counter[str]:
     def counted(step: Any, result: Any, **options: Any) -> Any:
         for i, passes in result.drafts.items():
             params = step.sequences[i].request.sampling_params
-            counts["unwanted"] += not params.spec or params.structured_outputs is not None
+            counts["unwanted"] += not params.spec or (
+                params.structured_outputs is not None and params.logprobs is not None
+            )
             for num, num_right in passes:
                 counts.update(right=num_right, wrong=num - num_right, passes=1)
         return update(scheduler, step, result, **options)

@@ -5,16 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.engine.executor import ERRORS, Capacity, GrammarBitmask, decode_error, encode_error
+from octavo.engine.executor import ERRORS, Capacity, GrammarBitmask, GrammarDrafts, decode_error, encode_error
 from octavo.errors import PlanError
 
 
 def test_a_bitmask_survives_its_bytes() -> None:
-    words = np.arange(6, dtype=np.int32).reshape(2, 3) - 4
-    for masks in (GrammarBitmask([4, 7], words), GrammarBitmask([], words[:0])):
-        slices, bitmask = GrammarBitmask.decode(masks.encode())
+    words = np.arange(12, dtype=np.int32).reshape(4, 3) - 4
+    drafts = {4: GrammarDrafts([9, 0], [0, 7])}
+    for masks in (
+        GrammarBitmask([4, 7], words[:2]),
+        GrammarBitmask([], words[:0]),
+        GrammarBitmask([7, 4], words, drafts),
+    ):
+        slices, bitmask, found = GrammarBitmask.decode(masks.encode())
         assert slices == masks.slices and bitmask.dtype == np.int32 and bitmask.flags.writeable
-        assert bitmask.shape == masks.bitmask.shape and (bitmask == masks.bitmask).all()
+        assert bitmask.shape == masks.bitmask.shape and (bitmask == masks.bitmask).all() and found == masks.drafts
+
+
+def test_a_slice_has_a_mask_more_after_each_of_its_drafts() -> None:
+    masks = GrammarBitmask([4, 7, 2], np.zeros((5, 3), np.int32), {4: GrammarDrafts([9, 0], [0, 7])})
+    assert masks.first_masks() == {4: 0, 7: 3, 2: 4}
 
 
 def test_a_capacity_survives_its_bytes() -> None:

@@ -224,16 +224,16 @@ class _Running:
     def _tokens(self) -> list[list[list[Any]]]:
         """By slice and column. Slices with `num_samples` return all of them in the first column."""
         if self._whole is None:
-            for i in self.plan.bitmask_slices:
-                seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
-                known = len(seq.token_ids) == end - self.plan.num_sampled[i] + 1
+            self._whole, firsts = self.oracle.finish(self.plan)
+            for i in firsts.keys() & self.plan.bitmask_slices:
+                seq = self.plan.sequences[i]
+                known = len(seq.token_ids) == firsts[i]
                 need(
                     known or seq.finish_reason or i in self.plan.origin.void_slices,
                     Invariant,
                     "a mask of unknown tokens",
                     seq,
                 )
-            self._whole = self.oracle.finish(self.plan)
         return self._whole
 
 
@@ -261,6 +261,7 @@ class Oracle:
         self.poisoned: dict[int, set[int]] = {}  # plan -> slices that read poison
         self._queue: deque[Received] = deque()
         self._results: dict[int, list[list[list[Any]]]] = {}
+        self._firsts: dict[int, dict[int, int]] = {}  # plan -> slice -> position of its first sampled token
         self._held: dict[int, list[tuple[int, ...]]] = {}  # plan -> blocks of its sequences when it was made
         self._random = random.Random(seed)
         self._flips = random.Random(seed + 0.5)
@@ -281,11 +282,12 @@ class Oracle:
     def close(self) -> None:
         pass
 
-    def finish(self, plan: Received) -> list[list[list[Any]]]:
+    def finish(self, plan: Received) -> tuple[list[list[list[Any]]], dict[int, int]]:
+        """The tokens of a plan by slice and column, and the position of each slice's first one."""
         self._drain(plan)
         self._held.pop(id(plan), None)
         self._written.pop(id(plan), None)
-        return self._results.pop(id(plan))
+        return self._results.pop(id(plan)), self._firsts.pop(id(plan), {})
 
     def _drain(self, upto: Received | None) -> None:
         while self._queue and (upto is None or id(upto) not in self._results):
@@ -301,7 +303,7 @@ class Oracle:
                 reached = reached and self._random.random() < 0.5
                 if reached:
                     self._apply_tables(plan)
-            for kept in (self._results, self._held, self.corrupt, self.poisoned):
+            for kept in (self._results, self._firsts, self._held, self.corrupt, self.poisoned):
                 kept.pop(id(plan), None)
             for block, offset in self._written.pop(id(plan), ()):
                 self.kv[block][offset] = GARBAGE
@@ -408,6 +410,8 @@ class Oracle:
             fed[p] = inputs[p - start]
             h = write(h, p, fed[p])
         p = self.length[row] = end  # the first token is sampled from the position before
+        if num_sampled:
+            self._firsts.setdefault(id(plan), {})[i] = end
         columns: list[list[Any]] = []
         num_left, stopped = num_sampled, False
         while len(columns) < num_passes and num_left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.engine.executor import GrammarDrafts
 from octavo.kernels import reference
 from octavo.kernels.row_state import DraftLines, RowState
 from octavo.runner.model_runner import ModelRunner
@@ -31,9 +33,17 @@ class KnowingDrafter:
     def forget(self, rows: Any) -> None:
         pass
 
-    def choose(self, rows: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    def choose(
+        self, rows: np.ndarray, ends: np.ndarray, limits: np.ndarray, grammars: Mapping[int, GrammarDrafts]
+    ) -> np.ndarray:
+        """Drafts in grammars have any tokens: all bitmasks of a world are the same."""
         slices = zip(rows.tolist(), ends.tolist(), limits.tolist(), strict=True)
-        return np.array([self.draft(row, end, limit) for row, end, limit in slices], dtype=np.int64)
+        most = {row: len(drafts.tokens) for row, drafts in grammars.items()}
+        counts = [self.draft(row, end, min(limit, most.get(row, limit))) for row, end, limit in slices]
+        self.totals["drafts in grammars"] += sum(
+            num for row, num in zip(rows.tolist(), counts, strict=True) if row in grammars
+        )
+        return np.array(counts, dtype=np.int64)
 
     def propose(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
         for row, end in zip(rows.tolist(), ends.tolist(), strict=True):

@@ -76,9 +76,9 @@ class Recorder:
     def _follow_bitmasks(self, buffer: Any) -> None:
         fill, clear = buffer.fill, buffer.clear
 
-        def filled(bitmask: GrammarBitmask | None, slices: Any) -> None:
+        def filled(bitmask: GrammarBitmask | None, slices: Any, depths: Any) -> None:
             self.events.append(f"bitmasks of {[] if bitmask is None else list(bitmask.slices)} for {list(slices)}")
-            fill(bitmask, slices)
+            fill(bitmask, slices, depths)
 
         def cleared() -> None:
             self.events.append("no bitmasks")

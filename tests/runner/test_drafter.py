@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
+from octavo.engine.executor import GrammarDrafts
+from octavo.engine.suffixes import MAX_MATCH
+from octavo.kernels.row_state import MAX_DRAFTS, RowState
 from octavo.runner.drafter import FIRST_SLOPE, MAX_LINES, SHARED, Chances, Drafter, Guess, PassTimes
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from tests.models.tiny import make_tiny_checkpoint
@@ -70,29 +72,29 @@ def test_more_lines_never_cost_less() -> None:
 
 
 def test_longer_matches_have_better_chances() -> None:
-    chances = Chances().of(0, 1, MAX_DRAFTS)
+    chances = Chances().of(0, range(1, 1 + MAX_DRAFTS))
     assert len(chances) == MAX_DRAFTS and (np.diff(chances) > 0).all() and 0 < chances[0] < chances[-1] < 1
-    assert len(Chances().of(0, MAX_MATCH, MAX_DRAFTS)) == MAX_DRAFTS
+    assert len(Chances().of(0, range(MAX_MATCH, MAX_MATCH + MAX_DRAFTS))) == MAX_DRAFTS
 
 
 def test_luck_is_the_rows_own_until_it_is_forgotten() -> None:
     chances = Chances()
     for _ in range(9):
-        chances.learn(4, Guess(0, [7, 7], 2), [8])
+        chances.learn(4, Guess(0, [7, 7], [2, 3]), [8])
     for _ in range(9):
-        chances.learn(5, Guess(0, [7, 7], 2), [7, 7])
-    unlucky, lucky, other = (chances.of(row, 2, 1)[0] for row in (4, 5, 6))
+        chances.learn(5, Guess(0, [7, 7], [2, 3]), [7, 7])
+    unlucky, lucky, other = (chances.of(row, [2])[0] for row in (4, 5, 6))
     assert unlucky < 0.5 * other and other < lucky <= 0.98
     chances.forget([4, 5])
-    assert chances.of(4, 2, 1)[0] == chances.of(5, 2, 1)[0] == other
+    assert chances.of(4, [2])[0] == chances.of(5, [2])[0] == other
 
 
 def test_what_follows_a_wrong_draft_teaches_nothing() -> None:
     a, b = Chances(), Chances()
-    a.learn(0, Guess(0, [7, 8, 9], 2), [7, 0, 9])
-    b.learn(0, Guess(0, [7, 8], 2), [7, 0])
-    assert (a.of(0, 1, 9) == b.of(0, 1, 9)).all()
-    assert a.of(0, 4, 1)[0] / a.of(0, 9, 1)[0] == pytest.approx(Chances().of(0, 4, 1)[0] / Chances().of(0, 9, 1)[0])
+    a.learn(0, Guess(0, [7, 8, 9], [2, 3, 4]), [7, 0, 9])
+    b.learn(0, Guess(0, [7, 8], [2, 3]), [7, 0])
+    assert (a.of(0, range(1, 10)) == b.of(0, range(1, 10))).all()
+    assert a.of(0, [4])[0] / a.of(0, [9])[0] == pytest.approx(Chances().of(0, [4])[0] / Chances().of(0, [9])[0])
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -115,9 +117,15 @@ class Bench:
         self.state.num_computed[row] = last + len(tokens)
         self.state.last_token[row] = tokens[-1]
 
-    def choose(self, *rows: int, ends: int | list[int] = FAR, limits: int | list[int] = MAX_DRAFTS) -> list[int]:
+    def choose(
+        self,
+        *rows: int,
+        ends: int | list[int] = FAR,
+        limits: int | list[int] = MAX_DRAFTS,
+        grammars: dict[int, GrammarDrafts] | None = None,
+    ) -> list[int]:
         columns = (np.broadcast_to(np.array(column, dtype=np.int64), len(rows)) for column in (rows, ends, limits))
-        return self.drafter.choose(*columns).tolist()
+        return self.drafter.choose(*columns, grammars or {}).tolist()
 
     def drafts(self, row: int, num: int) -> list[int]:
         return self.state.drafts[row, :num].tolist()
@@ -178,7 +186,7 @@ def test_a_runner_forgets_the_guesses_of_a_row_that_gets_another_sequence(tmp_pa
         drafter = llm.engine.executor.runner.drafter  # type: ignore[attr-defined]
         llm.generate([[5, 6] * 8], params, use_tqdm=False)
         drafter._chances._rows[0] = (100.0, 1.0)  # as after much luck
-        drafter._guesses[0] = Guess(2, [5, 6], 2)
+        drafter._guesses[0] = Guess(2, [5, 6], [2, 3])
         llm.generate([[9, 8, 7, 6]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         assert 0 not in drafter._chances._rows and 0 not in drafter._guesses
 
@@ -190,11 +198,29 @@ def test_a_guess_about_the_rows_last_sequence_teaches_nothing() -> None:
     bench.state.num_computed[0] = -1
     bench.append(0, PATTERN[::-1] * 3)
     bench.choose(0)
-    assert (bench.drafter._chances.of(0, 1, 9) == fresh.drafter._chances.of(0, 1, 9)).all()
+    assert (bench.drafter._chances.of(0, range(9)) == fresh.drafter._chances.of(0, range(9))).all()
 
 
 def test_a_row_without_an_earlier_match_gets_no_drafts() -> None:
     assert Bench(list(range(9)), PATTERN * 2).choose(0, 1, ends=FAR)[0] == 0
+
+
+def test_a_row_with_a_grammar_has_the_drafts_that_its_bitmasks_follow() -> None:
+    bench = Bench(PATTERN * 3, PATTERN * 3, slope=0)
+    for tokens, num in (([8, 9, 7], 3), ([], 0)):
+        grammars = {0: GrammarDrafts(tokens, [0, 0, 2][:num])}
+        assert bench.choose(0, 1, limits=5, grammars=grammars) == [num, 5]
+        assert bench.drafts(0, num) == tokens and bench.drafts(1, 5) == PATTERN[:5]
+    assert bench.choose(0, limits=2, grammars={0: GrammarDrafts([8, 9, 7], [0, 0, 2])}) == [2]
+
+
+def test_drafts_that_a_grammar_forces_have_a_chance_of_their_own() -> None:
+    chances = Chances()
+    before = chances.of(1, range(9))
+    for _ in range(50):
+        chances.learn(0, Guess(0, [7, 7], [0, 0]), [8])
+    after = chances.of(1, range(9))
+    assert after[0] < 0.2 < 0.8 < before[0] and (after[1:] == before[1:]).all()
 
 
 def test_drafts_end_before_the_end() -> None:
@@ -248,7 +274,7 @@ def sharing(*sequences: list[int], salts: tuple[bytes, ...]) -> Bench:
 def test_a_row_gets_the_tokens_of_another_with_its_salt() -> None:
     bench = sharing([*range(100)], [7, *range(20, 30)], salts=(b"", b""))
     assert bench.choose(1, limits=9) == [9] and bench.drafts(1, 9) == [*range(30, 39)]
-    assert bench.drafter._guesses[1].num_matched == SHARED + 10
+    assert bench.drafter._guesses[1].num_matched[0] == SHARED + 10
     bench = sharing([*range(100)], [7, *range(20, 30)], salts=(b"a", b"b"))
     assert bench.choose(1) == [0]
 
@@ -265,11 +291,11 @@ def test_the_longer_match_wins_and_of_equal_ones_the_rows_own() -> None:
 
 def test_shared_matches_have_chances_of_their_own() -> None:
     chances = Chances()
-    assert (chances.of(0, 4, 9) == chances.of(0, SHARED + 4, 9)).all()
+    assert (chances.of(0, range(4, 13)) == chances.of(0, range(SHARED + 4, SHARED + 13))).all()
     for row in range(9):
-        chances.learn(row, Guess(0, [7], SHARED + 4), [8])
-    assert chances.of(99, SHARED + 4, 1) < chances.of(99, 4, 1) == Chances().of(0, 4, 1)
-    assert len(chances.of(0, SHARED + MAX_MATCH, MAX_DRAFTS)) == MAX_DRAFTS
+        chances.learn(row, Guess(0, [7], [SHARED + 4]), [8])
+    assert chances.of(99, [SHARED + 4]) < chances.of(99, [4]) == Chances().of(0, [4])
+    assert len(chances.of(0, range(SHARED + MAX_MATCH, SHARED + MAX_MATCH + MAX_DRAFTS))) == MAX_DRAFTS
 
 
 def test_the_tokens_of_a_rows_last_sequence_are_kept() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.core.plan import BlockCopy, StepPlan
 from octavo.core.request import Request
-from octavo.engine.executor import GrammarBitmask
+from octavo.engine.executor import GrammarBitmask, GrammarDrafts
 from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.metadata import SamplingTensors
@@ -107,9 +107,11 @@ class Device:
             self._flip_bit(self._flips.choice(plan.swap_ins).src)
         handle = self._handles[id(plan)] = self.executor.submit(plan)
         if slices := list(plan.bitmask_slices):
-            allowed = np.full((len(slices), 1), ~(1 << FORBIDDEN), dtype=np.int32)
+            drafts = {i: GrammarDrafts([0] * d, range(d)) for i, (_, d) in plan.drafts.items() if i in slices}
+            num_masks = len(slices) + sum(len(guess.tokens) for guess in drafts.values())
+            allowed = np.full((num_masks, 1), ~(1 << FORBIDDEN), dtype=np.int32)
             for _ in range(plan.num_bitmask_columns):
-                handle.put_bitmask(GrammarBitmask(slices, allowed))
+                handle.put_bitmask(GrammarBitmask(slices, allowed, drafts))
         self.counts["steps"] += 1
         self.counts["bitmasks"] += plan.num_bitmask_columns
         return handle

@@ -474,7 +474,7 @@ def test_growing_automaton_is_reported_as_too_complex(monkeypatch: pytest.Monkey
     limits = LLParserLimits(max_lexer_states=500, verbose_errors=False)
     monkeypatch.setattr(grammar_sandbox, "LIMITS", limits)
     text = grammar_module.regex_grammar("[ab]*a[ab]{16}c")
-    matcher = grammar_module.Matcher(grammar_sandbox.compile_grammar(vocabulary.compiler_tokenizer(), text), 8)
+    matcher = grammar_module.Matcher(grammar_sandbox.compile_grammar(vocabulary.compiler_tokenizer(), text), 8, None)
     assert not matcher.error
     chance = random.Random(0)
     while not matcher.error:

@@ -204,7 +204,7 @@ class StepPlan:
     @property
     def num_bitmask_columns(self) -> int:
         """The number of leading token columns that wait for bitmasks."""
-        return max((self.num_sampled[i] for i in self.bitmask_slices), default=0)
+        return max(map(self.num_passes, self.bitmask_slices), default=0)
 
     def num_passes(self, i: int) -> int:
         """Forward passes of a slice that samples: its columns of tokens."""

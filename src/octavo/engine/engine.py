@@ -57,12 +57,17 @@ class Recorder(Protocol):
 
 
 class _SubmittedStep:
-    """A step at the executor; `num_bitmasks` counts the columns whose bitmask has been provided."""
+    """A step at the executor.
 
-    __slots__ = ("handle", "num_bitmasks", "step")
+    num_bitmasks  columns whose bitmask has been provided
+    masked_at     `outstanding` when the last of them was
+    """
+
+    __slots__ = ("handle", "masked_at", "num_bitmasks", "step")
 
     def __init__(self, step: InFlightStep, handle: StepHandle) -> None:
         self.step, self.handle, self.num_bitmasks = step, handle, 0
+        self.masked_at: Seq[int] = ()
 
     @property
     def needs_bitmask(self) -> bool:
@@ -74,6 +79,8 @@ class Engine:
 
     default_params   sampling parameters for requests without any; frontends apply them
     overlap          schedule the next step while the device computes the current one
+    drafts_in_grammars
+                     the executor computes drafts of structured outputs
 
     The other options are those of `ModelLimits` and `RequestBuilder`.
 
@@ -91,6 +98,7 @@ class Engine:
         max_logprobs: int = 20,
         default_params: SamplingParams | None = None,
         overlap: bool = True,
+        drafts_in_grammars: bool = False,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -98,7 +106,11 @@ class Engine:
         self.executor = executor
         self.limits = ModelLimits(vocab_size, max_model_len, tuple(eos_token_ids), max_logprobs)
         self._request_builder = RequestBuilder(
-            self.limits, scheduler.cache.max_output_tokens, seed, scheduler.num_speculative_tokens
+            self.limits,
+            scheduler.cache.max_output_tokens,
+            seed,
+            num_draft_tokens=scheduler.num_speculative_tokens,
+            num_grammar_drafts=scheduler.num_speculative_tokens if drafts_in_grammars else 0,
         )
         self.default_params = default_params or SamplingParams()
         self.stats = EngineStats(num_accepted_per_position=[0] * scheduler.num_speculative_tokens)
@@ -272,14 +284,17 @@ class Engine:
         for i in plan.bitmask_slices:
             seq = step.sequences[i]
             state = self._state_of(seq)
-            if plan.num_sampled[i] <= column or seq.finish_reason or state is None or state.grammar is None:
+            if plan.num_passes(i) <= column or seq.finish_reason or state is None or state.grammar is None:
                 continue
-            if i in step.void_slices:
+            if i in step.void_slices or not left[i]:
                 continue
-            if plan.num_sampled[i] - left[i] < column:  # the first column may arrive in several parts
+            if column and left[i] == submitted.masked_at[i]:  # the first column may arrive in several parts
                 return []
-            rows.append(BitmaskRow(i, seq, state.grammar))
+            is_decode = column > 0 or i not in plan.host_tokens
+            num_drafts = min(plan.drafts[i].num_draft_tokens, left[i] - 1) if i in plan.drafts and is_decode else 0
+            rows.append(BitmaskRow(i, seq, state.grammar, num_drafts))
         submitted.num_bitmasks += 1
+        submitted.masked_at = left[:]
         masks: GrammarBitmask | None = None
         try:
             masks, errors = compute_bitmask(rows)

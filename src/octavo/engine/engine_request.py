@@ -93,15 +93,22 @@ class RequestBuilder:
     max_output_tokens   (prompt tokens, samples) -> tokens per sample for which the KV cache has room
     seed                seeds the generator of seeds for requests without one
     num_draft_tokens    most drafts of requests that speculate
+    num_grammar_drafts  likewise, of those with a grammar
     """
 
     def __init__(
-        self, limits: ModelLimits, max_output_tokens: Callable[[int, int], int], seed: int, num_draft_tokens: int = 0
+        self,
+        limits: ModelLimits,
+        max_output_tokens: Callable[[int, int], int],
+        seed: int,
+        *,
+        num_draft_tokens: int = 0,
+        num_grammar_drafts: int = 0,
     ) -> None:
         self._limits = limits
         self._max_output_tokens = max_output_tokens
         self._seeds = random.Random(seed)
-        self._num_draft_tokens = num_draft_tokens
+        self._num_draft_tokens, self._num_grammar_drafts = num_draft_tokens, num_grammar_drafts
 
     def build(self, new: EngineRequest, arrival_time: float) -> RequestState:
         """Raises `PromptError`, `ContextLengthError` or `ParameterError`."""
@@ -148,7 +155,7 @@ class RequestBuilder:
             use_structured_output=new.grammar is not None,
             pin=new.pin,
             resume=new.resume,
-            num_draft_tokens=self._num_draft_tokens if params.spec and not new.pin else 0,
+            num_draft_tokens=self._num_drafts(new, params),
         )
         # The client finds stop strings, as soon as they are complete.
         wants_all = bool(params.stop_strings) or (new.stream and params.output_kind is not RequestOutputKind.FINAL_ONLY)
@@ -156,6 +163,14 @@ class RequestBuilder:
         if new.grammar is not None:
             state.grammar = RequestGrammar(new.grammar, len(prompt_token_ids), stop_ids, self._limits.eos_token_ids)
         return state
+
+    def _num_drafts(self, new: EngineRequest, params: SamplingParams) -> int:
+        """Drafts of a request at most. With a grammar and log-probabilities, the host samples."""
+        if not params.spec or new.pin:
+            return 0
+        if new.grammar is None:
+            return self._num_draft_tokens
+        return self._num_grammar_drafts if params.logprobs is None else 0
 
     def _seed_of(self, params: SamplingParams, seed: int | None) -> int:
         if params.seed is not None:

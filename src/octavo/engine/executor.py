@@ -7,7 +7,9 @@ table writes, swaps out, swaps in, copies, slices.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from octavo.core.plan import StepPlan, StepResult
@@ -17,34 +19,65 @@ if TYPE_CHECKING:  # engine clients import this module, too, and need no numpy
     import numpy as np
 
 
+class GrammarDrafts(NamedTuple):
+    """Guesses of a sequence's next tokens within its grammar.
+
+    tokens       the drafts
+    num_matched  of each: length of the earlier match that it continues; 0: the grammar allows no other bytes
+    """
+
+    tokens: Seq[int] = ()
+    num_matched: Seq[int] = ()
+
+
+NO_DRAFTS: Mapping[int, GrammarDrafts] = {}
+
+
 class GrammarBitmask(NamedTuple):
     """Allowed tokens of constrained slices.
 
     slices   indices of the slices that have a mask
-    bitmask  [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. Bits beyond the
-             vocabulary, whole words included, are undefined
+    bitmask  [num_masks, num_words] int32, contiguous: token t is bit t % 32 of word t // 32. Bits beyond the
+             vocabulary, whole words included, are undefined. A slice with drafts has a mask more after each of them
+    drafts   of each slice with drafts
     """
 
     slices: Seq[int]
     bitmask: np.ndarray
+    drafts: Mapping[int, GrammarDrafts] = NO_DRAFTS
+
+    def first_masks(self) -> dict[int, int]:
+        """Slice -> its first mask. Those after its drafts follow."""
+        nums = (1 + len(self.drafts[i].tokens) if i in self.drafts else 1 for i in self.slices)
+        return dict(zip(self.slices, accumulate(nums, initial=0), strict=False))
 
     def encode(self) -> bytes:
-        """Return it as bytes, for an executor in another process: its shape, the slices, the words."""
+        """Return it as bytes, for an executor in another process: shape, slice and draft of each mask, words."""
         import numpy as np
 
-        numbers = np.asarray(self.slices, np.int32).tobytes() + self.bitmask.tobytes()
-        return struct.pack("=2I", *self.bitmask.shape) + numbers
+        lines: list[tuple[int, int, int]] = []
+        for i in self.slices:
+            drafts = self.drafts.get(i, GrammarDrafts())
+            lines += [(i, -1, 0), *((i, *draft) for draft in zip(*drafts, strict=True))]
+        return struct.pack("=2I", *self.bitmask.shape) + np.array(lines, np.int32).tobytes() + self.bitmask.tobytes()
 
     @classmethod
     def decode(cls, data: bytes) -> GrammarBitmask:
         """The inverse of `encode`. Raises `PlanError` for other bytes."""
         import numpy as np
 
-        num_slices, num_words = struct.unpack("=2I", data[:8]) if len(data) >= 8 else (0, 0)
-        if len(data) != 8 + 4 * num_slices * (1 + num_words):
-            raise PlanError(f"{len(data)} bytes are no bitmask of {num_slices} slices; its bytes are damaged")
+        num_masks, num_words = struct.unpack("=2I", data[:8]) if len(data) >= 8 else (0, 0)
+        if len(data) != 8 + 4 * num_masks * (3 + num_words):
+            raise PlanError(f"{len(data)} bytes are no bitmask of {num_masks} lines; they are damaged")
         numbers = np.frombuffer(data, np.int32, offset=8).copy()  # torch wants writable memory
-        return cls(numbers[:num_slices].tolist(), numbers[num_slices:].reshape(num_slices, num_words))
+        lines = numbers[: 3 * num_masks].reshape(num_masks, 3)
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for i, token, num_matched in lines[lines[:, 1] >= 0].tolist():
+            for column, number in zip(found.setdefault(i, ([], [])), (token, num_matched), strict=True):
+                column.append(number)
+        slices = lines[lines[:, 1] < 0, 0].tolist()
+        drafts = {i: GrammarDrafts(*columns) for i, columns in found.items()}
+        return cls(slices, numbers[3 * num_masks :].reshape(num_masks, num_words), drafts)
 
 
 ERRORS = (StepError, StepMemoryError, DeviceLostError)
@@ -106,7 +139,7 @@ class StepHandle(Protocol):
 
         Call it once for each of the plan's first `num_bitmask_columns` columns, in order: after all earlier tokens of
         those slices are known, and before the next plan is submitted. Slices without a mask sample from all tokens;
-        with None all slices do.
+        with None all slices do. The executor may compute any of a slice's drafts, the first ones, or none.
         """
 
     def result(self) -> StepResult:

@@ -2,6 +2,9 @@
 
 The core only knows that the request is constrained. A matcher follows the tokens of its sequence that the host knows.
 The host never takes a token back, so preemption, swapping and recomputation need no special handling.
+
+With speculation, the host also guesses the next tokens of constrained sequences: the drafts must be known for the
+bitmasks after them.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from octavo.core.request import Sequence
-from octavo.engine.executor import GrammarBitmask
+from octavo.engine.executor import GrammarBitmask, GrammarDrafts
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # engine clients import this module, too, and need no numpy
     import numpy as np
+
+MAX_MASKS = 64
+"""Bitmasks of a column up to which its slices get drafts."""
 
 
 class Matcher(Protocol):
@@ -23,6 +29,12 @@ class Matcher(Protocol):
     def fork(self) -> Matcher: ...
 
     def accept_tokens(self, token_ids: list[int]) -> None: ...
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens, from the first on, the grammar allows next."""
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that spell the only bytes that can come next. Other tokens may spell them, too."""
 
     @property
     def is_accepting(self) -> bool: ...
@@ -78,6 +90,39 @@ class RequestGrammar:
         """The matcher of a sequence given to `advance`."""
         return self._matchers[sequence].matcher
 
+    def draft(self, sequence: Sequence, limit: int) -> tuple[GrammarDrafts, list[Matcher]]:
+        """Up to `limit` guesses of the next tokens -> (drafts, the matcher after each).
+
+        A guess is what followed an earlier match of the last tokens, as far as the grammar allows it. If it does not
+        allow its first token, the guess is what the grammar forces.
+        """
+        import numpy as np
+
+        from octavo.engine.suffixes import match_suffix
+
+        tokens = np.array(sequence.token_ids, dtype=np.int32)
+        drafts: list[int] = []
+        num_matched: list[int] = []
+        matcher, matchers = self.matcher(sequence), list[Matcher]()
+        while len(drafts) < limit:
+            length, begin = match_suffix(tokens)
+            found = tokens[begin : begin + limit - len(drafts)].tolist() if length else []
+            if num := matcher.num_allowed(found):
+                num_matched += range(length, length + num)
+            else:
+                found = matcher.forced_tokens()[: limit - len(drafts)]
+                num = matcher.num_allowed(found)
+                num_matched += [0] * num
+            if not num:
+                break
+            for token in found[:num]:
+                matcher = matcher.fork()
+                matcher.accept_tokens([token])
+                matchers.append(matcher)
+            drafts += found[:num]
+            tokens = np.append(tokens, found[:num])
+        return GrammarDrafts(drafts, num_matched), matchers
+
     def apply_stop_tokens(self, matcher: Matcher, mask: memoryview) -> None:
         """Allow or forbid stop tokens, which the grammar does not know, in a freshly filled mask of bytes.
 
@@ -112,37 +157,56 @@ class RequestGrammar:
 
 
 class BitmaskRow(NamedTuple):
-    """One row of a bitmask to compute: its slice of the plan, sequence and grammar."""
+    """A slice of a plan that waits for bitmasks: its sequence, grammar, and limit of drafts."""
 
     slice_index: int
     sequence: Sequence
     grammar: RequestGrammar
+    max_drafts: int = 0
 
 
 def compute_bitmask(rows: Seq[BitmaskRow]) -> tuple[GrammarBitmask | None, dict[int, Exception]]:
-    """Compute the bitmask of these rows. Also returns slice -> error, for each row whose request fails."""
+    """Draft tokens, and compute the bitmasks of these rows. Also returns slice -> error, for each row whose request
+    fails."""
     advanced: set[RequestGrammar] = set()
-    matched: list[tuple[BitmaskRow, Matcher]] = []
+    matched: list[tuple[BitmaskRow, list[Matcher]]] = []
+    drafts: dict[int, GrammarDrafts] = {}
     errors: dict[int, Exception] = {}
+    most = max(0, MAX_MASKS // len(rows) - 1) if rows else 0
     for row in rows:
         try:
             if row.grammar not in advanced:
                 advanced.add(row.grammar)
                 row.grammar.advance(row.sequence.request.sequences)
-            matched.append((row, row.grammar.matcher(row.sequence)))
+            matchers = [row.grammar.matcher(row.sequence)]
+            if limit := min(row.max_drafts, most):
+                drafts[row.slice_index], later = row.grammar.draft(row.sequence, limit)
+                matchers += later
+            matched.append((row, matchers))
         except Exception as error:
             errors[row.slice_index] = error
     if not matched:
         return None, errors
-    bitmask = matched[0][0].grammar.grammar.bitmasks([matcher for _, matcher in matched])
+    bitmask = matched[0][0].grammar.grammar.bitmasks([matcher for _, matchers in matched for matcher in matchers])
     octets = memoryview(bitmask).cast("B")  # type: ignore[arg-type]
-    size = len(octets) // len(matched)
-    for i, (row, matcher) in enumerate(matched):
-        try:
-            row.grammar.apply_stop_tokens(matcher, octets[i * size : (i + 1) * size])
-        except Exception as error:
-            errors[row.slice_index] = error
-    return GrammarBitmask([row.slice_index for row, _ in matched], bitmask), errors
+    size, begin = bitmask.strides[0], 0
+    kept: list[int] = []
+    for row, matchers in matched:
+        for depth, matcher in enumerate(matchers):
+            i = begin + depth
+            try:
+                row.grammar.apply_stop_tokens(matcher, octets[i * size : (i + 1) * size])
+            except Exception as error:
+                if depth:  # the draft may never become a token
+                    tokens, num_matched = drafts[row.slice_index]
+                    drafts[row.slice_index] = GrammarDrafts(tokens[: depth - 1], num_matched[: depth - 1])
+                    break
+                errors[row.slice_index] = error
+            kept.append(i)
+        begin += len(matchers)
+    if len(kept) < len(bitmask):
+        bitmask = bitmask[kept]
+    return GrammarBitmask([row.slice_index for row, _ in matched], bitmask, drafts), errors
 
 
 def _set_bits(mask: memoryview, token_ids: Iterable[int], allowed: bool) -> None:

@@ -257,6 +257,7 @@ def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor,
         max_logprobs=args.max_logprobs,
         default_params=resolved.sampling_defaults.params,
         overlap=args.async_scheduling,
+        drafts_in_grammars=resolved.platform.is_host,
         seed=args.seed,
     )
     if args.kv_events().is_enabled:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.core.plan import StepPlan
+from octavo.engine.executor import GrammarBitmask, GrammarDrafts
 from octavo.kernels.row_state import RowState
 from octavo.runner.drafter import Drafter
 from octavo.runner.input_buffers import int64
@@ -25,6 +26,7 @@ class DecodeSlices(NamedTuple):
     firsts       [num_slices] int64, the first position that samples, if no draft in flight is wrong
     most         [num_slices] int64, tokens that all passes return at most, from where the row is when the plan begins
     limits       [num_slices] int64, drafts of a pass at most
+    passes       [num_slices] int64, passes at most
     """
 
     slices: Seq[int]
@@ -33,6 +35,7 @@ class DecodeSlices(NamedTuple):
     firsts: np.ndarray
     most: np.ndarray
     limits: np.ndarray
+    passes: np.ndarray
 
     def select(self, keep: np.ndarray) -> DecodeSlices:
         return DecodeSlices([self.slices[i] for i in keep.tolist()], *(column[keep] for column in self[1:]))
@@ -55,13 +58,14 @@ class DecodeSlices(NamedTuple):
 def decode_slices(plan: StepPlan, *, only_windows: bool) -> DecodeSlices:
     """The slices of a plan's decode passes. only_windows: a prefill pass comes first, and samples one token of each"""
     rows, starts, counts, num_sampled = (int64(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled))
-    limits, most, ends = np.zeros_like(rows), num_sampled.copy(), starts + counts
+    limits, most, passes, ends = np.zeros_like(rows), num_sampled.copy(), num_sampled.copy(), starts + counts
     for i, drafts in plan.drafts.items():
-        limits[i] = drafts.num_draft_tokens
+        passes[i], limits[i] = drafts
     if only_windows:  # the host's tokens say where their rows are, and only the prefill pass tells the device
         most[list(plan.host_tokens)] = UNLIMITED
-    slices = DecodeSlices(range(len(rows)), rows, ends, ends - num_sampled, most, limits)
-    return slices.select(np.flatnonzero(num_sampled > 1)) if only_windows else slices
+        passes = (passes - 1).clip(0)
+    slices = DecodeSlices(range(len(rows)), rows, ends, ends - num_sampled, most, limits, passes)
+    return slices.select(np.flatnonzero(passes)) if only_windows else slices
 
 
 class DecodeLines:
@@ -75,21 +79,31 @@ class DecodeLines:
 
     def __init__(self, slices: DecodeSlices, head: np.ndarray, state: RowState, drafter: Drafter | None) -> None:
         self._slices, self._head, self._state, self._drafter = slices, head, state, drafter
-        self._begin, self._num_lines = 0.0, 0
+        self._begin, self._num_lines, self._num_passes = 0.0, 0, 0
 
-    def next(self) -> Seq[int]:
-        """The slice of each line of the next pass, whose lines are at the front of the head."""
+    @property
+    def drafts(self) -> bool:
+        return self._drafter is not None
+
+    def next(self, bitmask: GrammarBitmask | None = None) -> Seq[int]:
+        """The slice of each line of the next pass, whose lines are at the front of the head. bitmask: of the pass"""
         slices, state = self._slices, self._state
         if not len(slices.rows):
             return slices.slices
         live = (state.num_computed.numpy()[slices.rows] < slices.ends) & ~state.done.numpy()[slices.rows]
+        live &= self._num_passes < slices.passes
+        self._num_passes += 1
         is_changed = not live.all()
         if is_changed:
             slices = self._slices = slices.select(np.flatnonzero(live))
         found = slices.slices
         if self._drafter is not None:
             self._begin = time.thread_time()
-            num_drafts = self._drafter.choose(slices.rows, slices.ends, slices.limits)
+            grammars: dict[int, GrammarDrafts] = {}
+            if bitmask is not None:
+                row_of = dict(zip(slices.slices, slices.rows.tolist(), strict=True))
+                grammars = {row_of[i]: bitmask.drafts.get(i, GrammarDrafts()) for i in bitmask.slices if i in row_of}
+            num_drafts = self._drafter.choose(slices.rows, slices.ends, slices.limits, grammars)
             is_changed = True
         if is_changed:
             found, lines = slices.lines(num_drafts if self._drafter is not None else np.zeros_like(slices.rows), 0)

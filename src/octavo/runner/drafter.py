@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.kernels.cpu.step import match_suffix
-from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH, RowState
+from octavo.engine.executor import GrammarDrafts
+from octavo.engine.suffixes import MAX_MATCH, match_suffix
+from octavo.kernels.row_state import MAX_DRAFTS, RowState
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.streams import Timer
 
@@ -29,6 +30,7 @@ MAX_LINES = 64
 FIRST_SLOPE, FIRST_GPU_SLOPE = 0.1, 0.005
 """Cost of a line before any is measured, in parts of a pass of one line."""
 DECAY_OF_TIMES, DECAY_OF_CHANCES, DECAY_OF_ROWS, DECAY_OF_LIMITS = 0.97, 0.995, 0.9, 0.99
+NO_GRAMMARS: Mapping[int, GrammarDrafts] = {}
 SHARED = MAX_MATCH + MAX_DRAFTS
 """Added to the length of a match in a shared document: its drafts have chances of their own."""
 ROW_WEIGHT = 1.0
@@ -76,34 +78,34 @@ class Guess(NamedTuple):
 
     position     that of the last token when it was made
     tokens       may be more than were computed
-    num_matched  length of the match that it continues, and SHARED more if it is in a shared document
+    num_matched  of each token: length of the match that it continues, and SHARED more if it is in a shared document; 0:
+                 its bytes are the only ones of the grammar
     """
 
     position: int
-    tokens: list[int]
-    num_matched: int
+    tokens: Sequence[int]
+    num_matched: Sequence[int]
 
 
 class Chances:
     """How likely a draft is right if those before it are: by the length of its match, and by the row's luck so far."""
 
     def __init__(self) -> None:
-        lengths = np.tile(np.arange(1, SHARED + 1), 2)
-        self._right, self._tried = (0.9 - 0.7 / lengths) * 4, np.full(len(lengths), 4.0)
+        lengths = np.arange(2 * SHARED) % SHARED
+        self._right, self._tried = np.where(lengths, 0.9 - 0.7 / lengths.clip(1), 0.9) * 4, np.full(len(lengths), 4.0)
         self._rows: dict[int, tuple[float, float]] = {}  # row -> drafts that were right, drafts expected to be
 
-    def of(self, row: int, num_matched: int, num_drafts: int) -> np.ndarray:
-        """Of each draft -> [num_drafts]."""
+    def of(self, row: int, num_matched: Sequence[int]) -> np.ndarray:
+        """Of each draft -> [num_drafts]. num_matched: see `Guess`"""
         right, expected = self._rows.get(row, (0.0, 0.0))
-        common = (self._right / self._tried)[num_matched - 1 : num_matched - 1 + num_drafts]
+        common = (self._right / self._tried)[list(num_matched)]
         luck = (right + ROW_WEIGHT) / (expected + ROW_WEIGHT)
         chances: np.ndarray = np.minimum(common * luck, 0.98)
         return chances
 
     def learn(self, row: int, guess: Guess, tokens: list[int]) -> None:
         """tokens   what came after the position of the guess; at least one"""
-        for depth, (draft, token) in enumerate(zip(guess.tokens, tokens, strict=False)):
-            i = guess.num_matched - 1 + depth
+        for i, draft, token in zip(guess.num_matched, guess.tokens, tokens, strict=False):
             right, expected = self._rows.get(row, (0.0, 0.0))
             is_right = draft == token
             chance = self._right[i] / self._tried[i]
@@ -139,19 +141,26 @@ class Drafter:
             if self._shared is not None:
                 self._shared.begin(row, salt)
 
-    def choose(self, rows: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    def choose(
+        self,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        limits: np.ndarray,
+        grammars: Mapping[int, GrammarDrafts] = NO_GRAMMARS,
+    ) -> np.ndarray:
         """Write the next pass's drafts -> their number by slice, [num_slices].
 
         rows, ends, limits  [num_slices]; no draft is at `ends` or later, and there are at most `limits`
+        grammars            row -> its drafts, for rows whose bitmasks follow them
         """
         candidates: list[tuple[float, int]] = []
         for i, (row, end, limit) in enumerate(zip(rows.tolist(), ends.tolist(), limits.tolist(), strict=True)):
-            guess = self._guess(row, min(limit, MAX_DRAFTS)) if limit else None
-            if guess is None:
+            if not limit:
                 continue
-            num = min(len(guess.tokens), end - 1 - guess.position)
+            guess = self._guess(row, min(limit, MAX_DRAFTS), grammars.get(row))
+            num = min(len(guess.tokens), limit, end - 1 - guess.position)
             if num > 0:
-                survival = self._chances.of(row, guess.num_matched, num).cumprod()
+                survival = self._chances.of(row, guess.num_matched[:num]).cumprod()
                 candidates += ((chance, i) for chance in survival.tolist())
                 self._state.drafts.numpy()[row, :num] = guess.tokens[:num]
         candidates.sort(key=lambda candidate: -candidate[0])  # stable: a row's drafts stay in their order
@@ -159,23 +168,23 @@ class Drafter:
         counts: np.ndarray = np.bincount(np.array([i for _, i in chosen], dtype=np.int64), minlength=len(rows))
         return counts
 
-    def _guess(self, row: int, num: int) -> Guess | None:
+    def _guess(self, row: int, num: int, drafts: GrammarDrafts | None) -> Guess:
         state = self._state
         position = int(state.num_computed[row])
         history = state.history.numpy()[row, : position + 1]
         last = self._guesses.pop(row, None)
         if last is not None and last.position < position:
             self._chances.learn(row, last, history[last.position + 1 :].tolist())
-        num_matched, begin = match_suffix(history)
-        tokens = np.resize(history[begin : begin + num], num).tolist()
-        if self._shared is not None:
-            num_shared, following = self._shared.match(row, history)
-            self._shared.extend(row, history)
-            if num_shared > num_matched:
-                num_matched, tokens = SHARED + num_shared, following[:num]
-        if not num_matched:
-            return None
-        guess = self._guesses[row] = Guess(position, tokens, num_matched)
+        if drafts is None:
+            num_matched, begin = match_suffix(history)
+            tokens = np.resize(history[begin : begin + num], num).tolist()
+            if self._shared is not None:
+                num_shared, following = self._shared.match(row, history)
+                self._shared.extend(row, history)
+                if num_shared > num_matched:
+                    num_matched, tokens = SHARED + num_shared, following[:num]
+            drafts = GrammarDrafts(tokens, range(num_matched, num_matched + num)) if num_matched else GrammarDrafts()
+        guess = self._guesses[row] = Guess(position, *drafts)
         return guess
 
     def _num_worthwhile(self, num_slices: int, chances: list[float]) -> int:

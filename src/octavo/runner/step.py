@@ -60,11 +60,14 @@ class Step:
         self._num_left = plan.most_passes  # columns that are not queued
         self._ring, self._sampler, self._lines = ring, sampler, lines
         self._prefills, self._slices = prefills, slices
-        self._waiting = self._queue_next() if self.num_bitmasks else None  # for its bitmask
+        self._is_late = lines is not None and lines.drafts  # bitmasks bring the drafts of their passes
+        self._waiting = self._queue_next() if self.num_bitmasks and not self._is_late else None  # for its bitmask
 
     @torch.inference_mode()
     def advance(self, bitmask: GrammarBitmask | None) -> None:
         """Sample the column that waits for a bitmask, and queue all up to the next one that does."""
+        if self._is_late and self.num_bitmasks:
+            self._waiting = self._queue_next(bitmask)
         if (column := self._waiting) is not None:
             self.num_bitmasks -= 1
             if self.num_bitmasks and self._keeps_slices:
@@ -72,16 +75,15 @@ class Step:
                 self._sampler.sample_and_queue(column, bitmask)
                 return
             self._sampler.sample(column, bitmask)
+            self._finish_pass(column)
+            self._waiting = self._queue_next() if self.num_bitmasks and not self._is_late else None
             if self.num_bitmasks:
-                self._waiting = self._queue_next()
                 return
-            self._waiting = None
         while self._num_left:
             num_columns = self._num_left if self._lines is None and not self._prefills else 1
             column = self._next(num_columns)
             self._sampler.run(column, num_columns)
-            if self._lines is not None and column[0].size is None:
-                self._lines.finish_pass()
+            self._finish_pass(column)
         self._ring.finish(self.output)
         self.is_queued = True
 
@@ -91,14 +93,18 @@ class Step:
         assert self._waiting is not None
         return self._lines is None and self._waiting[0].size is None
 
-    def _queue_next(self) -> Column:
-        column = self._next(1)
+    def _queue_next(self, bitmask: GrammarBitmask | None = None) -> Column:
+        column = self._next(1, bitmask)
         self._sampler.queue(column)
         return column
 
-    def _next(self, num_columns: int) -> Column:
+    def _finish_pass(self, column: Column) -> None:
+        if self._lines is not None and column[0].size is None:
+            self._lines.finish_pass()
+
+    def _next(self, num_columns: int, bitmask: GrammarBitmask | None = None) -> Column:
         self._num_left -= num_columns
         if self._prefills:
             column, self._prefills = self._prefills, []
             return column
-        return [Pass(self._slices if self._lines is None else self._lines.next())]
+        return [Pass(self._slices if self._lines is None else self._lines.next(bitmask))]

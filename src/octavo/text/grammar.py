@@ -118,15 +118,25 @@ def choice_grammar(choices: Sequence[str]) -> str:
 class Matcher:
     """The state of one sequence in its grammar."""
 
-    def __init__(self, inner: LLMatcher, num_words: int) -> None:
+    def __init__(self, inner: LLMatcher, num_words: int, tokenizer: LLTokenizer) -> None:
         self.inner = inner
         self.num_words = num_words  # int32 words of a bitmask
+        self._tokenizer = tokenizer
 
     def fork(self) -> Matcher:
-        return Matcher(self.inner.deep_copy(), self.num_words)
+        return Matcher(self.inner.deep_copy(), self.num_words, self._tokenizer)
 
     def accept_tokens(self, token_ids: list[int]) -> None:
         self.inner.consume_tokens(token_ids)
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens, from the first on, the grammar allows next."""
+        return int(self.inner.validate_tokens(token_ids))
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that spell the only bytes that can come next, each as long as possible."""
+        forced = self.inner.compute_ff_bytes()
+        return list(self._tokenizer.greedy_tokenize(forced.decode("utf-8", "ignore"))) if forced else []
 
     @property
     def is_accepting(self) -> bool:
@@ -310,7 +320,7 @@ class GrammarCompiler:
             initial = compile_grammar(tokenizer, text)
             error_text = initial.get_error()
         if not error_text:
-            return Grammar(Matcher(initial, cdiv(self._vocab_size, 32)))
+            return Grammar(Matcher(initial, cdiv(self._vocab_size, 32), tokenizer))
         code = compilation.code
         if error_text.startswith("NoExtension"):
             error_text = "no output of this model's tokens matches it"

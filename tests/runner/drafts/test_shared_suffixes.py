@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH
+from octavo.engine.suffixes import MAX_MATCH
+from octavo.kernels.row_state import MAX_DRAFTS
 from octavo.runner.drafts.shared_suffixes import SIZES, SharedSuffixes
 
 SHORT, LONG = SIZES[-1], SIZES[0]

@@ -136,7 +136,7 @@ def add_drafts(state: SchedulerState, draft: StepDraft) -> None:
     for i, seq in enumerate(draft.sequences):
         num_passes, end, request = draft.num_sampled[i], seq.num_computed, seq.request
         num_drafts = min(request.num_draft_tokens, state.num_speculative_tokens)
-        if not num_passes or not num_drafts or request.needs_result or request.use_structured_output:
+        if not num_passes or not num_drafts or request.needs_result:
             continue
         # At most half of the remaining length, so that the next step can plan this sequence before the result.
         extra = min(num_passes * num_drafts, (seq.max_length - 1 - end) // 2, budget)

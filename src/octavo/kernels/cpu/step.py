@@ -21,7 +21,6 @@ from octavo.kernels.row_state import (
     IN_PROMPT,
     LOGIT_BIAS,
     MAX_LOGPROBS,
-    MAX_MATCH,
     MIN_TOKENS,
     NOT_FINITE,
     NOTHING_SAMPLED,
@@ -176,39 +175,6 @@ def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
     _, _, ids, best = token_logprobs(logits.float(), first, min(num, logits.shape[1]))
     best = best.contiguous().view(torch.int32)
     return torch.cat([best[:, :1], finite.int().unsqueeze(1), ids.int(), best], 1)
-
-
-def match_suffix(tokens: np.ndarray) -> tuple[int, int]:
-    """Find the longest earlier match of the last tokens -> (its length up to MAX_MATCH, the position after it).
-
-    Returns (0, 0) if there is none.
-
-    tokens  [num_tokens], at least one
-    """
-    last = len(tokens) - 1
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
-    if not len(ends):
-        return 0, 0
-    length = 1
-    while length < MAX_MATCH:
-        longer = ends[np.searchsorted(ends, length) :]
-        longer = longer[tokens[longer - length] == tokens[last - length]]
-        if not len(longer):
-            break
-        ends, length = longer, length + 1
-    return length, int(ends[-1]) + 1
-
-
-def propose_drafts(state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
-    """See `reference.propose_drafts`."""
-    history, drafts = state.history.numpy(), state.drafts.numpy()
-    for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
-        drafts[row] = -1
-        length = int(state.num_computed[row]) + 1
-        num = 0 if state.done[row] else min(num_drafts, end - length)
-        num_matched, begin = match_suffix(history[row, :length]) if num > 0 else (0, 0)
-        if num_matched:
-            drafts[row, :num] = np.resize(history[row, begin : min(length, begin + num)], num)
 
 
 def reject_drafts(state: RowState, rows: Tensor, tokens: Tensor, drafts: DraftLines) -> Tensor:

@@ -15,7 +15,8 @@ from zlib import crc32
 
 import numpy as np
 
-from octavo.kernels.row_state import MAX_DRAFTS, MAX_MATCH
+from octavo.engine.suffixes import MAX_MATCH
+from octavo.kernels.row_state import MAX_DRAFTS
 
 MAX_SHARED_BYTES = 32 << 20
 """Of the table, three quarters of it, and of copied documents."""

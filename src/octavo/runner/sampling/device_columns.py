@@ -44,7 +44,8 @@ class DeviceColumns:
 
     def sample(self, column: Column, bitmask: GrammarBitmask | None) -> None:
         (p,) = column
-        self._passes.pipeline.bitmask.fill(bitmask, p.slices)
+        drafts = None if self._lines is None else self._lines.drafts
+        self._passes.pipeline.bitmask.fill(bitmask, p.slices, None if drafts is None else drafts.depths.numpy())
         if self._lines is not None:
             self._passes.sample(p, self._variant, self._lines)
         self._lines = None
@@ -56,7 +57,7 @@ class DeviceColumns:
             self.queue(column)
             return
         (p,) = column
-        self._passes.pipeline.bitmask.fill(bitmask, p.slices)
+        self._passes.pipeline.bitmask.fill(bitmask, p.slices, None)
         self._ring.record_column_of(self._output, p.slices, partial(self._passes.sample_and_logits, p, self._variant))
 
     def run(self, column: Column, num_columns: int) -> None:

@@ -37,8 +37,9 @@ class BitmaskBuffer:
         self.mask_index.fill_(-1)
         self._has_waited = False
 
-    def fill(self, bitmask: GrammarBitmask | None, slices: Seq[int]) -> None:
+    def fill(self, bitmask: GrammarBitmask | None, slices: Seq[int], depths: np.ndarray | None) -> None:
         """Queue a copy of the bitmasks of samples for these slices, in parallel with the pass that computes the logits.
+        depths: see `mask_indices`.
 
         Does not wait for the last bitmasks. A caller has the tokens that were sampled with them, so the device has read
         them already.
@@ -46,9 +47,13 @@ class BitmaskBuffer:
         values, end, num_words = self._staging.numpy(), self._bitmask_start, self.bitmask.shape[1]
         values[:end] = -1
         if bitmask is not None:
-            values[: len(slices)] = mask_indices(bitmask, slices)
-            end += len(bitmask.slices) * num_words
-            np.copyto(values[self._bitmask_start : end].reshape(-1, num_words), bitmask.bitmask[:, :num_words])
+            index, words = mask_indices(bitmask, slices, depths), bitmask.bitmask
+            if bitmask.drafts:  # not all of them are computed
+                used = np.unique(index[index >= 0])
+                index, words = np.where(index < 0, -1, np.searchsorted(used, index)), words[used]
+            values[: len(slices)] = index
+            end += len(words) * num_words
+            np.copyto(values[self._bitmask_start : end].reshape(-1, num_words), words[:, :num_words])
         with self._copies.without_waiting() if self._has_waited else self._copies:
             self._buffer[:end].copy_(self._staging[:end], non_blocking=True)
         self._copies.join()

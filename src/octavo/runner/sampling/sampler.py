@@ -165,10 +165,12 @@ class Sampler:
         return list(query.entries(self.platform.to_lists(query.compute(logits, next_ids, self.platform))).values())
 
 
-def mask_indices(bitmask: GrammarBitmask, slices: Seq[int]) -> np.ndarray:
-    """Each sample's line in the bitmask, -1 for none: [num_samples] int32. All samples of a slice share one line.
+def mask_indices(bitmask: GrammarBitmask, slices: Seq[int], depths: np.ndarray | None = None) -> np.ndarray:
+    """Each sample's mask in the bitmask, -1 for none: [num_samples] int32. All samples of a slice share one mask.
 
     slices   the slice of each sample
+    depths   [num_samples], drafts before each. Then the samples of a slice have a mask each
     """
-    line_of = {slice_index: line for line, slice_index in enumerate(bitmask.slices)}
-    return np.array([line_of.get(slice_index, -1) for slice_index in slices], dtype=np.int32)
+    masks = bitmask.first_masks()
+    index = np.array([masks.get(slice_index, -1) for slice_index in slices], dtype=np.int32)
+    return index if depths is None else np.where(index < 0, -1, index + depths)
