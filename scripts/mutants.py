@@ -41,7 +41,12 @@ FILES = {
 DIRECTED = [f"tests/core/{folder}test_{name}.py" for folder, names in FILES.items() for name in names.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
 RUNNER = [f"tests/runner/test_{name}.py" for name in ("model_runner", "device_work", "executor", "out_of_memory")]
-RUNNER.append("tests/runner/test_oracle_workloads.py::test_random_workloads_with_drafts_give_the_same_tokens")
+RUNNER += [
+    "tests/engine/test_executor_bytes.py",
+    "tests/runner/test_drafter.py",
+    "tests/differential/test_speculation.py::test_grammars_get_the_same_tokens_in_fewer_passes",
+    "tests/runner/test_oracle_workloads.py::test_random_workloads_with_drafts_give_the_same_tokens",
+]
 TEST_TIMEOUT_S = 120
 """A mutant that makes the tests hang counts as killed."""
 

@@ -496,7 +496,7 @@ MUTANTS = [
     Mutant("void drafts are settled twice", "InFlightStep.settle_drafts", "i not in self.void_slices", "True"),
     Mutant("void slices leave drafts unverified", "InFlightStep.drop", "seq.num_unverified -= self.plan.num_unverified(i)"),
     Mutant("drafts where the host chooses", "planning.add_drafts", "request.needs_result"),
-    Mutant("drafts behind a bitmask", "planning.add_drafts", "request.use_structured_output"),
+    Mutant("drafts have columns of bitmasks", "StepPlan.num_bitmask_columns", "self.num_passes", "self.num_sampled.__getitem__"),
     Mutant("drafts of a prefill chunk", "planning.add_drafts", "if not num_passes or not num_drafts or ...: ...", "num_passes = num_passes or 1\nif not num_drafts or ...: ..."),
     Mutant("drafts beyond the length", "planning.add_drafts", "(seq.max_length - 1 - end) // 2"),
     Mutant("drafts up to the length", "planning.add_drafts", "(...) // 2", "..."),

@@ -37,6 +37,18 @@ RUNNER_MUTANTS = [
     Mutant("the drafts of a slice are its last token", "DecodeSlices.lines", "np.arange(len(of_line)) - first[of_line]", "0 * of_line"),
     Mutant("a slice that may not draft drafts", "DecodeSlices.lines", "self.limits[of_line] == 0", "self.limits[of_line] < 0"),
     Mutant("the host has lines for rows that are done", "DecodeLines.next", "... & ~state.done.numpy()[slices.rows]", "..."),
+    Mutant("a slice has all passes of its plan", "DecodeLines.next", "live &= self._num_passes < slices.passes"),
+    # -- drafts in grammars ----------------------------------------------------------------------------------------------
+    Mutant("a draft takes the mask of the token before it", "mask_indices", "np.where(index < 0, -1, index + depths)", "index"),
+    Mutant("the masks of drafts that are not computed are counted", "BitmaskBuffer.fill", "words[used]", "words"),
+    Mutant("a sequence in a grammar has drafts without masks", "Drafter._guess", "drafts is None", "True"),
+    Mutant("a pass is queued before the bitmask with its drafts", "Step.__init__", "lines is not None and lines.drafts", "False"),
+    Mutant("drafts that the grammar forbids", "RequestGrammar.draft", "matcher.num_allowed(found)", "len(found)"),
+    Mutant("the mask after a draft is the one before it", "RequestGrammar.draft", "matchers.append(matcher)", "matchers.append(self.matcher(sequence))"),
+    Mutant("masks before the tokens of the last column", "Engine._put_bitmask", "column and left[i] == submitted.masked_at[i]", "False"),
+    Mutant("masks after drafts do not know where the output may end", "compute_bitmask", "row.grammar.apply_stop_tokens(...)", "depth or row.grammar.apply_stop_tokens(matcher, octets[i * size : (i + 1) * size])"),
+    Mutant("drafts past the last token", "Engine._put_bitmask", "left[i] - 1", "left[i] + 9", equivalent="The runner cuts drafts at the slice's end."),
+    Mutant("bytes of bitmasks lose the drafts", "GrammarBitmask.decode", "found.items()", "()"),
     # -- outputs ---------------------------------------------------------------------------------------------------------
     Mutant("a plan overwrites unread output", "OutputBuffers.new_output", "output.detach()", "pass"),
     Mutant("a step at its end keeps its tensors", "Executor._end", "handle.step = None"),
