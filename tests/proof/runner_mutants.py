@@ -47,7 +47,6 @@ RUNNER_MUTANTS = [
     Mutant("the mask after a draft is the one before it", "RequestGrammar.draft", "matchers.append(matcher)", "matchers.append(self.matcher(sequence))"),
     Mutant("masks before the tokens of the last column", "Engine._put_bitmask", "column and left[i] == submitted.masked_at[i]", "False"),
     Mutant("masks after drafts do not know where the output may end", "compute_bitmask", "row.grammar.apply_stop_tokens(...)", "depth or row.grammar.apply_stop_tokens(matcher, octets[i * size : (i + 1) * size])"),
-    Mutant("drafts past the last token", "Engine._put_bitmask", "left[i] - 1", "left[i] + 9", equivalent="The runner cuts drafts at the slice's end."),
     Mutant("bytes of bitmasks lose the drafts", "GrammarBitmask.decode", "found.items()", "()"),
     # -- outputs ---------------------------------------------------------------------------------------------------------
     Mutant("a plan overwrites unread output", "OutputBuffers.new_output", "output.detach()", "pass"),
