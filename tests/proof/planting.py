@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 FILES = (
     "src/octavo/core/**/*.py",
     "src/octavo/params/*.py",
-    "src/octavo/engine/*.py",
+    "src/octavo/engine/engine.py",
+    "src/octavo/engine/executor.py",
+    "src/octavo/engine/structured_output.py",
     "src/octavo/runner/*.py",
-    "src/octavo/runner/drafts/*.py",
     "src/octavo/runner/passes/*.py",
     "src/octavo/runner/sampling/*.py",
     "tests/proof/oracle.py",
