@@ -199,9 +199,11 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // A step reads one word of 4 bytes of each output and of each row of x. The sums of a row are added in the order of its
 // inputs in every batch, so its result always has the same bits.
 
-constexpr long AHEAD = 4096;           // bytes to prefetch ahead: used about half a microsecond later
-constexpr long STEP_BYTES = 32 << 10;  // of a tile, multiplied with all rows while they are in a near cache
-constexpr long MAX_CHUNK = 256;        // rows of x at a time: their sums stay in the second-level cache
+// Bytes of a tile that are multiplied with all rows while they are in a near cache, for one block of rows and for
+// several. Meanwhile, the next ones are prefetched.
+constexpr long FEW_STEP_BYTES = 8 << 10, STEP_BYTES = 32 << 10;
+constexpr long AHEAD = 4096;     // bytes to prefetch ahead where all are read once: used about half a microsecond later
+constexpr long MAX_CHUNK = 256;  // rows of x at a time: their sums stay in the second-level cache
 constexpr int INT8_TILE = 64;
 
 // Words of a register, and registers of outputs in one pass over the rows.
@@ -243,7 +245,7 @@ struct Bfloat16Words {
     typedef struct {
         FloatWords first, second;
     } Weights, Factor;
-    static constexpr int ROWS = 4, INPUTS = 2;
+    static constexpr int ROWS = 5, INPUTS = 2;
 
     static Weights weights(const char *line) {
         auto pairs = load<UintWords>(line);
@@ -306,6 +308,9 @@ struct Int8Words {
 };
 #endif
 
+// Rows that are multiplied as one block if there are no more: the sums of half a tile fill the registers.
+template <class K> constexpr int FEW_ROWS = WORDS == 16 ? 14 : K::ROWS;
+
 // Add `count` steps of ROWS rows and NUM registers of outputs to sums [ROWS, TILE]. Each step prefetches `lines` cache
 // lines of 64 bytes from `ahead` on.
 template <class K, int TILE, int ROWS, int NUM>
@@ -325,14 +330,15 @@ void take_steps(const char *tile, const typename K::X *x, long x_stride, long co
     for (int row = 0; row < ROWS; row++) memcpy(sums + row * (TILE / WORDS), total[row], sizeof total[row]);
 }
 
-// `take_steps` for all outputs of a tile and up to K::ROWS rows.
-template <class K, int TILE, int ROWS = K::ROWS>
+// `take_steps` for all outputs of a tile and up to FEW_ROWS rows. The passes over the outputs share the prefetch.
+template <class K, int TILE, int ROWS = FEW_ROWS<K>>
 void take_rows(int rows, const char *tile, const typename K::X *x, long x_stride, long count, typename K::Sum *sums,
                const char *ahead, long lines) {
-    constexpr int NUM = std::min(GROUPS, TILE / WORDS);
+    constexpr int NUM = std::min(ROWS <= K::ROWS ? GROUPS : 2, TILE / WORDS), PASSES = TILE / WORDS / NUM;
     if constexpr (ROWS > 1)
         if (rows < ROWS) return take_rows<K, TILE, ROWS - 1>(rows, tile, x, x_stride, count, sums, ahead, lines);
-    for (int j = 0; j < TILE / WORDS; j += NUM, lines = 0)
+    lines = (lines + PASSES - 1) / PASSES;
+    for (int j = 0; j < TILE / WORDS; j += NUM, ahead += 64 * lines * count)
         take_steps<K, TILE, ROWS, NUM>(tile + 4 * WORDS * j, x, x_stride, count, sums + j, ahead, lines);
 }
 
@@ -356,16 +362,19 @@ template <class K> struct Rows {
 
 // y = x @ w.T * scale * x_scale + bias, rows [first, last).
 template <class K, int TILE, class Y> void tiled_product(const Linear &a, const Rows<K> &x, long first, long last, Y *y) {
-    constexpr long LINES = TILE * 4 / 64, STEPS = STEP_BYTES / (4 * TILE);
+    constexpr long LINES = TILE * 4 / 64;
     long num_tiles = (a.num_out + TILE - 1) / TILE, num_steps = (a.num_in + K::INPUTS - 1) / K::INPUTS;
-    long num_rows = last - first, num_blocks = (num_rows + K::ROWS - 1) / K::ROWS;
+    long num_rows = last - first, block_rows = num_rows <= FEW_ROWS<K> ? FEW_ROWS<K> : K::ROWS;
+    long num_blocks = (num_rows + block_rows - 1) / block_rows;
+    bool reads_once = num_rows <= K::ROWS && TILE / WORDS <= GROUPS;
+    long max_count = (num_blocks == 1 && !reads_once ? FEW_STEP_BYTES : STEP_BYTES) / (4 * TILE);
     // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
 #pragma omp parallel for num_threads(a.num_threads)
     for (long t = 0; t < num_tiles; t++) {
         auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * long(sizeof(typename K::Weight));
-        alignas(64) typename K::Sum few[K::ROWS * TILE / WORDS];
+        alignas(64) typename K::Sum few[FEW_ROWS<K> * TILE / WORDS];
         typename K::Sum *sums = few;
-        if (num_rows > K::ROWS) {
+        if (num_blocks > 1) {
             auto memory = reinterpret_cast<uintptr_t>(scratch<3>(num_rows * TILE + 16));
             sums = reinterpret_cast<typename K::Sum *>((memory + 63) / 64 * 64);
         }
@@ -374,16 +383,15 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
             if constexpr (K::INPUTS == 4) start += x.start[row];
             std::fill_n(sums + row * (TILE / WORDS), TILE / WORDS, start);
         }
-        for (long k = 0; k < num_steps; k += STEPS) {
-            long count = std::min(STEPS, num_steps - k);
+        for (long k = 0; k < num_steps; k += max_count) {
+            long count = std::min(max_count, num_steps - k);
             const char *now = tile + k * 4 * TILE;
             for (long block = 0; block < num_blocks; block++) {
-                // A single block prefetches its own next steps. Several blocks share the prefetch of the next steps.
-                long lines = num_blocks == 1 ? LINES : (LINES + num_blocks - 1) / num_blocks;
-                const char *ahead = num_blocks == 1 ? now + AHEAD : now + count * 4 * TILE + block * lines * count * 64;
+                long lines = (LINES + num_blocks - 1) / num_blocks;  // of the next steps
+                const char *ahead = now + (reads_once ? AHEAD : count * 4 * TILE + block * lines * count * 64);
                 if (block * lines >= LINES) lines = 0;
-                long row = block * K::ROWS;
-                take_rows<K, TILE>(std::min<long>(K::ROWS, num_rows - row), now, x.words + row * x.stride + k, x.stride,
+                long row = block * block_rows;
+                take_rows<K, TILE>(std::min<long>(block_rows, num_rows - row), now, x.words + row * x.stride + k, x.stride,
                                    count, sums + row * (TILE / WORDS), ahead, lines);
             }
         }
