@@ -177,12 +177,13 @@ class Drafter:
             self._chances.learn(row, last, history[last.position + 1 :].tolist())
         if drafts is None:
             num_matched, begin = match_suffix(history)
-            tokens = np.resize(history[begin : begin + num], num).tolist()
+            following = history[begin : begin + num]
+            tokens = (following if len(following) == num else np.resize(following, num)).tolist()
             if self._shared is not None:
-                num_shared, following = self._shared.match(row, history)
+                num_shared, shared = self._shared.match(row, history) if num_matched < MAX_MATCH else (0, [])
                 self._shared.extend(row, history)
                 if num_shared > num_matched:
-                    num_matched, tokens = SHARED + num_shared, following[:num]
+                    num_matched, tokens = SHARED + num_shared, shared[:num]
             drafts = GrammarDrafts(tokens, range(num_matched, num_matched + num)) if num_matched else GrammarDrafts()
         guess = self._guesses[row] = Guess(position, *drafts)
         return guess
