@@ -48,9 +48,10 @@ class DraftModel:
         self.draft.model.forward(token_ids, own, self.draft.kv, token_ids[:0])
 
     def propose(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
-        """Write `num_drafts` drafts of each row, -1 for those at `ends` or later, and K and V up to the last one.
+        """Write `num_drafts` drafts of each row, and K and V up to the last one.
 
-        rows, ends  [num_slices] int64, each row once, but for the null row
+        rows, ends  [num_slices] int64, each row once, but for the null row. Drafts at `ends` or later, which no line
+                    reads, are of any value; so are those of rows that are done
 
         A draft has the noise of the token that the target will sample in its place: where both models agree, it is
         right at any temperature.
@@ -63,6 +64,4 @@ class DraftModel:
             self._ops.prepare_decode_inputs(state, inputs, self._block_size)  # a line without a draft is inactive
             logits = self._graphs.decode_logits(self.draft.model, inputs, self.draft.kv)
             if depth < num_drafts:
-                tokens = self._ops.sample_checked(logits, inputs.sampling)
-                is_real = (inputs.live_rows != state.null_row) & (inputs.sampling.position < ends)
-                state.drafts[:, depth].index_copy_(0, rows, torch.where(is_real, tokens, -1))
+                state.drafts[:, depth].index_copy_(0, rows, self._ops.sample_checked(logits, inputs.sampling))
