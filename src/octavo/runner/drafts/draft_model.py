@@ -7,7 +7,6 @@ computes, also where it drafts nothing: a hole in its K and V would spoil all la
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -44,8 +43,7 @@ class DraftModel:
 
     def prefill(self, token_ids: Tensor, batch: RaggedBatch) -> None:
         """Write K and V of a prefill pass, without logits."""
-        own = replace(batch, derived={})  # other heads
-        self.draft.model.forward(token_ids, own, self.draft.kv, token_ids[:0])
+        self.draft.model.forward(token_ids, batch, self.draft.kv, token_ids[:0])
 
     def propose(self, state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
         """Write `num_drafts` drafts of each row, and K and V up to the last one.
