@@ -24,6 +24,7 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.kernels.row_state import MAX_DRAFTS, DraftLines, RowState
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
+from octavo.sampling_params import StructuredOutputsParams
 
 CODE = """def total_price(items, tax_rate):
     total = 0
@@ -95,6 +96,36 @@ PROMPTS: dict[str, list[Prompt]] = {
     "first turn": [chat("Why is the sky blue?"), chat("Write a short story about a lighthouse.")],
 }
 
+BOOKS = "\n".join(
+    f"{title} by {author}, {year}, {pages} pages, {price} euros."
+    for title, author, year, pages, price in (
+        ("The Trial", "Franz Kafka", 1925, 255, 12),
+        ("Ulysses", "James Joyce", 1922, 730, 19),
+        ("The Waves", "Virginia Woolf", 1931, 324, 14),
+        ("Dubliners", "James Joyce", 1914, 152, 9),
+        ("The Castle", "Franz Kafka", 1926, 328, 13),
+        ("Orlando", "Virginia Woolf", 1928, 334, 15),
+    )
+)
+
+
+def records(name: str, /, **fields: str) -> dict[str, Any]:
+    """A JSON schema of a list of objects."""
+    item = {"type": "object", "properties": {key: {"type": kind} for key, kind in fields.items()}}
+    item |= {"required": list(fields), "additionalProperties": False}
+    properties = {name: {"type": "array", "items": item}}
+    return {"type": "object", "properties": properties, "required": [name], "additionalProperties": False}
+
+
+SCHEMA = "JSON under a schema"
+SCHEMAS = [
+    records("people", name="string", city="string", age="integer"),
+    records("books", title="string", author="string", year="integer", pages="integer", price="integer"),
+]
+PROMPTS[SCHEMA] = [
+    chat(f"Extract name, city and age of each person as JSON.\n\n{PEOPLE}"),
+    chat(f"Extract title, author, year, pages and price of each book as JSON.\n\n{BOOKS}"),
+]
 AGAIN = "the same again"
 PROMPTS[AGAIN] = PROMPTS["first turn"]
 
@@ -137,13 +168,16 @@ def run(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[float
     return time.perf_counter() - begin, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def compare(name: str, engines: dict[str, LLM], prompts: Sequence[Any], options: argparse.Namespace) -> None:
+def compare(
+    name: str, engines: dict[str, LLM], prompts: Sequence[Any], options: argparse.Namespace, schema: Any = None
+) -> None:
     """Print a row of the table: by turns, with caches that hold the prompts."""
     seconds: dict[str, list[float]] = {way: [] for way in engines}
     found: dict[str, list[list[int]]] = {}
     for turn in range(options.rounds + 1):
         params = SamplingParams(temperature=options.temperature, seed=turn, max_tokens=options.tokens)
         params.ignore_eos = options.synthetic is not None
+        params.structured_outputs = None if schema is None else StructuredOutputsParams(json=schema)
         for way, llm in engines.items():
             if turn == 0 or not name.startswith(AGAIN):
                 forget_requests(llm)
@@ -185,7 +219,8 @@ def main() -> None:
         if options.synthetic is None:
             for name, chats in PROMPTS.items():
                 for i in range(len(chats) if batch == 1 else 1):
-                    compare(f"{name}, {batch}", engines, (chats * batch)[i : i + batch], options)
+                    schema = SCHEMAS[i] if name == SCHEMA else None
+                    compare(f"{name}, {batch}", engines, (chats * batch)[i : i + batch], options, schema)
             continue
         prompts = [{"prompt_token_ids": random.Random(i).choices(range(1000), k=512)} for i in range(batch)]
         compare(f"{options.synthetic:.0%} right, {batch}", engines, prompts, options)

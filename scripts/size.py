@@ -18,7 +18,7 @@ BUDGETS: dict[str, int] = {
     "params": 665,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 2890,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2672,  # the step loop, requests, drafts in grammars, queries, outputs, beam search, the engine process and its supervisor
+    "engine": 2672,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2365,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2238,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6640,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
