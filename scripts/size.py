@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 1037,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, turns of tenants
+    "(top)": 1038,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, turns of tenants
     "params": 665,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 2890,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys

@@ -240,8 +240,9 @@ class EngineArgs(ValidatedParams):
                 self._set(option.name, option.default)
         dtype = str(self.dtype).removeprefix("torch.")  # may be a torch.dtype
         self._set("dtype", DTYPE_NAMES.get(dtype, dtype))
-        if isinstance(self.model, os.PathLike):
-            self._set("model", str(self.model))
+        for name in ("model", "spec_model"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                self._set(name, str(path))
         if not isinstance(self.model, str) or not self.model:
             raise ParameterError(f"model must be a path or a name, not {self.model!r}", param="model")
         if self.chat_template is not None and (not isinstance(self.chat_template, str) or not self.chat_template):

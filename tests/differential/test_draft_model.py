@@ -195,5 +195,6 @@ def test_a_draft_model_reads_no_block_that_the_target_frees(models: dict[str, st
 def test_short_options_name_a_draft_model(models: dict[str, str]) -> None:
     asked = plain_asks()[:3]
     with LLM(models["target"], spec_model=Path(models["target"]), spec_tokens=3, **OPTIONS) as llm:
+        assert llm.config.args.spec_model == models["target"]
         assert llm.engine.executor.runner.state.draft is not None  # type: ignore[attr-defined]
         assert tokens_of(generate(llm, asked)) == tokens_of(expect(models["target"], asked).outputs)
