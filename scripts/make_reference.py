@@ -43,7 +43,7 @@ ENGINE_GROUPS = {
     "enable_prefix_caching watermark",
     "Scheduling": "max_model_len max_num_batched_tokens max_num_seqs max_logprobs scheduling_policy priority_ageing "
     "long_prefill_token_threshold max_long_partial_prefills preemption_mode preemption_victim",
-    "Speculation": "speculative_config spec_method spec_tokens",
+    "Speculation": "speculative_config spec_method spec_model spec_tokens",
     "Recording": "flight_recorder kv_events_config",
 }
 SERVER_GROUPS = {

@@ -45,7 +45,7 @@ LoadFormat = Literal["auto", "dummy"]
 PreemptionChoice = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Victims = Literal["latest", "least_lost"]
-SpecMethod = Literal["suffix", "ngram"]
+SpecMethod = Literal["suffix", "draft_model", "ngram"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,9 @@ class SpeculativeConfig(ValidatedParams):
     Tokens are the same with and without it, but for rounding.
 
     method                  ngram: the tokens that followed the longest earlier match of a sequence's last tokens, in
-                            the sequence itself; suffix: on a CPU, also in other requests with the same salt
+                            the sequence itself; suffix: on a CPU, also in other requests with the same salt;
+                            draft_model: those that `model` samples. None: draft_model with a `model`, else suffix
+    model                   of the method draft_model, as `EngineArgs.model`; with the vocabulary of the engine's model
     num_speculative_tokens  most guesses per sequence and pass, at most 15. The engine measures how many pay off
     """
 
@@ -121,13 +123,24 @@ class SpeculativeConfig(ValidatedParams):
     ARGUMENT_OWNER: ClassVar[Owner | None] = "speculation"
     MAX_TOKENS: ClassVar[int] = 15
 
-    method: SpecMethod = "suffix"
+    method: SpecMethod | None = None
+    model: str | None = None
     num_speculative_tokens: int = 8
 
     def __post_init__(self) -> None:
-        if self.method not in ("suffix", "ngram"):
-            text = f"is {self.method!r}: drafts come from earlier text; set it to suffix or ngram"
-            raise invalid("method", text, "invalid_value")
+        if isinstance(self.model, os.PathLike):
+            self._set("model", str(self.model))
+        if not isinstance(self.model, str | None) or self.model == "":
+            raise invalid("model", f"must be a path or a name, not {self.model!r}", "invalid_type")
+        if self.method is None:
+            self._set("method", "suffix" if self.model is None else "draft_model")
+        if self.method not in get_args(SpecMethod):
+            text = "drafts come from earlier text or a draft model; set it to suffix, ngram or draft_model"
+            raise invalid("method", f"is {self.method!r}: {text}", "invalid_value")
+        if (self.method == "draft_model") != (self.model is not None):
+            remedy = "leave it out, or set method to draft_model" if self.model else "name one with spec_model"
+            text = f"is {self.model!r} with the method {self.method}; {remedy}"
+            raise invalid("model", text, "invalid_value")
         self._check_integer("num_speculative_tokens", 1, self.MAX_TOKENS)
 
 
@@ -175,7 +188,8 @@ class EngineArgs(ValidatedParams):
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, without recorded decode steps
     async_scheduling          plan the next step while the device computes the current one
     speculative_config        fields of `SpeculativeConfig`; None: no speculation
-    spec_method, spec_tokens  the same fields, `method` and `num_speculative_tokens`, by themselves
+    spec_method, spec_model   the same fields, `method` and `model`, by themselves
+    spec_tokens               likewise `num_speculative_tokens`
     flight_recorder           directory for dumps of the engine's last minutes, on a crash or on demand; None: off
     kv_events_config          fields of `KVEventsConfig`; None: no KV cache events
     """
@@ -215,6 +229,7 @@ class EngineArgs(ValidatedParams):
     async_scheduling: bool = True
     speculative_config: Mapping[str, Any] | None = None
     spec_method: SpecMethod | None = None
+    spec_model: str | None = None
     spec_tokens: int | None = None
     kv_events_config: Mapping[str, Any] | None = None
     flight_recorder: str | None = None
@@ -225,8 +240,9 @@ class EngineArgs(ValidatedParams):
                 self._set(option.name, option.default)
         dtype = str(self.dtype).removeprefix("torch.")  # may be a torch.dtype
         self._set("dtype", DTYPE_NAMES.get(dtype, dtype))
-        if isinstance(self.model, os.PathLike):
-            self._set("model", str(self.model))
+        for name in ("model", "spec_model"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                self._set(name, str(path))
         if not isinstance(self.model, str) or not self.model:
             raise ParameterError(f"model must be a path or a name, not {self.model!r}", param="model")
         if self.chat_template is not None and (not isinstance(self.chat_template, str) or not self.chat_template):
@@ -345,7 +361,7 @@ class EngineArgs(ValidatedParams):
 
     def speculation(self) -> SpeculativeConfig | None:
         options = dict(self.speculative_config or {})
-        names = {"method": "spec_method", "num_speculative_tokens": "spec_tokens"}
+        names = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
         given = {name: value for name, short in names.items() if (value := getattr(self, short)) is not None}
         for name, value in given.items():
             if options.setdefault(name, value) != value:

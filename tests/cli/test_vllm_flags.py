@@ -19,7 +19,7 @@ from tests.cli.fake_llm import FakeLLM
 from tests.cli.test_options import TREE, Given, launched
 
 __all__ = ["launched"]
-MODEL_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model", "medusa", "mlp_speculator", "ngram_gpu")
+MODEL_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "mlp_speculator", "ngram_gpu")
 """Methods of vLLM's speculation that are not here."""
 INNER = {"_api_process_count", "_api_process_rank"}
 """Arguments without a flag."""
@@ -108,12 +108,20 @@ def test_speculation_is_spelt_as_in_vllm(call: Call, launched: Given, monkeypatc
     assert (launched["spec_method"], launched["spec_tokens"]) == ("ngram", 4)
     assert call(*line, "-sc.method", "ngram", "-sc.prompt_lookup_max", "4").code == 0
     assert launched["speculative_config"] == {"method": "ngram"}
-    reason = "drafts come from earlier text"
+    model = {"method": "draft_model", "model": "d", "num_speculative_tokens": 4}
+    assert call(*line, "-sc", json.dumps(model)).code == 0 and launched["speculative_config"] == model
+    assert call(*line, "--spec-model", "d").code == 0 and launched["spec_model"] == "d"
+    assert call(*line, "-sc.model", "d").code == 0 and launched["speculative_config"] == {"model": "d"}
+    reason = "drafts come from earlier text or a draft model"
     for words, text in (
         *((["-sc.method", name], f"--speculative-config: method is '{name}': {reason}") for name in MODEL_METHODS),
         *((["--spec-method", name], f"--spec-method: method is '{name}': {reason}") for name in MODEL_METHODS),
-        (["--spec-model", "m"], f"--spec-model: spec_model is 'm': {reason}; leave it out"),
-        (["-sc.model", "m"], f"--speculative-config: model is 'm': {reason}; leave it out"),
+        (
+            ["--spec-model", "m", "-sc.method", "ngram"],
+            "--spec-model: model is 'm' with the method ngram; leave it out",
+        ),
+        (["-sc.model", "m", "-sc.quantization", "fp8"], "quantization is 'fp8': a draft model runs as the engine's"),
+        (["--spec-method", "draft_model"], "model is None with the method draft_model; name one with spec_model"),
         (
             ["-sc.methud", "m"],
             "--speculative-config: speculative_config has no option 'methud'; did you mean 'method'?",

@@ -86,14 +86,16 @@ class DraftingOps:
 
 
 def draft_by(llm: LLM, place: str, habit: str, known: Seq[Seq[int]] = ()) -> LLM:
-    """Let an engine draft on the CPU or on a `StubPlatform`, as a habit says. "suffix": by itself, as if passes took
-    the same time on every machine."""
+    """Let an engine draft on the CPU or on a `StubPlatform`, as a habit says. "suffix": by itself or by its draft
+    model, as if passes took the same time on every machine."""
     ops = DraftingOps(StubPlatform().ops)
     if place != "cpu":
         use_platform(llm, StubPlatform(ops, graphs=place == "graphs"))
     runner: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
     replay = Replay(habit, known, runner.state.rows) if habit != "suffix" else None
     ops.replay = replay
+    if runner.state.draft is not None:
+        runner.draft_limit.times = ConstantTimes()
     if runner.drafter is not None:
         runner.drafter.times = ConstantTimes()
         if replay is not None:
@@ -107,7 +109,7 @@ class ConstantTimes(PassTimes):
     def line(self) -> tuple[float, float]:
         return 1.0, 0.02
 
-    def record(self, num_lines: int, seconds: float) -> None:
+    def record(self, num_lines: int, seconds: float, num_drafts: int = 0) -> None:
         pass
 
 

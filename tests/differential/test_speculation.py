@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -225,9 +225,9 @@ MORE = [
 ]
 
 
-def run(case: Case, model: str, expected: Expected) -> Counter[str]:
+def run(case: Case, model: str, expected: Expected, speculation: Mapping[str, Any] = SPECULATION) -> Counter[str]:
     """Run a case -> its drafts."""
-    llm = LLM(model, max_logprobs=30, speculative_config=SPECULATION, **(OPTIONS | case.options))
+    llm = LLM(model, max_logprobs=30, speculative_config=speculation, **(OPTIONS | case.options))
     with draft_by(llm, case.place, case.habit, expected.known):
         scheduler, counts = llm.engine.scheduler, count_drafts(llm)
         if case.preempts:

@@ -20,6 +20,7 @@ FILES = (
     "src/octavo/engine/executor.py",
     "src/octavo/engine/structured_output.py",
     "src/octavo/runner/*.py",
+    "src/octavo/runner/drafts/*.py",
     "src/octavo/runner/passes/*.py",
     "src/octavo/runner/sampling/*.py",
     "tests/proof/oracle.py",

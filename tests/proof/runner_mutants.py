@@ -48,6 +48,12 @@ RUNNER_MUTANTS = [
     Mutant("masks before the tokens of the last column", "Engine._put_bitmask", "column and left[i] == submitted.masked_at[i]", "False"),
     Mutant("masks after drafts do not know where the output may end", "compute_bitmask", "row.grammar.apply_stop_tokens(...)", "depth or row.grammar.apply_stop_tokens(matcher, octets[i * size : (i + 1) * size])"),
     Mutant("bytes of bitmasks lose the drafts", "GrammarBitmask.decode", "found.items()", "()"),
+    # -- draft models ----------------------------------------------------------------------------------------------------
+    Mutant("a swap leaves a draft model's K and V", "KVSwapper.__init__", "[draft_pools] if draft_pools else []", "[]"),
+    Mutant("a copy leaves a draft model's K and V", "DeviceState.apply", "if self.draft is not None: ..."),
+    Mutant("a draft model does not see prompts", "Passes._forward", "self.draft_model.prefill(token_ids, batch)", "pass"),
+    Mutant("a draft model skips passes without drafts", "DraftModel.propose", "range(num_drafts + 1)", "range(num_drafts + 1 if num_drafts else 0)"),
+    Mutant("a draft model's last draft has no K and V", "DraftModel.propose", "range(num_drafts + 1)", "range(max(num_drafts, 1))"),
     # -- outputs ---------------------------------------------------------------------------------------------------------
     Mutant("a plan overwrites unread output", "OutputBuffers.new_output", "output.detach()", "pass"),
     Mutant("a step at its end keeps its tensors", "Executor._end", "handle.step = None"),

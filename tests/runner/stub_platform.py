@@ -74,6 +74,7 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
         vocab_size=llm.engine.limits.vocab_size,
         graphs=True,
         num_speculative_tokens=old.num_speculative_tokens,
+        draft=old.state.draft,
     )
     llm.engine.executor.close()
     llm.engine.executor = make_executor(runner)

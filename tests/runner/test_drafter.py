@@ -12,7 +12,17 @@ from octavo import LLM, SamplingParams
 from octavo.engine.executor import GrammarDrafts
 from octavo.engine.suffixes import MAX_MATCH
 from octavo.kernels.row_state import MAX_DRAFTS, RowState
-from octavo.runner.drafter import FIRST_SLOPE, MAX_LINES, SHARED, Chances, Drafter, Guess, PassTimes
+from octavo.runner.drafter import (
+    FIRST_SLOPE,
+    MAX_LINES,
+    SHARED,
+    Chances,
+    Drafter,
+    DraftLimit,
+    DraftModelTimes,
+    Guess,
+    PassTimes,
+)
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from tests.models.tiny import make_tiny_checkpoint
 
@@ -305,3 +315,36 @@ def test_the_tokens_of_a_rows_last_sequence_are_kept() -> None:
     bench.append(0, [*range(99, -1, -1)])
     assert bench.choose(0) == [0]
     assert bench.choose(1, limits=9) == [9] and bench.drafts(1, 9) == [*range(30, 39)]
+
+
+# -- a draft model -----------------------------------------------------------------------------------------------------
+
+
+def drafting_limit(draft_s: float, line_s: float = 0.05) -> DraftLimit:
+    """After passes of one sequence, each as long as its lines, its draft model and a constant take."""
+    limit = DraftLimit(None, drafts_cost=True)
+    for num in [0, 1, 3, 7, 15] * 20:
+        limit.times.record(1 + num, 1.0 + line_s * (1 + num) + draft_s * (1 + num), num)
+    return limit
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+def test_times_of_a_draft_model_are_those_of_its_passes(num_rows: int) -> None:
+    times = DraftModelTimes()
+    for rows in (1, 2, 6):
+        for num in [0, 1, 3] * 30:
+            times.record(rows * (1 + num), 1.0 + 0.1 * rows * (1 + num) + 0.3 * (1 + num), num)
+    for num in (0, 3, 7):
+        expected = 1.0 + 0.1 * num_rows * (1 + num) + 0.3 * (1 + num)
+        assert times.predict(num_rows * (1 + num), num) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("draft_s", "num_right", "expected"), [(0.02, [7], 7), (0.02, [0, 1], 1), (2.0, [0, 1], 0), (0.02, [0], 0)]
+)
+def test_a_draft_model_drafts_only_if_it_pays(draft_s: float, num_right: list[int], expected: int) -> None:
+    """Without drafts it runs once, too."""
+    limit = drafting_limit(draft_s)
+    for _ in range(300):
+        limit.learn(15, num_right)
+    assert {limit.choose(1, 15) for _ in range(DraftLimit.PROBE_INTERVAL - 1)} == {expected}

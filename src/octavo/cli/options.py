@@ -129,7 +129,7 @@ METAVARS = {
     "admin_key": "KEY", "allowed_origins": "ORIGIN", "allowed_hosts": "NAME", "pin_prefix": "FILE",
     "otlp_traces_endpoint": "URL", "disable_access_log_for_endpoints": "PATH", "logit_bias": "ID=BIAS",
     "bad_words": "TEXT", "stop": "TEXT", "allowed_token_ids": "ID", "stop_token_ids": "ID",
-    "spec_method": "suffix|ngram",
+    "spec_method": "suffix|draft_model|ngram",
 }
 # fmt: on
 COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
@@ -138,7 +138,7 @@ GROUPS = {
     "Model": "revision chat_template device dtype load_format quantization generation_config enforce_eager",
     "KV cache": "block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
         " enable_prefix_caching swap_space watermark kv_events_config",
-    "Speculation": "speculative_config spec_method spec_tokens",
+    "Speculation": "speculative_config spec_method spec_model spec_tokens",
     "Keys, TLS and access": "api_key api_key_file admin_key admin_key_file insecure ssl_keyfile ssl_certfile"
         " ssl_ca_certs allowed_origins allowed_hosts trust_request_chat_template metrics_public view_text",
     "Replicas": "data_parallel_size dp_router",

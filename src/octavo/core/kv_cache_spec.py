@@ -28,13 +28,18 @@ class KVHeads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """A block holds K and V of `block_size` tokens over all layers; a pool also holds the null block."""
+    """A block holds K and V of `block_size` tokens over all layers; a pool also holds the null block.
+
+    draft   of a draft model, whose K and V are in a pool of their own, with the same block ids. Shapes are without it,
+            bytes with it
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: str
+    draft: KVCacheSpec | None = None
 
     @classmethod
     def of(cls, model: KVHeads, block_size: int, dtype: str) -> KVCacheSpec:
@@ -49,7 +54,8 @@ class KVCacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        return math.prod(self.block_shape) * ITEMSIZE[self.dtype]
+        own_bytes = math.prod(self.block_shape) * ITEMSIZE[self.dtype]
+        return own_bytes + (self.draft.bytes_per_block if self.draft else 0)
 
     @property
     def bytes_per_token(self) -> int:

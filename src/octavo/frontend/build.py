@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from octavo.models.config import read_spec
 from octavo.models.linear_methods import find_linear_method
 from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
+from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.executor import make_executor
 from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
@@ -67,6 +68,34 @@ class _StartupTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class ResolvedDraft:
+    """A draft model before its weights are loaded. dtype: as `ResolvedModel.dtype`"""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    dtype: str
+
+    def check(self, target: ModelSpec, args: EngineArgs, model: str) -> None:
+        """Raises `ParameterError` if it cannot draft for the target. model: its name"""
+        wanted_len, own_len = (spec.max_model_len(args.max_model_len) for spec in (target, self.spec))
+        if (args.max_model_len or -1) > 0:
+            wanted_len = min(wanted_len, args.max_model_len or 0)
+        window, own_window = target.kv_window, self.spec.kv_window
+        if self.spec.vocab_size != target.vocab_size:
+            text = f"{self.spec.vocab_size} tokens in its vocabulary, and {args.model} {target.vocab_size}"
+            remedy = "use one with the same tokenizer"
+        elif own_len < wanted_len:
+            text = f"{own_len} positions, and {args.model} {wanted_len}"
+            remedy = f"set max_model_len to {own_len}, or use another"
+        elif window is not None and (own_window is None or own_window > window):
+            text = f"{own_window or 'no'} tokens as attention window, and {args.model} keeps {window}"
+            remedy = "use one that attends to no more"
+        else:
+            return
+        raise ParameterError(f"the draft model {model} has {text}; {remedy}", param="speculative_config")
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """All that is known before the weights are loaded.
 
@@ -82,6 +111,7 @@ class ResolvedModel:
     kv: KVCacheSpec
     tokenizer: Tokenizer | None
     sampling_defaults: SamplingDefaults
+    draft: ResolvedDraft | None = None
 
     @property
     def model_len(self) -> int:
@@ -90,21 +120,29 @@ class ResolvedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights once they are loaded and packed."""
-        return self.spec.weight_bytes(ITEMSIZE[self.dtype], self.args.quantization)
+        return sum(
+            each.spec.weight_bytes(ITEMSIZE[each.dtype], self.args.quantization)
+            for each in (self, self.draft)
+            if each is not None
+        )
 
     @property
     def kernel_key(self) -> str:
         """See `Platform.precompiler`."""
         args = self.args
         sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, self.model_len
-        return f"{self.spec} {self.dtype} {sizes}"
+        return f"{self.spec} {self.dtype} {sizes} {self.draft and (self.draft.spec, self.draft.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and the memory for its K and V. profile: None if the platform is the host."""
+    """A model with its weights, its draft model, and the memory for their K and V.
+
+    profile   None if the platform is the host
+    """
 
     model: Model
+    draft: Model | None
     budget: MemoryBudget
     profile: GPUMemoryProfile | None = None
 
@@ -142,16 +180,30 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
     kv = KVCacheSpec.of(spec, args.block_size, dtype)
-    return ResolvedModel(args, platform, checkpoint, spec, dtype, kv, tokenizer, defaults)
+    draft = _resolve_draft(args, spec, platform)
+    if draft is not None:
+        kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft.dtype))
+    return ResolvedModel(args, platform, checkpoint, spec, dtype, kv, tokenizer, defaults, draft)
+
+
+def _resolve_draft(args: EngineArgs, target: ModelSpec, platform: Platform) -> ResolvedDraft | None:
+    if (speculation := args.speculation()) is None or speculation.model is None:
+        return None
+    checkpoint = open_checkpoint(speculation.model, weights=args.load_format != "dummy")
+    spec = read_spec(checkpoint)
+    dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
+    draft = ResolvedDraft(checkpoint, spec, dtype)
+    draft.check(target, args, speculation.model)
+    return draft
 
 
 def _plan_and_load(resolved: ResolvedModel, timer: _StartupTimer) -> LoadedModel:
     """Plan before anything large is loaded: the system kills a process that takes too much memory."""
     num_bytes = resolved.weight_bytes
     budget = _plan(resolved, FreeMemory(weights=num_bytes, host=free_memory() - num_bytes))
-    model = _load(resolved, budget.max_model_len)
+    model, draft = _load(resolved, budget.max_model_len)
     timer.lap("weights")
-    return LoadedModel(model, budget)
+    return LoadedModel(model, draft, budget)
 
 
 def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, timer: _StartupTimer) -> LoadedModel:
@@ -160,15 +212,15 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
     free_some = f"free as much as the weights take, {num_bytes / GIB:.2f} GiB; {doctor_hint(args)}"
     with platform.startup_errors("loading the weights", lambda _: free_some):
         platform.check_weights(num_bytes, args)
-        model = _load(resolved, resolved.model_len)
+        model, draft = _load(resolved, resolved.model_len)
     timer.lap("weights")
     with platform.startup_errors("computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
-        profile = platform.measure(model, args, kv_cache=resolved.kv, precompile=precompile)
+        profile = platform.measure(model, args, kv_cache=resolved.kv, precompile=precompile, draft=draft)
     profile.check(args, resolved.kv)
     timer.lap("kernels and memory")
     budget = _plan(resolved, FreeMemory(weights=num_bytes, host=free_memory(), device=profile.available_kv_bytes))
     logger.info("%s", profile.table(budget))
-    return LoadedModel(model, budget, profile)
+    return LoadedModel(model, draft, budget, profile)
 
 
 def _plan(resolved: ResolvedModel, free: FreeMemory) -> MemoryBudget:
@@ -178,19 +230,25 @@ def _plan(resolved: ResolvedModel, free: FreeMemory) -> MemoryBudget:
     return budget
 
 
-def _load(resolved: ResolvedModel, max_len: int) -> Model:
-    """Load and pack the weights, and compile the platform's kernels in parallel."""
+def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
+    """Load and pack the weights of both models, and compile the platform's kernels in parallel."""
     args, platform = resolved.args, resolved.platform
-    load: Callable[..., Model] = dummy_model
-    if args.load_format == "auto":
-        load = partial(load_model, resolved.checkpoint)
-    dtype, method = getattr(torch, resolved.dtype), find_linear_method(args.quantization)
-    load = partial(load, resolved.spec, dtype=dtype, device=platform.device, ops=platform.ops, linear_method=method)
+    method = find_linear_method(args.quantization)
+
+    def load(each: ResolvedModel | ResolvedDraft) -> Model:
+        read: Callable[..., Model] = (
+            dummy_model if args.load_format == "dummy" else partial(load_model, each.checkpoint)
+        )
+        dtype, device = getattr(torch, each.dtype), platform.device
+        return read(each.spec, dtype=dtype, device=device, ops=platform.ops, linear_method=method, max_len=max_len)
+
     # On short-lived threads: a thread's OpenMP workers live as long as the thread, and once there are more workers than
     # cores, the computing ones sleep between any two operations.
     with ThreadPoolExecutor(2) as threads:
         threads.submit(platform.compile_kernels)
-        return threads.submit(load, max_len=max_len).result()
+        models = [each for each in (resolved, resolved.draft) if each is not None]
+        model, *drafts = threads.map(load, models)
+        return model, drafts[0] if drafts else None
 
 
 def _config(resolved: ResolvedModel, budget: MemoryBudget) -> EngineConfig:
@@ -216,12 +274,14 @@ def _start_executor(
     smaller_pool = (lambda _: doctor_hint(args)) if profile is None else partial(profile.smaller_pool, args, budget)
     try:
         with platform.startup_errors("pinning memory of the host for swap space", lambda _: LESS_SWAP):
-            host_kv = platform.make_host_pool(config.kv, config.num_host_blocks)
+            kvs = [kv for kv in (config.kv, config.kv.draft) if kv is not None]
+            host_pools = [platform.make_host_pool(kv, config.num_host_blocks) for kv in kvs]
         with platform.startup_errors("making the KV pool and CUDA graphs", smaller_pool):
+            pools = [platform.make_pool(kv, config.num_blocks) for kv in kvs]
             runner = ModelRunner(
                 loaded.model,
-                platform.make_pool(config.kv, config.num_blocks),
-                host_kv,
+                pools[0],
+                host_pools[0],
                 platform,
                 num_rows=args.max_num_seqs,
                 max_model_len=config.max_model_len,
@@ -231,6 +291,7 @@ def _start_executor(
                 graphs=not args.enforce_eager,
                 num_speculative_tokens=args.num_speculative_tokens,
                 shares_suffixes=(speculation := args.speculation()) is not None and speculation.method == "suffix",
+                draft=None if loaded.draft is None else Draft(loaded.draft, pools[1], host_pools[1]),
             )
             executor = make_executor(runner, precompile)
             return executor, executor.start()
@@ -257,7 +318,7 @@ def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor,
         max_logprobs=args.max_logprobs,
         default_params=resolved.sampling_defaults.params,
         overlap=args.async_scheduling,
-        drafts_in_grammars=resolved.platform.is_host,
+        drafts_in_grammars=resolved.platform.is_host and resolved.draft is None,
         seed=args.seed,
     )
     if args.kv_events().is_enabled:

@@ -107,7 +107,7 @@ ENGINE: tuple[Argument, ...] = (
         " block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
         " max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config max_logprobs"
         " scheduling_policy long_prefill_token_threshold max_long_partial_prefills watermark enforce_eager"
-        " async_scheduling kv_events_config speculative_config spec_method spec_tokens"),
+        " async_scheduling kv_events_config speculative_config spec_method spec_model spec_tokens"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),
     *_only("engine", "one device computes the whole model", "data_parallel_rank data_parallel_start_rank"
@@ -133,7 +133,6 @@ ENGINE: tuple[Argument, ...] = (
     *_any("engine", "no effect without enable_lora", "max_loras max_lora_rank max_cpu_loras lora_dtype"
         " lora_target_modules default_mm_loras", flags="fully_sharded_loras enable_tower_connector_lora"
         " specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras"),
-    *_only("engine", "drafts come from earlier text", "spec_model"),
     *_only("engine", "models generate text token by token", "pooler_config diffusion_config io_processor_plugin"),
     *_only("engine", "models generate text token by token", runner=("auto", "generate"), convert=("auto", "none")),
     *_only("engine", "prompts are text or token ids", enable_prompt_embeds=False, enable_mm_embeds=False),
@@ -260,8 +259,8 @@ CALL: tuple[Argument, ...] = (
     *_any("call", "templates get the content as one text", "chat_template_content_format"),
 )
 SPECULATION: tuple[Argument, ...] = (
-    *_taken("speculation", "method num_speculative_tokens"),
-    *_only("speculation", "drafts come from earlier text", "model quantization moe_backend attention_backend"
+    *_taken("speculation", "method model num_speculative_tokens"),
+    *_only("speculation", "a draft model runs as the engine's model does", "quantization moe_backend attention_backend"
         " kv_cache_dtype max_model_len revision code_revision index_share_for_mtp_iteration draft_load_config"
         " dspark_draft_topk", draft_tensor_parallel_size=1, tensor_parallel_size=1, use_heterogeneous_vocab=False,
         parallel_drafting=False, draft_sample_method="greedy", enable_adaptive_verification=False,

@@ -73,12 +73,16 @@ class DecodeLines:
     none, and the drafter decides how many drafts pay off. Elsewhere all lines are queued with the plan, and the device
     skips those without work.
 
-    head     [3, num_lines]: see `InputBuffers`
-    drafter  None: no drafts
+    head        [3, num_lines]: see `InputBuffers`
+    drafter     None: it chooses no drafts
+    num_drafts  of each slice, without a drafter; see `DecodeSlices.lines`
     """
 
-    def __init__(self, slices: DecodeSlices, head: np.ndarray, state: RowState, drafter: Drafter | None) -> None:
+    def __init__(
+        self, slices: DecodeSlices, head: np.ndarray, state: RowState, drafter: Drafter | None, num_drafts: int = 0
+    ) -> None:
         self._slices, self._head, self._state, self._drafter = slices, head, state, drafter
+        self._each = num_drafts
         self._begin, self._num_lines, self._num_passes = 0.0, 0, 0
 
     @property
@@ -105,8 +109,9 @@ class DecodeLines:
                 grammars = {row_of[i]: bitmask.drafts.get(i, GrammarDrafts()) for i in bitmask.slices if i in row_of}
             num_drafts = self._drafter.choose(slices.rows, slices.ends, slices.limits, grammars)
             is_changed = True
-        if is_changed:
-            found, lines = slices.lines(num_drafts if self._drafter is not None else np.zeros_like(slices.rows), 0)
+        if is_changed or self._each:
+            each = np.full_like(slices.rows, self._each) if self._drafter is None else num_drafts
+            found, lines = slices.lines(each, state.null_row)
             self._head[:, : len(found)] = lines
         self._num_lines = len(found)
         return found

@@ -11,6 +11,7 @@ from octavo.core.plan import StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.row_state import NUM_COLUMNS, RowState
 from octavo.runner.checksums import NO_SWAP_IN_CHECK, SwapInCheck
+from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.input_buffers import EMPTY_PAIR, int64, pack_pairs, pack_setups, table_writes
 from octavo.runner.kv_swap import KVSwapper
 from octavo.runner.memory.budget import time_swaps
@@ -28,7 +29,7 @@ class DeviceState:
 
     rows             sampling parameters, block tables, last tokens, done flags
     processors       logits processors of the rows
-    kv               see `ModelRunner`
+    kv, draft        see `ModelRunner`
     shared_prefixes  None without cascade attention
     """
 
@@ -42,15 +43,16 @@ class DeviceState:
         max_model_len: int,
         vocab_size: int,
         keeps_history: bool,
+        draft: Draft | None = None,
     ) -> None:
         block_size = kv.shape[4]
         max_blocks = cdiv(max_model_len, block_size)
-        self.kv, self._platform = kv, platform
+        self.kv, self.draft, self._platform = kv, draft, platform
         max_len = max_model_len + 1 if keeps_history else 0
         self.rows = RowState.empty(num_rows, max_blocks, platform.device, max_len=max_len)
         self._num_known = [0] * num_rows  # tokens of each row's history that came with its setup
         self.processors = LogitsProcessors(self.rows, max_model_len + 1, vocab_size, platform)
-        self.swapper = KVSwapper(kv, host_kv, platform)
+        self.swapper = KVSwapper(kv, host_kv, platform, draft and (draft.kv, draft.host_kv))
         token_bytes = kv[0, 0].nbytes // block_size
         prefixes = SharedPrefixes(num_rows, max_blocks, block_size, token_bytes)
         self.shared_prefixes = prefixes if platform.has_cascade else None
@@ -105,6 +107,8 @@ class DeviceState:
             check = self.swapper.move(plan.swap_outs, plan.swap_ins)
         if plan.copies:
             self._platform.ops.block_copy(self.kv, copy_src, copy_dst)
+            if self.draft is not None:
+                self._platform.ops.block_copy(self.draft.kv, copy_src, copy_dst)
         return check
 
     def measure_swap(self) -> float:

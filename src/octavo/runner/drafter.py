@@ -29,6 +29,8 @@ MAX_LINES = 64
 """Lines up to which a pass gets drafts."""
 FIRST_SLOPE, FIRST_GPU_SLOPE = 0.1, 0.005
 """Cost of a line before any is measured, in parts of a pass of one line."""
+FIRST_DRAFT = 0.2
+"""Cost of a draft model's pass before any is measured, likewise."""
 DECAY_OF_TIMES, DECAY_OF_CHANCES, DECAY_OF_ROWS, DECAY_OF_LIMITS = 0.97, 0.995, 0.9, 0.99
 NO_GRAMMARS: Mapping[int, GrammarDrafts] = {}
 SHARED = MAX_MATCH + MAX_DRAFTS
@@ -44,7 +46,8 @@ class PassTimes:
         self._first_slope = first_slope
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def record(self, num_lines: int, seconds: float) -> None:
+    def record(self, num_lines: int, seconds: float, num_drafts: int = 0) -> None:
+        """num_drafts: cost nothing"""
         if self._weight > 3:  # the machine may have done something else
             seconds = min(seconds, 2 * self.predict(num_lines))
         self._weight, self._x, self._y, self._xx, self._xy = (
@@ -68,9 +71,34 @@ class PassTimes:
         slope = max((product + first) / (spread + 1.0), 0.0)
         return y - slope * x, slope
 
-    def predict(self, num_lines: int) -> float:
+    def predict(self, num_lines: int, num_drafts: int = 0) -> float:
         base, slope = self.line()
         return base + slope * num_lines
+
+
+class DraftModelTimes:
+    """Seconds of a pass by its number of lines and its drafts: a draft model runs once for each, and once more.
+
+    A plane through the measured points, of which the last weigh most. Both slopes are drawn to the first ones.
+    """
+
+    def __init__(self) -> None:
+        self._products, self._moments = np.zeros((3, 3)), np.zeros(3)
+
+    def record(self, num_lines: int, seconds: float, num_drafts: int) -> None:
+        if self._products[0, 0] > 3:  # as in `PassTimes`
+            seconds = min(seconds, 2 * self.predict(num_lines, num_drafts))
+        x = np.array([1.0, num_lines, num_drafts + 1])
+        self._products = DECAY_OF_TIMES * self._products + np.outer(x, x)
+        self._moments = DECAY_OF_TIMES * self._moments + x * seconds
+
+    def predict(self, num_lines: int, num_drafts: int) -> float:
+        plane = np.array([1.0, FIRST_SLOPE, FIRST_DRAFT])
+        if total := self._products[0] @ plane:
+            plane *= self._moments[0] / total
+            missing = self._moments - self._products @ plane
+            plane += np.linalg.solve(self._products + np.diag([1e-3, 1.0, 1.0]), missing)
+        return max(float(plane @ np.array([1.0, num_lines, num_drafts + 1])), 1e-9)
 
 
 class Guess(NamedTuple):
@@ -206,10 +234,11 @@ class PassTimers:
     def __init__(self, make_timer: Callable[[], Timer | None] | None) -> None:
         """make_timer: None, or returns None: nothing is measured"""
         self._make_timer = make_timer
-        self._running: deque[tuple[Timer, int, int]] = deque()
+        self._running: deque[tuple[Timer, int, int, int]] = deque()
 
     @contextmanager
-    def measure(self, num_lines: int, num_passes: int) -> Iterator[None]:
+    def measure(self, num_lines: int, num_drafts: int, num_passes: int) -> Iterator[None]:
+        """num_lines, num_drafts: see `PassShape`"""
         timer = None if self._make_timer is None else self._make_timer()
         if timer is None:
             yield
@@ -217,17 +246,18 @@ class PassTimers:
         timer.start()
         yield
         timer.stop()
-        self._running.append((timer, num_lines, num_passes))
+        self._running.append((timer, num_lines, num_drafts, num_passes))
 
-    def collect(self, times: PassTimes) -> None:
+    def collect(self, times: PassTimes | DraftModelTimes) -> None:
         """Record the passes that are done."""
         while self._running and (seconds := self._running[0][0].seconds()) is not None:
-            _, num_lines, num_passes = self._running.popleft()
-            times.record(num_lines, seconds / num_passes)
+            _, num_lines, num_drafts, num_passes = self._running.popleft()
+            times.record(num_lines, seconds / num_passes, num_drafts)
 
 
 class DraftLimit:
-    """How many drafts each sequence of a plan has, where the device makes the guesses: one number, for one graph.
+    """How many drafts each sequence of a plan has, where the device or a model makes the guesses: one number, for one
+    graph.
 
     times   of passes by their lines, with the padding of graphs
     timers  measure these
@@ -237,8 +267,9 @@ class DraftLimit:
     PROBE_INTERVAL = 32
     """Plans without drafts between two that try one draft."""
 
-    def __init__(self, make_timer: Callable[[], Timer | None] | None) -> None:
-        self.times = PassTimes(FIRST_GPU_SLOPE)
+    def __init__(self, make_timer: Callable[[], Timer | None] | None, *, drafts_cost: bool = False) -> None:
+        """drafts_cost: a model makes them, within the pass"""
+        self.times = DraftModelTimes() if drafts_cost else PassTimes(FIRST_GPU_SLOPE)
         self.timers = PassTimers(make_timer)
         self._passes = np.full(MAX_DRAFTS, 4.0)  # that had so many drafts or more
         self._right = 4 * 0.6 ** np.arange(1, MAX_DRAFTS + 1)  # those in which so many or more were right
@@ -247,10 +278,9 @@ class DraftLimit:
     def choose(self, num_lines: int, most: int) -> int:
         """Drafts of each sequence. num_lines: of a pass without drafts; most: drafts, by the plan and by memory"""
         self.timers.collect(self.times)
-        base, slope = self.times.line()
         gains = np.concatenate(([0.0], (self._right / self._passes).cumsum()))
         choices = [num for num in self.CHOICES if num <= most]
-        rates = [(1 + gains[num]) / (base + slope * num_lines * (1 + num)) for num in choices]
+        rates = [(1 + gains[num]) / self.times.predict(num_lines * (1 + num), num) for num in choices]
         best = choices[int(np.argmax(rates))]
         self._num_plain = 0 if best else self._num_plain + 1
         return best if best or self._num_plain % self.PROBE_INTERVAL or len(choices) == 1 else choices[1]

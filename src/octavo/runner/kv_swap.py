@@ -25,15 +25,18 @@ class KVSwapper:
     """Moves blocks between the KV pool and the swap space.
 
     kv, host_kv   [blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; host_kv is pinned if kv is on a GPU
+    draft_pools   the same of a draft model, which moves along. It has no checksums: wrong K and V there cost time only
     """
 
-    def __init__(self, kv: Tensor, host_kv: Tensor, platform: Platform) -> None:
+    def __init__(
+        self, kv: Tensor, host_kv: Tensor, platform: Platform, draft_pools: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         self.kv = kv
         self.host_kv = host_kv
         self.checksums = Checksums(host_kv)
+        self._pools = [(kv, host_kv), *([draft_pools] if draft_pools else [])]
         self._platform, self._ops = platform, platform.ops
         self._side = platform.side_stream()
-        self._block_bytes = kv[0].nbytes
 
     def move(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> SwapInCheck:
         """Queue the swaps as `queue` does, and compute or compare the checksums of their host blocks."""
@@ -49,10 +52,11 @@ class KVSwapper:
         """
         try:
             with self._side:
-                if len(small := self._queue_large_runs(outs, self.kv, self.host_kv)):
-                    self._ops.swap_out(self.kv, self.host_kv, *self._ids(small))
-                if len(small := self._queue_large_runs(ins, self.host_kv, self.kv)):
-                    self._ops.swap_in(self.host_kv, self.kv, *self._ids(small))
+                for kv, host_kv in self._pools:
+                    if len(small := self._queue_large_runs(outs, kv, host_kv)):
+                        self._ops.swap_out(kv, host_kv, *self._ids(small))
+                    if len(small := self._queue_large_runs(ins, host_kv, kv)):
+                        self._ops.swap_in(host_kv, kv, *self._ids(small))
                 return self._platform.record_event(blocking=True)
         finally:  # copies may be queued although memory ran out for the ids of others
             self._side.join()
@@ -61,7 +65,7 @@ class KVSwapper:
         """Queue the runs that are large enough for the copy engine. Returns the other pairs, [num, 2]."""
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         begins, counts = runs(table)
-        is_large = counts * self._block_bytes >= COPY_ENGINE_BYTES
+        is_large = counts * source[0].nbytes >= COPY_ENGINE_BYTES
         for (src, dst), count in zip(table[begins[is_large]].tolist(), counts[is_large].tolist(), strict=True):
             target[dst : dst + count].copy_(source[src : src + count], non_blocking=True)
         others: np.ndarray = table[~np.repeat(is_large, counts)]

@@ -23,6 +23,7 @@ from octavo.runner.checksums import SwapInCheck
 from octavo.runner.decode_lines import DecodeLines, decode_slices
 from octavo.runner.device_state import NUM_PARTS, DeviceState
 from octavo.runner.drafter import MAX_LINES, Drafter, DraftLimit
+from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.input_buffers import NO_TOKENS, InputBuffers, is_decode_only, next_tokens
 from octavo.runner.memory.profile import Precompile
@@ -71,6 +72,7 @@ class ModelRunner:
     num_speculative_tokens
                       most drafts per sequence and pass; 0: no speculation
     shares_suffixes   drafts of the CPU may come from other requests with the same salt
+    draft             drafts come from this model; None: from earlier text
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ModelRunner:
         graphs: bool,
         num_speculative_tokens: int = 0,
         shares_suffixes: bool = False,
+        draft: Draft | None = None,
     ) -> None:
         self.platform = platform
         self.num_speculative_tokens = num_speculative_tokens
@@ -98,11 +101,14 @@ class ModelRunner:
             num_rows=num_rows,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            keeps_history=num_speculative_tokens > 0,
+            keeps_history=num_speculative_tokens > 0 and draft is None,
+            draft=draft,
         )
-        self.draft_limit = DraftLimit(platform.make_timer if num_speculative_tokens else None)
-        shared = SharedSuffixes() if shares_suffixes and platform.is_host else None
-        self.drafter = Drafter(state.rows, shared) if num_speculative_tokens and platform.is_host else None
+        drafts_on_host = num_speculative_tokens > 0 and platform.is_host and draft is None
+        shared = SharedSuffixes() if shares_suffixes and drafts_on_host else None
+        self.drafter = Drafter(state.rows, shared) if drafts_on_host else None
+        measures = num_speculative_tokens and not drafts_on_host
+        self.draft_limit = DraftLimit(platform.make_timer if measures else None, drafts_cost=draft is not None)
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
         # Of logits of a pass, with the padding of graphs.
         max_lines = max(num_rows + 2, PrefillSizes.FEW, MAX_LINES if num_speculative_tokens else 0)
@@ -186,13 +192,14 @@ class ModelRunner:
         changes = state.pack(plan)
         num_drafts, order = 0, None
         if plan.drafts and not on_host:
-            num_drafts = 1 if is_host else self._num_drafts(plan, len(slices.rows))
+            num_drafts = 1 if self.drafter is not None else self._num_drafts(plan, len(slices.rows))
         can_share = not on_host and not plan.bitmask_slices and not num_drafts
         if (prefixes := state.shared_prefixes) is not None and can_share:
             order = prefixes.order(slices.rows, slices.firsts)
         if order is not None:
             slices = slices.select(order)
-        each = np.full(len(slices.rows), 0 if is_host else num_drafts)
+        planned = 0 if self.drafter is not None else num_drafts
+        each = np.full(len(slices.rows), planned)
         of_lines, lines = slices.lines(each, state.rows.null_row)
         sizes = [self.passes.padded(batch.size) for batch in batches]
         packed = [batch.pack(size, state.rows.null_row) for batch, size in zip(batches, sizes, strict=True)]
@@ -208,9 +215,9 @@ class ModelRunner:
         prefills = [Pass(batch.sample_slices, size, inputs, batch) for batch, size, inputs in found]
         host_lines = None
         if is_host:
-            slices = slices._replace(ends=buffers.ends[: len(slices.rows)].numpy().copy())
+            slices = slices._replace(ends=buffers.ends[: lines.shape[1] : planned + 1].numpy().copy())
             drafter = self.drafter if num_drafts else None
-            host_lines = DecodeLines(slices, buffers.head, state.rows, drafter)
+            host_lines = DecodeLines(slices, buffers.head, state.rows, drafter, planned)
         return Upload(prefills, of_lines, host_lines, order is not None, num_drafts, check)
 
     def _num_drafts(self, plan: StepPlan, num_slices: int) -> int:

@@ -28,7 +28,7 @@ from octavo.runner.memory import diagnostics, profile
 from octavo.runner.passes.cuda_graphs import CudaGraphs
 from octavo.runner.passes.graphs import Graphs, Model
 from octavo.runner.passes.recorded_graphs import RecordedGraphs
-from octavo.runner.streams import CompletedEvent, CudaStream, CudaTimer, RecordableEvent, SideStream, Timer
+from octavo.runner.streams import CompletedEvent, CudaStream, CudaTimer, HostTimer, RecordableEvent, SideStream, Timer
 
 if TYPE_CHECKING:
     from octavo.runner.memory.profile import GPUMemoryProfile, Precompile
@@ -77,7 +77,13 @@ class Platform:
         """Raises `MemoryBudgetError` if the device has too little memory for the weights, before they are loaded."""
 
     def measure(
-        self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
+        self,
+        model: Model,
+        args: EngineArgs,
+        *,
+        kv_cache: KVCacheSpec,
+        precompile: Precompile | None = None,
+        draft: Model | None = None,
     ) -> GPUMemoryProfile:
         """The memory that passes of the loaded model take; see `memory.profile.measure`. Not called if `is_host`."""
         raise NotImplementedError
@@ -118,7 +124,7 @@ class Platform:
         return CompletedEvent()
 
     def make_timer(self) -> Timer | None:
-        """None: the device computes within its calls."""
+        """None: nothing is measured."""
         return None
 
     def side_stream(self) -> SideStream:
@@ -166,6 +172,9 @@ class CpuPlatform(Platform):
     def make_host_pool(self, kv: KVCacheSpec, num_blocks: int) -> Tensor:
         return self.make_pool(kv, num_blocks)
 
+    def make_timer(self) -> Timer:
+        return HostTimer()
+
     def make_graphs(self, inputs: DecodeInputs) -> Graphs:
         return RecordedGraphs(inputs)
 
@@ -196,9 +205,15 @@ class CudaPlatform(Platform):
         diagnostics.check_weights(weight_bytes, args)
 
     def measure(
-        self, model: Model, args: EngineArgs, *, kv_cache: KVCacheSpec, precompile: Precompile | None = None
+        self,
+        model: Model,
+        args: EngineArgs,
+        *,
+        kv_cache: KVCacheSpec,
+        precompile: Precompile | None = None,
+        draft: Model | None = None,
     ) -> GPUMemoryProfile:
-        return profile.measure(model, args, ops=self.ops, kv_cache=kv_cache, precompile=precompile)
+        return profile.measure(model, args, ops=self.ops, kv_cache=kv_cache, precompile=precompile, draft=draft)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, cast
@@ -70,6 +71,22 @@ class SideStream:
 
     def join(self) -> None:
         pass
+
+
+class HostTimer:
+    """Of a device that computes within its calls: seconds of this thread."""
+
+    def __init__(self) -> None:
+        self._start = self._stop = 0.0
+
+    def start(self) -> None:
+        self._start = time.thread_time()
+
+    def stop(self) -> None:
+        self._stop = time.thread_time()
+
+    def seconds(self) -> float:
+        return self._stop - self._start
 
 
 class CudaTimer:

@@ -134,25 +134,31 @@ def measure(
     ops: Ops,
     kv_cache: KVCacheSpec,
     precompile: Precompile | None = None,
+    draft: Model | None = None,
 ) -> GPUMemoryProfile:
-    """Run the largest passes of the engine over a KV pool of one block, and measure their memory.
+    """Run the largest passes of the engine over a KV pool of one block, and measure their memory. draft: a draft model
 
     This also compiles the kernels of all kinds of passes, or loads them from their cache.
     """
     num_tokens, num_rows = args.max_num_batched_tokens or 1, args.max_num_seqs or 1
     torch.cuda.reset_peak_memory_stats()
     before, other_processes = torch.cuda.memory_allocated(), _outside_torch()
-    kv = torch.zeros(kv_cache.pool_shape(1), dtype=getattr(torch, kv_cache.dtype), device="cuda")
+    models = [(model, kv_cache), *([(draft, kv_cache.draft)] if draft and kv_cache.draft else [])]
+    pools = [torch.zeros(kv.pool_shape(1), dtype=getattr(torch, kv.dtype), device="cuda") for _, kv in models]
+    passes = [(each, kv) for (each, _), kv in zip(models, pools, strict=True)]
     if precompile is not None:
-        precompile(partial(_pass, model, kv, [64], ops), partial(_largest_passes, model, kv, num_tokens, num_rows, ops))
-    _largest_passes(model, kv, num_tokens, num_rows, ops)
+        kernels = [partial(_pass, *each, [64], ops) for each in passes]
+        precompile(*kernels, *(partial(_largest_passes, *each, num_tokens, num_rows, ops) for each in passes))
+    for each in passes:
+        _largest_passes(*each, num_tokens, num_rows, ops)
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
     # All graphs together use as much memory as the largest pass, in addition to passes without a graph.
     num_graphs = len(decode_sizes(num_rows)) + len(cascade_sizes(num_rows))
     num_graphs += len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY)
     graphs = 0 if args.enforce_eager else activations + num_graphs * GRAPH_BYTES
-    del kv
+    pools.clear()
+    passes.clear()
     torch.cuda.empty_cache()
     return GPUMemoryProfile(
         total=torch.cuda.mem_get_info()[1],

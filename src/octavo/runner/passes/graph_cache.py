@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor
 
-from octavo.runner.passes.graphs import Graphs
+from octavo.kernels.row_state import DecodeInputs
+from octavo.runner.passes.graphs import Graphs, Model
 from octavo.runner.passes.pass_shape import PassShape
 from octavo.runner.passes.prefill_batch import PrefillSize
 
@@ -51,3 +53,13 @@ class GraphCache:
     def replay(self, shape: PassShape) -> Tensor | None:
         assert self.captured is not None
         return self.captured.replay(shape)
+
+    def decode_logits(self, model: Model, inputs: DecodeInputs, kv: Tensor) -> Tensor:
+        """A model's logits of all lines, from a graph of the model alone where graphs do not take whole passes."""
+        forward: Callable[[], Tensor] = partial(model.forward, inputs.token_ids, inputs.batch, kv, None)
+        shape = PassShape(len(inputs.rows), "model")
+        if not self.takes(shape):
+            return forward()
+        self.capture(shape, forward)
+        logits = self.replay(shape) if shape in self else None
+        return forward() if logits is None else logits

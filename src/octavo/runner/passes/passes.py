@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.row_state import DecodeInputs, DraftLines
 from octavo.runner.device_state import DeviceState
+from octavo.runner.drafts.draft_model import DraftModel
 from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.passes.graph_cache import GraphCache
 from octavo.runner.passes.graphs import Model
@@ -29,6 +30,8 @@ class Passes:
     inputs     of decode passes
     num_rows   most slices of a decode pass
     max_lines  most lines of logits of a pass, with the padding of graphs
+
+    draft_model  computes along with each pass; None: there is none
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Passes:
         self._prefill_sizes = prefill_sizes
         self._decode_sizes, self._cascade_sizes = (sizes(num_rows) for sizes in (decode_sizes, cascade_sizes))
         self._prefill_buffers: dict[int | PrefillSize, Tensor] = {}  # inputs of prefill graphs
+        draft = state.draft
+        self.draft_model = None if draft is None else DraftModel(draft, platform, inputs, num_rows, graphs=graphs)
         self._kept = torch.empty(0, 0)  # [max_lines, vocab_size] float32: logits that graphs keep for others
 
     def replace_model(self, model: Model) -> None:
@@ -218,33 +223,25 @@ class Passes:
         state, ops, size = self._state, self._platform.ops, shape.size
         if isinstance(size, int):
             inputs = self.inputs.first(size, cascade=shape.cascade)
-            if shape.num_drafts and not self._platform.is_host:
-                each = 1 + shape.num_drafts
+            each = 1 + shape.num_drafts
+            if self.draft_model is not None:
+                self.draft_model.propose(state.rows, inputs.rows[::each], inputs.ends[::each], shape.num_drafts)
+            elif shape.num_drafts and not self._platform.is_host:
                 ops.propose_drafts(state.rows, inputs.rows[::each], inputs.ends[::each], shape.num_drafts)
             ops.prepare_decode_inputs(state.rows, inputs, self._block_size)
-            return self._decode_lines(self._decode_logits(inputs), inputs, shape)
+            return self._decode_lines(self.graphs.decode_logits(self.model, inputs, state.kv), inputs, shape)
         prefill = _unpacked(packed, size)
         rows, starts, host_tokens = prefill.rows, prefill.starts, prefill.host_tokens
         batch, token_ids = prefill.batch(size, self._block_size), torch.zeros_like(host_tokens)
         ops.prepare_prefill_inputs(state.rows, rows, starts, host_tokens, batch, token_ids, self._block_size)
+        if self.draft_model is not None:
+            self.draft_model.prefill(token_ids, batch)
         if size.num_samples <= size.num_slices or not self._platform.is_host:
             logits = self.model.forward(token_ids, batch, state.kv, prefill.logits_indices)
         else:  # samples of one slice share its logits. A device cannot know how many differ before it runs
             indices, lines = torch.unique_consecutive(prefill.logits_indices, return_inverse=True)
             logits = self.model.forward(token_ids, batch, state.kv, indices)[lines]
         return self._prefill_lines(logits, prefill)
-
-    def _decode_logits(self, inputs: DecodeInputs) -> Tensor:
-        """The model's logits, from a graph of the model alone where graphs do not take whole passes."""
-        forward: Callable[[], Tensor] = partial(
-            self.model.forward, inputs.token_ids, inputs.batch, self._state.kv, None
-        )
-        shape = PassShape(len(inputs.rows), "model")
-        if not self.graphs.takes(shape):
-            return forward()
-        self.graphs.capture(shape, forward)
-        logits = self.graphs.replay(shape) if shape in self.graphs else None
-        return forward() if logits is None else logits
 
 
 def _unpacked(packed: Tensor | None, size: PrefillSize) -> PrefillInputs:

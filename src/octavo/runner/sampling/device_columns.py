@@ -65,7 +65,7 @@ class DeviceColumns:
         shape = self._passes.shape(p, "pass", self._variant)
         if isinstance(shape.size, int) and p.has_work:
             self._passes.prepare(p, self._variant, ("pass",))  # a capture is not to be measured
-            with self._timers.measure(shape.size, num_columns):
+            with self._timers.measure(shape.size, shape.num_drafts, num_columns):
                 self._run(p, shape, num_columns)
         else:
             self._run(p, shape, num_columns)
