@@ -348,3 +348,13 @@ def test_a_draft_model_drafts_only_if_it_pays(draft_s: float, num_right: list[in
     for _ in range(300):
         limit.learn(15, num_right)
     assert {limit.choose(1, 15) for _ in range(DraftLimit.PROBE_INTERVAL - 1)} == {expected}
+
+
+@pytest.mark.parametrize(("num_right", "deeper"), [(1, True), (0, False)])
+def test_depths_that_were_not_tried_are_as_good_as_those_that_were(num_right: int, deeper: bool) -> None:
+    limit = DraftLimit(None)
+    before = limit._gains()
+    for _ in range(20):
+        limit.learn(1, [num_right])
+    gains = limit._gains()
+    assert (gains[15] > 8 > before[15]) if deeper else (gains[15] < 0.2 < before[15])

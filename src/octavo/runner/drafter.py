@@ -271,14 +271,14 @@ class DraftLimit:
         """drafts_cost: a model makes them, within the pass"""
         self.times = DraftModelTimes() if drafts_cost else PassTimes(FIRST_GPU_SLOPE)
         self.timers = PassTimers(make_timer)
-        self._passes = np.full(MAX_DRAFTS, 4.0)  # that had so many drafts or more
-        self._right = 4 * 0.6 ** np.arange(1, MAX_DRAFTS + 1)  # those in which so many or more were right
+        self._tried = np.zeros(MAX_DRAFTS)  # by depth: drafts after right ones
+        self._right = np.zeros(MAX_DRAFTS)  # of these, the right ones
         self._num_plain = 0
 
     def choose(self, num_lines: int, most: int) -> int:
         """Drafts of each sequence. num_lines: of a pass without drafts; most: drafts, by the plan and by memory"""
         self.timers.collect(self.times)
-        gains = np.concatenate(([0.0], (self._right / self._passes).cumsum()))
+        gains = self._gains()
         choices = [num for num in self.CHOICES if num <= most]
         rates = [(1 + gains[num]) / self.times.predict(num_lines * (1 + num), num) for num in choices]
         best = choices[int(np.argmax(rates))]
@@ -289,6 +289,15 @@ class DraftLimit:
         """num_right: of each sequence of a pass"""
         depths = np.arange(1, num_drafts + 1)
         decay = DECAY_OF_LIMITS ** len(num_right)
-        self._passes[:num_drafts] = self._passes[:num_drafts] * decay + len(num_right)
-        right = (np.asarray(num_right).reshape(-1, 1) >= depths).sum(0)
-        self._right[:num_drafts] = self._right[:num_drafts] * decay + right
+        reached = np.asarray(num_right).reshape(-1, 1)
+        self._tried[:num_drafts] = self._tried[:num_drafts] * decay + (reached >= depths - 1).sum(0)
+        self._right[:num_drafts] = self._right[:num_drafts] * decay + (reached >= depths).sum(0)
+
+    def _gains(self) -> list[float]:
+        """Right drafts to expect of 0, 1, ... drafts. A depth that was not tried is as good as the one before."""
+        gains, survival, chance = [0.0], 1.0, 0.6
+        for tried, right in zip(self._tried.tolist(), self._right.tolist(), strict=True):
+            chance = (right + 4 * chance) / (tried + 4)
+            survival *= chance
+            gains.append(gains[-1] + survival)
+        return gains
