@@ -25,8 +25,8 @@ from octavo.kernels.row_state import MAX_DRAFTS, RowState
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.streams import Timer
 
-MAX_LINES = 64
-"""Lines up to which a pass gets drafts."""
+MAX_LINES, MAX_DEVICE_LINES = 64, 512
+"""Lines up to which a pass gets drafts, from a `Drafter` and from a `DraftLimit`."""
 FIRST_SLOPE, FIRST_GPU_SLOPE = 0.1, 0.005
 """Cost of a line before any is measured, in parts of a pass of one line."""
 FIRST_DRAFT = 0.2

@@ -22,7 +22,7 @@ from octavo.kernels.row_state import DecodeInputs
 from octavo.runner.checksums import SwapInCheck
 from octavo.runner.decode_lines import DecodeLines, decode_slices
 from octavo.runner.device_state import NUM_PARTS, DeviceState
-from octavo.runner.drafter import MAX_LINES, Drafter, DraftLimit
+from octavo.runner.drafter import MAX_DEVICE_LINES, MAX_LINES, Drafter, DraftLimit
 from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.input_buffers import NO_TOKENS, InputBuffers, is_decode_only, next_tokens
@@ -111,7 +111,8 @@ class ModelRunner:
         self.draft_limit = DraftLimit(platform.make_timer if measures else None, drafts_cost=draft is not None)
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
         # Of logits of a pass, with the padding of graphs.
-        max_lines = max(num_rows + 2, PrefillSizes.FEW, MAX_LINES if num_speculative_tokens else 0)
+        most = min(MAX_DEVICE_LINES, num_rows * (1 + num_speculative_tokens)) if measures else MAX_LINES
+        max_lines = max(num_rows + 2, PrefillSizes.FEW, most if num_speculative_tokens else 0)
         inputs = self.input_buffers = InputBuffers(max_lines, platform)
         self.output_buffers = OutputBuffers(max_decode_steps, max_lines, platform)
         bitmask = BitmaskBuffer(max_lines, vocab_size, platform)
