@@ -264,7 +264,7 @@ class DraftLimit:
     """
 
     CHOICES = (0, 1, 3, 7, 15)
-    PROBE_INTERVAL = 32
+    PROBE_INTERVAL = 64
     """Plans without drafts between two that try one draft."""
 
     def __init__(self, make_timer: Callable[[], Timer | None] | None, *, drafts_cost: bool = False) -> None:
