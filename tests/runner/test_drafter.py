@@ -78,6 +78,15 @@ def test_more_lines_never_cost_less() -> None:
     assert times.line()[1] == 0 and times.predict(1) == times.predict(60)
 
 
+def test_the_first_pass_of_each_size_is_not_measured() -> None:
+    drafter = Bench([1, 2]).drafter
+    found: list[tuple[int, float]] = []
+    drafter.times.record = lambda *args: found.append(args)  # type: ignore[method-assign]
+    for num_lines, seconds in ((1, 5.0), (9, 7.0), (1, 1.0), (9, 2.0)):
+        drafter.record_pass(num_lines, seconds)
+    assert found == [(1, 1.0), (9, 2.0)]
+
+
 # -- chances -----------------------------------------------------------------------------------------------------------
 
 

@@ -119,4 +119,4 @@ class DecodeLines:
     def finish_pass(self) -> None:
         """Record the time of the pass whose lines `next` chose."""
         if self._drafter is not None and self._num_lines:
-            self._drafter.times.record(self._num_lines, time.thread_time() - self._begin)
+            self._drafter.record_pass(self._num_lines, time.thread_time() - self._begin)

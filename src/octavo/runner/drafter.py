@@ -160,6 +160,13 @@ class Drafter:
         self._state, self._shared = state, shared
         self._chances = Chances()
         self._guesses: dict[int, Guess] = {}
+        self._sizes: set[int] = set()  # lines of passes so far
+
+    def record_pass(self, num_lines: int, seconds: float) -> None:
+        """Learn the time of a pass, but for the first one of each size: that takes longer, as graphs are recorded."""
+        if num_lines in self._sizes:
+            self.times.record(num_lines, seconds)
+        self._sizes.add(num_lines)
 
     def forget(self, rows: Mapping[int, bytes]) -> None:
         """Rows that get another sequence, with its salt. Their history is still that of the last one."""
@@ -235,6 +242,7 @@ class PassTimers:
         """make_timer: None, or returns None: nothing is measured"""
         self._make_timer = make_timer
         self._running: deque[tuple[Timer, int, int, int]] = deque()
+        self._sizes: set[tuple[int, int]] = set()  # lines and drafts of passes so far
 
     @contextmanager
     def measure(self, num_lines: int, num_drafts: int, num_passes: int) -> Iterator[None]:
@@ -252,7 +260,9 @@ class PassTimers:
         """Record the passes that are done."""
         while self._running and (seconds := self._running[0][0].seconds()) is not None:
             _, num_lines, num_drafts, num_passes = self._running.popleft()
-            times.record(num_lines, seconds / num_passes, num_drafts)
+            if (num_lines, num_drafts) in self._sizes:  # see `Drafter.record_pass`
+                times.record(num_lines, seconds / num_passes, num_drafts)
+            self._sizes.add((num_lines, num_drafts))
 
 
 class DraftLimit:
