@@ -91,6 +91,7 @@ def draft_by(llm: LLM, place: str, habit: str, known: Seq[Seq[int]] = ()) -> LLM
     ops = DraftingOps(StubPlatform().ops)
     if place != "cpu":
         use_platform(llm, StubPlatform(ops, graphs=place == "graphs"))
+        llm.engine._request_builder._num_grammar_drafts = 0  # type: ignore[attr-defined]  # as on a GPU
     runner: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
     replay = Replay(habit, known, runner.state.rows) if habit != "suffix" else None
     ops.replay = replay
