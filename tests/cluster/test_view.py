@@ -80,7 +80,7 @@ async def next_of(events: AsyncIterator[tuple[str, Any]], kind: str) -> Any:
 
 
 async def started(model: str, num_blocks: int) -> EngineReplica:
-    """A replica that no front knows yet. Its number of blocks tells it from the others."""
+    """A replica that no front knows yet. Each replica of a test has another number of blocks."""
     replica = EngineReplica(
         ClusterArgs(model=model, engine=ENGINE | {"num_gpu_blocks_override": num_blocks}).engine_args()
     )

@@ -143,7 +143,7 @@ class Streams(Stream):
 
 
 class Growing(Streams):
-    """Of one engine, which says after its first frame that there are more."""
+    """Streams of a server with one engine. After the first frame, they tell that there are more."""
 
     num_replicas = 1
 
