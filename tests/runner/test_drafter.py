@@ -12,6 +12,7 @@ from octavo import LLM, SamplingParams
 from octavo.engine.executor import GrammarDrafts
 from octavo.engine.suffixes import MAX_MATCH
 from octavo.kernels.row_state import MAX_DRAFTS, RowState
+from octavo.runner.decode_lines import DecodeLines, DecodeSlices
 from octavo.runner.drafter import (
     FIRST_SLOPE,
     MAX_LINES,
@@ -367,3 +368,10 @@ def test_depths_that_were_not_tried_are_as_good_as_those_that_were(num_right: in
         limit.learn(1, [num_right])
     gains = limit._gains()
     assert (gains[15] > 8 > before[15]) if deeper else (gains[15] < 0.2 < before[15])
+
+
+def test_a_slice_has_its_own_number_of_passes() -> None:
+    state = RowState.empty(3, 4, "cpu", max_len=100)
+    columns = np.array([[0, 1, 2], [50] * 3, [1] * 3, [50] * 3, [0] * 3, [1, 3, 2]])
+    lines = DecodeLines(DecodeSlices([4, 5, 6], *columns), np.zeros((3, 9), dtype=np.int64), state, None)
+    assert [list(lines.next()) for _ in range(4)] == [[4, 5, 6], [5, 6], [5], []]
