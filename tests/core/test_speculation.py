@@ -314,6 +314,6 @@ def test_the_oracle_notices_a_write_into_a_block_not_held() -> None:
     step = bench.plan()
     oracle.submit(step.plan)
     plan = o.Received.of(step)
-    oracle._held[id(plan)] = [()]
+    oracle._held[id(plan)] = [[[]]]
     with pytest.raises(o.Invariant, match="another's block"):
         oracle._write(plan, 0, 0, 1, {})

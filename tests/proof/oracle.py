@@ -3,7 +3,8 @@
 A slot of its KV cache holds a hash of the value one position before (read through the block table), the position and
 the token. A value thus depends on every block before it. Every step reads every slot of every scheduled sequence again,
 so an aliased block, a stale prefix hit, a lost copy or swaps in a wrong order are noticed at once. The sampled token is
-a hash of the value, so `reference` computes every output without memory and without a scheduler.
+a hash of the value, so `reference` computes every output without memory and without a scheduler. A slot of a window
+group holds a hash of the same value and its group.
 
 Host blocks may be corrupted while they are swapped out. The device keeps a checksum of each, reports changed blocks at
 swap-in, and continues. Values computed from them are poison, and no result of poison may be committed.
@@ -68,6 +69,13 @@ def root(salt: bytes) -> int:
 
 def value(before: int, position: int, token: int) -> int:
     return hash((before, position, token))
+
+
+def in_group(h: int, group: int) -> int:
+    """The value of a position's slot in a group: the full one is 0."""
+    if not group:
+        return h
+    return type(h)(hash((h, 9, group)))
 
 
 def sampled(h: int, sample_index: int) -> int:
@@ -245,11 +253,12 @@ class Oracle:
         self._in_flight = scheduler.in_flight
         self.habits = habits or Habits()
         self.block_size = cache.block_size
-        self.attention_window = cache.attention_window
+        self.windows = [cache.attention_window, *cache.windows]  # by group; 0: all
+        self.num_groups = num_groups = cache.num_groups
         self.kv: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.pool.num_blocks + 1)]
         self.host: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.swap_space.num_blocks + 1)]
         num_rows = cache.rows.num_rows
-        self.tables: list[list[int]] = [[] for _ in range(num_rows)]
+        self.tables: list[list[int]] = [[] for _ in range(num_rows * num_groups)]
         self.last: list[Any] = [None] * num_rows
         self.length = [0] * num_rows  # positions computed and accepted: the host may know only bounds
         self.done: list[Any] = [False] * num_rows
@@ -262,7 +271,7 @@ class Oracle:
         self._queue: deque[Received] = deque()
         self._results: dict[int, list[list[list[Any]]]] = {}
         self._firsts: dict[int, dict[int, int]] = {}  # plan -> slice -> position of its first sampled token
-        self._held: dict[int, list[tuple[int, ...]]] = {}  # plan -> blocks of its sequences when it was made
+        self._held: dict[int, list[list[list[int]]]] = {}  # plan -> tables of its sequences when it was made
         self._random = random.Random(seed)
         self._flips = random.Random(seed + 0.5)
         self._expected: dict[Sequence, list[int]] = {}  # expected values of its slots, by position
@@ -273,7 +282,7 @@ class Oracle:
     def submit(self, sent: StepPlan) -> _Running:
         by_hand = InFlightStep(sent)
         plan = Received.of(next((step for step in reversed(self._in_flight) if step.plan is sent), by_hand))
-        self._held[id(plan)] = [tuple(seq.block_ids) for seq in plan.sequences]
+        self._held[id(plan)] = [[ids[:] for ids, _ in seq.tables] for seq in plan.sequences]
         self._queue.append(plan)
         if self.habits.eager:
             self._drain(None)
@@ -361,18 +370,20 @@ class Oracle:
     def _apply_tables(self, plan: StepPlan) -> None:
         for setup in plan.row_setups:
             self.setup[setup.row] = setup
-        whole = {w.row: i for i, w in enumerate(plan.table_writes) if w.start == 0}  # the last one is the new owner's
-        for i, (row, start, ids) in enumerate(plan.table_writes):
-            table = self.tables[row]
+        whole = {w.line: i for i, w in enumerate(plan.table_writes) if w.start == 0}  # the last one is the new owner's
+        for i, (line, start, ids) in enumerate(plan.table_writes):
+            row, group = divmod(line, self.num_groups)
+            table = self.tables[line]
             need(start == 0 or start <= len(table), ReadBack, "a hole in a table")
-            null = 0 if self.attention_window else 1
+            null = 0 if self.windows[group] else 1
             need(all(null <= b < len(self.kv) for b in ids), Invariant, "a block that does not exist", ids)
             table[start : start + len(ids)] = ids
-            if self.habits.forgets and whole.get(row) == i and any(s.row == row for s in plan.row_setups):
+            if self.habits.forgets and whole.get(line) == i and any(s.row == row for s in plan.row_setups):
                 del table[len(ids) :]
 
-    def _get(self, row: int, position: int) -> Any:
-        return self.kv[self.tables[row][position // self.block_size]][position % self.block_size]
+    def _get(self, row: int, position: int, group: int = 0) -> Any:
+        table = self.tables[row * self.num_groups + group]
+        return self.kv[table[position // self.block_size]][position % self.block_size]
 
     def _slice(self, plan: Received, i: int, start: int, written: dict[tuple[int, int], None]) -> list[list[Any]]:
         """Run a slice from `start`, where its row is, and return its columns of tokens."""
@@ -482,13 +493,16 @@ class Oracle:
 
     def _write(self, plan: Received, i: int, p: int, h: Any, written: dict[tuple[int, int], None]) -> None:
         """Write a slot, which must be of the slice, in a block that its sequence had when the step was planned."""
-        seq, size, held = plan.sequences[i], self.block_size, self._held[id(plan)][i]
-        block = self.tables[plan.rows[i]][p // size]
+        seq, size, first_line = plan.sequences[i], self.block_size, plan.rows[i] * self.num_groups
         if not seq.finish_reason:
             need(p < plan.starts[i] + plan.counts[i], Invariant, "written after the slice's end", seq, p)
-            need(p // size < len(held) and held[p // size] == block, Invariant, "written into another's block", seq, p)
-        self.kv[block][p % size] = h
-        written[block, p % size] = None
+        for group, held in enumerate(self._held[id(plan)][i]):
+            block = self.tables[first_line + group][p // size]
+            if not seq.finish_reason:
+                ours = p // size < len(held) and held[p // size] == block
+                need(ours, Invariant, "written into another's block", seq, p, group)
+            self.kv[block][p % size] = in_group(h, group)
+            written[block, p % size] = None
 
     def _compare(self, plan: StepPlan) -> None:
         """Store the checksums of swapped-out blocks and compare those of swapped-in ones."""
@@ -514,8 +528,11 @@ class Oracle:
         """True if a query at `start` attends to a poisoned slot."""
         if not self.has_poison:
             return False
-        begin = max(0, start - self.attention_window + 1) if self.attention_window else 0
-        return any(isinstance(self._get(row, p), Poison) for p in range(begin, start))
+        return any(
+            isinstance(self._get(row, p, group), Poison)
+            for group, window in enumerate(self.windows)
+            for p in range(max(0, start - window + 1) if window else 0, start)
+        )
 
     def _read_again(self, plan: Received, i: int, begin: int, end: int) -> None:
         """Compare every position that a query of this slice attends to, through the device's block table."""
@@ -528,12 +545,13 @@ class Oracle:
         for p in range(len(expected), end):
             h = value(h, p, tokens[p] if p < len(tokens) else fed[p])
             expected.append(h)
-        table, size, kv = self.tables[row], self.block_size, self.kv
-        begin = max(0, begin - self.attention_window + 1) if self.attention_window else 0
-        for p in range(begin, end):
-            if kv[table[p // size]][p % size] != expected[p]:
-                raise ReadBack(seq, "row", row, "position", p, "of", end, "table", table)
-        self.counts["slots read"] += max(0, end - begin)
+        size, kv = self.block_size, self.kv
+        for group, window in enumerate(self.windows):
+            table, first = self.tables[row * self.num_groups + group], max(0, begin - window + 1) if window else 0
+            for p in range(first, end):
+                if kv[table[p // size]][p % size] != in_group(expected[p], group):
+                    raise ReadBack(seq, "row", row, "group", group, "position", p, "of", end, "table", table)
+            self.counts["slots of windows read" if group else "slots read"] += max(0, end - first)
 
 
 # -- the structure -----------------------------------------------------------------------------------------------------
@@ -550,10 +568,13 @@ def check(scheduler: Scheduler) -> None:
             need(seq.request is request and not seq.finish_reason, Invariant, "a live sequence is its request's")
             need(seq.num_pending >= 0 <= seq.num_unverified, Invariant, "pending below 0", seq)
             if request.status is Status.RUNNING:
-                held = seq.block_ids[seq.num_dropped :]
-                owners.update(held)
-                need(all(b > 0 for b in held) and not any(seq.block_ids[: seq.num_dropped]), Invariant, "dropped", seq)
-                _check_dropped(seq, cache)
+                for (ids, num_dropped), window in zip(
+                    seq.tables, (cache.attention_window, *cache.windows), strict=True
+                ):
+                    owners.update(ids[num_dropped:])
+                    need(all(b > 0 for b in ids[num_dropped:]) and not any(ids[:num_dropped]), Invariant, "nulls", seq)
+                    need(len(ids) == len(seq.block_ids), Invariant, "tables of unequal length", seq)
+                    _check_dropped(seq, num_dropped * size, window)
                 need(seq.room == len(seq.block_ids) * size, Invariant, "room")
                 need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "blocks not needed", seq)
                 length = len(seq.token_ids) + seq.num_pending
@@ -569,20 +590,25 @@ def check(scheduler: Scheduler) -> None:
                 for i in range(len(seq.seal_ids), len(seq.block_ids)):
                     full = (i + 1) * size <= min(len(seq.token_ids), seq.num_computed)
                     # A sealed block past the chain: a sibling sealed it, or it stayed on the device during a swap.
-                    need(full or not pool.seal_id[seq.block_ids[i]], Invariant, "unknown tokens sealed", seq)
+                    sealed = any(pool.seal_id[ids[i]] for ids, _ in seq.tables)
+                    need(full or not sealed, Invariant, "unknown tokens sealed", seq)
             else:
                 need(seq.row < 0, Invariant, "a row without running", seq)
             if request.status is Status.SWAPPED:
-                host_owners.update(b for b in seq.block_ids if b > 0)
-                need(all(-b in request.shared_on_device for b in seq.block_ids if b < 0), Invariant, "shared on device")
+                for ids, _ in seq.tables:
+                    host_owners.update(b for b in ids if b > 0)
+                    need(all(-b in request.shared_on_device for b in ids if b < 0), Invariant, "shared on device")
             elif request.status is Status.WAITING:
-                need(not seq.block_ids and not seq.num_computed, Invariant, "waiting with blocks", seq)
+                empty = not any(ids for ids, _ in seq.tables) and not seq.num_computed
+                need(empty, Invariant, "waiting with blocks", seq)
     for name, seq in cache.pins.items():
         need(name == seq.request.request_id and seq.request.status is Status.FINISHED, Invariant, "a pin", name)
-        need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "a pin's blocks", seq)
-        owners.update(seq.block_ids)
+        for ids, num_dropped in seq.tables:
+            need(len(ids) == cache.blocks_for(seq.num_computed), Invariant, "a pin's blocks", seq)
+            owners.update(ids[num_dropped:])
     coming = [len(r.prompt_token_ids) for r in scheduler.requests.values() if r.pin]
-    pinned = [len(s.block_ids) for s in cache.pins.values()] + [cache.blocks_for(n) for n in coming]
+    pinned = [len(s.block_ids) * cache.num_groups for s in cache.pins.values()]
+    pinned += [cache.blocks_for(n) * cache.num_groups for n in coming]
     need(cache.num_pinned == sum(pinned) <= pool.num_blocks // 2, Invariant, "pinned", cache.num_pinned, pinned)
     check_pool(pool, owners)
     for b in range(1, host.num_blocks + 1):
@@ -591,6 +617,7 @@ def check(scheduler: Scheduler) -> None:
     for request in scheduler.running:
         for seq in request.sequences:
             _check_sealed(seq, pool, size)
+            _check_bounded(seq, cache, scheduler)
     rows = [s.row for r in scheduler.running for s in r.sequences if s.row >= 0]
     need(len(set(rows)) == len(rows), Invariant, "a row with two owners")
     need(len(rows) + cache.rows.num_free == scheduler.max_num_seqs, Invariant, "rows lost")
@@ -617,18 +644,20 @@ def check(scheduler: Scheduler) -> None:
     need(stats.num_saved_by_sharing == sum(max(0, n - 1) for n in owners.values()), Invariant, "saved by sharing")
 
 
-def _check_dropped(seq: Sequence, cache: KVCacheManager) -> None:
-    """Check that only blocks out of the attention window are dropped."""
-    dropped = seq.num_dropped * cache.block_size
-    end = seq.num_computed - seq.num_unverified - cache.attention_window + 1
+def _check_dropped(seq: Sequence, dropped: int, window: int) -> None:
+    """Check that only positions out of a group's attention window are dropped."""
+    end = seq.num_computed - seq.num_unverified - window + 1
     need(not dropped or dropped <= end, Invariant, "dropped too much", seq)
-    need(not dropped or cache.attention_window, Invariant, "dropped without a window", seq)
-    need(
-        not dropped or (seq.request.width == 1 and seq.request.select_beams is None),
-        Invariant,
-        "dropped in a group",
-        seq,
-    )
+    need(not dropped or window, Invariant, "dropped without a window", seq)
+
+
+def _check_bounded(seq: Sequence, cache: KVCacheManager, scheduler: Scheduler) -> None:
+    """Check that a window group of a lone sequence holds the window and what two steps compute at most."""
+    if seq.request.width > 1 or seq.request.select_beams or seq.request.pin or scheduler.num_speculative_tokens:
+        return  # what rejected drafts kept goes with the next plan
+    for table, window in zip(seq.windows, cache.windows, strict=True):
+        most = cache.blocks_for(window + cache.max_chunk - 2) + 1
+        need(len(table.block_ids) - table.num_dropped <= most, Invariant, "a window holds too much", seq)
 
 
 class Themselves(Roster):
@@ -664,16 +693,26 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
     sealed = [b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]]
     need(pool.num_indexed == len(sealed), Invariant, "index")
     need(all(pool.find(pool.key_of(b)) == b for b in sealed if pool.key_of(b)), Invariant, "index entries")
+    alive = {pool.seal_id[b] for b in sealed}
+    hung = [pool.key_of(b)[0] for b in sealed if len(pool.key_of(b)[1]) == 1]
+    need(alive.issuperset(hung), Invariant, "a window's block outlives the full one")
     seals = [pool.seal_id[b] for b in sealed]
     need(len(set(seals)) == len(seals) and max(seals, default=0) <= pool.last_seal_id, Invariant, "seal ids")
 
 
 def _check_sealed(seq: Sequence, pool: BlockPool, size: int) -> None:
     """Check that sealed blocks are sealed under their own tokens."""
+    full = {pool.seal_id[b]: b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]} if seq.windows else {}
     for i, block in enumerate(seq.block_ids):
+        tokens = seq.token_ids[i * size : (i + 1) * size].tobytes()
         key = pool.key_of(block)
         if key is not None:
-            need(key[1] == seq.token_ids[i * size : (i + 1) * size].tobytes(), Invariant, "sealed under other tokens")
+            need(key[1] == tokens, Invariant, "sealed under other tokens")
+        for group, table in enumerate(seq.windows):
+            key = pool.key_of(table.block_ids[i])
+            if key is not None:
+                need(key[1] == bytes((group,)), Invariant, "sealed in another group")
+                need(pool.key_of(full[key[0]])[1] == tokens, Invariant, "sealed under another block")
 
 
 def watch_eviction(cache: KVCacheManager) -> None:
@@ -700,6 +739,11 @@ def watch_eviction(cache: KVCacheManager) -> None:
             if not self.refs[block] and self.seal_id[block]:
                 line.append(block)
 
+        def renew(self, block: int) -> None:
+            line.remove(block)
+            super().renew(block)
+            line.append(block)
+
         def unseal(self, block: int, why: str = "void") -> None:
             if not self.refs[block]:
                 line.remove(block)
@@ -707,10 +751,12 @@ def watch_eviction(cache: KVCacheManager) -> None:
 
     class Cache(KVCacheManager):
         def free(self, sequence: Sequence) -> None:
-            blocks = [] if sequence.request.status is Status.SWAPPED else list(sequence.block_ids)
+            swapped = sequence.request.status is Status.SWAPPED
+            tables = [] if swapped else [list(ids) for ids, _ in sequence.tables]
             super().free(sequence)
-            places = [line.index(b) for b in blocks if b in line]
-            need(places == sorted(places, reverse=True), Invariant, "a head goes before its tail")
+            for blocks in tables:
+                places = [line.index(b) for b in blocks if b in line]
+                need(places == sorted(places, reverse=True), Invariant, "a head goes before its tail")
 
     pool.__class__ = Pool
     cache.__class__ = Cache

@@ -4,7 +4,7 @@ They have arrivals, chats, forks, beam searches, aborts, stops, preemption, swap
 
 `run(seed)` makes a small workload from a seed, drives the real scheduler until every request has finished, and checks
 after every call. `python -m tests.proof.workloads 0 1000` runs seeds 0 to 999 and prints totals of what they reached.
-With `--drafts` the same requests speculate.
+With `--drafts` the same requests speculate, with `--groups` the cache has window groups.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Fairness:
         longs: Counter[int] = Counter()
         whole: Counter[int] = Counter()
         unmet: set[int] = set()
-        plan = step.plan
+        plan, scheduler = step.plan, self.scheduler
         unverified = map(plan.num_unverified, range(len(plan.rows)))
         for seq, count, start, extra in zip(step.sequences, plan.counts, plan.starts, unverified, strict=True):
             tenant, due = seq.request.tenant, self.length.get(seq, len(seq.token_ids)) - start
@@ -81,7 +81,7 @@ class Fairness:
             if due <= 1:
                 continue
             prompts[tenant] += count
-            if count < min(due, self.longest or due) and seq is seq.request.only_sequence:
+            if count < min(due, self.longest or due, scheduler.cache.max_chunk) and seq is seq.request.only_sequence:
                 unmet.add(tenant)
             if self.longest and due > self.longest:
                 need(count <= self.longest, Invariant, "a long prompt takes more than its part", seq)
@@ -136,7 +136,8 @@ class Fairness:
         seq = request.only_sequence
         if not self.scheduler.num_speculative_tokens or seq is None or (request.needs_result and request.num_pending):
             return False
-        return self.due.get(seq) == 1 and self.length[seq] < seq.max_length
+        decodes = self.due.get(seq) == 1 or self.scheduler.cache.windows  # in these, prefills may lack blocks, too
+        return bool(decodes) and self.length.get(seq, 0) < seq.max_length
 
     def _is_long(self, due: int) -> bool:
         return 0 < self.longest < due
@@ -223,6 +224,7 @@ class World:
         kind: str | None = None,
         listen: bool | None = None,
         speculates: bool = False,
+        groups: bool = False,
     ) -> None:
         self.seed = seed
         self.random = rnd = random.Random(seed)
@@ -232,6 +234,9 @@ class World:
         self.tight = rnd.random() < 0.6
         size = 1 if self.kind == "chat" else rnd.choice([1, 2, 3, 4, 8])
         num_blocks = max(4, rnd.randint(40, 90 if self.tight else 130) // size)
+        grouped = random.Random(seed + 0.1875) if groups else None
+        windows = grouped.choices([1, 2, 3, 5, 9, 16], k=grouped.choice([1, 1, 2, 3])) if grouped else []
+        num_blocks = int(num_blocks * (1 + grouped.choice([0, 0.3, 0.6, 1]) * len(windows))) if grouped else num_blocks
         num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
         self.rows = rnd.choice([2, 4, 8, 16])
         per_shard = BLOCKS_PER_SHARD if seed % 4 else max(1, num_blocks // 3)  # few: as in a pool of many thousands
@@ -242,7 +247,9 @@ class World:
                 num_host,
                 num_rows=self.rows,
                 enable_prefix_caching=rnd.random() < 0.9,
-                attention_window=random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
+                attention_window=0 if grouped else random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
+                windows=windows,
+                max_chunk=grouped.choice([8, 8, 16, 40]) if grouped else 0,
             )
         self.seen: Counter[str] = Counter()
         self.num_out_events = self.num_out_plans = 0  # swapped-out blocks according to events and to plans
@@ -480,12 +487,14 @@ class World:
         brought, size = {dst for _, dst in step.plan.swap_ins}, self.cache.block_size
         for request in step.swapped_requests:
             if request.status is Status.RUNNING:
-                self.authors |= {b: seq for seq in request.sequences for b in seq.block_ids if b in brought}
+                for seq in request.sequences:
+                    self.authors |= {b: seq for ids, _ in seq.tables for b in ids if b in brought}
         for seq, start, count in zip(step.sequences, step.plan.starts, step.plan.counts, strict=True):
             if seq.num_unverified and not seq.finish_reason:  # it starts there or earlier
                 count, start = start + count, min(start, len(seq.token_ids) - 1)
                 count -= start
-            self.authors |= dict.fromkeys(seq.block_ids[start // size : -(-(start + count) // size)], seq)
+            for ids, _ in seq.tables:
+                self.authors |= dict.fromkeys(ids[start // size : -(-(start + count) // size)], seq)
 
     def _break(self, step: InFlightStep, result: StepResult) -> set[int]:
         """Report non-finite logits for a random slice now and then.
@@ -509,7 +518,7 @@ class World:
         self.failed.add(request.request_id)
         self.totals["error " + request.status.value] += 1
         others = [s for r in self.scheduler.running if r is not request for s in r.sequences]
-        shared = {b for seq in [*others, *self.cache.pins.values()] for b in seq.block_ids}
+        shared = {b for seq in [*others, *self.cache.pins.values()] for ids, _ in seq.tables for b in ids}
         return {b for b, author in self.authors.items() if author in request.sequences} - shared
 
     def _are_not_indexed(self, blocks: set[int]) -> None:
@@ -617,11 +626,16 @@ class World:
 
 
 def run(
-    seed: int, totals: Counter[str] | None = None, *, kind: str | None = None, speculates: bool = False
+    seed: int,
+    totals: Counter[str] | None = None,
+    *,
+    kind: str | None = None,
+    speculates: bool = False,
+    groups: bool = False,
 ) -> Counter[str]:
     """Run the workload of this seed to its end. Raises the oracle's findings."""
     totals = Counter() if totals is None else totals
-    world = World(seed, totals, kind=kind, speculates=speculates)
+    world = World(seed, totals, kind=kind, speculates=speculates, groups=groups)
     with mock.patch.object(scheduler_state, "PATIENCE_STEPS", world.fair.choice([2, 5, 64])):
         world.run()
     totals.update(world.oracle.counts)
@@ -639,6 +653,8 @@ def hunt(seconds: float, first: int = 0) -> str:
         try:
             run(seed)
             run(seed, speculates=True)
+            run(seed, groups=True)
+            run(seed, speculates=True, groups=True)
         except Exception as error:
             return f"seed {seed}: {type(error).__name__}"
         seed += 1
@@ -693,14 +709,14 @@ def covering(totals: Counter[str]) -> Iterator[None]:
             setattr(owner, name, inner)
 
 
-def main(first: int, last: int, *, speculates: bool = False) -> int:
+def main(first: int, last: int, *, speculates: bool = False, groups: bool = False) -> int:
     totals: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     begin = time.time()
     with covering(totals):
         for seed in range(first, last):
             try:
-                run(seed, totals, speculates=speculates)
+                run(seed, totals, speculates=speculates, groups=groups)
             except Exception as error:
                 bad[f"{type(error).__name__} {str(error)[:60]}"] += 1
                 if sum(bad.values()) <= 3:
@@ -713,4 +729,4 @@ def main(first: int, last: int, *, speculates: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), speculates="--drafts" in sys.argv))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), speculates="--drafts" in sys.argv, groups="--groups" in sys.argv))

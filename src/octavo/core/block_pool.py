@@ -6,6 +6,9 @@ Every block is in one of three states:
     cached  refs == 0, sealed: in the index, evicted in order of release, the oldest first
     free    refs == 0, no content
 
+A sequence's blocks of a window group are sealed under the full block over the same positions: their key is its seal id
+and the number of the group. When the full block is evicted they are unsealed, because nobody could find them.
+
 All state is in flat arrays with O(1) operations, without an object per block. Free blocks are a stack and a high-water
 mark, so a new pool of a million blocks fills no list. The LRU links are two arrays with the null block as sentinel.
 
@@ -27,12 +30,14 @@ Key: TypeAlias = tuple[SealId | bytes, bytes]
 """The content of a block: the seal id of the previous block, or the salt for a first block; and its tokens as int32.
 It is exact, not a digest."""
 
+WINDOW_KEY_BYTES = 9
+"""Bytes of a packed `window_key`. Those of other keys are a multiple of 4 longer than their salt, and at least 12."""
 BLOCKS_PER_SHARD = 4096
 """Blocks per dict of the index. Growing a dict of this size takes about 0.2 ms."""
 
 
 class BlockPool:
-    """`num_blocks` usable blocks with the ids 1 to num_blocks.
+    """`num_blocks` usable blocks with the ids 1 to num_blocks, for the full group and `num_windows` window groups.
 
     Misuse, such as a double release or an id out of range, is a bug of the core and fails an assertion.
     """
@@ -52,6 +57,7 @@ class BlockPool:
         "num_free",
         "num_refs",
         "num_sealed",
+        "num_windows",
         "refs",
         "seal_id",
     )
@@ -61,9 +67,10 @@ class BlockPool:
         "freed=_freed"
     )
 
-    def __init__(self, num_blocks: int, events: EventStream | None = None) -> None:
+    def __init__(self, num_blocks: int, events: EventStream | None = None, *, num_windows: int = 0) -> None:
         n = num_blocks + 1
         self.num_blocks = num_blocks
+        self.num_windows = num_windows
         self.events = events or EventStream()
         self.refs = array("i", bytes(4 * n))
         self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
@@ -166,6 +173,8 @@ class BlockPool:
         packed = pack_key(key)
         index = self._shard(packed)
         if other := index.get(packed, NULL_BLOCK):
+            if self.num_windows and not self.refs[other]:  # what is sealed under it from now on needs it
+                self.renew(other)
             return self.seal_id[other]
         if self.seal_id[block]:
             return self.seal_id[block]
@@ -184,6 +193,11 @@ class BlockPool:
             self._freed.append(block)
             self.num_free += 1
         self._evict(block, why)
+
+    def renew(self, block: BlockId) -> None:
+        """Make a cached block the newest."""
+        self._unlink(block)
+        self._link(block)
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
         """Return the blocks whose seal id is greater than `mark`. Scans the whole pool: for rare events only."""
@@ -207,8 +221,13 @@ class BlockPool:
         packed = self._packed_of[block]
         assert packed is not None, f"block {block} is not sealed"
         del self._shard(packed)[packed]
+        seal_id = self.seal_id[block]
         self._packed_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
+        if len(packed) != WINDOW_KEY_BYTES:
+            for group in range(self.num_windows):
+                if below := self.find(window_key(seal_id, group)):
+                    self.unseal(below, why)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -239,6 +258,11 @@ class BlockPool:
         older, newer = self._prev[block], self._next[block]
         self._next[older], self._prev[newer] = newer, older
         self.num_cached -= 1
+
+
+def window_key(seal_id: SealId, group: int) -> Key:
+    """The key of a window group's block over the positions of the full block with this seal id."""
+    return seal_id, bytes((group,))
 
 
 def pack_key(key: Key) -> bytes:

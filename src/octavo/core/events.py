@@ -204,13 +204,17 @@ class Evicted(NamedTuple):
 
 
 class TableChanged(NamedTuple):
-    """A row's table was written from `start` on, for this sequence of this request. See `plan.TableWrite`."""
+    """A row's table was written from `start` on, for this sequence of this request. See `plan.TableWrite`.
+
+    group  0: the full one; then the window groups
+    """
 
     request_id: str
     sequence_index: int
     row: Row
     start: int
     block_ids: tuple[BlockId, ...]
+    group: int = 0
 
 
 RequestEvent: TypeAlias = (

@@ -1,5 +1,13 @@
 """The KV cache manager: the block tables of sequences, over the block pool and the rows.
 
+A sequence has a table for each group of layers:
+
+    full      | 0 | 1 | 2 | 3 | 4 |     keys of all positions. It carries the chain of seals
+    window    | . | . | 2 | 3 | 4 |     of the last `window` positions; there may be several such groups
+
+All tables of a sequence are equally long, and the blocks of all groups are of one pool. A model whose layers are alike
+has one group.
+
 What a sequence may begin with is `prefixes`, and what moves to the host and back is `swapping`. The scheduler first
 queries whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swap_in_blocks`) and then acts. A query changes
 no state. An action after a successful query cannot fail.
@@ -7,11 +15,14 @@ no state. An action after a successful query cannot fail.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from functools import partial
 
 from octavo.core.block_pool import BlockPool, SwapSpace
 from octavo.core.cache.kv_stats import KVStats
-from octavo.core.cache.prefix_index import Prefix, PrefixIndex
+from octavo.core.cache.prefix_index import NEVER, Prefix, PrefixIndex
 from octavo.core.cache.swapping import Swapping
 from octavo.core.commands import CommandTee, ResetPrefixCache
 from octavo.core.events import Copied, EventStream
@@ -27,7 +38,9 @@ class KVCacheManager:
     """Manages blocks of `block_size` tokens: `num_blocks` on the device, `num_host_blocks` in the swap space.
 
     num_rows          rows of the device's block tables
-    attention_window  most keys that a query attends to, its own included, in the layer that attends to the most; 0: all
+    attention_window  most keys that a query attends to in the full group, its own included; 0: all
+    windows           the same of each window group
+    max_chunk         positions of a sequence in a step at most; it bounds what a window group holds
     holders           sequences with blocks on the device
     """
 
@@ -42,19 +55,24 @@ class KVCacheManager:
         num_rows: int = 0,
         enable_prefix_caching: bool = True,
         attention_window: int = 0,
+        windows: Seq[int] = (),
+        max_chunk: int = 0,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         assert 0 <= num_host_blocks <= num_blocks, "the swap space is at most as large as the pool"
         self.events = EventStream()
         self.tee = CommandTee()  # the scheduler's commands
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, self.events)
+        self.pool = BlockPool(num_blocks, self.events, num_windows=len(windows))
         self.swap_space = SwapSpace(num_host_blocks)
-        self.rows = RowTable(num_rows, self.events)
         self.enable_prefix_caching = enable_prefix_caching
         self.attention_window = attention_window
+        self.windows, self.num_groups = tuple(windows), 1 + len(windows)
+        self.max_chunk = max_chunk or NEVER
+        self.rows = RowTable(num_rows, self.events, self.num_groups)
+        self.has_windows = bool(attention_window or windows)
         self.holders: dict[Sequence, None] = {}
-        self.prefixes = PrefixIndex(self.pool, block_size, enabled=enable_prefix_caching)
+        self.prefixes = PrefixIndex(self.pool, block_size, enabled=enable_prefix_caching, windows=self.windows)
         self.swapping = Swapping(self.pool, self.swap_space, self.prefixes, self.holders)
         self.pins = self.prefixes.pins
         self.num_pinned = 0  # blocks of pins, and blocks reserved for pins that are being computed
@@ -65,23 +83,39 @@ class KVCacheManager:
     def blocks_for(self, num_positions: int) -> int:
         return cdiv(num_positions, self.block_size)
 
-    def blocks_at_max_length(self, num_prompt: int, max_tokens: int, width: int = 1) -> int:
+    def blocks_at_max_length(self, num_prompt: int, max_tokens: int, width: int = 1, *, drops: bool = True) -> int:
         """Return the blocks that a request holds at its maximum length.
 
         Its sequences share the full blocks of the prompt and no others. The last token is never computed.
+
+        drops  it drops what leaves its windows; see `drop_out_of_window`
         """
-        shared = num_prompt // self.block_size
-        return shared + width * (self.blocks_for(num_prompt + max_tokens - 1) - shared)
+        shared, blocks = num_prompt // self.block_size, self.blocks_for(num_prompt + max_tokens - 1)
+        if drops and self.windows:
+            return blocks + self._blocks_in_windows(blocks)
+        return (shared + width * (blocks - shared)) * self.num_groups
+
+    def _blocks_in_windows(self, blocks: int) -> int:
+        """Return the most that the window groups of a sequence of up to `blocks` blocks hold: the window and a step."""
+        return sum(min(blocks, 1 + self.blocks_for(window + self.max_chunk - 2)) for window in self.windows)
+
+    def blocks_to_pin(self, num_prompt: int) -> int:
+        """Return the blocks of a pinned prompt, which keeps all."""
+        return self.num_groups * self.blocks_for(num_prompt)
 
     @property
     def num_unpinned_blocks(self) -> int:
         """Blocks available to a request that runs alone."""
         return self.pool.num_blocks - self.num_pinned
 
-    def max_output_tokens(self, num_prompt: int, width: int = 1) -> int:
+    def max_output_tokens(self, num_prompt: int, width: int = 1, *, drops: bool = True) -> int:
         """Return the largest `max_tokens` that fits: the inverse of `blocks_at_max_length`. Below 1 if none fits."""
         shared = num_prompt // self.block_size
-        return (shared + (self.num_unpinned_blocks - shared) // width) * self.block_size - num_prompt + 1
+        most = (shared + (self.num_unpinned_blocks - shared) // width) * self.block_size - num_prompt + 1
+        if not self.windows:
+            return most
+        needs = partial(self.blocks_at_max_length, num_prompt, width=width, drops=drops)
+        return bisect_right(range(1, most + 1), self.num_unpinned_blocks, key=needs)
 
     # -- block tables --------------------------------------------------------------------------------------------------
 
@@ -91,19 +125,24 @@ class KVCacheManager:
         These are the blocks of all known tokens less the hits, the hits that leave the LRU queue, and a copy of a
         shared tail.
         """
-        revived = sum(not self.pool.refs[b] for b in prefix.block_ids)
+        held, blocks = list(prefix.held), self.blocks_for(len(sequence.token_ids))
+        revived = sum(not self.pool.refs[b] for b in held)
         copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
-        return self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids) + revived + copied
+        in_windows = self._blocks_in_windows(blocks) if sequence.request.drops else blocks * len(self.windows)
+        return blocks + in_windows - len(held) + revived + copied * self.num_groups
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start the sequence's block table with a prefix that is already computed."""
         assert not sequence.block_ids
-        for block in prefix.block_ids:
+        for block in prefix.held:
             self.pool.share(block)
-        sequence.block_ids = list(prefix.block_ids)
+        sequence.block_ids, sequence.windows = list(prefix.block_ids), [table.copy() for table in prefix.windows]
         sequence.room = len(prefix.block_ids) * self.block_size
         sequence.num_computed = prefix.num_positions
-        sequence.request.newest_prefix_seal = max(sequence.request.newest_prefix_seal, *prefix.seal_ids, 0)
+        newest = max(prefix.seal_ids, default=0)
+        if self.windows:  # their blocks may be sealed later than the full ones
+            newest = max(newest, *(self.pool.seal_id[block] for block in prefix.held), 0)
+        sequence.request.newest_prefix_seal = max(sequence.request.newest_prefix_seal, newest)
         self.holders[sequence] = None
         self.prefixes.set_seals(sequence, list(prefix.seal_ids))
 
@@ -119,12 +158,12 @@ class KVCacheManager:
         left: dict[BlockId, int] = {}
         for sequence, count in growth:
             held = len(sequence.block_ids)
-            total += max(0, self.blocks_for(sequence.num_computed + count) - held)
+            total += max(0, self.blocks_for(sequence.num_computed + count) - held) * self.num_groups
             tail = sequence.num_computed // self.block_size
             if tail < held and (block := sequence.block_ids[tail]) > 0:
                 sharers = left.get(block, refs[block])
-                if sharers > 1:
-                    total += 1
+                if sharers > 1:  # of the tails in all groups
+                    total += self.num_groups
                     left[block] = sharers - 1
         return total
 
@@ -135,8 +174,9 @@ class KVCacheManager:
                                 ^ num_computed        ^ num_computed + count
         """
         tail, held = sequence.num_computed // self.block_size, len(sequence.block_ids)
-        if tail < held and self.pool.refs[src := sequence.block_ids[tail]] > 1:
-            self._copy_on_write(sequence, tail, src, plan)
+        if tail < held and self.pool.refs[sequence.block_ids[tail]] > 1:
+            for group, (block_ids, _) in enumerate(sequence.tables):
+                self._copy_on_write(sequence, group, block_ids, tail, plan)
         num_new = self.blocks_for(sequence.num_computed + count) - held
         if num_new > 0:
             allocate = self.pool.allocate
@@ -144,6 +184,10 @@ class KVCacheManager:
             sequence.block_ids += new
             sequence.room += num_new * self.block_size
             self.rows.write(sequence, held, new, plan)
+            for group, table in enumerate(sequence.windows, 1):
+                new = [allocate() for _ in range(num_new)]
+                table.block_ids += new
+                self.rows.write(sequence, held, new, plan, group)
 
     def shrink(self, sequence: Sequence, count: int) -> None:
         """Take back the last `count` planned positions: their drafts were rejected.
@@ -159,21 +203,26 @@ class KVCacheManager:
         num_kept = self.blocks_for(sequence.num_computed)
         if num_kept < len(sequence.block_ids):
             tier = self.swap_space if sequence.request.status is Status.SWAPPED else self.pool
-            for block in reversed(sequence.block_ids[num_kept:]):
-                assert tier.refs[block] == 1, (sequence, block)
-                tier.release(block)
-            del sequence.block_ids[num_kept:]
+            for block_ids, num_dropped in sequence.tables:
+                # A stop token may end a slice before positions that were certain: a window has left some by then.
+                for block in reversed(block_ids[max(num_kept, num_dropped) :]):
+                    assert tier.refs[block] == 1, (sequence, block)
+                    tier.release(block)
+                del block_ids[num_kept:]
             sequence.room = num_kept * self.block_size
 
-    def _copy_on_write(self, sequence: Sequence, index: int, src: BlockId, plan: StepPlan) -> None:
+    def _copy_on_write(
+        self, sequence: Sequence, group: int, block_ids: list[BlockId], index: int, plan: StepPlan
+    ) -> None:
         """Copy a shared tail block for its writer. The last sharer writes in place, because it finds refs at 1."""
-        dst = sequence.block_ids[index] = self.pool.allocate()
+        src = block_ids[index]
+        dst = block_ids[index] = self.pool.allocate()
         self.pool.release(src)
         plan.copies.append(BlockCopy(src, dst))
         self.num_copied += 1
         if self.events.blocks:
             self.events.emit_block(Copied(src, dst))
-        self.rows.write(sequence, index, [dst], plan)
+        self.rows.write(sequence, index, [dst], plan, group)
 
     def drop_out_of_window(self, sequence: Sequence, plan: StepPlan) -> None:
         """Release the leading blocks that no position from the next query on attends to. Their entries become null.
@@ -181,39 +230,54 @@ class KVCacheManager:
         blocks  | null | null | . . k k | k k k k | q       q: the next query, at `num_computed` or, if drafts in flight
                                  ^ q - attention_window + 1    are rejected, up to `num_unverified` positions before it
 
-        An earlier plan in flight may still read them safely: their next owner writes them in a later plan. A block that
-        is not sealed yet is kept until it is.
+        An earlier plan in flight may still read them safely: their next owner writes them in a later plan. In the full
+        group a block that is not sealed yet is kept until it is: later seals need it. A window group keeps none, so
+        what it holds has a bound. The sequences of a request with several drop none: when they are computed again, one
+        begins with blocks of another, which that one may no longer attend to.
         """
-        if sequence.request.pin:
+        if not sequence.request.drops:
             return
-        first, size = sequence.num_dropped, self.block_size
-        end = (sequence.num_computed - sequence.num_unverified - self.attention_window + 1) // size
-        if self.enable_prefix_caching:
-            end = min(end, len(sequence.seal_ids))
-        if end <= first:
-            return
-        for block in reversed(sequence.block_ids[first:end]):  # tail first: the head is evicted last
+        position = sequence.num_computed - sequence.num_unverified  # of the next query, or before it
+        if self.attention_window:
+            end = (position - self.attention_window + 1) // self.block_size
+            if self.enable_prefix_caching:
+                end = min(end, len(sequence.seal_ids))
+            if end > sequence.num_dropped:
+                self._drop(sequence, 0, sequence.block_ids, sequence.num_dropped, end, plan)
+                sequence.num_dropped = end
+        for group, table in enumerate(sequence.windows):
+            end = self.prefixes.first_in_window(group, position)
+            if end > table.num_dropped:
+                self._drop(sequence, group + 1, table.block_ids, table.num_dropped, end, plan)
+                table.num_dropped = end
+
+    def _drop(
+        self, sequence: Sequence, group: int, block_ids: list[BlockId], first: int, end: int, plan: StepPlan
+    ) -> None:
+        for block in reversed(block_ids[first:end]):  # tail first: the head is evicted last
             self.pool.release(block)
         nulls = [NULL_BLOCK] * (end - first)
-        sequence.block_ids[first:end] = nulls
-        sequence.num_dropped = end
+        block_ids[first:end] = nulls
         self.num_dropped += end - first
-        self.rows.write(sequence, first, nulls, plan)
+        self.rows.write(sequence, first, nulls, plan, group)
 
     def unseal_after(self, mark: SealId) -> list[Sequence]:
-        """Remove every seal newer than `mark`. Returns the sequences that had one of them.
+        """Remove every seal newer than `mark`. Returns the sequences that had one of them, or such a block of a window.
 
         A sequence that continues seals its blocks again. It cannot seal blocks that it dropped from the attention
         window: its chain continues after them, under a parent that is no longer in the index.
         """
-        for block in self.pool.sealed_after(mark):
-            self.pool.unseal(block)
+        newer = set(self.pool.sealed_after(mark))
+        for block in newer:
+            if self.pool.seal_id[block]:  # one of a window group is unsealed with its full block
+                self.pool.unseal(block)
         affected = []
         for sequence in self.holders:
             ids = sequence.seal_ids
             num_valid = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
             if num_valid < len(ids):
                 self.prefixes.set_seals(sequence, ids[: max(num_valid, sequence.num_dropped)])
+            if num_valid < len(ids) or any(not newer.isdisjoint(table.block_ids) for table in sequence.windows):
                 affected.append(sequence)
         return affected
 
@@ -223,22 +287,25 @@ class KVCacheManager:
         """Let `child` share all blocks of `parent`, the partial tail included, in the tier where the request is."""
         swapped = parent.request.status is Status.SWAPPED
         child.num_computed, child.block_ids, child.room = parent.num_computed, list(parent.block_ids), parent.room
-        child.num_dropped = parent.num_dropped
+        child.num_dropped, child.windows = parent.num_dropped, [table.copy() for table in parent.windows]
         self.prefixes.set_seals(child, list(parent.seal_ids))
         tier = self.swap_space if swapped else self.pool
-        for block in child.block_ids:
-            if block > 0:
-                tier.share(block)
+        for block_ids, num_dropped in child.tables:
+            for block in block_ids[num_dropped:]:
+                if block > 0:
+                    tier.share(block)
         if child.block_ids and not swapped:
             self.holders[child] = None
 
     def free(self, sequence: Sequence) -> None:
         """Release the sequence's blocks, the tail first so that the head is evicted last. Idempotent."""
         tier = self.swap_space if sequence.request.status is Status.SWAPPED else self.pool
-        for block in reversed(sequence.block_ids):
-            if block > 0:
-                tier.release(block)
+        for block_ids, num_dropped in reversed([*sequence.tables]):  # the full group, which others hang on, last
+            for block in reversed(block_ids[num_dropped:]):
+                if block > 0:
+                    tier.release(block)
         sequence.block_ids, sequence.room, sequence.num_computed, sequence.num_dropped = [], 0, 0, 0
+        sequence.windows = self.prefixes.empty_tables()
         self.holders.pop(sequence, None)
         self.prefixes.set_seals(sequence, [])
 
@@ -250,7 +317,7 @@ class KVCacheManager:
     def unpin(self, name: str) -> int:
         """Release a pin and return its number of blocks. Running requests that began with it keep theirs."""
         sequence = self.pins.pop(name)
-        num_blocks = len(sequence.block_ids)
+        num_blocks = len(sequence.block_ids) * self.num_groups
         self.num_pinned -= num_blocks
         self.free(sequence)
         return num_blocks
@@ -277,6 +344,8 @@ class KVCacheManager:
             "num_rows": self.rows.num_rows,
             "enable_prefix_caching": self.enable_prefix_caching,
             "attention_window": self.attention_window,
+            "windows": list(self.windows),
+            "max_chunk": self.max_chunk,
         }
 
     @classmethod
@@ -288,6 +357,8 @@ class KVCacheManager:
             num_rows=settings["num_rows"],
             enable_prefix_caching=settings["enable_prefix_caching"],
             attention_window=settings["attention_window"],
+            windows=settings.get("windows", ()),  # older recordings have none
+            max_chunk=settings.get("max_chunk", 0),
         )
 
     def snapshot(self, roster: Roster) -> State:

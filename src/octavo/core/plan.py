@@ -50,9 +50,12 @@ class SwapIn(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """block_tables[row, start : start + len(block_ids)] = block_ids. A new row starts with its whole table."""
+    """block_tables[line, start : start + len(block_ids)] = block_ids. A new row starts with its whole tables.
 
-    row: Row
+    line  a row has one for each group, in their order: row * num_groups + group
+    """
+
+    line: int
     start: int
     block_ids: tuple[BlockId, ...]
 

@@ -13,7 +13,7 @@ hits, preemption and recomputation are all the same subtraction:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from enum import Enum
 from typing import Any
@@ -30,6 +30,22 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class WindowTable:
+    """A sequence's block table of a window group: as long as its full one.
+
+    block_ids    as `Sequence.block_ids`
+    num_dropped  leading entries that are the null block: they left the window, or were never needed
+    """
+
+    __slots__ = ("block_ids", "num_dropped")
+
+    def __init__(self, block_ids: list[BlockId], num_dropped: int = 0) -> None:
+        self.block_ids, self.num_dropped = block_ids, num_dropped
+
+    def copy(self) -> WindowTable:
+        return WindowTable(self.block_ids[:], self.num_dropped)
+
+
 class Sequence:
     """One sequence of tokens and the blocks with its keys and values.
 
@@ -42,6 +58,7 @@ class Sequence:
     block_ids     block table: device block ids; while swapped, host block ids, and -b for block b shared on the device
     num_dropped   leading entries of `block_ids` that are the null block: they left the attention window
     room          len(block_ids) * block_size
+    windows       its table of each window group
     row           row in the device's tables, -1 without one
     row_has_last  the row holds the sequence's last token, so the device can continue without the host
     seal_ids      seal id of each leading sealed block: its own, or that of an equal block
@@ -67,6 +84,7 @@ class Sequence:
         "seal_ids",
         "stop_token",
         "token_ids",
+        "windows",
     )
 
     SAVED = Fields(
@@ -85,6 +103,7 @@ class Sequence:
         self.block_ids: list[BlockId] = []
         self.num_dropped = 0
         self.room = 0
+        self.windows: list[WindowTable] = []
         self.row: Row = -1
         self.row_has_last = False
         self.seal_ids: list[SealId] = []
@@ -97,6 +116,7 @@ class Sequence:
             "request": roster.index(self.request),
             "num_tokens": len(self.token_ids),
             "stopped": self.stop_token is not None,
+            "windows": [(table.block_ids[:], table.num_dropped) for table in self.windows],
         }
 
     @classmethod
@@ -104,8 +124,16 @@ class Sequence:
         """A sequence of a snapshot; `requests` are those of the roster."""
         sequence = cls(requests[state["request"]], state["index"], token_ids, state["limit"])
         cls.SAVED.load(sequence, state)
+        sequence.windows = [WindowTable(list(ids), num) for ids, num in state.get("windows", ())]
         sequence.stop_token = token_ids[-1] if state["stopped"] else None
         return sequence
+
+    @property
+    def tables(self) -> Iterator[tuple[list[BlockId], int]]:
+        """(block ids, leading ones that are null) of each group, the full one first."""
+        yield self.block_ids, self.num_dropped
+        for table in self.windows:
+            yield table.block_ids, table.num_dropped
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -257,7 +285,7 @@ class Request:
         prompt = self.prompt_token_ids
         limit, known = len(prompt) + max_tokens, self.resume or {0: ()}
         self.sequences = [Sequence(self, i, prompt + array("i", output), limit) for i, output in known.items()]
-        self.only_sequence = self.sequences[0] if self.width == 1 and self.select_beams is None else None
+        self.only_sequence = self.sequences[0] if self.is_single else None
 
     def snapshot(self, roster: Roster) -> State:
         return {
@@ -277,6 +305,16 @@ class Request:
         self.sequences = roster.sequences_at(state["sequences"])
         self.finished_sequences = roster.sequences_at(state["done"])
         self.only_sequence = None if state["solo"] < 0 else roster.sequences[state["solo"]]
+
+    @property
+    def is_single(self) -> bool:
+        """True if it never has a second sequence."""
+        return self.width == 1 and self.select_beams is None
+
+    @property
+    def drops(self) -> bool:
+        """True if it releases what leaves its attention windows."""
+        return self.is_single and not self.pin
 
     @property
     def num_pending(self) -> int:

@@ -48,7 +48,7 @@ class Scheduler(SchedulerState):
         if self.tee.active:
             self.tee.emit(cmd.Add(request, max_tokens))
         if request.pin:
-            cache.num_pinned += cache.blocks_for(num_prompt)
+            cache.num_pinned += cache.blocks_to_pin(num_prompt)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         request.begin(arrival, self.policy.order(request, arrival), max_tokens)

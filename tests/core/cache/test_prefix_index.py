@@ -60,7 +60,7 @@ def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
     cache = KVCacheManager(8, 2, enable_prefix_caching=False)
     seq = settle(cache, [1, 2, 3, 4, 5])
     assert seq.seal_ids == [] and cache.pool.num_sealed == 0 and seq.seal_at > 1 << 60
-    assert cache.prefixes.lookup(sequence([1, 2, 3, 4, 5])) == ([], [], 0)
+    assert cache.prefixes.lookup(sequence([1, 2, 3, 4, 5])) == Prefix([], [], 0)
     cache.free(seq)
     assert cache.pool.num_cached == 0 and cache.reset_prefix_cache() == 0
 

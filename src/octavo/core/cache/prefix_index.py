@@ -1,18 +1,24 @@
 """The prefix index of sequences: which computed blocks one may begin with, and the seals of those that it fills.
 
-Full blocks are found by their content in the pool's index, as a run from the start. A pin is found by its prompt.
+Full blocks are found by their content in the pool's index, as a run from the start. A pin is found by its prompt. A
+prefix ends where each window group has what the next query attends to:
+
+    full      | 0 | 1 | 2 | 3 | 4 | 5 |      a run of six blocks; the prefix ends at p = 5 blocks, because of the window
+    window          | 2 | 3 | 4 |            group, which needs ceil((window - 1) / block_size) blocks before p
+                                  p
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from octavo.core.block_pool import BlockPool, Key
-from octavo.core.request import Sequence, Status
+from octavo.core.block_pool import BlockPool, Key, window_key
+from octavo.core.request import Sequence, Status, WindowTable
 from octavo.core.snapshot import Fields
-from octavo.core.types import BlockId, SealId
+from octavo.core.types import NULL_BLOCK, BlockId, SealId
 from octavo.integers import cdiv
 
 NEVER = 1 << 62
@@ -20,7 +26,7 @@ NEVER = 1 << 62
 
 
 class Prefix(NamedTuple):
-    """A computed prefix of a sequence: its blocks, the seal ids of the sealed ones, and its length.
+    """A computed prefix of a sequence: its blocks, the seal ids of the sealed ones, its length, and its window tables.
 
     The last block is full, except where the prefix comes from a pin.
     """
@@ -28,6 +34,14 @@ class Prefix(NamedTuple):
     block_ids: list[BlockId]
     seal_ids: list[SealId]
     num_positions: int
+    windows: Seq[WindowTable] = ()
+
+    @property
+    def held(self) -> Iterator[BlockId]:
+        """The blocks of all groups."""
+        yield from self.block_ids
+        for table in self.windows:
+            yield from table.block_ids[table.num_dropped :]
 
 
 def common_prefix_length(a: array[int], b: array[int]) -> int:
@@ -42,13 +56,15 @@ class PrefixIndex:
     """Finds and seals the prefixes of sequences, whose blocks of `block_size` tokens are in `pool`.
 
     enabled  prefixes are looked up and sealed; pins are found in any case
+    windows  of the window groups, in tokens
     pins     pinned prompts by name: computed, blocks kept
     """
 
     SAVED = Fields("num_hits num_misses num_hit_tokens num_queried_tokens")
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool, windows: Seq[int] = ()) -> None:
         self.pool = pool
+        self.windows = windows
         self.block_size = block_size
         self.enabled = enabled
         self.pins: dict[str, Sequence] = {}
@@ -62,10 +78,15 @@ class PrefixIndex:
 
         It excludes the last token, which must be computed for its logits.
         """
-        if not self._uses_prefix_cache(sequence):
-            return self._extend_by_pin(sequence, Prefix([], [], 0))
-        num_blocks = (len(sequence.token_ids) - 1) // self.block_size
-        return self._extend_by_pin(sequence, self._find_sealed_prefix(sequence, num_blocks))
+        length = len(sequence.token_ids) - 1
+        if self.windows and sequence.request.width > 1:  # siblings begin with its blocks, where they are alike
+            length = min(length, len(sequence.request.prompt_token_ids))
+        found = Prefix([], [], 0)
+        if self._uses_prefix_cache(sequence):
+            found = self._find_sealed_prefix(sequence, length // self.block_size)
+        if self.windows:
+            found = self._trim_to_windows(found)
+        return self._extend_by_pin(sequence, found, length)
 
     def _find_sealed_prefix(self, sequence: Sequence, num_blocks: int) -> Prefix:
         """Return the longest run of sealed blocks from the start, at most `num_blocks`."""
@@ -82,8 +103,31 @@ class PrefixIndex:
             seal_ids.append(seal_id[block])
         return Prefix(block_ids, seal_ids, len(block_ids) * self.block_size)
 
-    def _extend_by_pin(self, sequence: Sequence, found: Prefix) -> Prefix:
+    def first_in_window(self, group: int, num_positions: int) -> int:
+        """Return the first block that a query at `num_positions`, or a later one, attends to."""
+        return max(0, num_positions - self.windows[group] + 1) // self.block_size
+
+    def _trim_to_windows(self, run: Prefix) -> Prefix:
+        """Return the longest part of a run of full blocks for which the window groups' blocks are there, too."""
+        size, find, groups = self.block_size, self.pool.find, range(len(self.windows))
+        num = i = len(run.block_ids)  # blocks of the prefix; those from i on were looked up
+        tables: list[list[BlockId]] = [[] for _ in groups]  # from the last block on
+        while i > min(firsts := [self.first_in_window(group, num * size) for group in groups]):
+            i -= 1
+            found = [find(window_key(run.seal_ids[i], group)) if i >= firsts[group] else -1 for group in groups]
+            if NULL_BLOCK in found:
+                num, tables = i, [[] for _ in groups]
+                continue
+            for table, block in zip(tables, found, strict=True):
+                if block > 0:
+                    table.append(block)
+        windows = [WindowTable([NULL_BLOCK] * (num - len(t)) + t[::-1], num - len(t)) for t in tables]
+        return Prefix(run.block_ids[:num], run.seal_ids[:num], num * size, windows)
+
+    def _extend_by_pin(self, sequence: Sequence, found: Prefix, length: int) -> Prefix:
         """Return the prefix that a pin has of the sequence, partial tail included, or `found` if no pin has more.
+
+        It has at most `length` positions.
 
         pin       | full | full | tail . . |      Where they differ within the tail, the sequence gets a copy of the
         sequence  | same | same | same x y | ...  tail to continue from. A full block is not copied but recomputed.
@@ -94,12 +138,25 @@ class PrefixIndex:
         for pin in self.pins.values():
             if pin.request.salt == request.salt:
                 num = common_prefix_length(pin.request.prompt_token_ids, sequence.token_ids)
-                num = min(num, len(sequence.token_ids) - 1)
+                num = min(num, length)
                 if num < pin.num_computed // size * size:
                     num = num // size * size
-                if num > best.num_positions:
-                    best = Prefix(pin.block_ids[: cdiv(num, self.block_size)], pin.seal_ids[: num // size], num)
+                if num > best.num_positions and self._has_windows_at(pin, num):
+                    best = self._prefix_of(pin, num)
         return best
+
+    def _has_windows_at(self, sequence: Sequence, num: int) -> bool:
+        """False if a query at `num` attends to what the sequence never had: it began with a prefix itself."""
+        tables = enumerate(sequence.windows)
+        return all(table.num_dropped <= self.first_in_window(group, num) for group, table in tables)
+
+    def _prefix_of(self, sequence: Sequence, num: int) -> Prefix:
+        """Return the first `num` positions of a sequence, whose window groups have what the next query attends to."""
+        end, windows = cdiv(num, self.block_size), []
+        for group, table in enumerate(sequence.windows):
+            first = self.first_in_window(group, num)
+            windows.append(WindowTable([NULL_BLOCK] * first + table.block_ids[first:end], first))
+        return Prefix(sequence.block_ids[:end], sequence.seal_ids[: num // self.block_size], num, windows)
 
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         """True if the sequence may begin with blocks found in the index."""
@@ -126,7 +183,7 @@ class PrefixIndex:
         has none of them when prefix caching is off, or where an equal block elsewhere is the canonical one.
         """
         size, tokens = self.block_size, sequence.token_ids
-        best = Prefix([], [], 0)
+        best, longest = Prefix([], [], 0, self.empty_tables()), 0
         for sibling in sequence.request.sequences:
             if sibling is sequence:
                 break
@@ -134,9 +191,12 @@ class PrefixIndex:
             n = 0
             while n < max_blocks and sibling.token_ids[n * size : (n + 1) * size] == tokens[n * size : (n + 1) * size]:
                 n += 1
-            if n > len(best.block_ids):
-                best = Prefix(sibling.block_ids[:n], sibling.seal_ids[:n], n * size)
+            if n > longest:
+                best, longest = self._prefix_of(sibling, n * size), n
         return best
+
+    def empty_tables(self) -> list[WindowTable]:
+        return [WindowTable([]) for _ in self.windows]
 
     def count_lookup(self, sequence: Sequence, prefix: Prefix) -> None:
         self.num_hits += len(prefix.block_ids)
@@ -155,9 +215,12 @@ class PrefixIndex:
             return
         known = len(sequence.token_ids) - (sequence.stop_token is not None)
         num_full = min(known, sequence.num_computed) // self.block_size
-        seal_ids = sequence.seal_ids
+        seal_ids, seal = sequence.seal_ids, self.pool.seal
         for i in range(len(seal_ids), num_full):
-            seal_ids.append(self.pool.seal(sequence.block_ids[i], self.next_key(sequence, seal_ids)))
+            seal_ids.append(seal(sequence.block_ids[i], self.next_key(sequence, seal_ids)))
+            for group, table in enumerate(sequence.windows):
+                if block := table.block_ids[i]:
+                    seal(block, window_key(seal_ids[i], group))
         self.set_seals(sequence, seal_ids)
 
     def set_seals(self, sequence: Sequence, seal_ids: list[SealId]) -> None:
@@ -170,11 +233,15 @@ class PrefixIndex:
         Cached ones are all of its blocks after a preemption, and those it dropped from the attention window while it
         runs. Unlike `lookup`, the search ignores `skip_reading_prefix_cache` and includes the last full block.
         """
-        held = dict.fromkeys(sequence.block_ids if sequence.request.status is Status.RUNNING else ())
-        cached = self._find_sealed_prefix(sequence, len(sequence.token_ids) // self.block_size).block_ids
-        for block in held | dict.fromkeys(cached):
-            if self.pool.refs[block] == (block in held) and self.pool.seal_id[block]:
-                self.pool.unseal(block)
+        pool = self.pool
+        held: dict[BlockId, None] = {}
+        if sequence.request.status is Status.RUNNING:
+            held = dict.fromkeys(block for block_ids, _ in sequence.tables for block in block_ids)
+        run = self._find_sealed_prefix(sequence, len(sequence.token_ids) // self.block_size)
+        below = [pool.find(window_key(seal, g)) for g in range(len(self.windows)) for seal in run.seal_ids]
+        for block in held | dict.fromkeys(below) | dict.fromkeys(run.block_ids):
+            if pool.refs[block] == (block in held) and pool.seal_id[block]:
+                pool.unseal(block)
 
     def _tokens_of(self, sequence: Sequence, index: int) -> bytes:
         size = self.block_size

@@ -46,10 +46,11 @@ class Swapping:
         refs_within: dict[BlockId, int] = {}
         filled: dict[BlockId, int] = {}
         for sequence in request.sequences:
-            for i in range(sequence.num_dropped, len(sequence.block_ids)):
-                block = sequence.block_ids[i]
-                refs_within[block] = refs_within.get(block, 0) + 1
-                filled[block] = min(size, sequence.num_computed - i * size)  # the same for every sharer
+            for block_ids, num_dropped in sequence.tables:
+                for i in range(num_dropped, len(block_ids)):
+                    block = block_ids[i]
+                    refs_within[block] = refs_within.get(block, 0) + 1
+                    filled[block] = min(size, sequence.num_computed - i * size)  # the same for every sharer
         shared = {b: pool.seal_id[b] for b, n in refs_within.items() if pool.seal_id[b] and pool.refs[b] > n}
         return {b: n for b, n in filled.items() if b not in shared}, shared
 
@@ -66,10 +67,11 @@ class Swapping:
             return False
         moved: dict[BlockId, HostBlockId] = {}
         for sequence in request.sequences:
-            dropped, old = sequence.block_ids[: sequence.num_dropped], sequence.block_ids[sequence.num_dropped :]
-            sequence.block_ids = dropped + [-b if b in shared else self._to_host(b, moved) for b in old]
-            for block in reversed(old):
-                pool.release(block)
+            for block_ids, num_dropped in sequence.tables:
+                old = block_ids[num_dropped:]
+                block_ids[num_dropped:] = [-b if b in shared else self._to_host(b, moved) for b in old]
+                for block in reversed(old):
+                    pool.release(block)
             self.holders.pop(sequence, None)
         plan.swap_outs += [SwapOut(src, dst) for src, dst in moved.items()]
         self.num_swapped_out += len(moved)
@@ -91,9 +93,8 @@ class Swapping:
         pool = self.pool
         host_ids: dict[HostBlockId, None] = {}
         for sequence in request.sequences:
-            for block in sequence.block_ids:
-                if block > 0:
-                    host_ids[block] = None
+            for block_ids, _ in sequence.tables:
+                host_ids |= dict.fromkeys(block for block in block_ids if block > 0)
         shared = request.shared_on_device
         if any(pool.seal_id[b] != seal for b, seal in shared.items()):
             return None
@@ -104,28 +105,27 @@ class Swapping:
         """Move a swapped request back. Blocks shared on the device come first: allocation might evict them."""
         pool, host = self.pool, self.space
         for sequence in request.sequences:
-            for block in sequence.block_ids:
-                if block < 0:
-                    pool.share(-block)
+            for block_ids, _ in sequence.tables:
+                for block in block_ids:
+                    if block < 0:
+                        pool.share(-block)
         to = {h: pool.allocate() for h in found.host_ids}
         fresh = set(found.host_ids)
         plan.swap_ins += [SwapIn(src, dst) for src, dst in to.items()]
         self.num_swapped_in += len(to)
         for sequence in request.sequences:
-            num_kept = 0
-            table: list[BlockId] = []
-            for i, block in enumerate(sequence.block_ids):
-                if block <= 0:  # shared on the device, or null
-                    table.append(-block)
-                    num_kept += i == num_kept
-                    continue
-                if block in fresh:
-                    fresh.remove(block)  # `allocate` counted the first reference
-                else:
-                    pool.share(to[block])
-                host.release(block)
-                table.append(to[block])
-            sequence.block_ids = table
+            num_kept = next((i for i, block in enumerate(sequence.block_ids) if block > 0), len(sequence.block_ids))
+            for block_ids, _ in sequence.tables:
+                for i, block in enumerate(block_ids):
+                    if block <= 0:  # shared on the device, or null
+                        block_ids[i] = -block
+                        continue
+                    if block in fresh:
+                        fresh.remove(block)  # `allocate` counted the first reference
+                    else:
+                        pool.share(to[block])
+                    host.release(block)
+                    block_ids[i] = to[block]
             self.holders[sequence] = None
             self.prefixes.set_seals(sequence, sequence.seal_ids[:num_kept])  # swapped-in blocks are sealed again
         request.shared_on_device = {}

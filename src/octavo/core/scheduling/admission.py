@@ -19,10 +19,10 @@ def check_capacity(state: SchedulerState, request: Request) -> int:
     """Return the request's number of output tokens. Raises `CapacityError`, with the numbers, if it could never run."""
     prompt, width, cache = len(request.prompt_token_ids), request.width, state.cache
     assert request.request_id not in state.requests and request.request_id not in cache.pins, request.request_id
-    max_output = cache.max_output_tokens(prompt, width)
+    max_output = cache.max_output_tokens(prompt, width, drops=request.drops)
     max_tokens = max_output if request.max_tokens is None else request.max_tokens
     if max_tokens > max_output or max_output < 1:
-        needs = cache.blocks_at_max_length(prompt, max(max_tokens, 1), width)
+        needs = cache.blocks_at_max_length(prompt, max(max_tokens, 1), width, drops=request.drops)
         raise CapacityError(
             f"the request needs {needs} blocks of {cache.block_size} tokens at its maximum length ({prompt} prompt "
             f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {capacity(state)}; "
@@ -53,7 +53,7 @@ def remedy(width: int) -> str:
 def check_pin(state: SchedulerState, request: Request) -> None:
     """Raise `CapacityError` if an unfinished request might no longer fit next to this pin."""
     cache, total = state.cache, state.cache.pool.num_blocks
-    needs = cache.blocks_for(len(request.prompt_token_ids))
+    needs = cache.blocks_to_pin(len(request.prompt_token_ids))
     if cache.num_pinned + needs > total // 2:
         raise CapacityError(
             f"{len(request.prompt_token_ids)} tokens to pin take {needs} blocks, {cache.num_pinned} are pinned, "
@@ -65,7 +65,8 @@ def check_pin(state: SchedulerState, request: Request) -> None:
         assert other.max_tokens is not None
         if not other.pin:
             prompt = len(other.prompt_token_ids)
-            longest = max(longest, cache.blocks_at_max_length(prompt, other.max_tokens, other.width))
+            needed = cache.blocks_at_max_length(prompt, other.max_tokens, other.width, drops=other.drops)
+            longest = max(longest, needed)
     if longest > cache.num_unpinned_blocks - needs:
         raise CapacityError(
             f"an unfinished request may need up to {longest} blocks, and with {needs} more pinned "

@@ -43,9 +43,9 @@ def plan_running(state: SchedulerState, draft: StepDraft, num_decode_steps: int)
             if count > budget:
                 count = budget
             if start + count > seq.room:
-                if cache.attention_window:
+                if cache.has_windows:
                     cache.drop_out_of_window(seq, plan)
-                needs = cache.blocks_for(start + count) - len(seq.block_ids)
+                needs = (cache.blocks_for(start + count) - len(seq.block_ids)) * cache.num_groups
                 if needs > pool.num_available and not make_room(state, request, [(seq, count)], draft):
                     break
                 cache.grow(seq, count, plan)
@@ -69,8 +69,7 @@ def plan_running(state: SchedulerState, draft: StepDraft, num_decode_steps: int)
         slices = draft.next_slices(request, budget, max_steps, chunk)
         if slices is None:  # its sequences together exceed the remaining budget
             break
-        # Not in groups: recomputing a sequence may need blocks of a sibling that the sibling no longer attends to.
-        if cache.attention_window and seq is not None:
+        if cache.has_windows and seq is not None:  # of several, one may begin with blocks of another: see `drops`
             cache.drop_out_of_window(seq, plan)
         if not make_room(state, request, [(p.sequence, p.num_positions) for p in slices], draft):
             break
@@ -92,11 +91,12 @@ def prefill_shares(state: SchedulerState, num_decode_steps: int) -> dict[int, in
     A tenant with a running prefill gets at least one position: it may hold the blocks that another tenant needs.
     """
     tenants, longest, budget = state.tenants, state.policy.long_prefill_token_threshold, state.max_num_scheduled_tokens
+    max_chunk = state.cache.max_chunk
     wants, decodes = dict.fromkeys(tenants.present, 0), dict.fromkeys(tenants.present, 0)
     for request in state.running:
         due = request.num_due
         if due > 1:  # a recomputed group prefills one sequence at a time
-            wants[request.tenant] += min(due, longest or due)
+            wants[request.tenant] += min(due, longest or due, max_chunk)
         elif not (request.needs_result and request.num_pending):
             left = max(seq.max_length - 1 - seq.num_computed for seq in request.sequences)
             steps = 1 if request.needs_result else num_decode_steps
@@ -113,7 +113,7 @@ def prefill_shares(state: SchedulerState, num_decode_steps: int) -> dict[int, in
                 break
             num_longs += (is_long := request.is_long_prefill(longest))
             if not is_long or num_longs <= state.policy.max_long_partial_prefills:
-                wants[tenant.number] += min(request.num_due, longest or budget)
+                wants[tenant.number] += min(request.num_due, longest or budget, max_chunk)
     shares = tenants.shares(max(0, budget), wants, decodes)
     if num_starved := sum(not shares[number] for number in prefilling):  # their one position is not the others'
         shares = tenants.shares(max(0, budget - num_starved), wants, decodes)
@@ -139,10 +139,10 @@ def add_drafts(state: SchedulerState, draft: StepDraft) -> None:
         if not num_passes or not num_drafts or request.needs_result:
             continue
         # At most half of the remaining length, so that the next step can plan this sequence before the result.
-        extra = min(num_passes * num_drafts, (seq.max_length - 1 - end) // 2, budget)
+        extra = min(num_passes * num_drafts, (seq.max_length - 1 - end) // 2, budget, cache.max_chunk - draft.counts[i])
         if end + extra > seq.room:
-            extra = min(extra, seq.room + num_free * cache.block_size - end)
-            num_free -= max(0, cache.blocks_for(end + extra) - len(seq.block_ids))
+            extra = min(extra, seq.room + num_free // cache.num_groups * cache.block_size - end)
+            num_free -= max(0, cache.blocks_for(end + extra) - len(seq.block_ids)) * cache.num_groups
         if extra <= 0:
             continue
         cache.grow(seq, extra, plan)

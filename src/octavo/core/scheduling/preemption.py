@@ -34,10 +34,12 @@ def make_room(state: SchedulerState, request: Request, growth: Growth, draft: St
 
 
 def num_held_by_drafts(state: SchedulerState) -> int:
-    """Blocks that running sequences release if all drafts in flight are rejected."""
-    blocks_for = state.cache.blocks_for
-    unverified = (seq for request in state.running for seq in request.sequences if seq.num_unverified)
-    return sum(len(seq.block_ids) - blocks_for(seq.num_computed - seq.num_unverified) for seq in unverified)
+    """Most blocks that running sequences release when the drafts in flight are rejected or accepted."""
+    cache, blocks_for, total = state.cache, state.cache.blocks_for, 0
+    for seq in (seq for request in state.running for seq in request.sequences if seq.num_unverified):
+        total += (len(seq.block_ids) - blocks_for(seq.num_computed - seq.num_unverified)) * cache.num_groups
+        total += blocks_for(seq.num_unverified) * len(cache.windows)  # what leaves the windows if they are accepted
+    return total
 
 
 def preempt(
@@ -53,6 +55,8 @@ def preempt(
     state.leave_queue(victim)
     state.num_preemptions += 1
     victim.num_preemptions += not gives_way
+    if cache.windows and victim.only_sequence is not None:  # what it resumes with has a bound, too
+        cache.drop_out_of_window(victim.only_sequence, step.plan)
     num_blocks, num_positions = cache.swapping.count_private_blocks(victim)
     mode, why = state.policy.preemption_mode(victim, num_blocks, num_positions)
     if victim.pin:  # its blocks are useful only on the device

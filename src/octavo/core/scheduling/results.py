@@ -187,7 +187,7 @@ def finish_request(state: SchedulerState, request: Request, reason: str, num_end
         else:
             release(state, seq)
     if request.pin and request.request_id not in state.cache.pins:
-        state.cache.num_pinned -= state.cache.blocks_for(len(request.prompt_token_ids))
+        state.cache.num_pinned -= state.cache.blocks_to_pin(len(request.prompt_token_ids))
     request.finished_sequences += request.sequences
     request.sequences = []
     state.leave_queue(request)

@@ -61,7 +61,7 @@ class StepDraft:
         num_steps  limit of tokens to decode per sequence
         chunk      limit of prefill positions
         """
-        sequences = request.sequences
+        sequences, chunk = request.sequences, min(chunk, self.state.cache.max_chunk)
         if request.needs_result and request.num_pending:
             return []
         if len(sequences) > 1:
