@@ -268,11 +268,10 @@ def _suggest_gpu(args: EngineArgs, spec: ModelSpec) -> str:
 
 
 def _concurrency(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
-    """Concurrent requests that the pool holds, by request length in tokens. If every layer has a sliding window, blocks
-    outside it are freed."""
+    """Concurrent requests that the pool holds, by request length in tokens. Blocks outside sliding windows are freed."""
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
     max_kept = budget.max_model_len if spec.kv_window is None else spec.kv_window + budget.kv.block_size
-    return {n: budget.num_blocks / cdiv(min(n, max_kept), budget.kv.block_size) for n in lengths}
+    return {n: budget.num_blocks / budget.kv.blocks_of(min(n, max_kept)) for n in lengths}
 
 
 # -- report as text ----------------------------------------------------------------------------------------------------

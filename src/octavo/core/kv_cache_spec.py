@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
+
+from octavo.integers import cdiv
+from octavo.layer_groups import group_layers
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by dtype."""
+MIN_CHUNK = 512
+"""Least `max_chunk`: enough positions to use a processor well."""
 
 
 class KVHeads(Protocol):
@@ -16,6 +23,10 @@ class KVHeads(Protocol):
     @property
     def num_layers(self) -> int:
         """Layers with attention."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Sliding window of each layer, 0: none. Empty: no layer has a window."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -28,8 +39,10 @@ class KVHeads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """A block holds K and V of `block_size` tokens over all layers; a pool also holds the null block.
+    """A block holds K and V of `block_size` tokens over the layers of a group; a pool also holds the null block.
 
+    num_layers  of a block
+    windows     of each window group; empty: all layers are one group
     draft   of a draft model, whose K and V are in a pool of their own, with the same block ids. Shapes are without it,
             bytes with it
     """
@@ -40,10 +53,35 @@ class KVCacheSpec:
     block_size: int
     dtype: str
     draft: KVCacheSpec | None = None
+    windows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model: KVHeads, block_size: int, dtype: str) -> KVCacheSpec:
-        return cls(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
+    def of(cls, model: KVHeads, block_size: int, dtype: str, *, max_len: int = 0) -> KVCacheSpec:
+        """max_len: of a sequence. Layers are grouped if it then takes fewer bytes; the last block of a window group may
+        lack layers. 0: they are one group"""
+        alike = cls(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
+        num_layers, windows, _ = group_layers(model.num_layers, model.windows)
+        grouped = replace(alike, num_layers=num_layers, windows=windows)
+        uses, used = (kv.blocks_of(max_len, kv.max_chunk) * kv.bytes_per_block for kv in (grouped, alike))
+        return grouped if uses < used else alike
+
+    @property
+    def max_chunk(self) -> int:
+        """Positions of a sequence in a step at most; 0: any number. Window groups hold as many beside the window."""
+        return max(MIN_CHUNK, *self.windows) if self.windows else 0
+
+    def blocks_of(self, num_tokens: int, chunk: int = 1) -> int:
+        """Blocks that a sequence of this length holds while steps compute `chunk` of its positions."""
+        blocks = cdiv(num_tokens, self.block_size)
+        in_windows = (1 + cdiv(window + chunk - 2, self.block_size) for window in self.windows)
+        return blocks + sum(min(blocks, most) for most in in_windows)
+
+    def longest(self, num_blocks: int) -> int:
+        """Positions of the longest sequence that this many blocks can hold and compute."""
+        if not self.windows:
+            return num_blocks * self.block_size
+        needs = partial(self.blocks_of, chunk=self.max_chunk)
+        return bisect_right(range(1, num_blocks * self.block_size + 1), num_blocks, key=needs)
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -59,7 +97,8 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.bytes_per_block // self.block_size
+        """Of a token in all layers, as long as it is in every window."""
+        return self.bytes_per_block // self.block_size * (1 + len(self.windows))
 
     def pool_bytes(self, num_blocks: int) -> int:
         return (num_blocks + 1) * self.bytes_per_block

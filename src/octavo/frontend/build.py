@@ -179,7 +179,7 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     platform = find_platform(args.device)
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
-    kv = KVCacheSpec.of(spec, args.block_size, dtype)
+    kv = KVCacheSpec.of(spec, args.block_size, dtype, max_len=spec.max_model_len(args.max_model_len))
     draft = _resolve_draft(args, spec, platform)
     if draft is not None:
         kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft.dtype))
@@ -292,6 +292,7 @@ def _start_executor(
                 num_speculative_tokens=args.num_speculative_tokens,
                 shares_suffixes=(speculation := args.speculation()) is not None and speculation.method == "suffix",
                 draft=None if loaded.draft is None else Draft(loaded.draft, pools[1], host_pools[1]),
+                num_groups=1 + len(config.kv.windows),
             )
             executor = make_executor(runner, precompile)
             return executor, executor.start()
@@ -339,6 +340,8 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         num_rows=args.max_num_seqs,
         enable_prefix_caching=args.enable_prefix_caching,
         attention_window=config.attention_window,
+        windows=config.kv.windows,
+        max_chunk=config.kv.max_chunk,
     )
     return Scheduler(
         cache,

@@ -30,9 +30,13 @@ class RaggedBatch:
     max_query_len, max_seq_len
                    known to the host, to size launches without waiting for the device. For a captured batch, they bound
                    all replays
-    derived        cache of values that kernels compute from the other fields, shared by all layers of a step. The
-                   tensors of a batch must not change after its first kernel: each step has its own batch
+    derived        cache of values that kernels compute from the other fields, shared by all layers of a step, of all
+                   groups: the key of a value that depends on block tables names them. The tensors of a batch must not
+                   change after its first kernel: each step has its own batch
     fixed_split    attention of a sequence must give the same bits in every batch. Read by the GPU's kernels; slower
+    window_tables  [num_windows, num_seqs, max_blocks] int32, the tables of window groups; see `group`. None: there are
+                   none
+    window_slots   [num_windows, num_tokens] int64, slot of each token in these groups
     common_prefix_lens
                    [num_seqs] int32, tokens that a sequence shares with the one before it: whole leading blocks, equal
                    in both block tables, without the last token of either; 0 for the first sequence. The GPU's kernels
@@ -49,6 +53,30 @@ class RaggedBatch:
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     fixed_split: bool = False
     common_prefix_lens: Tensor | None = None
+    window_tables: Tensor | None = None
+    window_slots: Tensor | None = None
+
+    def group(self, group: int) -> RaggedBatch:
+        """The batch as the layers of a group see it: 0 is the full group, this batch; then come the window groups."""
+        if not group or self.window_tables is None or self.window_slots is None:
+            return self
+        key = "group", group
+        if key not in self.derived:
+            slots, tables = self.window_slots[group - 1], self.window_tables[group - 1]
+            self.derived[key] = replace(
+                self,
+                slot_mapping=slots,
+                block_tables=tables,
+                common_prefix_lens=None,
+                window_tables=None,
+                window_slots=None,
+            )
+        found: RaggedBatch = self.derived[key]
+        return found
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.window_tables is None else 1 + len(self.window_tables)
 
     @property
     def num_seqs(self) -> int:

@@ -44,7 +44,7 @@ IN_PROMPT = 1 << 30
 class RowState:
     """One line a row, and one more for the null row, the target of padding, which is always done.
 
-    block_tables     [num_rows + 1, max_blocks] int32
+    block_tables     [num_rows + 1, num_groups * max_blocks] int32, a table for each group of layers
     last_token       [num_rows + 1] int64, the input of the next decode step
     num_computed     [num_rows + 1] int64, the position of that token: all before it are computed
     drafts           [num_rows + 1, MAX_DRAFTS] int64, guesses of the tokens after it, padded with -1
@@ -63,20 +63,24 @@ class RowState:
     history: Tensor
     done: Tensor
     sampling_params: Tensor
+    num_groups: int = 1
 
     @classmethod
-    def empty(cls, num_rows: int, max_blocks: int, device: torch.device | str, *, max_len: int = 0) -> RowState:
+    def empty(
+        cls, num_rows: int, max_blocks: int, device: torch.device | str, *, max_len: int = 0, num_groups: int = 1
+    ) -> RowState:
         def make(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
 
         state = cls(
-            block_tables=make(max_blocks, dtype=torch.int32),
+            block_tables=make(num_groups * max_blocks, dtype=torch.int32),
             last_token=make(),
             num_computed=make(),
             drafts=make(MAX_DRAFTS) - 1,
             history=make(max_len, dtype=torch.int32),
             done=make(dtype=torch.bool),
             sampling_params=make(NUM_COLUMNS),
+            num_groups=num_groups,
         )
         state.done[num_rows] = True
         state.sampling_params[:, NUM_LOGPROBS:] = -1
@@ -85,6 +89,15 @@ class RowState:
     @property
     def null_row(self) -> int:
         return self.done.shape[0] - 1
+
+    @property
+    def max_blocks(self) -> int:
+        """Width of a table."""
+        return self.block_tables.shape[1] // self.num_groups
+
+    def tables_of(self, group: int) -> Tensor:
+        """The block tables of a group, [num_rows + 1, max_blocks]."""
+        return self.block_tables[:, group * self.max_blocks : (group + 1) * self.max_blocks]
 
     def sampling(self, rows: Tensor, sample_indices: Tensor, positions: Tensor) -> SamplingTensors:
         """Sampling parameters of the next tokens of rows [num_samples] int64. A sample index of -1 is the row's own."""
@@ -195,7 +208,15 @@ class DecodeInputs:
 
     @classmethod
     def allocate(
-        cls, step_counter: Tensor, rows: Tensor, depths: Tensor, ends: Tensor, *, max_blocks: int, block_size: int
+        cls,
+        step_counter: Tensor,
+        rows: Tensor,
+        depths: Tensor,
+        ends: Tensor,
+        *,
+        max_blocks: int,
+        block_size: int,
+        num_windows: int = 0,
     ) -> DecodeInputs:
         """Inputs with new buffers for the fields that the device fills."""
 
@@ -212,6 +233,8 @@ class DecodeInputs:
             max_query_len=1,
             max_seq_len=max_blocks * block_size,
             common_prefix_lens=make(n, dtype=torch.int32),
+            window_tables=make(num_windows, n, max_blocks, dtype=torch.int32) if num_windows else None,
+            window_slots=make(num_windows, n) if num_windows else None,
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * len(PER_ROW_FIELDS)), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
@@ -234,6 +257,8 @@ class DecodeInputs:
             common_prefix_lens=batch.common_prefix_lens[:n]
             if cascade and batch.common_prefix_lens is not None
             else None,
+            window_tables=None if batch.window_tables is None else batch.window_tables[:, :n],
+            window_slots=None if batch.window_slots is None else batch.window_slots[:, :n],
         )
         sampling = self.sampling.first(n)
         rows, depths, ends = self.rows[:n], self.depths[:n], self.ends[:n]

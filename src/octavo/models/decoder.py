@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
+from octavo.layer_groups import group_layers
 from octavo.models.layers import MLP, Attention, GatedMLP, empty_norm
 from octavo.models.linear import LayerFactory, VocabEmbedding, Weight
 from octavo.models.spec import DecoderSpec
@@ -103,6 +104,7 @@ class Decoder:
         if spec.nope_layers:
             self.nope_cos_sin = table(spec.rope_theta, rotary_dim=0).to(factory.device)
         self.tables = [self._table_of(layer) for layer in range(spec.num_layers)]
+        self.groups = group_layers(spec.num_layers, spec.windows)
 
     def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
         """Create a layer. A model with another MLP, such as experts, overrides this."""
@@ -123,7 +125,8 @@ class Decoder:
         """Forward pass: write K and V of the batch's tokens to the KV cache and return logits.
 
         token_ids    [num_tokens] int64
-        kv           [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim], the KV cache, modified
+        kv           [num_blocks + 1, layers of a block, 2, num_kv_heads, block_size, head_dim], the KV cache, modified.
+                     A block has all layers, or those of a group: see `LayerGroups`
         logits_rows  [num_rows] int64, tokens whose logits are returned, usually the last of each sequence. None: all
 
         -> [num_rows, vocab_size] float32; on a GPU in the model's dtype
@@ -135,7 +138,7 @@ class Decoder:
             return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows))
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, batch, kv[:, index], self.tables[index])
+            x, residual = layer(x, residual, *self._memory_of(index, batch, kv), self.tables[index])
         if logits_rows is not None:
             x, residual = x[logits_rows], residual[logits_rows]
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
@@ -146,9 +149,17 @@ class Decoder:
         norms = [*(layer.norms["attention"] for layer in self.layers), self.norm]
         residual = self.ops.make_normed_residual(x, norms[0])
         for index, layer in enumerate(self.layers):
-            residual = layer.forward_small_batch(residual, batch, kv[:, index], self.tables[index], norms[index + 1])
+            memory = self._memory_of(index, batch, kv)
+            residual = layer.forward_small_batch(residual, *memory, self.tables[index], norms[index + 1])
         x = residual.x if logits_rows is None else residual.x[logits_rows]
         return self.ops.rms_norm(x, self.norm, self.spec.rms_norm_eps)
+
+    def _memory_of(self, layer: int, batch: RaggedBatch, kv: Tensor) -> tuple[RaggedBatch, Tensor]:
+        """The batch with the block tables of the layer's group, and its K and V in the blocks."""
+        if kv.shape[1] == self.spec.num_layers:
+            return batch, kv[:, layer]
+        group, index = self.groups.places[layer]
+        return batch.group(group), kv[:, index]
 
     def _table_of(self, layer: int) -> Tensor:
         if layer in self.spec.nope_layers:

@@ -123,7 +123,7 @@ def table_writes(writes: Seq[TableWrite], max_blocks: int) -> tuple[np.ndarray, 
     """(indices into the flat block tables, block ids). A later write to the same index replaces an earlier one."""
     if not writes:
         return EMPTY_PAIR
-    firsts = [row * max_blocks + start for row, start, _ in writes]
+    firsts = [line * max_blocks + start for line, start, _ in writes]
     if all(len(ids) == 1 for _, _, ids in writes):
         indices = int64(firsts)
     else:
@@ -131,7 +131,7 @@ def table_writes(writes: Seq[TableWrite], max_blocks: int) -> tuple[np.ndarray, 
             [np.arange(first, first + len(ids)) for first, (_, _, ids) in zip(firsts, writes, strict=True)]
         )
     ids = np.fromiter(chain.from_iterable(ids for _, _, ids in writes), dtype=np.int64, count=len(indices))
-    if len({row for row, _, _ in writes}) < len(writes):
+    if len({line for line, _, _ in writes}) < len(writes):
         _, last = np.unique(indices[::-1], return_index=True)
         indices, ids = indices[::-1][last], ids[::-1][last]
     return indices, ids

@@ -73,6 +73,7 @@ class ModelRunner:
                       most drafts per sequence and pass; 0: no speculation
     shares_suffixes   drafts of the CPU may come from other requests with the same salt
     draft             drafts come from this model; None: from earlier text
+    num_groups        groups of layers with block tables of their own
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ModelRunner:
         num_speculative_tokens: int = 0,
         shares_suffixes: bool = False,
         draft: Draft | None = None,
+        num_groups: int = 1,
     ) -> None:
         self.platform = platform
         self.num_speculative_tokens = num_speculative_tokens
@@ -103,6 +105,7 @@ class ModelRunner:
             vocab_size=vocab_size,
             keeps_history=num_speculative_tokens > 0 and draft is None,
             draft=draft,
+            num_groups=num_groups,
         )
         drafts_on_host = num_speculative_tokens > 0 and platform.is_host and draft is None
         shared = SharedSuffixes() if shares_suffixes and drafts_on_host else None
@@ -117,9 +120,14 @@ class ModelRunner:
         self.output_buffers = OutputBuffers(max_decode_steps, max_lines, platform)
         bitmask = BitmaskBuffer(max_lines, vocab_size, platform)
         pipeline = Pipeline(state, bitmask, self.output_buffers, inputs.step_counter)
-        max_blocks, block_size = state.rows.block_tables.shape[1], kv.shape[4]
         decode_inputs = DecodeInputs.allocate(
-            inputs.step_counter, inputs.rows, inputs.depths, inputs.ends, max_blocks=max_blocks, block_size=block_size
+            inputs.step_counter,
+            inputs.rows,
+            inputs.depths,
+            inputs.ends,
+            max_blocks=state.rows.max_blocks,
+            block_size=kv.shape[4],
+            num_windows=num_groups - 1,
         )
         sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
         self.passes = Passes(

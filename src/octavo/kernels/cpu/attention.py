@@ -123,7 +123,8 @@ def paged_attention(
     tiles of queries that skip later keys.
     """
     q = q.contiguous()
-    key = ("cpu.paged_attention", q.shape, q.dtype, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, window)
+    layout = q.shape, q.dtype, kv_layer.shape, kv_layer.stride(), kv_layer.dtype
+    key = ("cpu.paged_attention", batch.block_tables.data_ptr(), *layout, window)
     plan: _Plan | None = batch.derived.get(key)
     if plan is None:
         if kv_layer.dtype != q.dtype or not _has_uniform_rows(kv_layer):

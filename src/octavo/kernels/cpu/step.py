@@ -48,14 +48,15 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     if not live.all():
         position, live_rows = np.where(live, position, 0), np.where(live, rows, state.null_row)
     block, offset = np.divmod(position, block_size)
-    tables = state.block_tables.numpy()
     width = int(block.max(initial=0)) + 1
-    np.take(tables[:, :width], rows, axis=0, out=batch.block_tables.numpy()[:, :width], mode="clip")
-    slots = tables[rows, block].astype(np.int64) * block_size + offset
+    for group in range(batch.num_groups):
+        tables, of_group = state.tables_of(group).numpy(), batch.group(group)
+        np.take(tables[:, :width], rows, axis=0, out=of_group.block_tables.numpy()[:, :width], mode="clip")
+        slots = tables[rows, block].astype(np.int64) * block_size + offset
+        of_group.slot_mapping.numpy()[:] = slots * live
     inputs.live_rows.numpy()[:] = live_rows
     inputs.token_ids.numpy()[:] = np.where(depths > 0, drafts.clip(0), state.last_token.numpy()[rows])
     batch.positions.numpy()[:] = position
-    batch.slot_mapping.numpy()[:] = slots * live
     batch.seq_lens.numpy()[:] = (position + 1) * live
     params = state.sampling_params.numpy()[rows]
     floats = params.view(np.float64)
@@ -77,15 +78,16 @@ def prepare_prefill_inputs(
     start = np.where(is_done, 0, np.where(from_host, starts.numpy(), state.num_computed.numpy()[row]))
     sequence = np.repeat(np.arange(len(row)), counts)  # [num_tokens]
     position = np.arange(len(sequence)) - begin[sequence] + start[sequence]
-    tables = state.block_tables.numpy()[row, : batch.block_tables.shape[1]] * ~is_done[:, None]
     block, offset = np.divmod(position, block_size)
-    slots = tables[sequence, block].astype(np.int64) * block_size + offset
+    for group in range(batch.num_groups):
+        tables = state.tables_of(group).numpy()[row, : batch.block_tables.shape[1]] * ~is_done[:, None]
+        slots = tables[sequence, block].astype(np.int64) * block_size + offset
+        batch.group(group).slot_mapping.numpy()[:] = slots * ~is_done[sequence]
+        batch.group(group).block_tables.numpy()[:] = tables
     token_ids.numpy()[:] = np.where(tokens < 0, state.last_token.numpy()[row][sequence], tokens)
     batch.positions.numpy()[:] = position
-    batch.slot_mapping.numpy()[:] = slots * ~is_done[sequence]
     batch.seq_lens.numpy()[:] = start + counts
     state.num_computed.numpy()[row[~is_done]] = (start + counts - 1)[~is_done]
-    batch.block_tables.numpy()[:] = tables
 
 
 def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:

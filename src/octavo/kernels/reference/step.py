@@ -37,15 +37,17 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     position = state.num_computed[inputs.rows] + depths
     live = (position < inputs.ends) & ~state.done[inputs.rows] & (~is_draft | (draft >= 0))
     position = torch.where(live, position, 0)
-    tables = state.block_tables[inputs.rows, : batch.block_tables.shape[1]]  # [num_lines, max_blocks]
-    block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
     inputs.live_rows.copy_(torch.where(live, inputs.rows, state.null_row))
     inputs.token_ids.copy_(torch.where(is_draft, draft.clamp(min=0), state.last_token[inputs.rows]))
     batch.positions.copy_(position)
-    batch.slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
     batch.seq_lens.copy_(torch.where(live, position + 1, 0))
-    batch.block_tables.copy_(tables)
+    for group in range(batch.num_groups):
+        tables = state.tables_of(group)[inputs.rows, : batch.block_tables.shape[1]]  # [num_lines, max_blocks]
+        block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
+        batch.group(group).slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
+        batch.group(group).block_tables.copy_(tables)
     if batch.common_prefix_lens is not None:
+        tables = batch.block_tables
         both = torch.where(live[1:] & live[:-1], torch.minimum(position[1:], position[:-1]), 0)
         column = torch.arange(tables.shape[1], device=tables.device)
         same = (tables[1:] == tables[:-1]) & (column < (both // block_size).unsqueeze(1))
@@ -101,13 +103,15 @@ def prepare_prefill_inputs(
     start = torch.where(is_done, 0, torch.where(from_host, starts, state.num_computed[rows]))
     sequence = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)  # [num_tokens]
     position = torch.arange(len(sequence), device=rows.device) - begin[sequence] + start[sequence]
-    tables = state.block_tables[rows, : batch.block_tables.shape[1]] * ~is_done.unsqueeze(1)
-    block = tables[sequence, position // block_size].long()
     token_ids.copy_(torch.where(known < 0, state.last_token[rows][sequence], known))
     batch.positions.copy_(position)
-    batch.slot_mapping.copy_(torch.where(is_done[sequence], 0, block * block_size + position % block_size))
     batch.seq_lens.copy_(start + counts)
-    batch.block_tables.copy_(tables)
+    for group in range(batch.num_groups):
+        tables = state.tables_of(group)[rows, : batch.block_tables.shape[1]] * ~is_done.unsqueeze(1)
+        block = tables[sequence, position // block_size].long()
+        slots = torch.where(is_done[sequence], 0, block * block_size + position % block_size)
+        batch.group(group).slot_mapping.copy_(slots)
+        batch.group(group).block_tables.copy_(tables)
     state.num_computed[rows[~is_done]] = (start + counts - 1)[~is_done]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from octavo.config import DEFAULT_CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError
-from octavo.integers import cdiv
 
 GRAPH_BYTES = 8 << 20
 """Device memory of each captured graph: its nodes and arguments. All graphs share the memory of their tensors."""
@@ -47,7 +46,12 @@ class MemoryBudget:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.kv.block_size
+        """Of the longest sequence that the pool can hold."""
+        return self.kv.longest(self.num_blocks)
+
+    def num_requests(self, length: int) -> float:
+        """Requests of this many tokens that the pool holds at once."""
+        return self.num_blocks / self.kv.blocks_of(length) if self.kv.windows else self.num_tokens / length
 
     @property
     def longest(self) -> int:
@@ -118,7 +122,7 @@ def _pool_blocks(args: EngineArgs, kv: KVCacheSpec, free: FreeMemory, wanted_len
     pool_bytes = min(DEFAULT_CPU_KV_BYTES, free.host // 4)
     if args.gpu_memory_utilization is not None:
         pool_bytes = int(args.gpu_memory_utilization * (free.host + free.weights)) - free.weights
-    max_blocks = (args.resolved("cpu").max_num_seqs or 0) * cdiv(wanted_len, kv.block_size)
+    max_blocks = (args.resolved("cpu").max_num_seqs or 0) * kv.blocks_of(wanted_len, kv.max_chunk)
     return min(kv.num_blocks(pool_bytes), max_blocks)
 
 
@@ -148,7 +152,7 @@ def _check_fits(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> None
     elif budget.max_model_len > budget.longest:
         raise MemoryBudgetError(
             f"To serve at least one request with the model's max seq len ({budget.max_model_len}), "
-            f"{cdiv(budget.max_model_len - 1, budget.kv.block_size)} blocks are needed and the pool has "
+            f"{budget.kv.blocks_of(budget.max_model_len - 1, budget.kv.max_chunk)} blocks are needed and the pool has "
             f"{budget.num_blocks}; the largest max_model_len that fits is {budget.longest} (-1 or auto picks it). "
             f"{budget}"
         )
@@ -194,7 +198,7 @@ def _larger_pool(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> str
     kv, free, room = budget.kv, budget.free, _room(args, budget)
     if kv.num_blocks(room) < 1:
         return f"free {gib(kv.pool_bytes(1) - room)} more; {doctor_hint(args)}"
-    larger = replace(budget, num_blocks=min(cdiv(wanted_len - 1, kv.block_size), kv.num_blocks(room)))
+    larger = replace(budget, num_blocks=min(kv.blocks_of(wanted_len - 1, kv.max_chunk), kv.num_blocks(room)))
     remedy = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {larger.pool_bytes}"
     if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
         share = ceil_2((free.weights + larger.pool_bytes) / (free.weights + free.host))

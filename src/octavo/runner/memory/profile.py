@@ -109,7 +109,7 @@ class GPUMemoryProfile:
     def table(self, budget: MemoryBudget) -> str:
         """Log line: the use of memory, and how many requests of some lengths fit at once."""
         lengths = [n for n in (1024, 4096, 16384, 65536) if n < budget.max_model_len] + [budget.max_model_len]
-        capacity = ", ".join(f"{budget.num_tokens / n:,.1f} of {n:,} tokens" for n in lengths)
+        capacity = ", ".join(f"{budget.num_requests(n):,.1f} of {n:,} tokens" for n in lengths)
         return (
             f"GPU memory: {self}; KV pool {gib(budget.pool_bytes)}: {budget.num_blocks:,} blocks of "
             f"{budget.kv.block_size}, {budget.num_tokens:,} tokens; requests at once: {capacity}"

@@ -238,7 +238,7 @@ class PrefillInputs(NamedTuple):
     sample_rows: Tensor
     sample_indices: Tensor
 
-    def batch(self, size: PrefillSize, block_size: int) -> RaggedBatch:
+    def batch(self, size: PrefillSize, block_size: int, num_windows: int = 0) -> RaggedBatch:
         """The ragged batch, for `prepare_prefill_inputs` to fill. Zeroed where precompilation reads it unfilled."""
         device, width = self.host_tokens.device, cdiv(size.max_seq_len, block_size)
         return RaggedBatch(
@@ -249,6 +249,10 @@ class PrefillInputs(NamedTuple):
             block_tables=torch.zeros(size.num_slices, width, dtype=torch.int32, device=device),
             max_query_len=size.max_query_len,
             max_seq_len=size.max_seq_len,
+            window_tables=torch.zeros(num_windows, size.num_slices, width, dtype=torch.int32, device=device)
+            if num_windows
+            else None,
+            window_slots=self.host_tokens.new_empty(num_windows, size.num_tokens) if num_windows else None,
         )
 
 

@@ -28,7 +28,9 @@ class RecordedGraphs:
 
     def __init__(self, inputs: DecodeInputs) -> None:
         batch = inputs.batch
-        self._buffers = (inputs.token_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables)
+        of_groups = (batch.slot_mapping, batch.block_tables, batch.window_slots, batch.window_tables)
+        own = [buffer for buffer in of_groups if buffer is not None]
+        self._buffers = (inputs.token_ids, batch.seq_lens, batch.positions, *own)
         self._graphs: dict[Hashable, tuple[native.RecordedCalls, Tensor]] = {}
         self.max_slices = 0 if native.library() is None else SMALL_BATCH_ROWS
 
@@ -65,7 +67,7 @@ class RecordedGraphs:
         recorded would still be those of the recorded pass.
         """
         before = [buffer.clone() for buffer in self._buffers]
-        token_ids, _, _, seq_lens, _ = self._buffers
+        token_ids, seq_lens, *_ = self._buffers
         for buffer in self._buffers[1:]:
             buffer.zero_()
         seq_lens.fill_(1)

@@ -40,18 +40,27 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *or_placeholder(inputs.rows, batch.common_prefix_lens),
+        *or_placeholder(inputs.rows, batch.common_prefix_lens, batch.window_tables, batch.window_slots),
         sampling.position,
         tuple(getattr(sampling, name) for name in COLUMN),
         state.null_row,
         state.block_tables.stride(0),
         batch.block_tables.stride(0),
+        *_window_strides(state, batch),
+        NUM_WINDOWS=batch.num_groups - 1,
         COLUMNS=NUM_COLUMNS,
         BLOCK_SIZE=block_size,
         TILE=256,
         FIND_COMMON_PREFIX=batch.common_prefix_lens is not None,
         num_warps=2,
     )
+
+
+def _window_strides(state: RowState, batch: RaggedBatch) -> tuple[int, int, int]:
+    """From group to group: in a row of the row state's tables, in the batch's tables, and in its slots."""
+    if batch.window_tables is None or batch.window_slots is None:
+        return 0, 0, 0
+    return state.max_blocks, batch.window_tables.stride(0), batch.window_slots.stride(0)
 
 
 def prepare_prefill_inputs(
@@ -73,9 +82,12 @@ def prepare_prefill_inputs(
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
+        *or_placeholder(rows, batch.window_tables, batch.window_slots),
         state.block_tables.stride(0),
         batch.block_tables.stride(0),
         batch.block_tables.shape[1],
+        *_window_strides(state, batch),
+        NUM_WINDOWS=batch.num_groups - 1,
         BLOCK_SIZE=block_size,
         TILE=tile,
         num_warps=2,
@@ -108,7 +120,10 @@ def commit_sampled_tokens(
 
 
 # Numbers that vary between steps are not specialised on: every variant of a kernel is a compilation.
-@triton.jit(do_not_specialize=["null_row", "table_stride", "batch_table_stride"])
+WINDOW_STRIDES = ["group_stride", "window_tables_stride", "window_slots_stride"]
+
+
+@triton.jit(do_not_specialize=["null_row", "table_stride", "batch_table_stride", *WINDOW_STRIDES])
 def _prepare_decode_inputs(
     block_tables,
     last_token,
@@ -126,11 +141,17 @@ def _prepare_decode_inputs(
     seq_lens,
     batch_tables,
     common_prefix_lens,
+    window_tables,
+    window_slots,
     next_position,
     sampling,
     null_row,
     table_stride,
     batch_table_stride,
+    group_stride,
+    window_tables_stride,
+    window_slots_stride,
+    NUM_WINDOWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -141,7 +162,8 @@ def _prepare_decode_inputs(
     row, live, position = _line_position(rows, depths, ends, num_computed, drafts, done, i)
     depth = tl.load(depths + i)
     seq_len = tl.where(live, position + 1, 0).to(tl.int32)
-    block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
+    table = block_tables + row * table_stride
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     tl.store(live_rows + i, tl.where(live, row, null_row))
     draft = tl.load(drafts + row * DRAFT_ENTRIES + depth - 1, mask=depth > 0, other=0)
     tl.store(token_ids + i, tl.where(depth > 0, tl.maximum(draft, 0), tl.load(last_token + row)))
@@ -158,10 +180,14 @@ def _prepare_decode_inputs(
     tl.store(next_position + i, position + 1)
 
     num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
-    for first in range(0, num_blocks, TILE):
-        column = first + tl.arange(0, TILE)
-        ids = tl.load(block_tables + row * table_stride + column, mask=column < num_blocks)
-        tl.store(batch_tables + i.to(tl.int64) * batch_table_stride + column, ids, mask=column < num_blocks)
+    line = i.to(tl.int64) * batch_table_stride
+    _copy_table(table, batch_tables + line, num_blocks, False, TILE)
+    for group in range(NUM_WINDOWS):
+        table += group_stride
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        tl.store(window_slots + group * window_slots_stride + i, slot)
+        _copy_table(table, window_tables + group * window_tables_stride + line, num_blocks, False, TILE)
 
     if FIND_COMMON_PREFIX:
         before = tl.maximum(i - 1, 0)
@@ -179,6 +205,15 @@ def _prepare_decode_inputs(
 
 
 @triton.jit
+def _copy_table(source, target, num_blocks, is_done, TILE: tl.constexpr):
+    """Copy a row's block ids, or null blocks for a row that is done."""
+    for first in range(0, num_blocks, TILE):
+        column = first + tl.arange(0, TILE)
+        ids = tl.load(source + column, mask=column < num_blocks)
+        tl.store(target + column, tl.where(is_done, 0, ids), mask=column < num_blocks)
+
+
+@triton.jit
 def _line_position(rows, depths, ends, num_computed, drafts, done, i):
     """(row, is live, position) of a line; the position is 0 if the line is not live."""
     row = tl.load(rows + i)
@@ -189,7 +224,7 @@ def _line_position(rows, depths, ends, num_computed, drafts, done, i):
     return row, live, tl.where(live, position, 0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "batch_table_stride", "width"])
+@triton.jit(do_not_specialize=["table_stride", "batch_table_stride", "width", *WINDOW_STRIDES])
 def _prepare_prefill_inputs(
     block_tables,
     last_token,
@@ -204,9 +239,15 @@ def _prepare_prefill_inputs(
     slot_mapping,
     seq_lens,
     batch_tables,
+    window_tables,
+    window_slots,
     table_stride,
     batch_table_stride,
     width,
+    group_stride,
+    window_tables_stride,
+    window_slots_stride,
+    NUM_WINDOWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -226,22 +267,29 @@ def _prepare_prefill_inputs(
     token = tl.load(known + begin + offset, mask=mask, other=0)
     token = tl.where(token < 0, tl.load(last_token + row), token)
     position = start + offset
-    block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    table = block_tables + row * table_stride
+    block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     slot = tl.where(is_done, 0, block * BLOCK_SIZE + position % BLOCK_SIZE)
     tl.store(token_ids + begin + offset, token, mask=mask)
     tl.store(positions + begin + offset, position, mask=mask)
     tl.store(slot_mapping + begin + offset, slot, mask=mask)
+    for group in range(NUM_WINDOWS):
+        of_group = table + (group + 1) * group_stride
+        block = tl.load(of_group + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+        slot = tl.where(is_done, 0, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        tl.store(window_slots + group * window_slots_stride + begin + offset, slot, mask=mask)
     if tile == 0:
         tl.store(done + row, is_done)  # tokens from the host clear the flag
         tl.store(num_computed + row, start + count - 1, mask=~is_done)  # a slice without host tokens has one tile
         seq_len = (start + count).to(tl.int32)
         tl.store(seq_lens + i, seq_len)
         num_blocks = tl.minimum(tl.cdiv(seq_len, BLOCK_SIZE), width)
-        for first in range(0, num_blocks, TILE):
-            column = first + tl.arange(0, TILE)
-            ids = tl.load(block_tables + row * table_stride + column, mask=column < num_blocks)
-            ids = tl.where(is_done, 0, ids)
-            tl.store(batch_tables + i.to(tl.int64) * batch_table_stride + column, ids, mask=column < num_blocks)
+        line = i.to(tl.int64) * batch_table_stride
+        _copy_table(table, batch_tables + line, num_blocks, is_done, TILE)
+        for group in range(NUM_WINDOWS):
+            of_group = table + (group + 1) * group_stride
+            target = window_tables + group * window_tables_stride + line
+            _copy_table(of_group, target, num_blocks, is_done, TILE)
 
 
 @triton.jit(do_not_specialize=["num_samples", "ring_stride", "history_stride"])
