@@ -29,9 +29,7 @@ class SharedPrefixes:
     num_groups    tables of a row, of which only the first, that of the full group, counts
     """
 
-    def __init__(
-        self, num_rows: int, max_blocks: int, block_size: int, token_bytes: int, num_groups: int = 1
-    ) -> None:
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, token_bytes: int, num_groups: int = 1) -> None:
         self._num_groups = num_groups
         self.min_saved_tokens = cdiv(MIN_SAVED_BYTES, token_bytes)
         self._max_blocks = max_blocks
