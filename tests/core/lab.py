@@ -59,6 +59,8 @@ class Lab:
         policy: Policy | None = None,
         caching: bool = True,
         attention_window: int = 0,
+        windows: tuple[int, ...] = (),
+        max_chunk: int = 0,
         habits: o.Habits | None = None,
         listen: bool = True,
     ) -> None:
@@ -69,6 +71,8 @@ class Lab:
             num_rows=rows,
             enable_prefix_caching=caching,
             attention_window=attention_window,
+            windows=windows,
+            max_chunk=max_chunk,
         )
         self.pool = self.cache.pool
         self.scheduler = Scheduler(

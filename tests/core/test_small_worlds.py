@@ -1,5 +1,7 @@
 """Small worlds, exhaustively: blocks of 2, pools of 1 to 8, up to three requests with prompts and outputs of 1 to 5.
 
+One and two requests also run with a window group, in pools of up to 10 blocks.
+
 Every accepted request finishes with the right output, and nothing leaks or stalls. That holds undisturbed, and with one
 request aborted, swapped or recomputed before any step. `make test` runs some worlds, `make prove` all.
 
@@ -12,6 +14,8 @@ Worlds that are equivalent to others are omitted:
 * Steps overlap or not, and decode windows are 1 or 3. One and two requests run in all four combinations, three requests
   with neither and with both. Speculation with two drafts, all right or all wrong, runs in some of them.
 * Three requests with a disturbance have prompts and outputs of 1, 2 and 5.
+* Windows are 1, 2 and 3: a wider one differs only by a whole block. Two requests with a window group have prompts and
+  outputs of 1, 2 and 5.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ FEW = list(product((1, 2, 5), (1, 2, 5)))
 RIGHT, WRONG = "right", "wrong"
 ALL_WAYS = [(1, 1, ""), (1, 3, ""), (2, 1, ""), (2, 3, ""), (1, 1, WRONG), (2, 1, WRONG), (2, 1, RIGHT), (2, 3, WRONG)]
 HOW = {1: ALL_WAYS, 2: ALL_WAYS, 3: [(1, 1, ""), (2, 3, ""), (2, 1, WRONG)]}
+GROUPS = [(1, 4), (2, 2), (3, 2), (3, 4)]
+"""A window group's window, and the most positions of a step."""
 ABORT, RECOMPUTE, SWAP = "abort", PreemptionMode.RECOMPUTE.value, PreemptionMode.SWAP.value
 
 
@@ -63,7 +69,14 @@ class World(NamedTuple):
     """`Habits.drafts`; "": no speculation."""
     mode: str
     """The preemption mode."""
+    groups: tuple[int, ...] = ()
+    """The window of the window group."""
+    max_chunk: int = 0
     event: Event | None = None
+
+    def cache(self) -> KVCacheManager:
+        groups = {"windows": self.groups, "max_chunk": self.max_chunk}
+        return KVCacheManager(self.num_blocks, SIZE, self.num_blocks, num_rows=3, **groups)
 
 
 class Story(NamedTuple):
@@ -73,8 +86,10 @@ class Story(NamedTuple):
     turns: list[list[Status]]
 
 
-def longest(shape: Shape) -> int:
-    return cdiv(shape[0] + shape[1] - 1, SIZE)
+def longest(shape: Shape, window: int = 0, max_chunk: int = 0) -> int:
+    """The most blocks that this request holds: those of a window, and of a step, in a window group."""
+    num_blocks = cdiv(shape[0] + shape[1] - 1, SIZE)
+    return num_blocks + (min(num_blocks, 1 + cdiv(window + max_chunk - 2, SIZE)) if window else 0)
 
 
 @functools.cache
@@ -89,7 +104,7 @@ def prompt_of(world: World, i: int) -> list[int]:
 
 def play(world: World) -> Story:
     """Run one world to its end. Raises the oracle's findings."""
-    cache = KVCacheManager(world.num_blocks, SIZE, world.num_blocks, num_rows=3)
+    cache = world.cache()
     policy = Policy(mode=PreemptionMode(world.mode))
     k = 2 if world.drafts else 0
     limits = {"max_num_batched_tokens": 16, "decode_window": world.window, "num_speculative_tokens": k}
@@ -137,14 +152,15 @@ def play(world: World) -> Story:
     return Story(scheduler.num_preemptions, turns)
 
 
-def plain(shapes: tuple[Shape, ...]) -> Iterator[World]:
+def plain(shapes: tuple[Shape, ...], *, groups: bool = False) -> Iterator[World]:
     """Yield the undisturbed worlds of these requests. Worlds that differ only in `mode` are adjacent."""
-    needs = [longest(shape) for shape in shapes]
-    for num_blocks in range(max(needs), min(8, sum(needs)) + 1):
-        for alike in (False, True) if len(shapes) > 1 else (False,):
-            for way in HOW[len(shapes)]:
-                for mode in (RECOMPUTE, SWAP):
-                    yield World(num_blocks, shapes, alike, *way, mode)
+    for group in GROUPS if groups else [()]:
+        needs = [longest(shape, *group) for shape in shapes]
+        for num_blocks in range(max(needs), min(10 if group else 8, sum(needs)) + 1):
+            for alike in (False, True) if len(shapes) > 1 else (False,):
+                for way in HOW[len(shapes)]:
+                    for mode in (RECOMPUTE, SWAP):
+                        yield World(num_blocks, shapes, alike, *way, mode, group[:1], *group[1:])
 
 
 def events_in(story: Story) -> Iterator[Event]:
@@ -158,11 +174,16 @@ def events_in(story: Story) -> Iterator[Event]:
                 yield Event(turn, index, SWAP)
 
 
-def play_all(shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, every: int = 1) -> None:
-    """Run all worlds of these requests, with every `every`-th disturbance. An error carries the failing world."""
+def play_all(
+    shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, every: int = 1, groups: bool = False
+) -> None:
+    """Run all worlds of these requests, with every `every`-th disturbance. An error carries the failing world.
+
+    groups  with a window group
+    """
     world, preempted = None, False
     try:
-        for world in plain(shapes):
+        for world in plain(shapes, groups=groups):
             if world.mode == SWAP and not preempted:
                 continue
             story = play(world)
@@ -171,6 +192,7 @@ def play_all(shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, 
             seen[f"{len(shapes)} requests"] += 1
             seen["preempting"] += preempted
             seen["with drafts"] += bool(world.drafts)
+            seen["with a window group"] += bool(world.groups)
             if interfere:
                 for event in list(events_in(story))[::every]:
                     play(world := world._replace(event=event))
@@ -180,12 +202,14 @@ def play_all(shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, 
         raise type(error)(*error.args, world) from error
 
 
-def everything() -> Iterator[tuple[tuple[Shape, ...], bool]]:
-    """Yield the runs of `make prove`: requests, and whether to disturb them."""
+def everything() -> Iterator[tuple[tuple[Shape, ...], bool, bool]]:
+    """Yield the runs of `make prove`: requests, whether to disturb them, and whether they have a window group."""
     for num in (1, 2):
-        yield from ((shapes, True) for shapes in product(SHAPES, repeat=num))
+        yield from ((shapes, True, False) for shapes in product(SHAPES, repeat=num))
     few = set(FEW)
-    yield from ((shapes, few.issuperset(shapes)) for shapes in product(SHAPES, repeat=3))
+    yield from ((shapes, few.issuperset(shapes), False) for shapes in product(SHAPES, repeat=3))
+    yield from (((shape,), True, True) for shape in SHAPES)
+    yield from ((shapes, True, True) for shapes in product(FEW, repeat=2))
 
 
 def test_one_request() -> None:
@@ -208,6 +232,16 @@ def test_three_requests() -> None:
     for shapes in list(product(SHAPES, repeat=3))[::271]:
         play_all(shapes, seen, interfere=True, every=61)
     assert seen["preempting"] > 50 and seen["3 requests, one aborted or thrown out"] > 400
+
+
+def test_window_groups() -> None:
+    seen: Counter[str] = Counter()
+    for shape in SHAPES[::2]:
+        play_all((shape,), seen, interfere=True, every=7, groups=True)
+    for shapes in list(product(FEW, repeat=2))[::7]:
+        play_all(shapes, seen, interfere=True, every=97, groups=True)
+    assert seen["with a window group"] == seen["1 requests"] + seen["2 requests"] > 1_000
+    assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 100
 
 
 def test_a_failing_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

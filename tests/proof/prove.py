@@ -1,6 +1,6 @@
 """The core's long proofs: `python -m tests.proof.prove [--steps 1000000] [--seed 0] [--jobs 2]`.
 
-1. Random workloads, each without and with drafts, until the oracle has checked `--steps` steps. A table has the events
+1. Random workloads, each plain, with drafts, with window groups, and with both, until the oracle has checked `--steps` steps. A table has the events
    that they reached.
 2. The small worlds, all of them.
 3. Every test marked slow.
@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import count, islice
+from itertools import count, islice, product
 from typing import Any, NamedTuple
 
 from tests.core import test_small_worlds as small
@@ -41,21 +41,21 @@ def play_seeds(first: int) -> Report:
     failures = []
     with covering(totals):
         for seed in range(first, first + SEEDS_A_JOB):
-            for drafts in ("", " --drafts"):
+            for groups, drafts in product(("", " --groups"), ("", " --drafts")):
                 try:
-                    run(seed, totals, speculates=bool(drafts))
+                    run(seed, totals, speculates=bool(drafts), groups=bool(groups))
                 except Exception as error:
-                    again = f"python -m tests.proof.workloads {seed} {seed + 1}{drafts}"
+                    again = f"python -m tests.proof.workloads {seed} {seed + 1}{groups}{drafts}"
                     failures.append((again, f"{type(error).__name__}: {error}"))
     return Report(totals, failures)
 
 
-def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], bool]]) -> Report:
+def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], bool, bool]]) -> Report:
     totals: Counter[str] = Counter()
     failures = []
-    for shapes, interfere in jobs:
+    for shapes, interfere, groups in jobs:
         try:
-            small.play_all(shapes, totals, interfere=interfere)
+            small.play_all(shapes, totals, interfere=interfere, groups=groups)
         except Exception as error:
             again = f'python -c "from tests.core.test_small_worlds import *; play({error.args[-1]})"'
             failures.append((again, f"{type(error).__name__}: {error}"))

@@ -79,8 +79,8 @@ class PrefixIndex:
         It excludes the last token, which must be computed for its logits.
         """
         length = len(sequence.token_ids) - 1
-        if self.windows and sequence.request.width > 1:  # siblings begin with its blocks, where they are alike
-            length = min(length, len(sequence.request.prompt_token_ids))
+        if self.windows and len(sequence.request.sequences) > 1:  # siblings begin with its blocks, where they are alike
+            length = len(sequence.request.prompt_token_ids) // self.block_size * self.block_size
         found = Prefix([], [], 0)
         if self._uses_prefix_cache(sequence):
             found = self._find_sealed_prefix(sequence, length // self.block_size)

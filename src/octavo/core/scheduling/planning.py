@@ -16,7 +16,7 @@ def num_decode_steps(state: SchedulerState) -> int:
     """
     first = state.first_swapped() or state.first_waiting()
     if first is None or first.wait_reason in ("blocks", "rows"):
-        return state.decode_window
+        return min(state.decode_window, state.cache.max_chunk)
     return 1
 
 
