@@ -152,9 +152,9 @@ def play(world: World) -> Story:
     return Story(scheduler.num_preemptions, turns)
 
 
-def plain(shapes: tuple[Shape, ...], *, groups: bool = False) -> Iterator[World]:
+def plain(shapes: tuple[Shape, ...], *, groups: list[tuple[int, int]] | None = None) -> Iterator[World]:
     """Yield the undisturbed worlds of these requests. Worlds that differ only in `mode` are adjacent."""
-    for group in GROUPS if groups else [()]:
+    for group in groups or [()]:
         needs = [longest(shape, *group) for shape in shapes]
         for num_blocks in range(max(needs), min(10 if group else 8, sum(needs)) + 1):
             for alike in (False, True) if len(shapes) > 1 else (False,):
@@ -175,11 +175,16 @@ def events_in(story: Story) -> Iterator[Event]:
 
 
 def play_all(
-    shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, every: int = 1, groups: bool = False
+    shapes: tuple[Shape, ...],
+    seen: Counter[str],
+    *,
+    interfere: bool,
+    every: int = 1,
+    groups: list[tuple[int, int]] | None = None,
 ) -> None:
     """Run all worlds of these requests, with every `every`-th disturbance. An error carries the failing world.
 
-    groups  with a window group
+    groups  each world with each of these window groups, as in `GROUPS`
     """
     world, preempted = None, False
     try:
@@ -203,7 +208,7 @@ def play_all(
 
 
 def everything() -> Iterator[tuple[tuple[Shape, ...], bool, bool]]:
-    """Yield the runs of `make prove`: requests, whether to disturb them, and whether they have a window group."""
+    """Yield the runs of `make prove`: requests, whether to disturb them, and whether they have window groups."""
     for num in (1, 2):
         yield from ((shapes, True, False) for shapes in product(SHAPES, repeat=num))
     few = set(FEW)
@@ -236,12 +241,12 @@ def test_three_requests() -> None:
 
 def test_window_groups() -> None:
     seen: Counter[str] = Counter()
-    for shape in SHAPES[::2]:
-        play_all((shape,), seen, interfere=True, every=7, groups=True)
-    for shapes in list(product(FEW, repeat=2))[::7]:
-        play_all(shapes, seen, interfere=True, every=97, groups=True)
-    assert seen["with a window group"] == seen["1 requests"] + seen["2 requests"] > 1_000
-    assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 100
+    for shape in FEW[2::3]:
+        play_all((shape,), seen, interfere=True, every=5, groups=GROUPS)
+    for shapes, group in ((((5, 5), (2, 5)), (3, 2)), (((5, 2), (1, 5)), (2, 2))):
+        play_all(shapes, seen, interfere=True, every=61, groups=[group])
+    assert seen["with a window group"] == seen["1 requests"] + seen["2 requests"] > 300
+    assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 200
 
 
 def test_a_failing_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The core's long proofs: `python -m tests.proof.prove [--steps 1000000] [--seed 0] [--jobs 2]`.
 
-1. Random workloads, each plain, with drafts, with window groups, and with both, until the oracle has checked `--steps` steps. A table has the events
-   that they reached.
+1. Random workloads, each plain, with drafts, with window groups, and with both, until the oracle has checked `--steps`
+   steps. A table has the events that they reached.
 2. The small worlds, all of them.
 3. Every test marked slow.
 
@@ -55,7 +55,7 @@ def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], bool, bool]]) -> Repor
     failures = []
     for shapes, interfere, groups in jobs:
         try:
-            small.play_all(shapes, totals, interfere=interfere, groups=groups)
+            small.play_all(shapes, totals, interfere=interfere, groups=small.GROUPS if groups else None)
         except Exception as error:
             again = f'python -c "from tests.core.test_small_worlds import *; play({error.args[-1]})"'
             failures.append((again, f"{type(error).__name__}: {error}"))
