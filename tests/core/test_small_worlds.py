@@ -15,7 +15,7 @@ Worlds that are equivalent to others are omitted:
   with neither and with both. Speculation with two drafts, all right or all wrong, runs in some of them.
 * Three requests with a disturbance have prompts and outputs of 1, 2 and 5.
 * Windows are 1, 2 and 3: a wider one differs only by a whole block. Two requests with a window group have prompts and
-  outputs of 1, 2 and 5.
+  outputs of 1, 2 and 5, and every ninth disturbance.
 """
 
 from __future__ import annotations
@@ -207,14 +207,14 @@ def play_all(
         raise type(error)(*error.args, world) from error
 
 
-def everything() -> Iterator[tuple[tuple[Shape, ...], bool, bool]]:
-    """Yield the runs of `make prove`: requests, whether to disturb them, and whether they have window groups."""
+def everything() -> Iterator[tuple[tuple[Shape, ...], dict[str, Any]]]:
+    """Yield the runs of `make prove`: requests, and options of `play_all`."""
     for num in (1, 2):
-        yield from ((shapes, True, False) for shapes in product(SHAPES, repeat=num))
+        yield from ((shapes, {"interfere": True}) for shapes in product(SHAPES, repeat=num))
     few = set(FEW)
-    yield from ((shapes, few.issuperset(shapes), False) for shapes in product(SHAPES, repeat=3))
-    yield from (((shape,), True, True) for shape in SHAPES)
-    yield from ((shapes, True, True) for shapes in product(FEW, repeat=2))
+    yield from ((shapes, {"interfere": few.issuperset(shapes)}) for shapes in product(SHAPES, repeat=3))
+    yield from (((shape,), {"interfere": True, "groups": GROUPS}) for shape in SHAPES)
+    yield from ((shapes, {"interfere": True, "every": 9, "groups": GROUPS}) for shapes in product(FEW, repeat=2))
 
 
 def test_one_request() -> None:

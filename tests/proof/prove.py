@@ -50,12 +50,12 @@ def play_seeds(first: int) -> Report:
     return Report(totals, failures)
 
 
-def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], bool, bool]]) -> Report:
+def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], dict[str, Any]]]) -> Report:
     totals: Counter[str] = Counter()
     failures = []
-    for shapes, interfere, groups in jobs:
+    for shapes, options in jobs:
         try:
-            small.play_all(shapes, totals, interfere=interfere, groups=small.GROUPS if groups else None)
+            small.play_all(shapes, totals, **options)
         except Exception as error:
             again = f'python -c "from tests.core.test_small_worlds import *; play({error.args[-1]})"'
             failures.append((again, f"{type(error).__name__}: {error}"))
