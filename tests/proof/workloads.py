@@ -767,7 +767,7 @@ def watch_windows(wrap: Callable[..., None], totals: Counter[str]) -> None:
         count("swap in", any(any(t.block_ids) for s in request.sequences for t in s.windows))
         count(
             "swap in one that stayed on the device",
-            any(min(t.block_ids) < 0 for s in request.sequences for t in s.windows),
+            any(min(t.block_ids, default=0) < 0 for s in request.sequences for t in s.windows),
         )
 
     wrap(BlockPool, "_evict", evict)
