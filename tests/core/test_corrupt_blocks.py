@@ -207,10 +207,10 @@ def test_a_request_that_began_with_a_corrupt_window_block_is_recomputed_too(worl
     lab.pool.unseal(old)
     lab.oracle.corrupt_block(window.block_ids[1], 0)
     plan = returning(lab, a)
-    b = lab.add("B", [1, 2, 3, 4, 6], 5)
+    b, new = lab.add("B", [1, 2, 3, 4, 6], 5), window.block_ids[1]
     lab.plan()
     (seq,) = b.sequences
-    assert b.num_cached_tokens == 4 and seq.windows[0].block_ids[1] == window.block_ids[1]
+    assert b.num_cached_tokens == 4 and seq.windows[0].block_ids[1] == new
     assert max(lab.pool.seal_id[block] for block in seq.block_ids[:2]) <= plan.seal_mark
     lab.land()
     assert a.status is b.status is Status.WAITING and c.status is Status.RUNNING
