@@ -111,6 +111,10 @@ class Fairness:
             return
         if any(start and seq not in self.due for seq, start in zip(step.sequences, step.plan.starts, strict=True)):
             return  # cache hits reduced what was due, and other tenants got the rest
+        if any(
+            not n and len(s.request.sequences) > 1 for s, n in zip(step.sequences, step.plan.num_sampled, strict=True)
+        ):
+            return  # so did blocks of siblings, where a group is rebuilt
         planned = {seq.request for seq in step.sequences}
         if whole.total() < scheduler.max_num_scheduled_tokens and any(
             map(self._lacks_blocks, {*scheduler.running} - planned)
