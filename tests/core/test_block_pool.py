@@ -132,7 +132,7 @@ def test_misuse_fails_an_assertion() -> None:
         lab.scheduler.fail(step.in_flight)
 
 
-# -- Memory 17: window groups ------------------------------------------------------------------------------------------
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
 
 
 def windowed(num_windows: int = 2) -> tuple[BlockPool, SealId, list[int]]:

@@ -217,7 +217,7 @@ def test_a_forked_child_inherits_dropped_blocks() -> None:
     assert [m.src for m in out.swap_outs] == [4]
 
 
-# -- Memory 17: window groups ------------------------------------------------------------------------------------------
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

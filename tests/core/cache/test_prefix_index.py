@@ -149,7 +149,7 @@ def test_sibling_prefix_has_only_computed_blocks() -> None:
         first.request.sequences.append(second)
 
 
-# -- Memory 17: window groups ------------------------------------------------------------------------------------------
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("window", "first"), [(1, 3), (2, 2), (3, 2), (4, 1), (5, 1), (6, 0), (7, 0), (99, 0)])

@@ -131,7 +131,7 @@ def test_blocks_shared_on_device_are_verified_by_seal_id() -> None:
     assert cache.swapping.find_swap_in_blocks(second.request) is None
 
 
-# -- Memory 17: window groups ------------------------------------------------------------------------------------------
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
 
 
 def test_a_swap_moves_the_blocks_of_all_groups_but_not_what_left_a_window() -> None:

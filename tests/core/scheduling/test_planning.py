@@ -43,7 +43,7 @@ def test_a_group_drops_no_blocks() -> None:
     assert lab.cache.num_dropped == 0
 
 
-# -- Memory 17: window groups ------------------------------------------------------------------------------------------
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
 
 
 def held_in(request: Request, group: int) -> int:

@@ -104,7 +104,7 @@ def test_late_results_of_a_preempted_request_are_kept(world: Worlds, policy: Pol
     assert (seq.num_pending, len(seq.token_ids)) == (0, 7)
 
 
-# -- Memory 17: window groups ------------------------------------------------------------------------------------------
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
 
 
 def test_a_preempted_request_leaves_its_windows_before_it_is_swapped() -> None:
