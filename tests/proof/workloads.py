@@ -254,7 +254,7 @@ class World:
                 enable_prefix_caching=rnd.random() < 0.9,
                 attention_window=0 if grouped else random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
                 windows=windows,
-                max_chunk=grouped.choice([8, 8, 16, 40]) if grouped else 0,
+                max_chunk=grouped.choice([1, 2, 3, 8, 16, 40]) if grouped else 0,
             )
         self.seen: Counter[str] = Counter()
         self.num_out_events = self.num_out_plans = 0  # swapped-out blocks according to events and to plans
