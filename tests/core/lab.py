@@ -219,7 +219,9 @@ def preempt(scheduler: Scheduler, request: Request, policy: Policy | None = None
 
 def state_of(cache: KVCacheManager, *sequences: Sequence) -> Any:
     """The whole state of a manager and of sequences, for comparison."""
-    attributes = [[list(v) if isinstance(v := getattr(s, k), list) else v for k in s.__slots__] for s in sequences]
+    slots = [k for k in Sequence.__slots__ if k != "windows"]
+    attributes = [[list(v) if isinstance(v := getattr(s, k), list) else v for k in slots] for s in sequences]
+    attributes += [[(list(ids), num_dropped) for ids, num_dropped in s.tables] for s in sequences]
     return cache.snapshot(o.Themselves((), ())), attributes, [dict(s.request.shared_on_device) for s in sequences]
 
 

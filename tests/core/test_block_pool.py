@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_pool import BlockPool, SwapSpace
+from octavo.core import events as ev
+from octavo.core.block_pool import WINDOW_KEY_BYTES, BlockPool, SwapSpace, pack_key, window_key
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.types import NULL_BLOCK
+from octavo.core.types import NULL_BLOCK, SealId
 from tests.core.lab import Lab, sequence
 
 # -- Memory 1: three states --------------------------------------------------------------------------------------------
@@ -129,3 +130,79 @@ def test_misuse_fails_an_assertion() -> None:
     step = lab.step()
     with pytest.raises(AssertionError):  # its result has arrived
         lab.scheduler.fail(step.in_flight)
+
+
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
+
+
+def windowed(num_windows: int = 2) -> tuple[BlockPool, SealId, list[int]]:
+    """A full block and a block of each window group over the same positions, sealed and released in this order."""
+    pool = BlockPool(6, num_windows=num_windows)
+    blocks = [pool.allocate() for _ in range(1 + num_windows)]
+    seal = pool.seal(blocks[0], (b"", b"abcd"))
+    for group, block in enumerate(blocks[1:]):
+        pool.seal(block, window_key(seal, group))
+    for block in blocks:
+        pool.release(block)
+    return pool, seal, blocks
+
+
+def test_an_evicted_full_block_takes_its_window_blocks_with_it() -> None:
+    pool, seal, blocks = windowed()
+    other = pool.allocate()
+    other_seal = pool.seal(other, (b"", b"efgh"))
+    below = pool.allocate()
+    pool.seal(below, window_key(other_seal, 0))
+    while pool.num_free:
+        pool.allocate()
+    assert pool.allocate() == blocks[0]
+    assert [pool.find(window_key(seal, group)) for group in range(2)] == [NULL_BLOCK] * 2
+    assert (pool.num_cached, pool.num_free, pool.num_indexed, pool.num_evicted) == (0, 2, 2, 3)
+    assert pool.find(window_key(other_seal, 0)) == below
+
+
+def test_a_window_block_in_use_loses_its_seal_alone() -> None:
+    pool, _, (full, used, cached) = windowed()
+    pool.share(used)
+    pool.unseal(full)
+    assert (pool.refs[used], pool.seal_id[used], pool.seal_id[cached]) == (1, 0, 0)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 0, 5)
+    pool.release(used)
+    assert pool.num_free == 6
+
+
+def test_an_evicted_window_block_leaves_its_full_block_and_its_siblings() -> None:
+    pool, seal, (full, first, second) = windowed()
+    pool.unseal(first)
+    assert pool.find((b"", b"abcd")) == full and pool.find(window_key(seal, 1)) == second
+    assert (pool.num_cached, pool.num_evicted) == (2, 1)
+
+
+def test_a_reset_evicts_window_blocks_once_and_events_have_its_reason() -> None:
+    pool, _, blocks = windowed()
+    seen: list[ev.Event] = []
+    pool.events.subscribe(seen.append, blocks=True)
+    pool.evict_all_cached()
+    assert [(e.block_id, e.why) for e in seen if isinstance(e, ev.Evicted)] == [(b, "reset") for b in blocks]
+    assert (pool.num_free, pool.num_cached, pool.num_indexed) == (6, 0, 0)
+
+
+def test_the_key_of_a_window_block_is_shorter_than_any_other() -> None:
+    assert {len(pack_key(window_key(seal, group))) for seal in (1, 1 << 40) for group in (0, 255)} == {WINDOW_KEY_BYTES}
+    others = [(parent, b"abcd" * n) for parent in (7, b"", b"a", b"ab", b"abcde") for n in (1, 2)]
+    assert min(len(pack_key(key)) for key in others) > WINDOW_KEY_BYTES
+
+
+@pytest.mark.parametrize("num_windows", [0, 1])
+def test_a_full_block_that_is_computed_again_is_renewed_if_windows_hang_on_it(num_windows: int) -> None:
+    """What the sequence seals in a window from now on is lost with the cached block."""
+    pool = BlockPool(6, num_windows=num_windows)
+    keys = [(b"", b"abcd"), (b"", b"efgh")]
+    first, second = [pool.allocate() for _ in keys]
+    for block, key in zip((first, second), keys, strict=True):
+        pool.seal(block, key)
+        pool.release(block)
+    assert pool.seal(pool.allocate(), keys[0]) == pool.seal_id[first]
+    assert list(pool.cached()) == ([second, first] if num_windows else [first, second])
+    pool.share(first)
+    assert pool.seal(pool.allocate(), keys[0]) == pool.seal_id[first] and list(pool.cached()) == [second]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.core import events as ev
 from octavo.core.plan import StepResult, TokenLogprobs
 from octavo.core.request import Request, Status
-from tests.core.lab import SWAP, Lab, Planned, Worlds
+from tests.core.lab import RECOMPUTE, SWAP, Lab, Planned, Worlds
 
 
 def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
@@ -190,3 +190,55 @@ def test_drop_removes_every_part_of_a_slices_result() -> None:
     result = StepResult([[1], [2]], {0: "a", 1: "b"}, {0: [entry], 1: [entry]}, {0: (1, [entry])}, {0: [(1, 1)]})
     result.drop({0})
     assert result == StepResult([(), [2]], {1: "b"}, {1: [entry]}, {})
+
+
+# -- window groups -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_began_with_a_corrupt_window_block_is_recomputed_too(world: Worlds) -> None:
+    """The full blocks that B finds are intact and older than the swap. The window's block under them is A's."""
+    lab = world(40, host=40, policy=SWAP, windows=(3,))
+    a = lab.add("A", [1, 2, 3, 4, 5], 9)
+    c = lab.add("C", [7, 8], 9)
+    lab.step()
+    (window,) = a.sequences[0].windows
+    old = window.block_ids[1]
+    lab.preempt(a)
+    lab.pool.unseal(old)
+    lab.oracle.corrupt_block(window.block_ids[1], 0)
+    plan = returning(lab, a)
+    b, new = lab.add("B", [1, 2, 3, 4, 6], 5), window.block_ids[1]
+    lab.plan()
+    (seq,) = b.sequences
+    assert b.num_cached_tokens == 4 and seq.windows[0].block_ids[1] == new
+    assert max(lab.pool.seal_id[block] for block in seq.block_ids[:2]) <= plan.seal_mark
+    lab.land()
+    assert a.status is b.status is Status.WAITING and c.status is Status.RUNNING
+
+
+def test_an_error_leaves_no_block_that_left_a_window_in_the_index() -> None:
+    lab = Lab(40, windows=(4,))
+    a = lab.add("A", [1, 2, 3, 4, 0], 20)
+    while a.sequences[0].windows[0].num_dropped < 3:
+        lab.step()
+    assert lab.pool.num_cached >= 3
+    lab.plan()
+    assert lab.err(a) == ["A"]
+    assert lab.pool.num_indexed == 0
+
+
+def test_a_failed_step_recomputes_a_reader_of_its_window_blocks(world: Worlds) -> None:
+    """The full blocks are those of C, from before the failed step; those of the window were computed again in it."""
+    lab = world(60, windows=(3,), budget=5, policy=RECOMPUTE)
+    c = lab.add("C", [1, 2, 3, 4, 5], 20)
+    lab.step()
+    for block in c.sequences[0].windows[0].block_ids[:2]:
+        lab.pool.unseal(block)
+    lab.add("A", [1, 2, 3, 4, 6], 9)
+    lab.plan()
+    lab.plan()
+    b = lab.add("B", [1, 2, 3, 4, 7], 9)
+    lab.plan()
+    full_seals = [lab.pool.seal_id[block] for block in b.sequences[0].block_ids[:2]]
+    assert b.num_cached_tokens == 4 and max(full_seals) <= lab.flight[0][0].seal_mark
+    assert sorted(lab.fail()) == ["A", "B", "C"]

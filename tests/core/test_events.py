@@ -62,6 +62,22 @@ def test_table_events_carry_their_sequence() -> None:
     assert {(e.sequence_index, e.row) for e in tables} == {(0, 0), (1, 1)}
 
 
+def test_table_events_carry_their_group() -> None:
+    """The row is that of all groups, though the device's line is not."""
+    lab = Lab(20, windows=(1, 9))
+    lab.add("A", [1, 2, 3], 3)
+    lab.add("B", [4], 1)
+    lab.run()
+    tables = lab.emitted(ev.TableChanged)
+    assert tables[:3] == [
+        ev.TableChanged("A", 0, 0, 0, ids, group) for group, ids in enumerate([(1, 2), (3, 4), (5, 6)])
+    ]
+    assert ev.TableChanged("A", 0, 0, 0, (0, 0), 1) in tables
+    assert {(e.request_id, e.row, e.group) for e in tables} == {("A", 0, g) for g in range(3)} | {
+        ("B", 1, g) for g in range(3)
+    }
+
+
 def test_sealed_events_carry_the_content() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3, 4], 1)

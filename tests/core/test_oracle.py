@@ -13,7 +13,7 @@ from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request
 from tests.core.lab import ANY, RECOMPUTE, SWAP, Lab
 from tests.proof import oracle as o
-from tests.proof.workloads import KINDS, World, run
+from tests.proof.workloads import KINDS, World, covering, run
 
 
 def test_random_workloads() -> None:
@@ -44,6 +44,22 @@ def test_workloads_of_each_kind(kind: str) -> None:
         assert totals["blocks out"] > 50
     if kind in ("chat", "prefix"):
         assert totals["prefix hits"] > 100
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_random_workloads_with_window_groups(drafts: bool) -> None:
+    totals: Counter[str] = Counter()
+    with covering(totals):
+        for seed in range(60):
+            run(seed, totals, groups=True, speculates=drafts)
+    reached = [
+        *("trim a hit", "evicted with its full block", "unsealed in use with its full block", "renew"),
+        *("copy on write", "of a sibling", "share a pin", "swap out", "swap in"),
+        *("unsealed by a failed step", "discarded", "discarded under another's"),
+        *(["drop with drafts in flight"] if drafts else []),
+    ]
+    assert [what for what in reached if not totals[f"window: {what}"]] == []
+    assert totals["slots of windows read"] > 20_000
 
 
 def test_a_seed_determines_the_workload() -> None:

@@ -238,3 +238,74 @@ def test_unsealed_blocks_of_a_pin_are_swapped_with_a_request_that_shares_them(wo
         lab.step()
     assert young.num_cached_tokens == 4 and not young.shared_on_device
     assert lab.scheduler.unpin("P")
+
+
+# -- window groups -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_pin_keeps_and_gives_the_blocks_of_all_groups(world: Worlds, caching: bool) -> None:
+    lab = world(40, 4, windows=(3, 9), caching=caching)
+    pinned(lab, "P", [1, 2, 3, 4, 5, 6])
+    (pin,) = lab.cache.pins.values()
+    assert all(all(ids) for ids, _ in pin.tables) and lab.cache.num_pinned == 6 == lab.pool.num_used
+    request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    plan = lab.step()
+    assert plan.starts == [6] and request.num_cached_tokens == 6
+    (seq,) = request.sequences
+    assert plan.copies == [
+        BlockCopy(theirs[1], own[1]) for (theirs, _), (own, _) in zip(pin.tables, seq.tables, strict=True)
+    ]
+    assert [table.block_ids[0] for table in seq.windows] == [0, pin.windows[1].block_ids[0]]
+    assert lab.scheduler.unpin("P") == 6 and lab.cache.num_pinned == 0
+
+
+def test_the_copies_of_a_pins_tail_are_counted_at_admission_in_all_groups(world: Worlds) -> None:
+    """Of 10 blocks of 4, the pin has 4 and another request 4. A needs a copy of the tail in both groups."""
+    for num_blocks, status in ((10, Status.RUNNING), (9, Status.WAITING)):
+        lab = world(num_blocks, 4, windows=(9,), caching=False, policy=RECOMPUTE)
+        pinned(lab, "P", [1, 2, 3, 4, 5, 6])
+        lab.add("other", [9] * 6, 2)
+        lab.step()
+        fits = lab.add("fits", [1, 2, 3, 4, 5, 6, 7, 8], 1)
+        lab.plan()
+        assert fits.status is status
+
+
+def test_a_pin_that_lacks_the_window_of_a_query_is_not_used(world: Worlds) -> None:
+    """The pin began with a hit at 8 positions, so it never had what a query at 4 or 6 attends to."""
+    lab = world(40, windows=(5,))
+    lab.add("old", [1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
+    lab.step()
+    pinned(lab, "P", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    lab.cache.reset_prefix_cache()
+    assert lab.cache.pins["P"].windows[0].block_ids[:2] == [0, 0]
+    for parts_at, start in ((9, 9), (8, 8), (6, 0), (4, 0)):
+        lab.add(f"A{parts_at}", [*range(1, 1 + parts_at), 30, 31], 1)
+        assert lab.step().starts == [start], parts_at
+        lab.cache.reset_prefix_cache()
+
+
+def test_a_group_that_begins_with_a_pin_is_recomputed_with_its_windows(world: Worlds) -> None:
+    """The samples begin with whole blocks of the first one, which may not begin within the pin's tail."""
+    lab = world(60, 4, windows=(4,), policy=RECOMPUTE)
+    pinned(lab, "P", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    group = lab.add("G", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 6, width=3)
+    assert lab.step().starts == [10]
+    lab.step()
+    lab.preempt(group)
+    lab.cache.reset_prefix_cache()
+    assert lab.step().starts == [8]
+
+
+def test_pins_and_requests_are_refused_by_the_blocks_of_all_groups(world: Worlds) -> None:
+    lab = world(20, windows=(3,), max_chunk=2)
+    with pytest.raises(CapacityError, match=r"11 tokens to pin take 12 blocks, 0 are pinned, .* half .* 20"):
+        lab.add("P", [1] * 11, 1, pin=True)
+    request = lab.add("A", [2] * 10, 13)  # 11 blocks, and 3 of a window
+    with pytest.raises(CapacityError, match=r"may need up to 14 blocks, and with 8 more pinned 12 are left"):
+        lab.add("P", [1] * 8, 1, pin=True)
+    lab.add("Q", [1] * 6, 1, pin=True)
+    assert lab.cache.num_pinned == 6 and request.max_tokens == 13
+    lab.abort("Q")
+    assert lab.cache.num_pinned == 0

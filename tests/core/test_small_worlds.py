@@ -15,7 +15,7 @@ Worlds that are equivalent to others are omitted:
   with neither and with both. Speculation with two drafts, all right or all wrong, runs in some of them.
 * Three requests with a disturbance have prompts and outputs of 1, 2 and 5.
 * Windows are 1, 2 and 3: a wider one differs only by a whole block. Two requests with a window group have prompts and
-  outputs of 1, 2 and 5.
+  outputs of 1, 2 and 5, and every ninth disturbance.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def play(world: World) -> Story:
     return Story(scheduler.num_preemptions, turns)
 
 
-def plain(shapes: tuple[Shape, ...], *, groups: bool = False) -> Iterator[World]:
+def plain(shapes: tuple[Shape, ...], *, groups: list[tuple[int, int]] | None = None) -> Iterator[World]:
     """Yield the undisturbed worlds of these requests. Worlds that differ only in `mode` are adjacent."""
-    for group in GROUPS if groups else [()]:
+    for group in groups or [()]:
         needs = [longest(shape, *group) for shape in shapes]
         for num_blocks in range(max(needs), min(10 if group else 8, sum(needs)) + 1):
             for alike in (False, True) if len(shapes) > 1 else (False,):
@@ -175,11 +175,16 @@ def events_in(story: Story) -> Iterator[Event]:
 
 
 def play_all(
-    shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, every: int = 1, groups: bool = False
+    shapes: tuple[Shape, ...],
+    seen: Counter[str],
+    *,
+    interfere: bool,
+    every: int = 1,
+    groups: list[tuple[int, int]] | None = None,
 ) -> None:
     """Run all worlds of these requests, with every `every`-th disturbance. An error carries the failing world.
 
-    groups  with a window group
+    groups  each world with each of these window groups, as in `GROUPS`
     """
     world, preempted = None, False
     try:
@@ -202,14 +207,14 @@ def play_all(
         raise type(error)(*error.args, world) from error
 
 
-def everything() -> Iterator[tuple[tuple[Shape, ...], bool, bool]]:
-    """Yield the runs of `make prove`: requests, whether to disturb them, and whether they have a window group."""
+def everything() -> Iterator[tuple[tuple[Shape, ...], dict[str, Any]]]:
+    """Yield the runs of `make prove`: requests, and options of `play_all`."""
     for num in (1, 2):
-        yield from ((shapes, True, False) for shapes in product(SHAPES, repeat=num))
+        yield from ((shapes, {"interfere": True}) for shapes in product(SHAPES, repeat=num))
     few = set(FEW)
-    yield from ((shapes, few.issuperset(shapes), False) for shapes in product(SHAPES, repeat=3))
-    yield from (((shape,), True, True) for shape in SHAPES)
-    yield from ((shapes, True, True) for shapes in product(FEW, repeat=2))
+    yield from ((shapes, {"interfere": few.issuperset(shapes)}) for shapes in product(SHAPES, repeat=3))
+    yield from (((shape,), {"interfere": True, "groups": GROUPS}) for shape in SHAPES)
+    yield from ((shapes, {"interfere": True, "every": 9, "groups": GROUPS}) for shapes in product(FEW, repeat=2))
 
 
 def test_one_request() -> None:
@@ -236,12 +241,12 @@ def test_three_requests() -> None:
 
 def test_window_groups() -> None:
     seen: Counter[str] = Counter()
-    for shape in SHAPES[::2]:
-        play_all((shape,), seen, interfere=True, every=7, groups=True)
-    for shapes in list(product(FEW, repeat=2))[::7]:
-        play_all(shapes, seen, interfere=True, every=97, groups=True)
-    assert seen["with a window group"] == seen["1 requests"] + seen["2 requests"] > 1_000
-    assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 100
+    for shape in FEW[2::3]:
+        play_all((shape,), seen, interfere=True, every=5, groups=GROUPS)
+    for shapes, group in ((((5, 5), (2, 5)), (3, 2)), (((5, 2), (1, 5)), (2, 2))):
+        play_all(shapes, seen, interfere=True, every=61, groups=[group])
+    assert seen["with a window group"] == seen["1 requests"] + seen["2 requests"] > 300
+    assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 200
 
 
 def test_a_failing_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

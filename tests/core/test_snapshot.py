@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
@@ -180,7 +181,8 @@ class Twin:
 
 def run_with_twins(seed: int, every: int, kinds: Counter[str]) -> int:
     """Run one of the oracle's workloads, with a new twin each `every` commands. Returns the number of comparisons."""
-    world = World(seed, Counter(), listen=True, kind="swap" if seed % 3 == 0 else None, speculates=seed % 2 == 0)
+    kind = "swap" if seed % 3 == 0 else None
+    world = World(seed, Counter(), listen=True, kind=kind, speculates=seed % 2 == 0, groups=seed % 4 >= 2)
     scheduler, num_commands, num_compared = world.scheduler, 0, 0
     if isinstance(scheduler.policy, RandomPolicy):
         return 0
@@ -198,6 +200,7 @@ def run_with_twins(seed: int, every: int, kinds: Counter[str]) -> int:
             for queue in ("swapped", "in_flight", "confined_to"):
                 kinds[f"restored with {queue}"] += bool(getattr(scheduler, queue))
             kinds["restored with pins"] += bool(scheduler.cache.pins)
+            kinds["restored with windows"] += any(s.windows for s in scheduler.cache.holders)
             kinds["restored with several tenants"] += scheduler.tenants.several
             kinds["restored with drafts"] += any(step.plan.drafts for step in scheduler.in_flight)
             kinds["restored with void slices"] += any(step.void_slices for step in scheduler.in_flight)
@@ -231,6 +234,7 @@ def test_schedulers_restored_in_any_state_go_on_identically() -> None:
         "in_flight",
         "confined_to",
         "pins",
+        "windows",
         "several tenants",
         "void slices",
         "part of a result",
@@ -365,10 +369,16 @@ def test_listeners_detach_one_by_one() -> None:
 @pytest.mark.parametrize("mode", [None, PreemptionMode.SWAP])
 def test_settings_make_an_equal_scheduler(mode: PreemptionMode | None) -> None:
     policy = Policy(True, mode, ageing=3, long_prefill_token_threshold=5, max_long_partial_prefills=2)
-    cache = KVCacheManager(9, 3, 4, num_rows=5, enable_prefix_caching=False, attention_window=2)
+    cache = KVCacheManager(
+        9, 3, 4, num_rows=5, enable_prefix_caching=False, attention_window=2, windows=(3, 5), max_chunk=7
+    )
     scheduler = Scheduler(cache, max_num_batched_tokens=33, decode_window=4, num_watermark_blocks=1, policy=policy)
-    again = Scheduler.from_settings(scheduler.settings())
-    assert plain(again) == plain(scheduler) and again.settings() == scheduler.settings()
+    settings = json.loads(json.dumps(scheduler.settings()))
+    again = Scheduler.from_settings(settings)
+    assert plain(again) == plain(scheduler) and again.settings() == settings
+    del settings["windows"], settings["max_chunk"]  # of an older recording
+    older = Scheduler.from_settings(settings).cache
+    assert (older.windows, older.num_groups, older.max_chunk) == ((), 1, KVCacheManager(9, 3).max_chunk)
 
 
 def test_a_snapshot_is_not_changed_by_what_follows() -> None:

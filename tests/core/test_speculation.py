@@ -28,8 +28,8 @@ class Bench:
     """A scheduler whose results a test makes: it chooses how many tokens each slice returns."""
 
     def __init__(self, num_blocks: int = 20, size: int = 4, *, host: int = 0, k: int = 3, **options: Any) -> None:
-        window = options.pop("attention_window", 0)
-        self.cache = KVCacheManager(num_blocks, size, host, num_rows=4, attention_window=window)
+        of_cache = {name: options.pop(name) for name in ("attention_window", "windows", "max_chunk") if name in options}
+        self.cache = KVCacheManager(num_blocks, size, host, num_rows=4, **of_cache)
         self.scheduler = Scheduler(self.cache, num_speculative_tokens=k, **options)
 
     def add(self, name: str, prompt: list[int], max_tokens: int, k: int = 3, **options: Any) -> Request:
@@ -178,6 +178,46 @@ def test_the_attention_window_drops_blocks_by_the_lower_bound() -> None:
     bench.land(first, 1)
     bench.land(second, 1)
     assert numbers(request) == (6, 5, 0, 0)
+
+
+def test_window_groups_drop_blocks_by_the_lower_bound() -> None:
+    bench = Bench(num_blocks=90, size=1, k=8, windows=(2,))
+    request = bench.add("A", [1, 2, 3, 4], 30, k=8)
+    first, second = bench.plan(), bench.plan()
+    (seq,) = request.sequences
+    assert seq.num_computed == 4 + 8 + 9 and seq.windows[0].num_dropped == 4 + 1 - 2
+    bench.land(first, 1)
+    bench.land(second, 1)
+    assert numbers(request) == (6, 5, 0, 0) and [len(ids) for ids, _ in seq.tables] == [5, 5]
+
+
+def test_drafts_take_at_most_max_chunk_positions_with_what_they_follow() -> None:
+    bench = Bench(num_blocks=60, size=2, k=8, windows=(3,), max_chunk=5)
+    bench.add("A", [0] * 7, 30, k=8)
+    assert bench.plan().plan.counts.tolist() == [5]  # a chunk of the prompt
+    step = bench.plan()
+    assert (step.plan.counts.tolist(), step.plan.num_sampled.tolist()) == ([5], [4])
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "count", "num_left"), [(12, 4, 0), (13, 4, 1), (14, 6, 0), (15, 6, 1), (17, 7, 1)]
+)
+def test_drafts_take_the_blocks_that_are_left_in_all_groups(num_blocks: int, count: int, num_left: int) -> None:
+    """B takes 2 x 4 blocks of 2 and A's prompt 2 x 2. A block more takes another one of the window group."""
+    bench = Bench(num_blocks=num_blocks, size=2, k=8, windows=(3,), max_chunk=9)
+    bench.add("B", [1] * 7, 1, k=0)
+    bench.add("A", [0] * 3, 9, k=8)
+    assert bench.plan().plan.counts.tolist() == [7, count] and bench.cache.pool.num_available == num_left
+
+
+def test_blocks_of_all_groups_that_drafts_may_return_are_awaited_without_a_preemption() -> None:
+    bench = Bench(num_blocks=13, size=2, k=8, windows=(1,), max_chunk=6)
+    a, b = bench.add("A", [1, 2], 12, k=8), bench.add("B", [3, 4], 4, k=0)
+    first, second = bench.plan(), bench.plan()
+    assert second.plan.counts.tolist() == [4, 1] and bench.cache.pool.num_available == 1
+    assert not bench.plan() and not bench.scheduler.num_preemptions
+    bench.land(first, 1, 1)
+    assert bench.plan().sequences == a.sequences + b.sequences and not bench.scheduler.num_preemptions
 
 
 def test_drafts_take_only_the_budget_that_is_left() -> None:

@@ -30,7 +30,7 @@ from tests.core.lab import make, state_of
 from tests.proof import oracle as o
 
 Content = tuple[bytes, tuple[int, ...]]
-"""Content of a slot: the salt and all tokens up to this one."""
+"""Content of a slot: the salt, with a mark for each window group, and all tokens up to this one."""
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 WHICH = st.integers(0, 1 << 16)
@@ -43,22 +43,34 @@ class Memory(RuleBasedStateMachine):
         num_host=st.integers(0, 9),
         caching=st.sampled_from([True, True, True, False]),
         attention_window=st.integers(1, 5),
+        windows=st.sampled_from([(), (), (1,), (3,), (4, 2)]),
     )
-    def begin(self, size: int, num_blocks: int, num_host: int, caching: bool, attention_window: int) -> None:
-        num_host = min(num_host, num_blocks)
+    def begin(
+        self,
+        size: int,
+        num_blocks: int,
+        num_host: int,
+        caching: bool,
+        attention_window: int,
+        windows: tuple[int, ...] = (),
+    ) -> None:
+        num_blocks *= 1 + len(windows)
+        num_host = min(num_host * (1 + len(windows)), num_blocks)
         self.cache = KVCacheManager(
             num_blocks,
             size,
             num_host,
             num_rows=4,
             enable_prefix_caching=caching,
-            attention_window=attention_window,
+            attention_window=0 if windows else attention_window,
+            windows=windows,
         )
+        self.num_groups, self.windows = 1 + len(windows), [self.cache.attention_window, *windows]
         self.pool, self.host, self.size = self.cache.pool, self.cache.swap_space, size
         self.kv: dict[tuple[int, int], Content] = {}
         self.host_kv: dict[tuple[int, int], Content] = {}
         self.sealed: dict[int, tuple[int, Content]] = {}  # block -> its seal id, and its content when it was sealed
-        self.tables: list[list[int]] = [[] for _ in range(4)]
+        self.tables: list[list[int]] = [[] for _ in range(4 * self.num_groups)]
         self.arriving: dict[Sequence, list[int]] = {}  # sampled on the device, not yet known to the host
         self.requests: list[Request] = []
         self.line: list[int] = []  # cached blocks, the oldest first
@@ -69,11 +81,11 @@ class Memory(RuleBasedStateMachine):
     # -- what a device would do ----------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan) -> None:
-        for row, start, ids in plan.table_writes:
-            assert start <= len(self.tables[row]) or start == 0
-            self.tables[row][start : start + len(ids)] = ids
-            if start == 0 and any(setup.row == row for setup in plan.row_setups):
-                del self.tables[row][len(ids) :]
+        for line, start, ids in plan.table_writes:
+            assert start <= len(self.tables[line]) or start == 0
+            self.tables[line][start : start + len(ids)] = ids
+            if start == 0 and any(setup.row == line // self.num_groups for setup in plan.row_setups):
+                del self.tables[line][len(ids) :]
         for kv, other, moves in (
             (self.kv, self.host_kv, plan.swap_outs),
             (self.host_kv, self.kv, plan.swap_ins),
@@ -90,17 +102,18 @@ class Memory(RuleBasedStateMachine):
         """Return the sequence's tokens, those in flight included."""
         return [*seq.token_ids, *self.arriving.get(seq, [])]
 
-    def content(self, seq: Sequence, position: int) -> Content:
-        return seq.request.salt, tuple(self.everything(seq)[: position + 1])
+    def content(self, seq: Sequence, position: int, group: int = 0) -> Content:
+        return seq.request.salt + b"!" * group, tuple(self.everything(seq)[: position + 1])
 
     def compute(self, seq: Sequence, count: int, plan: StepPlan) -> None:
         self.cache.grow(seq, count, plan)
         self.apply(plan)
-        for p in range(seq.num_computed, seq.num_computed + count):
-            block = seq.block_ids[p // self.size]
-            assert self.pool.refs[block] == 1, "a write into a shared block"
-            assert not self.pool.seal_id[block], "a write into a sealed block"
-            self.kv[block, p % self.size] = self.content(seq, p)
+        for group, (block_ids, _) in enumerate(seq.tables):
+            for p in range(seq.num_computed, seq.num_computed + count):
+                block = block_ids[p // self.size]
+                assert self.pool.refs[block] == 1, "a write into a shared block"
+                assert not self.pool.seal_id[block], "a write into a sealed block"
+                self.kv[block, p % self.size] = self.content(seq, p, group)
         seq.num_computed += count
 
     def note_seals(self) -> None:
@@ -117,6 +130,10 @@ class Memory(RuleBasedStateMachine):
 
     def live(self, *states: Status) -> list[Sequence]:
         return [s for r in self.requests if r.status in states for s in r.sequences]
+
+    def held_by(self, *sequences: Sequence) -> Counter[int]:
+        """The entries of their tables of all groups that are not null."""
+        return Counter(b for s in sequences for ids, _ in s.tables for b in ids if b)
 
     def one(self, which: int, *states: Status) -> Sequence | None:
         found = self.live(*states)
@@ -161,6 +178,14 @@ class Memory(RuleBasedStateMachine):
         assert prefix.num_positions >= self.best_pin(seq)
         for p in range(prefix.num_positions):
             assert self.kv[prefix.block_ids[p // size], p % size] == (seq.request.salt, tuple(tokens[: p + 1]))
+        for group, table in enumerate(prefix.windows, 1):
+            assert len(table.block_ids) == len(prefix.block_ids)
+            first = max(0, prefix.num_positions - self.windows[group] + 1)  # that the next query attends to
+            for p in range(first, prefix.num_positions):
+                assert self.kv[table.block_ids[p // size], p % size] == self.content(seq, p, group)
+            assert table.num_dropped == first // size and not any(table.block_ids[: first // size])
+        if self.num_groups > 1:
+            assert prefix.num_positions == max(self.best_pin(seq), self.best_hit(seq))
         if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # only a pin has a partial tail
             assert prefix.num_positions == self.best_pin(seq)
             tail = prefix.block_ids[-1] if prefix.block_ids else 0
@@ -173,13 +198,35 @@ class Memory(RuleBasedStateMachine):
             return
         for i, block in enumerate(prefix.block_ids):
             assert self.sealed[block] == (prefix.seal_ids[i], (seq.request.salt, tuple(tokens[: (i + 1) * size])))
-        if (len(prefix.block_ids) + 1) * size < len(tokens):
+        if (len(prefix.block_ids) + 1) * size < len(tokens) and self.num_groups == 1:
             want = seq.request.salt, tuple(tokens[: (len(prefix.block_ids) + 1) * size])
             parent = prefix.seal_ids[-1] if prefix.seal_ids else seq.request.salt
             missed = [b for b, (_, held) in self.sealed.items() if held == want]
             assert all(self.pool.key_of(b)[0] != parent for b in missed), "missed"  # type: ignore[index]
             if not prefix.seal_ids:
                 assert not missed, "a first block is found as long as it is there"
+
+    def best_hit(self, seq: Sequence) -> int:
+        """Return the longest prefix of which the index has all full blocks, and those that the next query attends to
+        in the other groups."""
+        size, keys = self.size, {self.pool.key_of(block) for block in self.sealed}
+        parent: Any = seq.request.salt
+        seals: list[int] = []
+        for i in range((len(seq.token_ids) - 1) // size):
+            key = parent, seq.token_ids[i * size : (i + 1) * size].tobytes()
+            if key not in keys:
+                break
+            (parent,) = (seal for block, (seal, _) in self.sealed.items() if self.pool.key_of(block) == key)
+            seals.append(parent)
+        return max(
+            n * size
+            for n in range(len(seals) + 1)
+            if all(
+                (seals[p // size], bytes([group])) in keys
+                for group, window in enumerate(self.windows[1:])
+                for p in range(max(0, n * size - window + 1), n * size)
+            )
+        )
 
     def best_pin(self, seq: Sequence) -> int:
         """Return the number of a sequence's positions that a pin provides."""
@@ -188,8 +235,11 @@ class Memory(RuleBasedStateMachine):
             tokens, own = list(pin.request.prompt_token_ids), list(seq.token_ids)
             same = max(n for n in range(len(own)) if own[:n] == tokens[:n])
             in_tail = same >= len(tokens) - len(tokens) % self.size
-            if pin.request.salt == seq.request.salt:
-                best = max(best, same if in_tail else same - same % self.size)
+            same = same if in_tail else same - same % self.size
+            needed = [max(0, same - window + 1) // self.size for window in self.windows[1:]]
+            has = all(t.num_dropped <= first for t, first in zip(pin.windows, needed, strict=True))
+            if pin.request.salt == seq.request.salt and has:
+                best = max(best, same)
         return best
 
     @rule(tokens=TOKENS, salt=st.sampled_from([b"", b"", b"x"]))
@@ -211,14 +261,14 @@ class Memory(RuleBasedStateMachine):
         self.note_seals()
         self.marks = [self.pool.last_seal_id]  # pins keep their seals: all their results have arrived
         request.status = Status.FINISHED
-        self.cache.num_pinned += len(seq.block_ids)
+        self.cache.num_pinned += len(seq.block_ids) * self.num_groups
         self.cache.pin(seq)
 
     @rule(which=WHICH)
     def unpin(self, which: int) -> None:
         if self.cache.pins:
             name = list(self.cache.pins)[which % len(self.cache.pins)]
-            num_blocks = len(self.cache.pins[name].block_ids)
+            num_blocks = len(self.cache.pins[name].block_ids) * self.num_groups
             assert self.cache.unpin(name) == num_blocks and name not in self.cache.pins
 
     @rule(which=WHICH, count=st.integers(1, 4), token=st.integers(0, 1), know=st.booleans())
@@ -265,7 +315,8 @@ class Memory(RuleBasedStateMachine):
         self.cache.shrink(seq, rejected)
         del self.arriving[seq][len(self.arriving[seq]) - rejected :]
         assert seq.num_computed == computed - rejected
-        assert used - tier.num_used == held - len(seq.block_ids) == held - self.cache.blocks_for(seq.num_computed)
+        assert held - len(seq.block_ids) == held - self.cache.blocks_for(seq.num_computed)
+        assert used - tier.num_used == (held - len(seq.block_ids)) * self.num_groups
         self.note_seals()
 
     @rule(which=WHICH, count=st.integers(1, 4))
@@ -290,21 +341,23 @@ class Memory(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def drop_out_of_window(self, which: int) -> None:
-        """Check that sealed blocks out of the attention window are dropped, and no others."""
+        """Check that blocks out of a group's window are dropped, in the full group sealed ones alone."""
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
-        held, refs, plan = list(seq.block_ids), list(self.pool.refs), StepPlan()
-        unseen = [
-            i
-            for i in range(len(held))
-            if (i + 1) * self.size <= seq.num_computed - seq.num_unverified - self.cache.attention_window + 1
-        ]
-        goes = [i for i in unseen if held[i] and (i < len(seq.seal_ids) or not self.cache.enable_prefix_caching)]
+        refs, plan, goes = list(self.pool.refs), StepPlan(), []
+        held = [list(ids) for ids, _ in seq.tables]
+        for group, window in enumerate(self.windows):
+            end = seq.num_computed - seq.num_unverified - window + 1
+            unseen = [i for i in range(len(seq.block_ids)) if window and (i + 1) * self.size <= end and held[group][i]]
+            if self.cache.enable_prefix_caching and not group:
+                unseen = [i for i in unseen if i < len(seq.seal_ids)]
+            goes.append(unseen)
         self.cache.drop_out_of_window(seq, plan)
         self.apply(plan)
-        assert [i for i in range(len(held)) if seq.block_ids[i] != held[i]] == goes
-        assert all(self.pool.refs[held[i]] == refs[held[i]] - 1 for i in goes)
-        assert seq.block_ids[: seq.num_dropped] == [0] * seq.num_dropped and all(seq.block_ids[seq.num_dropped :])
+        for (ids, num_dropped), before, gone in zip(seq.tables, held, goes, strict=True):
+            assert [i for i in range(len(before)) if ids[i] != before[i]] == gone
+            assert all(self.pool.refs[before[i]] == refs[before[i]] - 1 for i in gone)
+            assert ids[:num_dropped] == [0] * num_dropped and all(ids[num_dropped:])
 
     @rule(which=WHICH)
     def fork(self, which: int) -> None:
@@ -315,7 +368,7 @@ class Memory(RuleBasedStateMachine):
         self.cache.fork(seq, child)
         seq.request.sequences.append(child)
         self.arriving[child] = list(self.arriving.get(seq, []))
-        assert child.block_ids == seq.block_ids and child.num_computed == seq.num_computed
+        assert [*child.tables] == [*seq.tables] and child.num_computed == seq.num_computed
 
     @rule(which=WHICH)
     def step_together(self, which: int) -> None:
@@ -338,7 +391,8 @@ class Memory(RuleBasedStateMachine):
         self.apply(plan)
         for s in group:
             p = s.num_computed - 1
-            self.kv[s.block_ids[p // self.size], p % self.size] = self.content(s, p)
+            for group_index, (block_ids, _) in enumerate(s.tables):
+                self.kv[block_ids[p // self.size], p % self.size] = self.content(s, p, group_index)
 
     @rule(which=WHICH)
     def free(self, which: int) -> None:
@@ -359,10 +413,10 @@ class Memory(RuleBasedStateMachine):
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
         holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
-        others = {b for s in holders if s is not seq for b in s.block_ids}
-        kept = {b for b in seq.block_ids if b in others and self.pool.seal_id[b]}
+        others = self.held_by(*(s for s in holders if s is not seq))
+        kept = {b for b in self.held_by(seq) if b in others and self.pool.seal_id[b]}
         self.cache.prefixes.discard(seq)
-        assert {b for b in seq.block_ids if self.pool.seal_id[b]} == kept
+        assert {b for b in self.held_by(seq) if self.pool.seal_id[b]} == kept
         self.note_seals()
         self.free(self.live(Status.RUNNING, Status.SWAPPED).index(seq))
 
@@ -372,7 +426,7 @@ class Memory(RuleBasedStateMachine):
             return
         request, plan = seq.request, StepPlan()
         before = state_of(self.cache, *request.sequences)
-        owned = Counter(b for s in request.sequences for b in s.block_ids if b)
+        owned = self.held_by(*request.sequences)
         moves = [b for b, n in owned.items() if not self.pool.seal_id[b] or self.pool.refs[b] == n]
         rows = [s.row for s in request.sequences]
         if not self.cache.swapping.swap_out(request, plan):
@@ -425,6 +479,8 @@ class Memory(RuleBasedStateMachine):
     def take_back_seals(self, which: int) -> None:
         mark = self.marks[which % len(self.marks)]
         young = {s for s in self.live(Status.RUNNING) if any(i > mark for i in s.seal_ids)}
+        newer = {block for block, seal in enumerate(self.pool.seal_id) if seal > mark}
+        young |= {s for s in self.live(Status.RUNNING) for t in s.windows if not newer.isdisjoint(t.block_ids)}
         assert set(self.cache.unseal_after(mark)) == young
         assert all(seal <= mark for seal in self.pool.seal_id)
         # Dropped blocks keep their seals: they stay in the chain, and out of the index.
@@ -439,10 +495,10 @@ class Memory(RuleBasedStateMachine):
     @invariant()
     def counts_hold(self) -> None:
         holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
-        owners = Counter(b for s in holders for b in s.block_ids if b)
+        owners = self.held_by(*holders)
         o.check_pool(self.pool, owners)
-        assert self.cache.num_pinned == sum(len(s.block_ids) for s in self.cache.pins.values())
-        host = Counter(b for s in self.live(Status.SWAPPED) for b in s.block_ids if b > 0)
+        assert self.cache.num_pinned == self.num_groups * sum(len(s.block_ids) for s in self.cache.pins.values())
+        host = Counter({b: n for b, n in self.held_by(*self.live(Status.SWAPPED)).items() if b > 0})
         assert list(self.host.refs[1:]) == [host[b] for b in range(1, self.host.num_blocks + 1)]
         assert self.host.num_used == len(host)
         stats = self.cache.stats()
@@ -463,23 +519,21 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_reads_back(self) -> None:
-        for seq in self.live(Status.RUNNING):
+        for seq in [*self.live(Status.RUNNING, Status.SWAPPED), *self.cache.pins.values()]:
+            swapped = seq.request.status is Status.SWAPPED
             assert len(seq.block_ids) == self.cache.blocks_for(seq.num_computed)
             assert seq.room == len(seq.block_ids) * self.size
-            table = seq.block_ids if seq.row < 0 else self.tables[seq.row]
-            assert table[: len(seq.block_ids)] == seq.block_ids
-            for p in range(seq.num_dropped * self.size, seq.num_computed):
-                assert self.kv[table[p // self.size], p % self.size] == self.content(seq, p)
-        for seq in self.cache.pins.values():
-            assert seq.num_computed == len(seq.request.prompt_token_ids)
-            for p in range(seq.num_computed):
-                assert self.kv[seq.block_ids[p // self.size], p % self.size] == self.content(seq, p)
-        for seq in self.live(Status.SWAPPED):
-            assert len(seq.block_ids) == self.cache.blocks_for(seq.num_computed)
-            for p in range(seq.num_computed):
-                block = seq.block_ids[p // self.size]
-                if block > 0:
-                    assert self.host_kv[block, p % self.size] == self.content(seq, p)
+            for group, (block_ids, num_dropped) in enumerate(seq.tables):
+                assert len(block_ids) == len(seq.block_ids)
+                table = block_ids if seq.row < 0 else self.tables[seq.row * self.num_groups + group]
+                assert table[: len(block_ids)] == block_ids
+                for p in range(num_dropped * self.size, seq.num_computed):
+                    if (block := table[p // self.size]) > 0:
+                        kv = self.host_kv if swapped else self.kv
+                        assert kv[block, p % self.size] == self.content(seq, p, group)
+                    else:
+                        assert swapped and -block in seq.request.shared_on_device
+        assert all(seq.num_computed == len(seq.request.prompt_token_ids) for seq in self.cache.pins.values())
 
     @invariant()
     def sealed_blocks_hold_what_they_held(self) -> None:

@@ -1,7 +1,7 @@
 """The core's long proofs: `python -m tests.proof.prove [--steps 1000000] [--seed 0] [--jobs 2]`.
 
-1. Random workloads, each plain, with drafts, with window groups, and with both, until the oracle has checked `--steps` steps. A table has the events
-   that they reached.
+1. Random workloads, each plain, with drafts, with window groups, and with both, until the oracle has checked `--steps`
+   steps. A table has the events that they reached.
 2. The small worlds, all of them.
 3. Every test marked slow.
 
@@ -50,12 +50,12 @@ def play_seeds(first: int) -> Report:
     return Report(totals, failures)
 
 
-def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], bool, bool]]) -> Report:
+def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], dict[str, Any]]]) -> Report:
     totals: Counter[str] = Counter()
     failures = []
-    for shapes, interfere, groups in jobs:
+    for shapes, options in jobs:
         try:
-            small.play_all(shapes, totals, interfere=interfere, groups=groups)
+            small.play_all(shapes, totals, **options)
         except Exception as error:
             again = f'python -c "from tests.core.test_small_worlds import *; play({error.args[-1]})"'
             failures.append((again, f"{type(error).__name__}: {error}"))

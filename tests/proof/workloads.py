@@ -20,11 +20,12 @@ from typing import Any
 from unittest import mock
 
 from octavo.core import events as ev
-from octavo.core.block_pool import BLOCKS_PER_SHARD
-from octavo.core.cache.prefix_index import PrefixIndex
+from octavo.core.block_pool import BLOCKS_PER_SHARD, BlockPool, window_key
+from octavo.core.cache.prefix_index import Prefix, PrefixIndex
+from octavo.core.cache.swapping import Swapping
 from octavo.core.in_flight import InFlightStep
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.plan import StepResult
+from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionChoice, PreemptionCosts, PreemptionMode, VictimPolicy
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
@@ -110,6 +111,10 @@ class Fairness:
             return
         if any(start and seq not in self.due for seq, start in zip(step.sequences, step.plan.starts, strict=True)):
             return  # cache hits reduced what was due, and other tenants got the rest
+        if any(
+            not n and len(s.request.sequences) > 1 for s, n in zip(step.sequences, step.plan.num_sampled, strict=True)
+        ):
+            return  # so did blocks of siblings, where a group is rebuilt
         planned = {seq.request for seq in step.sequences}
         if whole.total() < scheduler.max_num_scheduled_tokens and any(
             map(self._lacks_blocks, {*scheduler.running} - planned)
@@ -249,7 +254,7 @@ class World:
                 enable_prefix_caching=rnd.random() < 0.9,
                 attention_window=0 if grouped else random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
                 windows=windows,
-                max_chunk=grouped.choice([8, 8, 16, 40]) if grouped else 0,
+                max_chunk=grouped.choice([1, 2, 3, 8, 16, 40]) if grouped else 0,
             )
         self.seen: Counter[str] = Counter()
         self.num_out_events = self.num_out_plans = 0  # swapped-out blocks according to events and to plans
@@ -666,12 +671,16 @@ def covering(totals: Counter[str]) -> Iterator[None]:
     """Count events inside the core meanwhile, by wrapping its functions."""
     whole: list[tuple[Any, str, Any]] = []
 
-    def wrap(owner: Any, name: str, note: Callable[..., None]) -> None:
+    def wrap(owner: Any, name: str, note: Callable[..., Callable[[Any], None] | None]) -> None:
+        """Call `note` before each call, and what it returns with the result."""
         inner = getattr(owner, name)
 
         def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
-            note(self, *args)
-            return inner(self, *args, **kwargs)
+            after = note(self, *args)
+            result = inner(self, *args, **kwargs)
+            if after is not None:
+                after(result)
+            return result
 
         whole.append((owner, name, inner))
         setattr(owner, name, outer)
@@ -702,11 +711,83 @@ def covering(totals: Counter[str]) -> Iterator[None]:
     wrap(KVCacheManager, "attach", attach)
     wrap(PrefixIndex, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
     wrap(KVCacheManager, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
+    watch_windows(wrap, totals)
     try:
         yield
     finally:
         for owner, name, inner in whole:
             setattr(owner, name, inner)
+
+
+def watch_windows(wrap: Callable[..., None], totals: Counter[str]) -> None:
+    """Count what happens to the blocks of window groups."""
+
+    def count(what: str, num: Any) -> None:
+        totals["window: " + what] += bool(num)
+
+    def evict(pool: BlockPool, block: int, _: str) -> None:
+        key = pool.key_of(block)
+        if key is not None and len(key[1]) > 1:
+            below = [pool.find(window_key(pool.seal_id[block], group)) for group in range(pool.num_windows)]
+            count("evicted with its full block", any(b and not pool.refs[b] for b in below))
+            count("unsealed in use with its full block", any(b and pool.refs[b] for b in below))
+
+    def attach(cache: KVCacheManager, seq: Sequence, prefix: Prefix) -> None:
+        pinned = any(prefix.block_ids[:1] == s.block_ids[:1] for s in cache.pins.values())
+        count("share a pin", pinned and any(any(table.block_ids) for table in prefix.windows))
+
+    def drop(cache: KVCacheManager, seq: Sequence, _: StepPlan) -> Callable[[Any], None]:
+        before = [table.num_dropped for table in seq.windows]
+        unverified = seq.num_unverified
+        return lambda _: count(
+            "drop with drafts in flight", unverified and before != [t.num_dropped for t in seq.windows]
+        )
+
+    def unseal(cache: KVCacheManager, mark: int) -> Callable[[Any], None]:
+        keys = map(cache.pool.key_of, cache.pool.sealed_after(mark))
+        count("unsealed by a failed step", any(key is not None and len(key[1]) == 1 for key in keys))
+        old = {s for s in cache.holders if all(seal <= mark for seal in s.seal_ids)}
+        return lambda affected: count("a newer block under an older one", not old.isdisjoint(affected))
+
+    def discard(index: PrefixIndex, seq: Sequence) -> None:
+        run = index._find_sealed_prefix(seq, len(seq.token_ids) // index.block_size)
+        others = set(seq.block_ids).isdisjoint
+        keys = [
+            (seal, g) for b, seal in zip(run.block_ids, run.seal_ids, strict=True) for g in range(len(index.windows))
+        ]
+        below = [index.pool.find(window_key(*key)) for key in keys]
+        count("discarded", any(below))
+        theirs = {
+            seal for b, seal in zip(run.block_ids, run.seal_ids, strict=True) if others([b]) and index.pool.refs[b]
+        }
+        count("discarded under another's", any(b for b, (seal, _) in zip(below, keys, strict=True) if seal in theirs))
+
+    def swap_out(_: Swapping, request: Request, __: StepPlan) -> Callable[[Any], None]:
+        return lambda done: count(
+            "swap out", done and any(any(t.block_ids) for s in request.sequences for t in s.windows)
+        )
+
+    def swap_in(_: Swapping, request: Request, *__: Any) -> None:
+        count("swap in", any(any(t.block_ids) for s in request.sequences for t in s.windows))
+        count(
+            "swap in one that stayed on the device",
+            any(min(t.block_ids, default=0) < 0 for s in request.sequences for t in s.windows),
+        )
+
+    wrap(BlockPool, "_evict", evict)
+    wrap(BlockPool, "renew", lambda *_: count("renew", 1))
+    wrap(PrefixIndex, "_trim_to_windows", lambda _, run: lambda got: count("trim a hit", got[2] < run[2]))
+    wrap(PrefixIndex, "_has_windows_at", lambda *_: lambda has: count("a pin lacks it", not has))
+    wrap(
+        PrefixIndex, "sibling_prefix", lambda *_: lambda got: count("of a sibling", any(t.num_dropped for t in got[3]))
+    )
+    wrap(KVCacheManager, "attach", attach)
+    wrap(KVCacheManager, "_copy_on_write", lambda _, __, group, *___: count("copy on write", group))
+    wrap(KVCacheManager, "drop_out_of_window", drop)
+    wrap(KVCacheManager, "unseal_after", unseal)
+    wrap(PrefixIndex, "discard", discard)
+    wrap(Swapping, "swap_out", swap_out)
+    wrap(Swapping, "swap_in", swap_in)
 
 
 def main(first: int, last: int, *, speculates: bool = False, groups: bool = False) -> int:

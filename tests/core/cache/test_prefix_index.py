@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.core.block_pool import window_key
 from octavo.core.cache.prefix_index import Prefix
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
-from octavo.core.request import Sequence
+from octavo.core.request import Sequence, Status
 from tests.core.lab import sequence, settle
 
 # -- Memory 2: sealing and the index -----------------------------------------------------------------------------------
@@ -146,3 +147,144 @@ def test_sibling_prefix_has_only_computed_blocks() -> None:
     for _ in range(2):  # before it is one of its request's, and after
         assert cache.prefixes.sibling_prefix(second).block_ids == first.block_ids[:1]
         first.request.sequences.append(second)
+
+
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "first"), [(1, 3), (2, 2), (3, 2), (4, 1), (5, 1), (6, 0), (7, 0), (99, 0)])
+def test_a_hit_needs_what_the_next_query_attends_to(window: int, first: int) -> None:
+    """At six positions, blocks of 2: `window` - 1 keys before the query. One key more than whole blocks adds none."""
+    cache = KVCacheManager(30, 2, windows=(window,))
+    seq = settle(cache, list(range(7)), 6)
+    late, theirs = sequence([*range(6), 9]), seq.windows[0].block_ids
+    found = cache.prefixes.lookup(late)
+    assert found.block_ids == seq.block_ids and found.num_positions == 6
+    assert [(t.block_ids, t.num_dropped) for t in found.windows] == [([0] * first + theirs[first:], first)]
+    for block in theirs[:first]:
+        cache.pool.unseal(block)
+    assert cache.prefixes.lookup(late).num_positions == 6
+    if first < 3:
+        cache.pool.unseal(theirs[first])
+        assert cache.prefixes.lookup(late).num_positions < 6
+
+
+@pytest.mark.parametrize(
+    ("missing", "num"),
+    [([], 5), ([4], 4), ([3], 3), ([2], 5), ([0, 1, 2], 5), ([1, 3], 1), ([0, 3], 3), ([0, 1, 3], 0)],
+)
+def test_the_longest_prefix_with_its_window_is_found(missing: list[int], num: int) -> None:
+    """Five full blocks of 2; a window of 5 needs the two blocks before the prefix' end, if there are two."""
+    cache = KVCacheManager(30, 2, windows=(5,))
+    seq = settle(cache, list(range(11)))
+    for i in missing:
+        cache.pool.unseal(seq.windows[0].block_ids[i])
+    found = cache.prefixes.lookup(sequence([*range(10), 9]))
+    assert found.block_ids == seq.block_ids[:num] and found.seal_ids == seq.seal_ids[:num]
+    (table,) = found.windows
+    kept = max(0, num - 2)
+    assert table.block_ids == [0] * kept + seq.windows[0].block_ids[kept:num] and table.num_dropped == kept
+
+
+@pytest.mark.parametrize(
+    ("missing", "num"),
+    [([], 5), ([(0, 4)], 4), ([(0, 3)], 5), ([(1, 3)], 3), ([(0, 4), (1, 2)], 2), ([(0, 2), (1, 3)], 2)],
+)
+def test_all_window_groups_have_what_they_need_of_a_hit(missing: list[tuple[int, int]], num: int) -> None:
+    """Windows of 3 and 5 in blocks of 2: one block and two."""
+    cache = KVCacheManager(40, 2, windows=(3, 5))
+    seq = settle(cache, list(range(11)))
+    for group, i in missing:
+        cache.pool.unseal(seq.windows[group].block_ids[i])
+    found = cache.prefixes.lookup(sequence([*range(10), 9]))
+    assert len(found.block_ids) == num
+    for own, table, dropped in zip(seq.windows, found.windows, (max(0, num - 1), max(0, num - 2)), strict=True):
+        assert table.block_ids == [0] * dropped + own.block_ids[dropped:num] and table.num_dropped == dropped
+    assert list(found.held) == [*found.block_ids, *(b for table in found.windows for b in table.block_ids if b)]
+
+
+def test_a_window_block_is_sealed_under_the_full_block_over_the_same_positions() -> None:
+    cache = KVCacheManager(20, 2, windows=(3, 9))
+    seq = settle(cache, [1, 2, 3, 4, 5])
+    for group, table in enumerate(seq.windows):
+        assert [cache.pool.key_of(b) for b in table.block_ids] == [window_key(seal, group) for seal in seq.seal_ids]
+        assert [cache.pool.find(window_key(seal, group)) for seal in seq.seal_ids] == table.block_ids
+
+
+def computed_again() -> tuple[KVCacheManager, Sequence, Sequence]:
+    """Two sequences with equal tokens: the first has the canonical full blocks, and the second those of the window."""
+    cache = KVCacheManager(20, 2, windows=(3,))
+    first = settle(cache, [1, 2, 3, 4, 5])
+    for block in first.windows[0].block_ids:
+        cache.pool.unseal(block)
+    return cache, first, settle(cache, [1, 2, 3, 4, 5])
+
+
+def test_a_window_block_computed_again_is_sealed_under_the_canonical_full_block() -> None:
+    cache, first, second = computed_again()
+    assert second.seal_ids == first.seal_ids and not set(second.block_ids) & set(first.block_ids)
+    found = cache.prefixes.lookup(sequence([1, 2, 3, 4, 5]))
+    assert found.block_ids == first.block_ids and found.windows[0].block_ids == [0, second.windows[0].block_ids[1]]
+
+
+def test_a_block_that_left_its_window_before_it_was_sealed_is_not_found() -> None:
+    cache = KVCacheManager(20, 2, windows=(1,))
+    seq = settle(cache, [1, 2, 3], 3)
+    cache.grow(seq, 3, StepPlan())
+    seq.num_computed = 6  # a decode window in flight
+    cache.drop_out_of_window(seq, StepPlan())
+    seq.token_ids.extend([4, 5, 6])
+    cache.prefixes.seal(seq)
+    assert len(seq.seal_ids) == 3 and cache.pool.num_indexed == 3 + 1  # the first was sealed before
+
+
+@pytest.mark.parametrize("state", ["held", "dropped", "preempted"])
+def test_discard_unseals_window_blocks_under_full_blocks_of_others(state: str) -> None:
+    cache, first, second = computed_again()
+    sealed = [b for b in second.windows[0].block_ids if cache.pool.seal_id[b]]
+    assert len(sealed) == 2
+    if state == "dropped":
+        cache.drop_out_of_window(second, StepPlan())
+    elif state == "preempted":
+        cache.free(second)
+        second.request.status = Status.WAITING
+    cache.prefixes.discard(second)
+    assert not any(cache.pool.seal_id[b] for b in sealed) and all(cache.pool.seal_id[b] for b in first.block_ids)
+
+
+def test_discard_keeps_window_blocks_of_others() -> None:
+    cache = KVCacheManager(20, 2, windows=(3,))
+    bad = settle(cache, [1, 2, 3, 4, 5])
+    reader = settle(cache, [1, 2, 3, 4, 6])
+    shared = reader.windows[0].block_ids[1]
+    assert reader.windows[0].block_ids[0] == 0 and shared == bad.windows[0].block_ids[1]
+    cache.prefixes.discard(bad)
+    assert cache.pool.seal_id[shared] and not cache.pool.seal_id[bad.windows[0].block_ids[0]]
+
+
+def test_a_sibling_gets_the_window_of_its_next_query() -> None:
+    cache = KVCacheManager(40, 2, windows=(3, 1), enable_prefix_caching=False)
+    first = settle(cache, [1, 2, 3, 4, 5, 6], 5, width=2)
+    second = Sequence(first.request, 1, first.token_ids[:], 99)
+    first.request.sequences.append(second)
+    found = cache.prefixes.sibling_prefix(second)
+    assert found.block_ids == first.block_ids[:2] and found.num_positions == 4
+    tables = [(table.block_ids, table.num_dropped) for table in found.windows]
+    assert tables == [([0, first.windows[0].block_ids[1]], 1), ([0, 0], 2)]
+    second.token_ids[0] = 9
+    found = cache.prefixes.sibling_prefix(second)
+    assert [(table.block_ids, table.num_dropped) for table in found.windows] == [([], 0), ([], 0)]
+
+
+@pytest.mark.parametrize(("windows", "num", "num_group"), [((), 8, 8), ((3,), 8, 4)])
+def test_a_rebuilt_group_with_windows_begins_with_whole_blocks_of_its_prompt(
+    windows: tuple[int, ...], num: int, num_group: int
+) -> None:
+    """A sibling that differs after the prompt begins there, and needs the window before that."""
+    cache = KVCacheManager(40, 2, windows=windows)
+    settle(cache, list(range(9)))
+    seq = sequence(list(range(5)), width=2)
+    seq.token_ids.extend([5, 6, 7, 8])
+    assert cache.prefixes.lookup(seq).num_positions == num
+    seq.request.sequences.append(Sequence(seq.request, 1, seq.token_ids[:], 99))
+    assert cache.prefixes.lookup(seq).num_positions == num_group

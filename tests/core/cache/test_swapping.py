@@ -129,3 +129,81 @@ def test_blocks_shared_on_device_are_verified_by_seal_id() -> None:
     assert block == 1
     pool.seal(block, (key[0], b"others"))
     assert cache.swapping.find_swap_in_blocks(second.request) is None
+
+
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
+
+
+def test_a_swap_moves_the_blocks_of_all_groups_but_not_what_left_a_window() -> None:
+    cache = KVCacheManager(16, 2, 16, num_rows=1, windows=(3,))
+    seq = settle(cache, list(range(7)), 6)
+    cache.drop_out_of_window(seq, StepPlan())
+    (window,) = seq.windows
+    assert (seq.block_ids, window.block_ids) == ([1, 2, 3], [0, 0, 6])
+    assert cache.swapping.count_private_blocks(seq.request) == (4, 8)
+    assert cache.swapping.swap_out(seq.request, out := StepPlan())
+    seq.request.status = Status.SWAPPED
+    assert out.swap_outs == [SwapOut(1, 1), SwapOut(2, 2), SwapOut(3, 3), SwapOut(6, 4)]
+    assert (seq.block_ids, window.block_ids, window.num_dropped) == ([1, 2, 3], [0, 0, 4], 2)
+    assert list(cache.swap_space.refs[:6]) == [0, 1, 1, 1, 1, 0] and cache.pool.num_used == 0
+
+    cache.reset_prefix_cache()
+    found = cache.swapping.find_swap_in_blocks(seq.request)
+    assert found is not None and (found.host_ids, found.num_needed) == ([1, 2, 3, 4], 4)
+    cache.swapping.swap_in(seq.request, found, back := StepPlan())
+    seq.request.status = Status.RUNNING
+    to = dict(back.swap_ins)
+    assert (seq.block_ids, window.block_ids) == ([to[1], to[2], to[3]], [0, 0, to[4]])
+    assert cache.swap_space.num_used == 0 and cache.pool.num_used == 4 and seq.seal_ids == []
+
+
+def test_window_blocks_of_others_stay_on_the_device_during_a_swap() -> None:
+    cache = KVCacheManager(30, 2, 30, windows=(3,))
+    other = settle(cache, list(range(7)))
+    seq = settle(cache, [*range(6), 9], 7)
+    shared = [*other.block_ids, other.windows[0].block_ids[2]]
+    assert cache.swapping.swap_out(seq.request, out := StepPlan())
+    seq.request.status = Status.SWAPPED
+    assert len(out.swap_outs) == 2 and set(seq.request.shared_on_device) == set(shared)
+    assert seq.windows[0].block_ids == [0, 0, -shared[3], 2] and seq.block_ids == [*(-b for b in shared[:3]), 1]
+    cache.free(other)
+    found = cache.swapping.find_swap_in_blocks(seq.request)
+    assert found is not None and found.num_needed == 2 + 4
+    cache.swapping.swap_in(seq.request, found, StepPlan())
+    assert [seq.windows[0].block_ids[2], *seq.block_ids[:3]] == [shared[3], *shared[:3]] and len(seq.seal_ids) == 3
+    assert all(cache.pool.refs[b] == 1 for b in shared)
+
+
+def test_a_lost_window_block_is_noticed_before_a_swap_in() -> None:
+    cache = KVCacheManager(30, 2, 30, windows=(3,))
+    other = settle(cache, list(range(7)))
+    seq = settle(cache, [*range(6), 9], 7)
+    assert cache.swapping.swap_out(seq.request, StepPlan())
+    seq.request.status = Status.SWAPPED
+    cache.free(other)
+    cache.pool.unseal(-seq.windows[0].block_ids[2])
+    assert cache.swapping.find_swap_in_blocks(seq.request) is None
+    cache.free(seq)
+    assert cache.swap_space.num_used == 0 == cache.pool.num_used
+
+
+def test_a_fork_and_a_trim_on_the_host_are_of_all_groups() -> None:
+    cache = KVCacheManager(30, 2, 30, windows=(3,))
+    parent = settle(cache, list(range(7)), 6)
+    cache.grow(parent, 4, StepPlan())
+    parent.num_computed, parent.num_unverified = 10, 4
+    cache.drop_out_of_window(parent, StepPlan())
+    parent.num_unverified = 0
+    assert cache.swapping.swap_out(parent.request, StepPlan())
+    parent.request.status = Status.SWAPPED
+    used = cache.swap_space.num_used
+    cache.shrink(parent, 1)
+    assert cache.swap_space.num_used == used and len(parent.windows[0].block_ids) == 5
+    cache.shrink(parent, 1)
+    assert cache.swap_space.num_used == used - 2 and len(parent.windows[0].block_ids) == 4
+    child = fork(cache, parent)
+    assert [*child.tables] == [*parent.tables] and cache.swap_space.refs[parent.windows[0].block_ids[-1]] == 2
+    cache.free(parent)
+    assert cache.swap_space.num_used == used - 2
+    cache.free(child)
+    assert cache.swap_space.num_used == 0

@@ -265,6 +265,35 @@ def test_an_accepted_request_never_stalls(caching: bool) -> None:
     assert tried > 150
 
 
+@pytest.mark.parametrize(
+    ("options", "most", "needs"), [({}, 14, 12), ({"width": 2}, 4, 14), ({"beam": 1}, 8, 12)], ids=str
+)
+def test_a_lone_request_needs_a_window_and_a_step_in_its_window_groups(
+    world: Worlds, options: dict[str, int], most: int, needs: int
+) -> None:
+    """A window of 2 and a step of 3 take 3 blocks of 2. Other requests keep all."""
+    lab = world(11, windows=(2,), max_chunk=3)
+    match = rf"needs {needs} blocks .* the pool has 11; max_tokens of at most {most} fits"
+    with pytest.raises(CapacityError, match=match):
+        lab.add("A", [1, 2, 3], most + 1, **options)
+    assert lab.add("A", [1, 2, 3], None, **options).max_tokens == most
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("decode_window", [1, 4])
+def test_an_accepted_request_with_windows_never_stalls(depth: int, decode_window: int) -> None:
+    tried = 0
+    for num_blocks, size, chunk, windows in itertools.product((3, 5, 8), (1, 2), (1, 3), ((1,), (4,), (2, 3))):
+        for prompt, width in itertools.product((1, 3, 6), (1, 2)):
+            lab = Lab(num_blocks, size, rows=2, windows=windows, max_chunk=chunk, window=decode_window, listen=False)
+            most = lab.cache.max_output_tokens(prompt, width, drops=width == 1)
+            if 1 <= most <= 8:
+                lab.add("A", list(range(prompt)), most, width=width)
+                lab.run(depth=depth)
+                tried += 1
+    assert tried > 40
+
+
 # -- Scheduling 4: wait reasons and events -----------------------------------------------------------------------------
 
 

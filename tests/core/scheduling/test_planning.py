@@ -6,7 +6,8 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.plan import Slice
-from tests.core.lab import Lab, Worlds, answer, names
+from octavo.core.request import Request, Status
+from tests.core.lab import RECOMPUTE, Lab, Worlds, answer, names
 
 # -- Memory 11: blocks before the sliding window -----------------------------------------------------------------------
 
@@ -40,6 +41,77 @@ def test_a_group_drops_no_blocks() -> None:
     lab.add("b", [1, 2, 3, 4, 6], 20, beam=2)
     lab.run()
     assert lab.cache.num_dropped == 0
+
+
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
+
+
+def held_in(request: Request, group: int) -> int:
+    table = request.sequences[0].windows[group]
+    return len(table.block_ids) - table.num_dropped
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_window_group_holds_a_window_and_a_step(depth: int) -> None:
+    """While a long prompt is computed, and while a long output is."""
+    lab = Lab(80, 2, windows=(5, 2), max_chunk=4, window=3)
+    request = lab.add("A", list(range(5)) * 6, 40)
+    counts = []
+    while lab.scheduler.has_work:
+        plan = lab.plan()
+        counts += plan.counts
+        if request.sequences:
+            assert held_in(request, 0) <= 1 + (5 + 4 - 2 + 1) // 2 and held_in(request, 1) <= 1 + (2 + 4 - 2) // 2
+        if len(lab.flight) == depth or not plan:
+            lab.land()
+    assert counts[:8] == [4] * 8 and max(counts[8:]) == 3
+    assert lab.cache.num_dropped > 60
+    lab.at_rest()
+
+
+def test_a_step_computes_at_most_max_chunk_positions_of_a_sequence(world: Worlds) -> None:
+    """Of a prompt, of a decode window, and of a prompt's end with the window after it."""
+    lab = world(60, windows=(5,), max_chunk=3, window=8)
+    lab.add("A", list(range(10)), 9)
+    seen = []
+    while lab.scheduler.has_work:
+        plan = lab.step()
+        seen.append((plan.counts[0], plan.num_sampled[0]))
+    assert seen == [(3, 0), (3, 0), (3, 0), (3, 3), (3, 3), (3, 3)]
+
+
+def test_a_chunk_is_bounded_for_a_rebuilt_group_too(world: Worlds) -> None:
+    lab = world(60, windows=(5,), max_chunk=3, policy=RECOMPUTE)
+    group = lab.add("G", list(range(4)), 9, width=2)
+    for _ in range(6):
+        lab.step()
+    lab.preempt(group)
+    lab.cache.reset_prefix_cache()
+    counts = [lab.step().counts for _ in range(5)]
+    assert all(max(each) <= 3 for each in counts) and [3] in counts
+
+
+def test_a_decode_needs_blocks_in_all_groups(world: Worlds) -> None:
+    """B, the later, gives way when A's next block would take the last one of two groups."""
+    lab = world(9, 2, windows=(99,), policy=RECOMPUTE)
+    lab.add("A", [1, 2, 3, 4], 4)
+    lab.add("B", [5, 6, 7, 8], 4)
+    lab.step()
+    plan = lab.step()
+    assert names(plan) == ["A"] and lab.requests["B"].status is Status.WAITING
+
+
+def test_a_tenants_share_of_a_step_is_of_chunks(world: Worlds) -> None:
+    """A wants no more of a step than it can use: B gets the rest at once."""
+    lab = world(200, budget=12, windows=(5,), max_chunk=4)
+    lab.add("A", list(range(40)), 1)
+    lab.add("B", list(range(50, 90)), 1, tenant=1)
+    lab.add("C", list(range(90, 130)), 1, tenant=1)
+    plan = lab.plan()
+    assert sorted(zip(names(plan), plan.counts, strict=True)) == [("A", 4), ("B", 4), ("C", 4)]
+    lab.land()
+    plan = lab.plan()
+    assert sorted(zip(names(plan), plan.counts, strict=True)) == [("A", 4), ("B", 4), ("C", 4)]
 
 
 # -- Scheduling 1: order -----------------------------------------------------------------------------------------------

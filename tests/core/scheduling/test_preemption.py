@@ -102,3 +102,28 @@ def test_late_results_of_a_preempted_request_are_kept(world: Worlds, policy: Pol
     assert seq in lab.flight[0][0].sequences and (seq.num_pending, len(seq.token_ids)) == (1, 6)
     lab.land()
     assert (seq.num_pending, len(seq.token_ids)) == (0, 7)
+
+
+# -- Memory 17 to 26: window groups ------------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_leaves_its_windows_before_it_is_swapped() -> None:
+    """What a step in flight held of a window would be too much on return."""
+    lab = Lab(40, 2, host=40, windows=(2,), policy=SWAP)
+    request = lab.add("A", list(range(12)), 6)
+    lab.step()
+    (window,) = request.sequences[0].windows
+    assert (len(window.block_ids), window.num_dropped) == (6, 0)
+    plan = lab.preempt(request)
+    assert window.num_dropped == 5 and len(plan.swap_outs) == 6 + 1
+    assert lab.emitted(ev.Preempted)[0].num_blocks == 7  # type: ignore[attr-defined]
+    lab.run()
+    assert lab.cache.swapping.num_swapped_in == 7
+
+
+def test_a_preempted_group_keeps_its_windows() -> None:
+    lab = Lab(40, 2, host=40, windows=(2,), policy=SWAP)
+    group = lab.add("G", list(range(12)), 6, width=2)
+    lab.step()
+    assert len(lab.preempt(group).swap_outs) == 12
+    lab.run()
