@@ -37,6 +37,9 @@ class RaggedBatch:
                    [num_seqs] int32, tokens that a sequence shares with the one before it: whole leading blocks, equal
                    in both block tables, without the last token of either; 0 for the first sequence. The GPU's kernels
                    may read these blocks once for both. None: unknown
+    lines_per_row  if several: each so many sequences, from the first on, are lines of one row of the engine. A line is
+                   one query. The i-th has a context i longer than the first, or length 0. Block tables of a row agree
+                   as far as they are filled. The GPU's kernels may read a row's keys once for several lines
     """
 
     positions: Tensor
@@ -49,6 +52,7 @@ class RaggedBatch:
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     fixed_split: bool = False
     common_prefix_lens: Tensor | None = None
+    lines_per_row: int = 1
 
     @property
     def num_seqs(self) -> int:

@@ -222,8 +222,9 @@ class Passes:
         """Each call makes a new batch: values that kernels derive from it belong to its graph."""
         state, ops, size = self._state, self._platform.ops, shape.size
         if isinstance(size, int):
-            inputs = self.inputs.first(size, cascade=shape.cascade)
             each = 1 + shape.num_drafts
+            lines_per_row = 1 if self._platform.is_host else each  # the host chooses each row's own number
+            inputs = self.inputs.first(size, cascade=shape.cascade, lines_per_row=lines_per_row)
             if self.draft_model is not None:
                 self.draft_model.propose(state.rows, inputs.rows[::each], inputs.ends[::each], shape.num_drafts)
             elif shape.num_drafts and not self._platform.is_host:
