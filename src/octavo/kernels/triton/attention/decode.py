@@ -272,7 +272,7 @@ def _decode(
         prefix_tiles = tl.load(start_ptr + PREFIX_TILES)
     if QUERIES > 1:
         num_queries = tl.load(start_ptr + PACK_QUERIES)
-    row = tl.arange(0, padded_size(GROUP * QUERIES, 16))  # a matrix product has at least 16 rows; those past the group are padding
+    row = tl.arange(0, padded_size(GROUP * QUERIES, 16))  # a product has at least 16 rows; the last ones are padding
     column = tl.arange(0, padded_size(HEAD_DIM, 16))
     key = tl.arange(0, TILE)
     in_group = row < GROUP
@@ -452,13 +452,14 @@ def _merge(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WITH_LSE: tl.constexpr, USE_CASCADE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of programs first to last into the output's rows from out_row on, for the first rows_end rows of a part."""
+    """Merge the parts of programs first to last into the output's rows from out_row on; rows_end: rows of a part"""
     row = tl.arange(0, padded_size(GROUP * QUERIES))
     column = tl.arange(0, padded_size(HEAD_DIM, 16))
     in_group = row < rows_end
     row_max, row_sum, acc = softmax.empty_result(row.shape[0], column.shape[0])
-    for base in range(first, last + 1, 4):
-        for i in tl.static_range(4):
+    AT_ONCE: tl.constexpr = 4 if QUERIES == 1 else 2  # more parts of a pack do not fit into registers
+    for base in range(first, last + 1, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
             program = tl.minimum(base + i, last)
             slot = 2 * program + tl.where(program == first, first_slot, 0)
             part_max, part_sum, part = softmax.load_part(
