@@ -21,7 +21,7 @@ BUDGETS: dict[str, int] = {
     "engine": 2672,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2365,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2238,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 6640,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
+    "kernels": 6710,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3272,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
