@@ -38,8 +38,9 @@ class RaggedBatch:
                    in both block tables, without the last token of either; 0 for the first sequence. The GPU's kernels
                    may read these blocks once for both. None: unknown
     lines_per_row  if several: each so many sequences, from the first on, are lines of one row of the engine. A line is
-                   one query. The i-th has a context i longer than the first, or length 0. Block tables of a row agree
-                   as far as they are filled. The GPU's kernels may read a row's keys once for several lines
+                   one query. The i-th has a context i longer than the first, or length 0; the output of a line of
+                   length 0 before others is of any value. Block tables of a row agree as far as they are filled. The
+                   GPU's kernels may read a row's keys once for several lines
     """
 
     positions: Tensor
