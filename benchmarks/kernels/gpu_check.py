@@ -39,7 +39,6 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention import decode
 from octavo.kernels.triton.attention.decode import decode_attention
 from octavo.kernels.triton.attention.decode_schedule import DecodeTuning, decode_tuning
 
@@ -524,22 +523,18 @@ def time_packs(num_rows: int, lines: int, context: int, heads: tuple[int, int, i
     q = torch.randn(batch.num_seqs, num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
     out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
 
-    def cold_us(batch: RaggedBatch, tuning: DecodeTuning | None = None, rows: int = 16) -> float:
+    def cold_us(batch: RaggedBatch, tuning: DecodeTuning | None = None) -> float:
         n = batch.num_seqs
 
         def call(i: int) -> None:
             layer, options = kv[:, i % layers], {"scale": head_dim**-0.5, "window": 0, "decode_only": True}
             decode_attention(q[:n], layer, batch, out[:n], lse, tuning=tuning, **options)
 
-        decode.MATRIX_ROWS = rows
-        try:
-            return graph_us([partial(call, i) for i in range(max(20, layers))])
-        finally:
-            decode.MATRIX_ROWS = 16
+        return graph_us([partial(call, i) for i in range(max(20, layers))])
 
-    def packed(tuning: DecodeTuning | None = None, rows: int = 16) -> float | str:
+    def packed(tuning: DecodeTuning) -> float | str:
         try:
-            return round(cold_us(replace(batch, derived={}), tuning, rows), 2)
+            return round(cold_us(replace(batch, derived={}), tuning), 2)
         except Exception as error:
             return repr(error)[:100]
 
@@ -555,8 +550,6 @@ def time_packs(num_rows: int, lines: int, context: int, heads: tuple[int, int, i
         "us": round(us, 2),
         "ratio": round(alone / us, 3),
         "tb_s": round(num_bytes / us / 1e6, 3),
-        "wide_us": packed(rows=32),
-        "wide_2_warps_us": packed(DecodeTuning(32, 2, 3, 4), rows=32),
         "others": {"/".join(map(str, numbers)): packed(DecodeTuning(*numbers)) for numbers in more},
     }
 

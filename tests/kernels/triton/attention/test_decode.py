@@ -129,8 +129,20 @@ def test_packs_that_several_programs_share(num_rows: int, lines: int, head_dim: 
     """Few packs, whose parts a second kernel merges, and many, whose last program does."""
     rows = [(300 + 7 * s if s < 3 else 5, lines - (s + 1) % 2) for s in range(num_rows)]
     schedule = check_lines(rows, lines, num_kv_heads=1, group_size=4, head_dim=head_dim, block_size=16)
+    assert schedule.packs.capacity == (
+        8 if lines > 4 and head_dim == 64 else 4
+    )  # twice the rows, for tiles of 256 bytes
     if DEVICE == "cpu":  # a GPU has more programs
         assert bool(schedule.num_merges) == (num_rows == 1)
+
+
+def test_non_finite_numbers_of_a_later_line_reach_no_earlier_one() -> None:
+    """A wrong draft may overflow."""
+    case, alone = make_rows([(30, 4)], 4, group_size=4, head_dim=16)
+    last = 32
+    case.kv[case.tables[0][last // 4], :, :, last % 4] = torch.nan
+    found, expected = attend(case, 0), naive_attention(alone, 0)
+    assert relative_error(found[0][:3], expected[0][:3]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(("group_size", "lines"), [(1, 9), (4, 5), (8, 2)])

@@ -68,11 +68,12 @@ def test_all_programs_of_decode_are_resident(group: int, head_dim: int, num_seqs
     assert check_resident(kernel, tuning) <= 8  # a value that the loop over keys does not use
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (4, 128), (7, 64)])
+@pytest.mark.parametrize(("group", "head_dim", "wide"), [(1, 128, 0), (4, 128, 0), (4, 128, 1), (7, 64, 0)])
 @pytest.mark.parametrize("num_packs", [1, 256])
-def test_all_programs_of_packed_decode_are_resident(group: int, head_dim: int, num_packs: int) -> None:
-    tuning = decode_tuning(torch.empty(num_packs, 8 * group, head_dim, dtype=torch.bfloat16), num_packs)
-    kernel = compile_decode(tuning, group, head_dim, queries=decode.MATRIX_ROWS // group)
+def test_all_programs_of_packed_decode_are_resident(group: int, head_dim: int, wide: bool, num_packs: int) -> None:
+    q = torch.empty(num_packs, 8 * group, head_dim, dtype=torch.bfloat16)
+    tuning = decode_tuning(q, num_packs, packed=True, wide=wide)
+    kernel = compile_decode(tuning, group, head_dim, queries=(decode.MATRIX_ROWS << wide) // group)
     assert check_resident(kernel, tuning) <= 112  # addresses of rows, which the loop over keys does not use
 
 

@@ -53,9 +53,17 @@ class DecodeTuning:
         return min(65536 // (32 * self.num_warps * self.programs_per_multiprocessor) // 8 * 8, 255)
 
 
-def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
-    """The fastest tuning on an H200 (benchmarks/kernels/gpu_check.py)."""
+def can_widen(q: Tensor) -> bool:
+    """True if packs may have twice the rows: measured for heads of 128 in 16 bits."""
+    return triton.next_power_of_2(q.shape[2]) * q.element_size() == 256
+
+
+def decode_tuning(q: Tensor, num_seqs: int, *, packed: bool = False, wide: bool = False) -> DecodeTuning:
+    """The fastest tuning on an H200 (benchmarks/kernels/gpu_check.py). wide: packs with twice the rows"""
     row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
+    if packed and row_bytes == 256:
+        stages = 3 if wide else 4
+        return DecodeTuning(tile=32, num_warps=1 + wide, num_stages=stages, programs_per_multiprocessor=4)
     if row_bytes <= 128 and num_seqs > 32:
         return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_multiprocessor=4, seq_overhead=2)
     tile = min(max(8192 // row_bytes, 16), 64)  # short tiles balance better, and more of them are in flight
