@@ -202,7 +202,6 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // Bytes of a tile that are multiplied with all rows while they are in a near cache, for one block of rows and for
 // several. Meanwhile, the next ones are prefetched.
 constexpr long FEW_STEP_BYTES = 8 << 10, STEP_BYTES = 32 << 10;
-constexpr long AHEAD = 4096;     // bytes to prefetch ahead where all are read once: used about half a microsecond later
 constexpr long MAX_CHUNK = 256;  // rows of x at a time: their sums stay in the second-level cache
 constexpr int INT8_TILE = 64;
 
@@ -387,8 +386,9 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
             long count = std::min(max_count, num_steps - k);
             const char *now = tile + k * 4 * TILE;
             for (long block = 0; block < num_blocks; block++) {
-                long lines = (LINES + num_blocks - 1) / num_blocks;  // of the next steps
-                const char *ahead = now + (reads_once ? AHEAD : count * 4 * TILE + block * lines * count * 64);
+                // Of the next steps. The processor itself sees best what comes where all is read once, in order.
+                long lines = reads_once ? 0 : (LINES + num_blocks - 1) / num_blocks;
+                const char *ahead = now + count * 4 * TILE + block * lines * count * 64;
                 if (block * lines >= LINES) lines = 0;
                 long row = block * block_rows;
                 take_rows<K, TILE>(std::min<long>(block_rows, num_rows - row), now, x.words + row * x.stride + k, x.stride,
