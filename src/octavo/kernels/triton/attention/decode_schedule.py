@@ -55,7 +55,7 @@ class DecodeTuning:
 
 def can_widen(q: Tensor) -> bool:
     """True if packs may have twice the rows: measured for heads of 128 in 16 bits."""
-    return triton.next_power_of_2(q.shape[2]) * q.element_size() == 256
+    return bool(triton.next_power_of_2(q.shape[2]) * q.element_size() == 256)
 
 
 def decode_tuning(q: Tensor, num_seqs: int, *, packed: bool = False, wide: bool = False) -> DecodeTuning:
