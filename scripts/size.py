@@ -24,7 +24,7 @@ BUDGETS: dict[str, int] = {
     "kernels": 6720,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 3290,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 3295,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3208,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`

@@ -372,7 +372,21 @@ def test_a_draft_model_drafts_only_if_it_pays(draft_s: float, num_right: list[in
     limit = drafting_limit(draft_s)
     for _ in range(300):
         limit.learn(15, num_right)
-    assert {limit.choose(1, 15) for _ in range(DraftLimit.PROBE_INTERVAL - 1)} == {expected}
+    assert {limit.choose(1, 15) for _ in range(DraftLimit.FIRST_PROBE - 1)} == {expected}
+
+
+def test_drafts_that_do_not_pay_are_tried_again_ever_more_rarely() -> None:
+    limit = drafting_limit(0.02)
+    for _ in range(300):
+        limit.learn(15, [0])
+    tried = [i for i in range(1, 200) if limit.choose(1, 15)]
+    assert np.diff([0, *tried]).tolist() == [4, 8, 16, 32, 64, 64]
+    for _ in range(300):
+        limit.learn(15, [7])
+    assert limit.choose(1, 15) > 1
+    for _ in range(3000):
+        limit.learn(15, [0])
+    assert [limit.choose(1, 15) for _ in range(4)] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("num_right", "deeper"), [(1, True), (0, False)])

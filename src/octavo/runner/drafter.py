@@ -291,8 +291,8 @@ class DraftLimit:
     """
 
     CHOICES = (0, 1, 3, 7, 15)
-    PROBE_INTERVAL = 64
-    """Plans without drafts between two that try one draft."""
+    FIRST_PROBE, PROBE_INTERVAL = 4, 64
+    """A plan with one draft after so many without: first, and at most. The interval doubles from one to the next."""
 
     def __init__(self, make_timer: Callable[[], Timer | None] | None, *, drafts_cost: bool = False) -> None:
         """drafts_cost: a model makes them, within the pass"""
@@ -300,7 +300,7 @@ class DraftLimit:
         self.timers = PassTimers(make_timer)
         self._tried = np.zeros(MAX_DRAFTS)  # by depth: drafts after right ones
         self._right = np.zeros(MAX_DRAFTS)  # of these, the right ones
-        self._num_plain = 0
+        self._num_plain, self._interval = 0, self.FIRST_PROBE
 
     def choose(self, num_lines: int, most: int) -> int:
         """Drafts of each sequence. num_lines: of a pass without drafts; most: drafts, by the plan and by memory"""
@@ -309,8 +309,14 @@ class DraftLimit:
         choices = [num for num in self.CHOICES if num <= most]
         rates = [(1 + gains[num]) / self.times.predict(num_lines * (1 + num), num) for num in choices]
         best = choices[int(np.argmax(rates))]
-        self._num_plain = 0 if best else self._num_plain + 1
-        return best if best or self._num_plain % self.PROBE_INTERVAL or len(choices) == 1 else choices[1]
+        if best or len(choices) == 1:
+            self._num_plain, self._interval = 0, self.FIRST_PROBE
+            return best
+        self._num_plain += 1
+        if self._num_plain < self._interval:
+            return 0
+        self._num_plain, self._interval = 0, min(2 * self._interval, self.PROBE_INTERVAL)
+        return choices[1]
 
     def learn(self, num_drafts: int, num_right: Sequence[int]) -> None:
         """num_right: of each sequence of a pass"""
