@@ -18,13 +18,13 @@ BUDGETS: dict[str, int] = {
     "params": 665,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 2890,  # blocks, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2672,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
+    "engine": 2675,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2365,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2238,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 6640,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
+    "kernels": 6720,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
     "models": 2165,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 3272,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 3295,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3208,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`

@@ -10,6 +10,9 @@ does not stop the others; the exit status is 1 if any failed.
 For decode, the engine's tuning is timed, and others for comparison (`best_us`, `all_cold`). For `us`, every call reads
 the same K and V, which small shapes find in the cache; for `cold_us`, calls cycle over so many layers that each has
 left the cache before it is read again, as in a model.
+
+`--only packs` checks and times decode with several lines a row: `ratio` is the time with each line read alone, divided
+by that with packs (`RaggedBatch.lines_per_row`). `wide_us` has packs of 32 rows of the matrix product in place of 16.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -161,6 +164,84 @@ def check_attention(case: Record) -> Record:
     limits = [TOLERANCE[dtype], 1e-5]
     fine = all(e < limit for e, limit in zip(errors, limits, strict=True)) and torch.equal(out, plain)
     return {"errors": errors, "seqs": len(seq_lens), "ok": fine}
+
+
+def make_lines(seq_lens: list[int], lines: int, block_size: int, pool_blocks: int, seed: int = 0) -> RaggedBatch:
+    """A batch with `lines` lines a row; seq_lens: of the last line of each row."""
+    rows = make_batch([1] * len(seq_lens), seq_lens, block_size, pool_blocks, seed)
+    lens = (rows.seq_lens.unsqueeze(1) - torch.arange(lines - 1, -1, -1, device=DEVICE)).flatten().int()
+    num = len(lens)
+    return RaggedBatch(
+        lens.long() - 1,
+        lens.long(),  # not read
+        torch.arange(num + 1, dtype=torch.int32, device=DEVICE),
+        lens,
+        rows.block_tables.repeat_interleave(lines, 0),
+        1,
+        rows.max_seq_len,
+        lines_per_row=lines,
+    )
+
+
+def pack_cases() -> Iterator[Record]:
+    rnd = random.Random(1)
+    for i, (group, lines) in enumerate(itertools.product([1, 2, 3, 4, 7, 8], [2, 4, 5, 9, 16])):
+        yield {
+            "block_size": rnd.choice([16, 16, 32, 64]),
+            "head_dim": rnd.choice([64, 128, 128, 80, 256]),
+            "group": group,
+            "kv_heads": rnd.choice([1, 2, 8]),
+            "dtype": rnd.choice(["bfloat16", "bfloat16", "float16", "float32"]),
+            "lines": lines,
+            "rows": (1, 3, 20, 150)[i % 4],
+            "window": rnd.choice([0, 0, 0, 1, 100]),
+            "seed": i,
+        }
+
+
+def check_packs(case: Record) -> Record:
+    """Lines of rows with packs; without, equal bits with a fixed split; some lines and rows have no keys."""
+    from octavo.kernels.triton.attention.paged_attention import paged_attention
+
+    rnd = random.Random(case["seed"])
+    dtype, lines = getattr(torch, case["dtype"]), case["lines"]
+    block_size, head_dim, heads = case["block_size"], case["head_dim"], case["kv_heads"]
+    longest = 3000 if case["rows"] <= 20 else 400
+    seq_lens = [lines + rnd.choice([0, 1, 62, 63, 64, 300, rnd.randint(1, longest)]) for _ in range(case["rows"])]
+    pool_blocks = sum(cdiv(n, block_size) for n in seq_lens) + 5
+    batch = make_lines(seq_lens, lines, block_size, pool_blocks, case["seed"])
+    num_live = torch.tensor([lines, *(rnd.choice([0, rnd.randint(1, lines)]) for _ in seq_lens[1:])], device=DEVICE)
+    live = (torch.arange(lines, device=DEVICE) < num_live.unsqueeze(1)).flatten()
+    last = (torch.arange(lines, device=DEVICE) == num_live.unsqueeze(1) - 1).flatten()
+    batch.seq_lens.mul_(live)
+    torch.manual_seed(case["seed"])
+    kv = torch.full((pool_blocks + 1, 2, 2, heads, block_size, head_dim), math.nan, dtype=dtype, device=DEVICE)
+    slots = all_slots(select_lines(batch, last), block_size)
+    k, v = torch.randn(2, len(slots), heads, head_dim, device=DEVICE).to(dtype)
+    reference.kv_write(k, v, kv[:, 1], slots)
+    fused = torch.randn(len(live), heads * (case["group"] + 2), head_dim, device=DEVICE).to(dtype)
+    q = fused[:, : heads * case["group"]]
+    options: Record = {"scale": head_dim**-0.5, "window": case["window"], "return_lse": True}
+    expected = reference.paged_attention(q[live].double(), kv[:, 1].double(), select_lines(batch, live), **options)
+    errors, same = [], True
+    for fixed_split in (False, True):
+        packed = paged_attention(q, kv[:, 1], replace(batch, derived={}, fixed_split=fixed_split), **options)
+        errors += [error_of(a[live], b) for a, b in zip(packed, expected, strict=True)]
+        alone = replace(batch, derived={}, fixed_split=fixed_split, lines_per_row=1)
+        single = paged_attention(q, kv[:, 1], alone, **options)
+        same &= not fixed_split or all(map(torch.equal, packed, single))
+        same &= not packed[0][~live].any() and torch.equal(packed[1][~live], single[1][~live])
+    fine = all(e < limit for e, limit in zip(errors, [TOLERANCE[dtype], 1e-5] * 2, strict=True)) and same
+    return {"errors": errors, "same": bool(same), "ok": bool(fine)}
+
+
+def select_lines(batch: RaggedBatch, live: Tensor) -> RaggedBatch:
+    """Some sequences with one query, each on its own."""
+    starts = torch.arange(int(live.sum()) + 1, dtype=torch.int32, device=DEVICE)
+    positions, slots, lens, tables = (
+        t[live] for t in (batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables)
+    )
+    return RaggedBatch(positions, slots, starts, lens, tables, 1, batch.max_seq_len)
 
 
 def check_replay(case: Record) -> Record:
@@ -303,6 +384,7 @@ def small_cases() -> Iterator[Record]:
 
 CHECKS: dict[str, Callable[[Record], Record]] = {
     "attention": check_attention,
+    "packs": check_packs,
     "replay": check_replay,
     "far blocks": check_far_blocks,
     "small": check_small,
@@ -315,6 +397,8 @@ def all_checks() -> Iterator[tuple[str, Record]]:
     yield "replay", {"seed": 0}
     for case in small_cases():
         yield "small", case
+    for case in pack_cases():
+        yield "packs", case
     for case in itertools.chain(long_cases(), attention_cases()):
         yield "attention", case
 
@@ -427,6 +511,49 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
     }
 
 
+def time_packs(num_rows: int, lines: int, context: int, heads: tuple[int, int, int] = HEAD_SHAPES[0]) -> Record:
+    """Decode with several lines a row of Llama-3.1-8B: each line alone, and packed. K and V come from memory."""
+    num_heads, kv_heads, head_dim = heads
+    block_size, lens = 16, [context + lines - 1] * num_rows
+    pool_blocks = sum(cdiv(n, block_size) for n in lens)
+    num_bytes = 2 * sum(lens) * kv_heads * head_dim * 2
+    layers = min(32, max(1, cdiv(COLD_BYTES, num_bytes)))
+    kv = torch.randn((pool_blocks + 1, layers, 2, kv_heads, block_size, head_dim), device=DEVICE, dtype=torch.bfloat16)
+    batch = make_lines(lens, lines, block_size, pool_blocks)
+    q = torch.randn(batch.num_seqs, num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
+
+    def cold_us(batch: RaggedBatch, tuning: DecodeTuning | None = None) -> float:
+        n = batch.num_seqs
+
+        def call(i: int) -> None:
+            layer, options = kv[:, i % layers], {"scale": head_dim**-0.5, "window": 0, "decode_only": True}
+            decode_attention(q[:n], layer, batch, out[:n], lse, tuning=tuning, **options)
+
+        return graph_us([partial(call, i) for i in range(max(20, layers))])
+
+    def packed(tuning: DecodeTuning) -> float | str:
+        try:
+            return round(cold_us(replace(batch, derived={}), tuning), 2)
+        except Exception as error:
+            return repr(error)[:100]
+
+    alone = cold_us(replace(batch, derived={}, lines_per_row=1))
+    first_lines = torch.arange(batch.num_seqs, device=DEVICE) % lines == 0
+    plain = cold_us(select_lines(batch, first_lines))
+    us = cold_us(replace(batch, derived={}))
+    more = [(64, 2, 3, 3), (32, 2, 3, 6), (32, 2, 4, 4), (64, 4, 3, 3), (32, 1, 4, 4)]
+    return {
+        "packs": [num_rows, lines, context],
+        "one_line_us": round(plain, 2),
+        "alone_us": round(alone, 2),
+        "us": round(us, 2),
+        "ratio": round(alone / us, 3),
+        "tb_s": round(num_bytes / us / 1e6, 3),
+        "others": {"/".join(map(str, numbers)): packed(DecodeTuning(*numbers)) for numbers in more},
+    }
+
+
 def prefill_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
     """(rows, tile, warps, stages) to compare."""
     return [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
@@ -532,7 +659,7 @@ def compile_decode(heads: tuple[int, int, int], tuning: DecodeTuning) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--only", choices=["check", "time"])
+    parser.add_argument("--only", choices=["check", "time", "packs"])
     parser.add_argument("--workers", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=400, help="start no new measurement after this time")
     args = parser.parse_args()
@@ -548,14 +675,15 @@ def main() -> int:
 
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
         compilations = []
-        if args.only != "check":
+        if args.only in (None, "time"):
             compilations = [
                 pool.submit(compile_decode, heads, tuning)
                 for heads in HEAD_SHAPES
                 for tuning in decode_tunings(heads[2])
             ]
         if args.only != "time":
-            checks = [pool.submit(run_check, name, case) for name, case in all_checks()]
+            cases = [case for case in all_checks() if args.only != "packs" or case[0] == "packs"]
+            checks = [pool.submit(run_check, name, case) for name, case in cases]
             done = 0
             for future in as_completed(checks):
                 line = future.result()
@@ -570,13 +698,14 @@ def main() -> int:
     if args.only != "check":
         props = torch.cuda.get_device_properties(0)
         report({"device": props.name, "multiprocessors": props.multi_processor_count, "torch": torch.__version__})
-        work: list[Callable[[], Record]] = [time_copy]
-        loads = decode_loads()
+        sizes = list(itertools.product((1, 16, 64, 256), (2, 4, 5, 8), (500, 2000)))
+        work: list[Callable[[], Record]] = [time_copy, *(partial(time_packs, *size) for size in sizes)]
+        loads = decode_loads() if args.only != "packs" else {}
         for heads in HEAD_SHAPES:
             for name, lens in loads.items():
                 if heads != (32, 32, 128) or len(lens) <= 64:
                     work.append(lambda heads=heads, name=name, lens=lens: time_decode(heads, name, lens, 16))
-        for name in ("1x8192", "64x4096", "256 mixed"):
+        for name in ("1x8192", "64x4096", "256 mixed") if loads else ():
             work.append(lambda name=name: time_decode(HEAD_SHAPES[0], name, loads[name], 64))
         prefills = {
             "4k": ([4096], [4096]),
@@ -584,7 +713,7 @@ def main() -> int:
             "16x1k": ([1024] * 16, [1024] * 16),
             "512 at 7.7k": ([512], [8192]),
         }
-        for block_size in (16, 64):
+        for block_size in (16, 64) if loads else ():
             for name, (query_lens, seq_lens) in prefills.items():
                 work.append(
                     lambda name=name, q=query_lens, s=seq_lens, b=block_size: time_prefill(name, q, s, b)  # type: ignore[misc]
@@ -599,7 +728,8 @@ def main() -> int:
                 failures += 1
                 report({"error": repr(error)[:300], "trace": traceback.format_exc()[-600:]})
         try:
-            for line in itertools.chain(*map(time_small, (1, 256, 8192)), map(time_block_copy, (1, 8, 64, 256))):
+            small = itertools.chain(*map(time_small, (1, 256, 8192)), map(time_block_copy, (1, 8, 64, 256)))
+            for line in small if loads else ():
                 report(line)
         except Exception as error:
             failures += 1

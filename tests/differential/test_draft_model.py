@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from octavo import LLM
 from octavo.errors import ParameterError
+from octavo.kernels.row_state import DecodeInputs
+from octavo.runner.passes.graph_cache import GraphCache
+from octavo.runner.passes.prefill_batch import PrefillSize
 from tests.differential.test_speculation import (
     CHUNKS,
     OPTIONS,
     PLAIN,
     SMALL,
+    SPECULATION,
     SWAP,
     WINDOWS,
     Ask,
@@ -30,6 +36,7 @@ from tests.differential.test_speculation import (
 from tests.differential.test_transformers import ManualScheduler
 from tests.engine.models import write_tokenizer
 from tests.models.tiny import make_tiny_checkpoint
+from tests.runner.stub_platform import use_stub_platform
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "target": ("llama", {}),
@@ -127,6 +134,50 @@ def test_a_model_that_drafts_for_itself_is_always_right(models: dict[str, str], 
     K and V would make wrong drafts."""
     counts = run(case, models["target"], plain, speculation(models["target"]))
     assert counts["right"] > 80 and not counts["wrong"], counts
+
+
+@pytest.mark.parametrize("place", ["cpu", "stub", "graphs"])
+def test_only_a_devices_target_has_several_lines_a_row(
+    models: dict[str, str], plain: Expected, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`RaggedBatch.lines_per_row` of every decode pass, and what it promises to kernels."""
+    found: dict[int, set[int]] = {}  # of each model
+    decode_logits = GraphCache.decode_logits
+
+    def check(self: GraphCache, model: Any, inputs: DecodeInputs, kv: Tensor) -> Tensor:
+        batch, lines = inputs.batch, inputs.batch.lines_per_row
+        found.setdefault(id(model), set()).add(lines)
+        lens = batch.seq_lens.view(-1, lines)
+        tables = batch.block_tables.unflatten(0, (-1, lines))
+        for i in range(1, lines):
+            live = lens[:, i] > 0
+            assert torch.equal(lens[live, i], lens[live, 0] + i)
+            num_blocks = (lens[live, i] - 1) // kv.shape[4]
+            common = torch.arange(tables.shape[2]) < num_blocks.unsqueeze(1)
+            assert torch.equal(tables[live, i][common], tables[live, 0][common])
+        return decode_logits(self, model, inputs, kv)
+
+    monkeypatch.setattr(GraphCache, "decode_logits", check)
+    run(Case("llama", place, "suffix", {}), models["target"], plain, speculation(models["target"], 7))
+    draft, target = sorted(found.values(), key=len)
+    assert draft == {1} and (target == {1} if place == "cpu" else max(target) > 1)
+
+
+@pytest.mark.parametrize("config", ["none", "suffix", "draft_model"])
+def test_kernels_of_passes_with_drafts_are_compiled_at_the_start(
+    models: dict[str, str], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = {"none": None, "suffix": SPECULATION, "draft_model": speculation(models["target"])}
+    with use_stub_platform(LLM(models["target"], speculative_config=configs[config], **OPTIONS)) as llm:
+        passes = llm.engine.executor.runner.passes  # type: ignore[attr-defined]
+        shapes, compute = [], passes._compute
+        monkeypatch.setattr(passes, "_compute", lambda shape, packed: shapes.append(shape))
+        passes.run_all_variants()
+        drafted = [shape for shape in shapes if shape.num_drafts]
+        assert bool(drafted) == (config != "none")
+        for shape in drafted[:1]:
+            compute(shape, None)
+        assert all(isinstance(s.size, PrefillSize) or s.size % (1 + s.num_drafts) == 0 for s in shapes)
 
 
 # -- the start of an engine --------------------------------------------------------------------------------------------

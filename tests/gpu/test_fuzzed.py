@@ -15,7 +15,7 @@ import pytest
 from benchmarks.kernels.gpu_check import all_checks, run_check
 
 CASES = list(all_checks())
-KINDS = {"far blocks": 1, "replay": 1, "small": 24, "long": 30, "attention": 72}
+KINDS = {"far blocks": 1, "replay": 1, "small": 24, "long": 30, "attention": 72, "packs": 30}
 """kind -> number of its cases."""
 
 
@@ -28,7 +28,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_random_cases_equal_the_reference(pool: ProcessPoolExecutor, kind: str) -> None:
     chosen = [(name, case) for name, case in CASES if kind == ("long" if case.get("kind") == "long" else name)]
-    assert len(chosen) == KINDS[kind] and len(CASES) == sum(KINDS.values()) == 128
+    assert len(chosen) == KINDS[kind] and len(CASES) == sum(KINDS.values()) == 158
     lines = list(pool.map(run_check, *zip(*chosen, strict=True)))
     wrong = [json.dumps(line) for line in lines if not line["ok"]]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(lines)}", *wrong])

@@ -38,6 +38,7 @@ RUNNER_MUTANTS = [
     Mutant("a slice that may not draft drafts", "DecodeSlices.lines", "self.limits[of_line] == 0", "self.limits[of_line] < 0"),
     Mutant("the host has lines for rows that are done", "DecodeLines.next", "... & ~state.done.numpy()[slices.rows]", "..."),
     Mutant("a slice has all passes of its plan", "DecodeLines.next", "live &= self._num_passes < slices.passes"),
+    Mutant("matches that disagree are as good as one alone", "Drafter._guess", "kind * NEXT_KIND + num_matched", "num_matched"),
     # -- drafts in grammars ----------------------------------------------------------------------------------------------
     Mutant("a draft takes the mask of the token before it", "mask_indices", "np.where(index < 0, -1, index + depths)", "index"),
     Mutant("the masks of drafts that are not computed are counted", "BitmaskBuffer.fill", "words[used]", "words"),

@@ -10,7 +10,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.engine.executor import GrammarDrafts
-from octavo.engine.suffixes import MAX_MATCH
+from octavo.engine.suffixes import MAX_MATCH, NEXT_KIND
 from octavo.kernels.row_state import MAX_DRAFTS, RowState
 from octavo.runner.decode_lines import DecodeLines, DecodeSlices
 from octavo.runner.drafter import (
@@ -104,7 +104,7 @@ def test_luck_is_the_rows_own_until_it_is_forgotten() -> None:
     for _ in range(9):
         chances.learn(5, Guess(0, [7, 7], [2, 3]), [7, 7])
     unlucky, lucky, other = (chances.of(row, [2])[0] for row in (4, 5, 6))
-    assert unlucky < 0.5 * other and other < lucky <= 0.98
+    assert unlucky < 0.6 * other and other < lucky <= 0.98
     chances.forget([4, 5])
     assert chances.of(4, [2])[0] == chances.of(5, [2])[0] == other
 
@@ -194,7 +194,7 @@ def test_another_sequence_in_the_row_starts_afresh() -> None:
     bench.drafter.forget({0: b""})
     bench.state.num_computed[0] = -1
     bench.append(0, PATTERN * 2)
-    bench.drafter._chances._right[:], bench.drafter._chances._tried[:] = Chances()._right, Chances()._tried
+    bench.drafter._chances = Chances()
     assert bench.choose(0) == first != [0]
 
 
@@ -279,6 +279,21 @@ def test_a_match_at_the_end_goes_on_from_its_own_beginning() -> None:
     assert bench.drafts(0, num) == [8, 9] * (num // 2) + [8] * (num % 2) and num == MAX_DRAFTS
 
 
+def test_matches_that_agree_or_not_have_chances_of_their_own() -> None:
+    """Drafts follow the latest place with token 5. What came after the others tells their kind."""
+    for before, kind in (([5, 6], 1), ([5, 7], 2), ([5, 7, 5, 7], 3)):
+        bench = Bench([*before, 5, 6, 8, 5], slope=0)
+        assert bench.choose(0, limits=2) == [2] and bench.drafts(0, 2) == [6, 8]
+        assert list(bench.drafter._guesses[0].num_matched) == [kind * NEXT_KIND + 1, kind * NEXT_KIND + 2]
+        chances = Chances()
+        for row in range(9):
+            chances.learn(row, Guess(0, [6], [kind * NEXT_KIND + 1]), [7])
+        of_kind, of_other, before_any = (
+            c.of(99, [k])[0] for c, k in ((chances, kind * NEXT_KIND + 1), (chances, 1), (Chances(), 1))
+        )
+        assert 2 * of_kind < of_other < before_any  # all kinds of a length learn, and this one most
+
+
 # -- drafts from other sequences ---------------------------------------------------------------------------------------
 
 
@@ -357,7 +372,21 @@ def test_a_draft_model_drafts_only_if_it_pays(draft_s: float, num_right: list[in
     limit = drafting_limit(draft_s)
     for _ in range(300):
         limit.learn(15, num_right)
-    assert {limit.choose(1, 15) for _ in range(DraftLimit.PROBE_INTERVAL - 1)} == {expected}
+    assert {limit.choose(1, 15) for _ in range(DraftLimit.FIRST_PROBE - 1)} == {expected}
+
+
+def test_drafts_that_do_not_pay_are_tried_again_ever_more_rarely() -> None:
+    limit = drafting_limit(0.02)
+    for _ in range(300):
+        limit.learn(15, [0])
+    tried = [i for i in range(1, 200) if limit.choose(1, 15)]
+    assert np.diff([0, *tried]).tolist() == [4, 8, 16, 32, 64, 64]
+    for _ in range(300):
+        limit.learn(15, [7])
+    assert limit.choose(1, 15) > 1
+    for _ in range(3000):
+        limit.learn(15, [0])
+    assert [limit.choose(1, 15) for _ in range(4)] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("num_right", "deeper"), [(1, True), (0, False)])

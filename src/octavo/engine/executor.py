@@ -23,7 +23,8 @@ class GrammarDrafts(NamedTuple):
     """Guesses of a sequence's next tokens within its grammar.
 
     tokens       the drafts
-    num_matched  of each: length of the earlier match that it continues; 0: the grammar allows no other bytes
+    num_matched  of each: length of the earlier match that it continues, and NEXT_KIND times its kind more; 0: the
+                 grammar allows no other bytes
     """
 
     tokens: Seq[int] = ()

@@ -98,17 +98,18 @@ class RequestGrammar:
         """
         import numpy as np
 
-        from octavo.engine.suffixes import match_suffix
+        from octavo.engine.suffixes import NEXT_KIND, match_suffix
 
         tokens = np.array(sequence.token_ids, dtype=np.int32)
         drafts: list[int] = []
         num_matched: list[int] = []
         matcher, matchers = self.matcher(sequence), list[Matcher]()
         while len(drafts) < limit:
-            length, begin = match_suffix(tokens)
+            length, begin, kind = match_suffix(tokens)
             found = tokens[begin : begin + limit - len(drafts)].tolist() if length else []
             if num := matcher.num_allowed(found):
-                num_matched += range(length, length + num)
+                first = kind * NEXT_KIND + length
+                num_matched += range(first, first + num)
             else:
                 found = matcher.forced_tokens()[: limit - len(drafts)]
                 num = matcher.num_allowed(found)

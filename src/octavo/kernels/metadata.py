@@ -41,6 +41,10 @@ class RaggedBatch:
                    [num_seqs] int32, tokens that a sequence shares with the one before it: whole leading blocks, equal
                    in both block tables, without the last token of either; 0 for the first sequence. The GPU's kernels
                    may read these blocks once for both. None: unknown
+    lines_per_row  if several: each so many sequences, from the first on, are lines of one row of the engine. A line is
+                   one query. The i-th has a context i longer than the first, or length 0; the output of a line of
+                   length 0 before others is of any value. Block tables of a row agree as far as they are filled. The
+                   GPU's kernels may read a row's keys once for several lines
     """
 
     positions: Tensor
@@ -53,6 +57,7 @@ class RaggedBatch:
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     fixed_split: bool = False
     common_prefix_lens: Tensor | None = None
+<<<<<<< HEAD
     window_tables: Tensor | None = None
     window_slots: Tensor | None = None
 
@@ -77,6 +82,9 @@ class RaggedBatch:
     @property
     def num_groups(self) -> int:
         return 1 if self.window_tables is None else 1 + len(self.window_tables)
+=======
+    lines_per_row: int = 1
+>>>>>>> main
 
     @property
     def num_seqs(self) -> int:

@@ -240,10 +240,10 @@ class DecodeInputs:
         sampling = replace(sampling, all_greedy=False, any_filter=True)
         return cls(step_counter, rows, depths, ends, make(n), make(n), batch, sampling)
 
-    def first(self, num_lines: int, *, cascade: bool = False) -> DecodeInputs:
+    def first(self, num_lines: int, *, cascade: bool = False, lines_per_row: int = 1) -> DecodeInputs:
         """The first `num_lines` lines, as views, with an empty `RaggedBatch.derived`.
 
-        cascade: compute `RaggedBatch.common_prefix_lens`, for cascade attention
+        cascade: compute `RaggedBatch.common_prefix_lens`, for cascade attention; lines_per_row: of that batch
         """
         n, batch = num_lines, self.batch
         part = RaggedBatch(
@@ -257,8 +257,12 @@ class DecodeInputs:
             common_prefix_lens=batch.common_prefix_lens[:n]
             if cascade and batch.common_prefix_lens is not None
             else None,
+<<<<<<< HEAD
             window_tables=None if batch.window_tables is None else batch.window_tables[:, :n],
             window_slots=None if batch.window_slots is None else batch.window_slots[:, :n],
+=======
+            lines_per_row=lines_per_row,
+>>>>>>> main
         )
         sampling = self.sampling.first(n)
         rows, depths, ends = self.rows[:n], self.depths[:n], self.ends[:n]

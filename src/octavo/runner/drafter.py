@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.engine.executor import GrammarDrafts
-from octavo.engine.suffixes import MAX_MATCH, match_suffix
+from octavo.engine.suffixes import MAX_MATCH, NEXT_KIND, match_suffix
 from octavo.kernels.row_state import MAX_DRAFTS, RowState
 from octavo.runner.drafts.shared_suffixes import SharedSuffixes
 from octavo.runner.streams import Timer
@@ -33,10 +33,12 @@ FIRST_DRAFT = 0.2
 """Cost of a draft model's pass before any is measured, likewise."""
 DECAY_OF_TIMES, DECAY_OF_CHANCES, DECAY_OF_ROWS, DECAY_OF_LIMITS = 0.97, 0.995, 0.9, 0.99
 NO_GRAMMARS: Mapping[int, GrammarDrafts] = {}
-SHARED = MAX_MATCH + MAX_DRAFTS
-"""Added to the length of a match in a shared document: its drafts have chances of their own."""
+SHARED = 4 * NEXT_KIND
+"""Added to the length of a match in a shared document: its drafts have chances of their own, as kinds have."""
 ROW_WEIGHT = 1.0
 """Right drafts that each row begins with, in place of experience."""
+KIND_WEIGHT = 2.0
+"""Drafts that a kind of match begins with, likewise: so many, right as often as those of its length are."""
 
 
 class PassTimes:
@@ -106,8 +108,9 @@ class Guess(NamedTuple):
 
     position     that of the last token when it was made
     tokens       may be more than were computed
-    num_matched  of each token: length of the match that it continues, and SHARED more if it is in a shared document; 0:
-                 its bytes are the only ones of the grammar
+    num_matched  of each token: length of the match that it continues, and NEXT_KIND times its kind more (see
+                 `match_suffix`), or SHARED more if it is in a shared document; 0: its bytes are the only ones of the
+                 grammar
     """
 
     position: int
@@ -116,19 +119,21 @@ class Guess(NamedTuple):
 
 
 class Chances:
-    """How likely a draft is right if those before it are: by the length of its match, and by the row's luck so far."""
+    """How likely a draft is right if those before it are: by length and kind of its match, and by the row's luck."""
 
     def __init__(self) -> None:
-        lengths = np.arange(2 * SHARED) % SHARED
+        lengths = np.arange(SHARED + NEXT_KIND) % NEXT_KIND
+        self._common = np.arange(len(lengths))  # where all kinds of a length count together
+        self._common[:SHARED] = lengths[:SHARED]
         self._right, self._tried = np.where(lengths, 0.9 - 0.7 / lengths.clip(1), 0.9) * 4, np.full(len(lengths), 4.0)
+        self._kind_right, self._kind_tried = np.zeros(len(lengths)), np.zeros(len(lengths))
         self._rows: dict[int, tuple[float, float]] = {}  # row -> drafts that were right, drafts expected to be
 
     def of(self, row: int, num_matched: Sequence[int]) -> np.ndarray:
         """Of each draft -> [num_drafts]. num_matched: see `Guess`"""
         right, expected = self._rows.get(row, (0.0, 0.0))
-        common = (self._right / self._tried)[list(num_matched)]
         luck = (right + ROW_WEIGHT) / (expected + ROW_WEIGHT)
-        chances: np.ndarray = np.minimum(common * luck, 0.98)
+        chances: np.ndarray = np.minimum(self._of_kinds(list(num_matched)) * luck, 0.98)
         return chances
 
     def learn(self, row: int, guess: Guess, tokens: list[int]) -> None:
@@ -136,12 +141,23 @@ class Chances:
         for i, draft, token in zip(guess.num_matched, guess.tokens, tokens, strict=False):
             right, expected = self._rows.get(row, (0.0, 0.0))
             is_right = draft == token
-            chance = self._right[i] / self._tried[i]
+            chance = float(self._of_kinds([i])[0])
             self._rows[row] = DECAY_OF_ROWS * right + is_right, DECAY_OF_ROWS * expected + chance
-            self._right[i] = DECAY_OF_CHANCES * self._right[i] + is_right
-            self._tried[i] = DECAY_OF_CHANCES * self._tried[i] + 1
+            for place, num_right, num_tried in (
+                (self._common[i], self._right, self._tried),
+                (i, self._kind_right, self._kind_tried),
+            ):
+                num_right[place] = DECAY_OF_CHANCES * num_right[place] + is_right
+                num_tried[place] = DECAY_OF_CHANCES * num_tried[place] + 1
             if not is_right:
                 break
+
+    def _of_kinds(self, num_matched: list[int]) -> np.ndarray:
+        """Without luck. A kind begins with the chance of its length."""
+        common = self._common[num_matched]
+        weighted = KIND_WEIGHT * self._right[common] / self._tried[common]
+        chances: np.ndarray = (self._kind_right[num_matched] + weighted) / (self._kind_tried[num_matched] + KIND_WEIGHT)
+        return chances
 
     def forget(self, rows: Iterable[int]) -> None:
         for row in rows:
@@ -211,15 +227,16 @@ class Drafter:
         if last is not None and last.position < position:
             self._chances.learn(row, last, history[last.position + 1 :].tolist())
         if drafts is None:
-            num_matched, begin = match_suffix(history)
+            num_matched, begin, kind = match_suffix(history)
             following = history[begin : begin + num]
             tokens = (following if len(following) == num else np.resize(following, num)).tolist()
             if self._shared is not None:
                 num_shared, shared = self._shared.match(row, history) if num_matched < MAX_MATCH else (0, [])
                 self._shared.extend(row, history)
                 if num_shared > num_matched:
-                    num_matched, tokens = SHARED + num_shared, shared[:num]
-            drafts = GrammarDrafts(tokens, range(num_matched, num_matched + num)) if num_matched else GrammarDrafts()
+                    num_matched, kind, tokens = num_shared, SHARED // NEXT_KIND, shared[:num]
+            first = kind * NEXT_KIND + num_matched
+            drafts = GrammarDrafts(tokens, range(first, first + num)) if num_matched else GrammarDrafts()
         guess = self._guesses[row] = Guess(position, *drafts)
         return guess
 
@@ -274,8 +291,8 @@ class DraftLimit:
     """
 
     CHOICES = (0, 1, 3, 7, 15)
-    PROBE_INTERVAL = 64
-    """Plans without drafts between two that try one draft."""
+    FIRST_PROBE, PROBE_INTERVAL = 4, 64
+    """A plan with one draft after so many without: first, and at most. The interval doubles from one to the next."""
 
     def __init__(self, make_timer: Callable[[], Timer | None] | None, *, drafts_cost: bool = False) -> None:
         """drafts_cost: a model makes them, within the pass"""
@@ -283,7 +300,7 @@ class DraftLimit:
         self.timers = PassTimers(make_timer)
         self._tried = np.zeros(MAX_DRAFTS)  # by depth: drafts after right ones
         self._right = np.zeros(MAX_DRAFTS)  # of these, the right ones
-        self._num_plain = 0
+        self._num_plain, self._interval = 0, self.FIRST_PROBE
 
     def choose(self, num_lines: int, most: int) -> int:
         """Drafts of each sequence. num_lines: of a pass without drafts; most: drafts, by the plan and by memory"""
@@ -292,8 +309,14 @@ class DraftLimit:
         choices = [num for num in self.CHOICES if num <= most]
         rates = [(1 + gains[num]) / self.times.predict(num_lines * (1 + num), num) for num in choices]
         best = choices[int(np.argmax(rates))]
-        self._num_plain = 0 if best else self._num_plain + 1
-        return best if best or self._num_plain % self.PROBE_INTERVAL or len(choices) == 1 else choices[1]
+        if best or len(choices) == 1:
+            self._num_plain, self._interval = 0, self.FIRST_PROBE
+            return best
+        self._num_plain += 1
+        if self._num_plain < self._interval:
+            return 0
+        self._num_plain, self._interval = 0, min(2 * self._interval, self.PROBE_INTERVAL)
+        return choices[1]
 
     def learn(self, num_drafts: int, num_right: Sequence[int]) -> None:
         """num_right: of each sequence of a pass"""

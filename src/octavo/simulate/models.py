@@ -57,6 +57,11 @@ class ModelShape:
         )
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Sliding window of each layer, as of `ModelSpec`."""
+        return self.spec.windows if self.spec else ()
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 

@@ -32,6 +32,7 @@ def on_device(batch: RaggedBatch) -> RaggedBatch:
         batch.max_query_len,
         batch.max_seq_len,
         fixed_split=batch.fixed_split,
+        lines_per_row=batch.lines_per_row,
     )
 
 

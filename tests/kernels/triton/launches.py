@@ -34,11 +34,13 @@ def attend(
     return_lse: bool = False,
     fixed_split: bool = False,
     cascade: bool = False,
+    lines_per_row: int = 1,
 ) -> None:
     """Two layers of one step: the second finds the schedule that the first made."""
     num_heads, num_kv_heads, head_dim = heads
     tables = [[1] * cdiv(n, block_size) for n in seq_lens]
     batch = replace(RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size), fixed_split=fixed_split)
+    batch = replace(batch, lines_per_row=lines_per_row)
     if cascade:
         batch = replace(batch, common_prefix_lens=torch.zeros(len(seq_lens), dtype=torch.int32))
     kv = torch.empty(3, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
@@ -60,6 +62,14 @@ def decode_with_other_settings() -> None:
     attend(ones, lens, window=128)
     attend(ones, lens, window=128, fixed_split=True, return_lse=True)
     attend(ones, lens, dtype=F16, block_size=64, return_lse=True)
+
+
+def decode_with_drafts() -> None:
+    """Few and many rows, with the lines of one pack and of several."""
+    for heads, num_rows, lines in ((QWEN_05B, 40, 2), (QWEN3, 1, 9), (LLAMA, 64, 5), (LLAMA, 1, 4), (SMALL, 8, 3)):
+        attend([1] * num_rows * lines, [300] * num_rows * lines, heads, lines_per_row=lines)
+    attend([1] * 64, [300] * 64, window=128, return_lse=True, lines_per_row=4)
+    attend([1] * 64, [600] * 64, fixed_split=True, lines_per_row=4)
 
 
 def cascade() -> None:
@@ -183,6 +193,7 @@ def one_small_step() -> None:
 LAUNCHES: tuple[Callable[[], None], ...] = (
     decode,
     decode_with_other_settings,
+    decode_with_drafts,
     cascade,
     prefill,
     linear,

@@ -202,7 +202,6 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // Bytes of a tile that are multiplied with all rows while they are in a near cache, for one block of rows and for
 // several. Meanwhile, the next ones are prefetched.
 constexpr long FEW_STEP_BYTES = 8 << 10, STEP_BYTES = 32 << 10;
-constexpr long AHEAD = 4096;     // bytes to prefetch ahead where all are read once: used about half a microsecond later
 constexpr long MAX_CHUNK = 256;  // rows of x at a time: their sums stay in the second-level cache
 constexpr int INT8_TILE = 64;
 
@@ -387,8 +386,9 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
             long count = std::min(max_count, num_steps - k);
             const char *now = tile + k * 4 * TILE;
             for (long block = 0; block < num_blocks; block++) {
-                long lines = (LINES + num_blocks - 1) / num_blocks;  // of the next steps
-                const char *ahead = now + (reads_once ? AHEAD : count * 4 * TILE + block * lines * count * 64);
+                // Of the next steps. The processor itself sees best what comes where all is read once, in order.
+                long lines = reads_once ? 0 : (LINES + num_blocks - 1) / num_blocks;
+                const char *ahead = now + count * 4 * TILE + block * lines * count * 64;
                 if (block * lines >= LINES) lines = 0;
                 long row = block * block_rows;
                 take_rows<K, TILE>(std::min<long>(block_rows, num_rows - row), now, x.words + row * x.stride + k, x.stride,
@@ -649,9 +649,11 @@ template <bool WHOLE, class T> inline void spread_row(const T *row, long i, long
     spread(padded, to);
 }
 
-// Attention of HEADS heads from `first` on over keys [0, n) of a block.
-template <int HEADS, bool WHOLE, class T>
+// Attention of HEADS heads from `first` on over keys [0, n) of a block. FIXED: the size, if it is known when this
+// is compiled and small enough for the queries to stay in registers; else 0.
+template <int HEADS, bool WHOLE, int FIXED, class T>
 void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long n, long size) {
+    if constexpr (FIXED > 0) size = FIXED;
     Floats products[HEADS][CHUNK] = {};
     for (long j = 0; j < n; j++) {
         Floats sums[HEADS][SUMS] = {};
@@ -672,11 +674,13 @@ void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long 
         memcpy(weights[h], &scores, sizeof scores);
         std::fill(weights[h] + n, weights[h] + CHUNK, -INFINITY);
         float &highest = heads.highest[first + h], &total = heads.total[first + h];
-        float best = *std::max_element(weights[h], weights[h] + n);
+        float best = -INFINITY;
+#pragma omp simd reduction(max : best)
+        for (int j = 0; j < CHUNK; j++) best = std::max(best, weights[h][j]);
         if (!(best <= highest)) {
             float shrink = exp_of_negative(highest - best);
             total *= shrink, highest = best;
-            for (float &weighted : heads.weighted[first + h]) weighted *= shrink;
+            for (long i = 0; i < (size + WIDTH<T> - 1) / WIDTH<T> * WIDTH<T>; i++) heads.weighted[first + h][i] *= shrink;
         }
         for (int j = 0; j < CHUNK; j++) weights[h][j] = exp_of_negative(weights[h][j] - highest);
         total += sum(load<Floats>(weights[h]));
@@ -694,13 +698,13 @@ void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long 
     }
 }
 
-template <bool WHOLE, class T>
+template <bool WHOLE, int FIXED, class T>
 void attend_chunk_of(int num_heads, Heads &heads, int first, const T *keys, const T *values, long n, long size) {
     switch (num_heads) {
-        case 1: return attend_chunk<1, WHOLE>(heads, first, keys, values, n, size);
-        case 2: return attend_chunk<2, WHOLE>(heads, first, keys, values, n, size);
-        case 3: return attend_chunk<3, WHOLE>(heads, first, keys, values, n, size);
-        default: return attend_chunk<MAX_HEADS, WHOLE>(heads, first, keys, values, n, size);
+        case 1: return attend_chunk<1, WHOLE, FIXED>(heads, first, keys, values, n, size);
+        case 2: return attend_chunk<2, WHOLE, FIXED>(heads, first, keys, values, n, size);
+        case 3: return attend_chunk<3, WHOLE, FIXED>(heads, first, keys, values, n, size);
+        default: return attend_chunk<MAX_HEADS, WHOLE, FIXED>(heads, first, keys, values, n, size);
     }
 }
 
@@ -722,7 +726,9 @@ void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, lo
         memset(heads.weighted[g], 0, sizeof heads.weighted[g]);
         heads.highest[g] = -INFINITY, heads.total[g] = 0;
     }
-    auto attend = a.head_dim % STEP<T> ? attend_chunk_of<false, T> : attend_chunk_of<true, T>;
+    auto attend = a.head_dim % STEP<T> ? attend_chunk_of<false, 0, T>
+                  : a.head_dim == 64   ? attend_chunk_of<true, 64, T>
+                                       : attend_chunk_of<true, 0, T>;
     auto keys_at = [&](long key) {
         long block = a.tables[seq * a.table_width + key / a.block_size];
         return kv_layer + block * a.block_stride + head * row_size + key % a.block_size * a.head_dim;

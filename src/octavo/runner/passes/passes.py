@@ -136,14 +136,15 @@ class Passes:
                 self._capture(PassShape(num_slices, cascade=cascade))
 
     def run_all_variants(self) -> None:
-        """Run a pass of each variant that `capture_all` captures, with inactive rows.
+        """Run a pass of each variant that `capture_all` captures, and of those with a draft, with inactive rows.
 
         Decode kernels differ only by powers of two of the number of rows, so one size runs for each.
         """
         shapes = [PassShape(size) for size in self._prefill_sizes.sizes]
-        for cascade, sizes in ((False, self._decode_sizes), (True, self._cascade_sizes)):
-            by_power = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(sizes)}
-            shapes += [PassShape(num_slices, cascade=cascade) for num_slices in by_power.values()]
+        drafted = self._decode_sizes if self.draft_model or self._state.rows.history.numel() else []
+        for each, cascade, sizes in (1, False, self._decode_sizes), (1, True, self._cascade_sizes), (2, False, drafted):
+            by_power = {(num - 1).bit_length(): each * num for num in reversed(sizes) if each * num <= self.max_lines}
+            shapes += [PassShape(size, cascade=cascade, num_drafts=each - 1) for size in by_power.values()]
         shapes.append(PassShape(self._decode_sizes[-1], logprobs=True))  # compiled here, captured on first use
         for shape in shapes:
             with self._harmless(shape):
@@ -222,8 +223,9 @@ class Passes:
         """Each call makes a new batch: values that kernels derive from it belong to its graph."""
         state, ops, size = self._state, self._platform.ops, shape.size
         if isinstance(size, int):
-            inputs = self.inputs.first(size, cascade=shape.cascade)
             each = 1 + shape.num_drafts
+            lines_per_row = 1 if self._platform.is_host else each  # the host chooses each row's own number
+            inputs = self.inputs.first(size, cascade=shape.cascade, lines_per_row=lines_per_row)
             if self.draft_model is not None:
                 self.draft_model.propose(state.rows, inputs.rows[::each], inputs.ends[::each], shape.num_drafts)
             elif shape.num_drafts and not self._platform.is_host:

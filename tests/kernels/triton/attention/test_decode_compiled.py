@@ -28,10 +28,11 @@ def types_of(kernel: Any) -> dict[str, str]:
     return {"scale": "fp32"} | {name: kind for name, kind in POINTERS.items() if name in kernel.arg_names}
 
 
-def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False) -> Any:
+def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False, queries: int = 1) -> Any:
     constants = {
         "NUM_KV_HEADS": 8,
         "GROUP": group,
+        "QUERIES": queries,
         "BLOCK_SIZE": 16,
         "HEAD_DIM": head_dim,
         "TILE": tuning.tile,
@@ -65,6 +66,15 @@ def test_all_programs_of_decode_are_resident(group: int, head_dim: int, num_seqs
     tuning = decode_tuning(torch.empty(num_seqs, 8 * group, head_dim, dtype=torch.bfloat16), num_seqs)
     kernel = compile_decode(tuning, group, head_dim, cascaded=cascaded)
     assert check_resident(kernel, tuning) <= 8  # a value that the loop over keys does not use
+
+
+@pytest.mark.parametrize(("group", "head_dim", "wide"), [(1, 128, 0), (4, 128, 0), (4, 128, 1), (7, 64, 0)])
+@pytest.mark.parametrize("num_packs", [1, 256])
+def test_all_programs_of_packed_decode_are_resident(group: int, head_dim: int, wide: bool, num_packs: int) -> None:
+    q = torch.empty(num_packs, 8 * group, head_dim, dtype=torch.bfloat16)
+    tuning = decode_tuning(q, num_packs, packed=True, wide=wide)
+    kernel = compile_decode(tuning, group, head_dim, queries=(decode.MATRIX_ROWS << wide) // group)
+    assert check_resident(kernel, tuning) <= 112  # addresses of rows, which the loop over keys does not use
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (7, 64)])

@@ -66,6 +66,6 @@ def test_every_tile_belongs_to_one_program(num_seqs: int, programs_per_sm: int, 
             for (head, index), programs in programs_of.items()
             if len(programs) > 1
         ]
-        found = [column for column in schedule.merges.T.tolist() if column[0] >= 0]
+        found = [column for column in schedule.merges[:5].T.tolist() if column[0] >= 0]
         assert len(schedule.merges[0]) == (3 * num_seqs if schedule.num_sharers > MAX_INLINE_MERGE else 0)
         assert sorted(found) == (sorted(merges) if schedule.num_sharers > MAX_INLINE_MERGE else [])

@@ -13,6 +13,10 @@ at most two sequences, its first and its last. If few programs share a sequence,
 parts; if many do, `_combine` merges them in parallel. The idea is LeanAttention's (arXiv 2405.10480). The
 schedule is computed on the device once a step (`decode_schedule`), so a CUDA graph replays with other lengths.
 
+A row with drafts has several lines, each a sequence with one query (`RaggedBatch.lines_per_row`). Neighbouring lines of
+a row are a pack: their queries are further rows of the same matrix product, which has room for MATRIX_ROWS, and their
+keys are read once. Above, a pack then stands in place of a sequence.
+
 The last bits of a result depend on the batch, because the other sequences decide where a sequence is cut. With
 `fixed_split`, each sequence is cut every SPLIT_KEYS keys from its own beginning, and its parts are merged in order.
 """
@@ -35,6 +39,7 @@ from octavo.kernels.triton.attention.cascade import (
     merge_prefix,
 )
 from octavo.kernels.triton.attention.decode_schedule import (
+    PACK_QUERIES,
     PREFIX_TILES,
     PROGRAM_BEGIN,
     ROW_SIZE,
@@ -42,9 +47,11 @@ from octavo.kernels.triton.attention.decode_schedule import (
     SPLIT_KEYS,
     DecodeSchedule,
     DecodeTuning,
+    can_widen,
     decode_tuning,
     load_segment,
     make_decode_schedule,
+    make_packs,
 )
 from octavo.kernels.triton.attention.kv_tile import load_kv_tile, locate_keys
 from octavo.kernels.triton.attention.softmax import LOG2_E, MIN_SCORE, padded_size
@@ -55,6 +62,10 @@ from octavo.kernels.triton.launch import (
     pdl_options,
     wait_for_predecessor,
 )
+
+MATRIX_ROWS = 16
+"""Rows of the matrix product with a tile of keys: query heads of a group, for each query of a pack. Twice as many, in
+two warps, where they do not hold a row's lines and a tile is no larger: 8 lines of 256 rows then take half the time."""
 
 
 def decode_attention(
@@ -77,7 +88,12 @@ def decode_attention(
     tuning, cascade  default: the fastest that were measured
     """
     num_kv_heads, group_size, head_dim = kv_layer.shape[2], q.shape[1] // kv_layer.shape[2], q.shape[2]
-    tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else batch.num_seqs)
+    # A fixed split begins at a line's own first key, so lines with a window have no splits in common.
+    can_pack = decode_only and batch.common_prefix_lens is None and not (batch.fixed_split and window)
+    is_wide = batch.lines_per_row * group_size > MATRIX_ROWS and not batch.fixed_split and can_widen(q)
+    packs = make_packs(batch, (MATRIX_ROWS << is_wide) // group_size if can_pack else 1)
+    is_packed = packs.capacity > 1 and not batch.fixed_split
+    tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else packs.num, packed=is_packed, wide=is_wide)
     split_tiles = SPLIT_KEYS // tuning.tile if batch.fixed_split else 0
     chosen_cascade = None
     if batch.common_prefix_lens is not None and decode_only and not window and not split_tiles:
@@ -88,7 +104,7 @@ def decode_attention(
     early = schedule is not None
     if schedule is None:
         schedule = batch.derived[key] = make_decode_schedule(
-            batch, tuning, split_tiles, num_kv_heads, group_size, head_dim, window, chosen_cascade
+            batch, tuning, split_tiles, num_kv_heads, group_size, head_dim, window, chosen_cascade, packs
         )
     if schedule.cascade is not None:
         cascade_attention(q, kv_layer, batch, schedule.cascade, scale=scale, early=early)
@@ -139,6 +155,7 @@ def _launch_decode(
         batch.block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=q.shape[1] // num_kv_heads,
+        QUERIES=schedule.packs.capacity,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         TILE=tuning.tile,
@@ -167,8 +184,8 @@ def _launch_combine(
 ) -> None:
     num_heads, head_dim = out.shape[1:]
     group_size = num_heads // num_kv_heads
-    num_merges = schedule.num_merges
-    _combine[(num_merges + (batch.num_seqs if decode_only else 0), group_size)](
+    num_merges, packs = schedule.num_merges, schedule.packs
+    _combine[(num_merges + (batch.num_seqs if decode_only else 0), group_size * packs.queries)](
         out,
         lse,
         schedule.partial,
@@ -179,6 +196,7 @@ def _launch_combine(
         num_merges,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group_size,
+        QUERIES=packs.capacity,
         HEAD_DIM=head_dim,
         PARTS_PER_STEP=16 if split_tiles or schedule.num_sharers <= 16 else 64,
         SLOTS_PER_PART=1 if split_tiles else 2,
@@ -225,6 +243,7 @@ def _decode(
     table_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -240,6 +259,7 @@ def _decode(
 ):
     """The tiles of one program. scale is for scores in base 2.
 
+    QUERIES: most queries of a pack. Row r of a product is query head r % GROUP of query r // GROUP.
     USE_PDL: the program loads its schedule before it waits for its predecessor, and lets its successor start when only
     results are left to write.
     """
@@ -254,7 +274,9 @@ def _decode(
     prefix_tiles = 0
     if USE_CASCADE:
         prefix_tiles = tl.load(start_ptr + PREFIX_TILES)
-    row = tl.arange(0, 16)  # a matrix product has at least 16 rows; those past the group are padding
+    if QUERIES > 1:
+        num_queries = tl.load(start_ptr + PACK_QUERIES)
+    row = tl.arange(0, padded_size(GROUP * QUERIES, 16))  # a product has at least 16 rows; the last ones are padding
     column = tl.arange(0, padded_size(HEAD_DIM, 16))
     key = tl.arange(0, TILE)
     in_group = row < GROUP
@@ -268,8 +290,16 @@ def _decode(
         if SPLIT_TILES:
             num_taken = SPLIT_TILES
             slot = cursor // SPLIT_TILES
+        first_len = seq_len
+        row_len = seq_len
+        rows_end = GROUP
+        if QUERIES > 1:
+            first_len = seq_len - num_queries + 1
+            row_len = tl.minimum(first_len + row // GROUP, seq_len)
+            rows_end = GROUP * num_queries
+            in_group = row < rows_end
         first_key, key_begin, key_end = _key_range(
-            tile - seq_begin, num_taken, prefix_tiles, seq_len, window, TILE, SLIDING_WINDOW, USE_CASCADE
+            tile - seq_begin, num_taken, prefix_tiles, first_len, seq_len, window, TILE, SLIDING_WINDOW, USE_CASCADE
         )
         table = block_tables + seq.to(tl.int64) * table_stride
         last_block = (key_end - 1) // BLOCK_SIZE
@@ -281,19 +311,26 @@ def _decode(
         next_begin, next_end, next_len, next_token, next_seq = load_segment(segments + segment * ROW_SIZE)
         if USE_CASCADE:
             prefix_tiles = tl.load(segments + segment * ROW_SIZE + PREFIX_TILES)
+        if QUERIES > 1:
+            num_queries = tl.load(segments + segment * ROW_SIZE + PACK_QUERIES)
 
         if USE_PDL:  # noqa: SIM102 (one is a compile-time constant, the other is not)
             if cursor == begin:
                 gdc_wait()
         heads = head * GROUP + row
+        q_rows = q + token * q_token_stride
+        if QUERIES > 1:
+            heads = head * GROUP + row % GROUP
+            q_rows += (row // GROUP)[:, None] * q_token_stride
         queries = tl.load(
-            q + token * q_token_stride + heads[:, None] * q_head_stride + column[None, :],
+            q_rows + heads[:, None] * q_head_stride + column[None, :],
             mask=in_group[:, None] & in_head[None, :],
             other=0.0,
         )
         row_max, row_sum, acc = _attend(
-            queries, kv, table, block_ids, key_begin, key_end, first_key, head, scale, kv_block_stride,
-            kv_value_stride, kv_head_stride, BLOCK_SIZE, HEAD_DIM, TILE, STAGES,
+            queries, kv, table, block_ids, key_begin, key_end, first_key, row_len, window, head, scale,
+            kv_block_stride, kv_value_stride, kv_head_stride,
+            BLOCK_SIZE, HEAD_DIM, TILE, STAGES, QUERIES > 1, SLIDING_WINDOW,
         )  # fmt: skip
         next_cursor = cursor + num_taken + tl.where(ends_segment, SEQ_OVERHEAD, 0)
         if USE_PDL:  # noqa: SIM102
@@ -308,18 +345,21 @@ def _decode(
                     NUM_KV_HEADS, GROUP, HEAD_DIM,
                 )  # fmt: skip
             out_row = token * NUM_KV_HEADS * GROUP + heads
+            if QUERIES > 1:
+                out_row += row // GROUP * (NUM_KV_HEADS * GROUP)
             softmax.write_rows(out, lse, out_row, column, row_max, row_sum, acc, in_group, HEAD_DIM, WITH_LSE)
         else:
-            offset = (slot * GROUP + row) * HEAD_DIM
-            ml_offset = slot * 2 * GROUP + row
+            offset = (slot * (GROUP * QUERIES) + row) * HEAD_DIM
+            ml_offset = slot * 2 * (GROUP * QUERIES) + row
             softmax.store_part(
-                partial, partial_ml, offset, ml_offset, row_max, row_sum, acc, in_group, column, HEAD_DIM, GROUP
-            )
+                partial, partial_ml, offset, ml_offset, row_max, row_sum, acc, in_group, column, HEAD_DIM,
+                GROUP * QUERIES,
+            )  # fmt: skip
             if MERGE_INLINE:
                 _merge_if_last(
-                    out, lse, partial, partial_ml, arrivals, token, head, head * num_tiles + seq_begin,
+                    out, lse, partial, partial_ml, arrivals, token, head, rows_end, head * num_tiles + seq_begin,
                     head * num_tiles + seq_end, tiles_per_program, prefix,
-                    NUM_KV_HEADS, GROUP, HEAD_DIM, SEQ_OVERHEAD, WITH_LSE, USE_CASCADE,
+                    NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM, SEQ_OVERHEAD, WITH_LSE, USE_CASCADE,
                 )  # fmt: skip
         cursor = next_cursor
         seq_begin, seq_end, seq_len, token, seq = next_begin, next_end, next_len, next_token, next_seq
@@ -335,13 +375,16 @@ def _decode(
 
 @triton.jit
 def _key_range(
-    first_tile, num_tiles, prefix_tiles, seq_len, window,
+    first_tile, num_tiles, prefix_tiles, first_len, seq_len, window,
     TILE: tl.constexpr, SLIDING_WINDOW: tl.constexpr, USE_CASCADE: tl.constexpr,
 ):  # fmt: skip
-    """(first visible key, first key, end key) of tiles of a segment. A window may begin inside the first tile."""
+    """(first visible key, first key, end key) of tiles of a segment. A window may begin inside the first tile.
+
+    first_len, seq_len: context lengths of the first line of a pack and of the last
+    """
     first_key = 0
     if SLIDING_WINDOW:
-        first_key = tl.maximum(seq_len - window, 0)
+        first_key = tl.maximum(first_len - window, 0)
         first_tile += first_key // TILE
     if USE_CASCADE:
         first_tile += prefix_tiles
@@ -351,11 +394,13 @@ def _key_range(
 
 @triton.jit
 def _attend(
-    queries, kv, table, block_ids, begin, end, first_key, head, scale, block_stride, value_stride, head_stride,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    queries, kv, table, block_ids, begin, end, first_key, row_len, window, head, scale, block_stride, value_stride,
+    head_stride, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one token's queries over the keys [begin, end), without those before `first_key`.
+    """Attention of one token's queries, or of a pack's, over the keys [begin, end), without those before `first_key`.
 
+    row_len: [rows], the context length of each row of a pack; others have that of the last.
     block_ids: the blocks of the first tile's keys. Written for Triton's pipeliner: one loop without masks on its loads
     (a mask cost 1 to 10 %). Positions outside the range are clamped to its ends.
     """
@@ -371,18 +416,26 @@ def _attend(
         block_ids = tl.load(table + tl.minimum((start + TILE + key) // BLOCK_SIZE, last_block))
         keys = load_kv_tile(kv, offset, column, 0, None, HEAD_DIM, False)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(visible[None, :], scores, -float("inf"))
+        if PACKED:
+            in_context = (start + key)[None, :] < row_len[:, None]
+            if SLIDING_WINDOW:
+                in_context &= (start + key)[None, :] >= row_len[:, None] - window
+            scores = tl.where(in_context, scores, -float("inf"))
+        else:
+            scores = tl.where(visible[None, :], scores, -float("inf"))
         row_max, row_sum, weights, rescale = softmax.update(scores, row_max, row_sum, 1.0)
         values = load_kv_tile(kv, offset, column, value_stride, None, HEAD_DIM, False)
+        if PACKED:  # a later draft's may be non-finite: times weight 0, it would spoil the lines before it
+            values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
         acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
     return row_max, row_sum, acc
 
 
 @triton.jit
 def _merge_if_last(
-    out, lse, partial, partial_ml, arrivals, token, head, begin, end, tiles_per_program, prefix,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SEQ_OVERHEAD: tl.constexpr,
-    WITH_LSE: tl.constexpr, USE_CASCADE: tl.constexpr,
+    out, lse, partial, partial_ml, arrivals, token, head, rows_end, begin, end, tiles_per_program, prefix,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SEQ_OVERHEAD: tl.constexpr, WITH_LSE: tl.constexpr, USE_CASCADE: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a (head, segment) with the tiles [begin, end), if all other programs have stored theirs."""
     first = begin // tiles_per_program
@@ -393,30 +446,31 @@ def _merge_if_last(
         first_slot = (first * tiles_per_program < begin - SEQ_OVERHEAD).to(tl.int32)
         out_row = token * NUM_KV_HEADS * GROUP + head * GROUP
         _merge(
-            out, lse, partial, partial_ml, first, last, first_slot, out_row, head, prefix,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, WITH_LSE, USE_CASCADE,
+            out, lse, partial, partial_ml, first, last, first_slot, out_row, head, rows_end, prefix,
+            NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM, WITH_LSE, USE_CASCADE,
         )  # fmt: skip
         tl.store(arrivals + first, 0)
 
 
 @triton.jit
 def _merge(
-    out, lse, partial, partial_ml, first, last, first_slot, out_row, head, prefix,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WITH_LSE: tl.constexpr,
-    USE_CASCADE: tl.constexpr,
+    out, lse, partial, partial_ml, first, last, first_slot, out_row, head, rows_end, prefix,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WITH_LSE: tl.constexpr, USE_CASCADE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of programs first to last into the output's rows from out_row on."""
-    row = tl.arange(0, padded_size(GROUP))
+    """Merge the parts of programs first to last into the output's rows from out_row on; rows_end: rows of a part"""
+    row = tl.arange(0, padded_size(GROUP * QUERIES))
     column = tl.arange(0, padded_size(HEAD_DIM, 16))
-    in_group = row < GROUP
+    in_group = row < rows_end
     row_max, row_sum, acc = softmax.empty_result(row.shape[0], column.shape[0])
-    for base in range(first, last + 1, 4):
-        for i in tl.static_range(4):
+    AT_ONCE: tl.constexpr = 4 if QUERIES == 1 else 2  # more parts of a pack do not fit into registers
+    for base in range(first, last + 1, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
             program = tl.minimum(base + i, last)
             slot = 2 * program + tl.where(program == first, first_slot, 0)
             part_max, part_sum, part = softmax.load_part(
-                partial, partial_ml, (slot * GROUP + row) * HEAD_DIM, slot * 2 * GROUP + row,
-                in_group & (base + i <= last), column, HEAD_DIM, GROUP,
+                partial, partial_ml, (slot * (GROUP * QUERIES) + row) * HEAD_DIM, slot * 2 * (GROUP * QUERIES) + row,
+                in_group & (base + i <= last), column, HEAD_DIM, GROUP * QUERIES,
             )  # fmt: skip
             row_max, row_sum, acc = softmax.merge(row_max, row_sum, acc, part_max, part_sum, part)
     if USE_CASCADE:
@@ -425,7 +479,10 @@ def _merge(
             NUM_KV_HEADS, GROUP, HEAD_DIM,
         )  # fmt: skip
     row_sum = tl.where(in_group, row_sum, 1.0)
-    softmax.write_rows(out, lse, out_row + row, column, row_max, row_sum, acc, in_group, HEAD_DIM, WITH_LSE)
+    out_row += row
+    if QUERIES > 1:
+        out_row += row // GROUP * ((NUM_KV_HEADS - 1) * GROUP)  # the same heads of the next query
+    softmax.write_rows(out, lse, out_row, column, row_max, row_sum, acc, in_group, HEAD_DIM, WITH_LSE)
 
 
 @triton.jit
@@ -460,21 +517,24 @@ def _combine(
     num_merges,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PARTS_PER_STEP: tl.constexpr,
     SLOTS_PER_PART: tl.constexpr,
     WITH_LSE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Merge the parts of one (head, sequence) for one query head of its group.
+    """Merge the parts of one (head, pack) for one row: a query head of its group, of one query.
 
     Further programs, one for each sequence, write the rows without keys.
     """
     merge_index = tl.program_id(0)
-    group_head = tl.program_id(1)
+    row = tl.program_id(1)
     wait_for_predecessor(USE_PDL)
     if merge_index < num_merges:
         token = tl.load(merges + merge_index)
+        if QUERIES > 1:
+            token = tl.where(row < GROUP * tl.load(merges + 5 * num_merges + merge_index), token, -1)
         if token >= 0:
             kv_head = tl.load(merges + num_merges + merge_index)
             first = tl.load(merges + 2 * num_merges + merge_index)
@@ -482,12 +542,14 @@ def _combine(
             first_slot = tl.load(merges + 4 * num_merges + merge_index)
             column = tl.arange(0, padded_size(HEAD_DIM, 16))
             row_max, row_sum, acc = _merge_row(
-                partial, partial_ml, first, last, first_slot, group_head, column,
-                GROUP, HEAD_DIM, PARTS_PER_STEP, SLOTS_PER_PART,
+                partial, partial_ml, first, last, first_slot, row, column,
+                GROUP * QUERIES, HEAD_DIM, PARTS_PER_STEP, SLOTS_PER_PART,
             )  # fmt: skip
-            out_row = token.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_head * GROUP + group_head
+            out_row = token.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_head * GROUP + row
+            if QUERIES > 1:
+                out_row += row // GROUP * ((NUM_KV_HEADS - 1) * GROUP)
             softmax.write_row(out, lse, out_row, column, row_max, row_sum, acc, HEAD_DIM, WITH_LSE)
-    elif group_head == 0:
+    elif row == 0:
         _write_empty_row(
             out, lse, query_start, seq_lens, merge_index - num_merges, NUM_KV_HEADS, GROUP, HEAD_DIM, WITH_LSE
         )
@@ -495,10 +557,10 @@ def _combine(
 
 @triton.jit
 def _merge_row(
-    partial, partial_ml, first, last, first_slot, group_head, column,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS_PER_STEP: tl.constexpr, SLOTS_PER_PART: tl.constexpr,
+    partial, partial_ml, first, last, first_slot, row, column,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS_PER_STEP: tl.constexpr, SLOTS_PER_PART: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts first to last of one query head, PARTS_PER_STEP at a time -> (row_max, row_sum, acc)."""
+    """Merge the parts first to last of one row of ROWS, PARTS_PER_STEP at a time -> (row_max, row_sum, acc)."""
     row_max = MIN_SCORE
     row_sum = 0.0
     acc = tl.zeros([column.shape[0]], tl.float32)
@@ -506,9 +568,9 @@ def _merge_row(
         part = base + tl.arange(0, PARTS_PER_STEP)
         mask = part <= last
         slot = SLOTS_PER_PART * part + tl.where(part == first, first_slot, 0)
-        part_maxes = tl.load(partial_ml + slot * 2 * GROUP + group_head, mask=mask, other=MIN_SCORE)
-        part_sums = tl.load(partial_ml + slot * 2 * GROUP + GROUP + group_head, mask=mask, other=0.0)
-        offset = (slot * GROUP + group_head) * HEAD_DIM
+        part_maxes = tl.load(partial_ml + slot * 2 * ROWS + row, mask=mask, other=MIN_SCORE)
+        part_sums = tl.load(partial_ml + slot * 2 * ROWS + ROWS + row, mask=mask, other=0.0)
+        offset = (slot * ROWS + row) * HEAD_DIM
         mask_2d = mask[:, None] & (column < HEAD_DIM)[None, :]
         parts = tl.load(partial + offset[:, None] + column[None, :], mask=mask_2d, other=0.0)
         row_max, row_sum, acc = softmax.merge_parts_of_row(row_max, row_sum, acc, part_maxes, part_sums, parts)
