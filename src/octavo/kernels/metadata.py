@@ -57,7 +57,7 @@ class RaggedBatch:
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     fixed_split: bool = False
     common_prefix_lens: Tensor | None = None
-<<<<<<< HEAD
+    lines_per_row: int = 1
     window_tables: Tensor | None = None
     window_slots: Tensor | None = None
 
@@ -82,9 +82,6 @@ class RaggedBatch:
     @property
     def num_groups(self) -> int:
         return 1 if self.window_tables is None else 1 + len(self.window_tables)
-=======
-    lines_per_row: int = 1
->>>>>>> main
 
     @property
     def num_seqs(self) -> int:

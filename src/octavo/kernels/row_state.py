@@ -257,12 +257,9 @@ class DecodeInputs:
             common_prefix_lens=batch.common_prefix_lens[:n]
             if cascade and batch.common_prefix_lens is not None
             else None,
-<<<<<<< HEAD
             window_tables=None if batch.window_tables is None else batch.window_tables[:, :n],
             window_slots=None if batch.window_slots is None else batch.window_slots[:, :n],
-=======
             lines_per_row=lines_per_row,
->>>>>>> main
         )
         sampling = self.sampling.first(n)
         rows, depths, ends = self.rows[:n], self.depths[:n], self.ends[:n]
