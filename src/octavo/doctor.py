@@ -24,7 +24,6 @@ from octavo.checkpoint.keys import KeyUse
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ModelNotFoundError, ParameterError
-from octavo.integers import cdiv
 from octavo.models.config import config_key_use, read_spec
 from octavo.models.spec import ModelSpec
 from octavo.runner.memory import needs
@@ -268,7 +267,7 @@ def _suggest_gpu(args: EngineArgs, spec: ModelSpec) -> str:
 
 
 def _concurrency(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
-    """Concurrent requests that the pool holds, by request length in tokens. Blocks outside sliding windows are freed."""
+    """Concurrent requests that the pool holds, by length in tokens. Blocks outside sliding windows are freed."""
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
     max_kept = budget.max_model_len if spec.kv_window is None else spec.kv_window + budget.kv.block_size
     return {n: budget.num_blocks / budget.kv.blocks_of(min(n, max_kept)) for n in lengths}
