@@ -22,6 +22,7 @@ import numpy as np
 
 from octavo.config import DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core import events as ev
+from octavo.core.block_pool import group_of
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
@@ -323,7 +324,7 @@ class Replica:
     # -- what the router hears -----------------------------------------------------------------------------------------
 
     def _listen_to_blocks(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Sealed | ev.Evicted):
+        if isinstance(event, ev.Evicted) or (isinstance(event, ev.Sealed) and not group_of(event.token_ids)):
             self.reports.append((self.clock.now, (event, b"")))
 
     def _report_first_tokens(self) -> None:
