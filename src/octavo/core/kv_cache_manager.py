@@ -131,6 +131,14 @@ class KVCacheManager:
         in_windows = self._blocks_in_windows(blocks) if sequence.request.drops else blocks * len(self.windows)
         return blocks + in_windows - len(held) + revived + copied * self.num_groups
 
+    def window_blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Return how many of `blocks_to_admit` are for window groups."""
+        blocks, refs = self.blocks_for(len(sequence.token_ids)), self.pool.refs
+        in_windows = self._blocks_in_windows(blocks) if sequence.request.drops else blocks * len(self.windows)
+        copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
+        shared = sum(refs[b] > 0 for table in prefix.windows for b in table.block_ids[table.num_dropped :])
+        return in_windows - shared + copied * len(self.windows)
+
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start the sequence's block table with a prefix that is already computed."""
         assert not sequence.block_ids

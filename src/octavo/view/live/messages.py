@@ -34,9 +34,8 @@ class Seals(msgspec.Struct, omit_defaults=True):
     @classmethod
     def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike, groups: ArrayLike = ()) -> Seals:
         encoded = (np.asarray(blocks, "<u4"), np.asarray(seals, "<f8"), np.asarray(parents, "<f8"))
-        return cls(
-            *(column.tobytes() for column in encoded), np.asarray(groups, "u1").tobytes() if any(groups) else b""
-        )
+        data = np.asarray(groups, "u1")
+        return cls(*(column.tobytes() for column in encoded), data.tobytes() if data.any() else b"")
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -46,6 +45,7 @@ class Wait(msgspec.Struct, frozen=True):
     needs: int | None = None
     free: int | None = None
     evictable: int | None = None
+    in_windows: int = 0
 
 
 class RequestView(msgspec.Struct, frozen=True, rename={"wait": "waits"}):
