@@ -34,8 +34,8 @@ class Seals(msgspec.Struct, omit_defaults=True):
     @classmethod
     def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike, groups: ArrayLike = ()) -> Seals:
         encoded = (np.asarray(blocks, "<u4"), np.asarray(seals, "<f8"), np.asarray(parents, "<f8"))
-        data = np.asarray(groups, "u1")
-        return cls(*(column.tobytes() for column in encoded), data.tobytes() if data.any() else b"")
+        numbers = np.asarray(groups, "u1")
+        return cls(*(column.tobytes() for column in encoded), groups=numbers.tobytes() if numbers.any() else b"")
 
 
 class Wait(msgspec.Struct, frozen=True):
