@@ -210,6 +210,14 @@ def test_drafts_take_the_blocks_that_are_left_in_all_groups(num_blocks: int, cou
     assert bench.plan().plan.counts.tolist() == [7, count] and bench.cache.pool.num_available == num_left
 
 
+def test_drafts_of_one_request_leave_others_none_of_their_blocks() -> None:
+    """Of 12 blocks of 2, the prompts take 2 x 4 and A's drafts the rest. B has a slot for one."""
+    bench = Bench(num_blocks=12, size=2, k=8, windows=(3,), max_chunk=9)
+    bench.add("A", [0] * 3, 9, k=8)
+    bench.add("B", [1] * 3, 9, k=8)
+    assert bench.plan().plan.counts.tolist() == [3 + 4, 3 + 1] and bench.cache.pool.num_available == 0
+
+
 def test_blocks_of_all_groups_that_drafts_may_return_are_awaited_without_a_preemption() -> None:
     bench = Bench(num_blocks=13, size=2, k=8, windows=(1,), max_chunk=6)
     a, b = bench.add("A", [1, 2], 12, k=8), bench.add("B", [3, 4], 4, k=0)
