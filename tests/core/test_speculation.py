@@ -228,6 +228,16 @@ def test_blocks_of_all_groups_that_drafts_may_return_are_awaited_without_a_preem
     assert bench.plan().sequences == a.sequences + b.sequences and not bench.scheduler.num_preemptions
 
 
+def test_blocks_that_leave_a_window_with_the_drafts_are_awaited_without_a_preemption() -> None:
+    """A's drafts in flight, if accepted, move its window on: that frees what B needs."""
+    bench = Bench(num_blocks=14, size=2, k=8, windows=(1,), max_chunk=9)
+    bench.add("A", [0] * 3, 12, k=8)
+    b = bench.add("B", [1] * 9, 4, k=0)
+    for _ in range(3):
+        bench.plan()
+    assert b.status is Status.RUNNING and not bench.scheduler.num_preemptions
+
+
 def test_drafts_take_only_the_budget_that_is_left() -> None:
     bench = Bench(num_blocks=3, size=2, k=4, max_num_batched_tokens=4)
     a, b = bench.add("A", [1], 5, k=4), bench.add("B", [2], 3, k=0)
