@@ -228,12 +228,16 @@ def test_blocks_of_all_groups_that_drafts_may_return_are_awaited_without_a_preem
     assert bench.plan().sequences == a.sequences + b.sequences and not bench.scheduler.num_preemptions
 
 
-def test_blocks_that_leave_a_window_with_the_drafts_are_awaited_without_a_preemption() -> None:
-    """A's drafts in flight, if accepted, move its window on: that frees what B needs."""
-    bench = Bench(num_blocks=14, size=2, k=8, windows=(1,), max_chunk=9)
-    bench.add("A", [0] * 3, 12, k=8)
-    b = bench.add("B", [1] * 9, 4, k=0)
-    for _ in range(3):
+@pytest.mark.parametrize(("num_blocks", "prompts", "budget"), [(14, (3, 9), 256), (17, (2, 20), 16)])
+def test_blocks_that_leave_a_window_with_the_drafts_are_awaited_without_a_preemption(
+    num_blocks: int, prompts: tuple[int, int], budget: int
+) -> None:
+    """A's drafts in flight free what B needs: rejected, their own blocks in both groups; accepted, those that the
+    window leaves. In the second case B needs the most that both can be."""
+    bench = Bench(num_blocks=num_blocks, size=2, k=8, windows=(1,), max_chunk=9, max_num_batched_tokens=budget)
+    bench.add("A", [0] * prompts[0], 12, k=8)
+    b = bench.add("B", [1] * prompts[1], 4, k=0)
+    for _ in range(5):
         bench.plan()
     assert b.status is Status.RUNNING and not bench.scheduler.num_preemptions
 
