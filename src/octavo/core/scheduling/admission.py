@@ -145,7 +145,7 @@ def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
         return state.set_wait_reason(request, LONG_PREFILL, due)
     if draft.writes and cache.prefixes.is_next_block_in(draft.writes, seq, prefix):
         return state.set_wait_reason(request, "prefix in flight", 0)
-    needs = cache.blocks_to_admit(seq, prefix) + state.headroom(request)
+    needs = cache.blocks_to_admit(seq, prefix) + state.headroom(request) + cache.blocks_due(state.running)
     if needs > pool.num_available - state.watermark():
         return state.wait_for_blocks(request, needs)
     state.leave_queue(request)
