@@ -25,6 +25,7 @@ from octavo.runner.memory import needs
 from octavo.runner.memory.budget import FreeMemory
 from octavo.runner.passes.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.passes.prefill_batch import PrefillSizes
+from octavo.simulate.models import MODELS
 from tests.cli.conftest import Call, call
 from tests.models.tiny import num_bytes
 from tests.test_project import loaded_by
@@ -243,6 +244,39 @@ def test_concurrency_counts_started_blocks() -> None:
     assert doctor._concurrency(budget, spec) == {1024: 1000 / 64, 4096: 1000 / 256, 8192: 1000 / 512}
     windows = spec_from_config(SMOLLM2 | {"architectures": ["MistralForCausalLM"], "sliding_window": 1000})
     assert doctor._concurrency(budget, windows) == {1024: 1000 / 64, 4096: 1000 / 64, 8192: 1000 / 64}
+
+
+def test_five_times_the_requests_of_gemma3_27b_fit() -> None:
+    """At 32k tokens, in the bytes of ten requests whose 62 layers are one group."""
+    spec = MODELS["gemma3-27b"].spec
+    assert spec is not None
+    alike, groups = (KVCacheSpec.of(spec, 16, "bfloat16", max_len=n) for n in (0, 32768))
+    num_bytes = 10 * 2048 * alike.bytes_per_block + alike.bytes_per_block
+    at_once = [
+        doctor._concurrency(
+            doctor.plan_memory(
+                EngineArgs(model="m", num_gpu_blocks_override=kv.num_blocks(num_bytes)).resolved("cpu"),
+                kv,
+                FreeMemory(weights=1, host=2 * num_bytes),
+                model_len=32768,
+            ),
+            spec,
+        )[32768]
+        for kv in (alike, groups)
+    ]
+    assert at_once == [10, pytest.approx(52.1, abs=0.1)]
+
+
+def test_report_tells_groups_of_layers_apart(call: Call) -> None:
+    done = call("doctor", "gemma3-27b", "--gpu", "h200")
+    assert "\n" + " " * 28 + "80.0 KiB a token: 10 layers without a sliding window\n" in done.out
+    text = "480.0 KiB for each of the last 1,024 tokens: 52 layers in groups of 10, with 8 of padding\n"
+    assert text in done.out
+    report = json.loads(call("doctor", "gemma3-27b", "--gpu", "h200", "--json").out)
+    assert report["kv_bytes_per_token_of_a_group"] == 80 << 10 and report["kv_bytes_per_token"] == 560 << 10
+    assert report["kv_windows"] == [1024] * 6 and report["kv_padding_layers"] == 8
+    alike = json.loads(call("doctor", "qwen3-8b", "--gpu", "h200", "--json").out)
+    assert alike["kv_windows"] == [] and alike["kv_padding_layers"] == 0
 
 
 def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from octavo.checkpoint import generation_config
 from octavo.checkpoint.keys import KeyUse
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError, ModelNotFoundError, ParameterError
 from octavo.models.config import config_key_use, read_spec
 from octavo.models.spec import ModelSpec
@@ -79,6 +81,9 @@ class Report:
             "activation_bytes": need.activations,
             "graph_bytes": need.graphs,
             "kv_bytes_per_token": need.kv.bytes_per_token,
+            "kv_bytes_per_token_of_a_group": need.kv.bytes_per_block // need.kv.block_size,
+            "kv_windows": list(need.kv.windows),
+            "kv_padding_layers": need.kv.num_layers * (1 + len(need.kv.windows)) - self.spec.num_layers,
             "fits": self.fits,
             "problem": self.problem,
             "remedy": list(self.remedy),
@@ -301,9 +306,11 @@ def format_report(report: Report) -> list[str]:
     if budget is not None:
         blocks = f"{budget.num_blocks:,} blocks of {budget.kv.block_size}, {budget.num_tokens:,} tokens"
         row("KV pool", budget.pool_bytes, f"{need.kv.bytes_per_token / 1024:,.1f} KiB a token: {blocks}")
+        out += _group_lines(need.kv, spec)
         row("swap space", budget.swap_bytes, "of the host")
     else:
         out.append(f"  {'KV':<12} {need.kv.bytes_per_token / 1024:>8,.1f} KiB   a token")
+        out += _group_lines(need.kv, spec)
     if report.problem is not None:
         out += ["", f"It does not fit: {report.problem}"]
         if report.remedy:
@@ -319,6 +326,20 @@ def format_report(report: Report) -> list[str]:
         lines = [_wrapped(f"  {title:<11} ", names) for title, names in kinds if names]
         out += ["", f"keys of {use.file}", *lines] if lines else []
     return out
+
+
+def _group_lines(kv: KVCacheSpec, spec: ModelSpec) -> list[str]:
+    """What the groups of layers take; nothing if all layers are one group."""
+    if not kv.windows:
+        return []
+    each = kv.bytes_per_block / kv.block_size / 1024
+    lines = [f"{each:,.1f} KiB a token: {kv.num_layers} layers without a sliding window"]
+    for window, num_groups in Counter(kv.windows).items():
+        num_layers = spec.windows.count(window)
+        padding = num_groups * kv.num_layers - num_layers
+        layers = f"{num_layers} layers in groups of {kv.num_layers}, with {padding} of padding"
+        lines.append(f"{num_groups * each:,.1f} KiB for each of the last {window:,} tokens: {layers}")
+    return [" " * 28 + line for line in lines]
 
 
 def _wrapped(title: str, names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from octavo.cli.main import run
 from octavo.config import EngineArgs
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.errors import ModelNotFoundError, ParameterError, UsageError
-from octavo.simulate.cost import LinearCost, RooflineCost, StepWork, step_work
+from octavo.simulate.cost import LinearCost, RooflineCost, StepWork, step_work, work_in_window
 from octavo.simulate.devices import DEVICES, find_device, name_of, this_cpu
 from octavo.simulate.experiments.paper import OPT_13B, OPT_175B
 from octavo.simulate.models import MODELS, find_model
@@ -34,15 +35,16 @@ def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> Step
     return plan
 
 
-def reference_work(plan: StepPlan) -> tuple[int, int]:
+def reference_work(plan: StepPlan, window: int = 1 << 30) -> tuple[int, int]:
     """(query-key pairs of chunks, keys read for single queries), counted position by position."""
     pairs = reads = 0
     for i, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+        keys = [range(max(0, end - window), end) for end in range(start + 1, start + count + 1)]
         if i in plan.host_tokens and count > 1:
-            pairs += sum(start + j + 1 for j in range(count))
-            reads += start + count
+            pairs += sum(map(len, keys))
+            reads += len(set().union(*keys))
         else:
-            reads += sum(start + j + 1 for j in range(count))
+            reads += sum(map(len, keys))
     return pairs, reads
 
 
@@ -64,6 +66,13 @@ def test_work_matches_the_reference(name: str) -> None:
     assert (work.chunk_pairs, work.kv_tokens) == reference_work(plan)
     assert work.num_new + work.num_decoding == plan.num_tokens and work.num_slices == len(plan.rows)
     assert work.num_passes == max(1, *plan.num_sampled)
+
+
+@pytest.mark.parametrize("window", [1, 8, 33, 1000])
+@pytest.mark.parametrize("name", PLANS)
+def test_work_in_a_window_matches_the_reference(name: str, window: int) -> None:
+    plan = PLANS[name]
+    assert work_in_window(plan, window) == reference_work(plan, window)
 
 
 def test_copies_and_swaps_are_counted() -> None:
@@ -101,6 +110,22 @@ def test_long_contexts_cost_reads_of_kv() -> None:
     cost = RooflineCost(model, device, model.kv_cache(16))
     more = cost.step_s(plan_of((100_000, 1, 1))) - cost.step_s(plan_of((0, 1, 1)))
     assert more == pytest.approx(100_000 * 131_072 / (device.bandwidth * device.bandwidth_share))
+
+
+def test_layers_with_a_window_read_no_more_than_that() -> None:
+    """Gemma 3 27B: 10 of 62 layers read all of a long context, the others 1,024 keys."""
+    model, device = MODELS["gemma3-27b"], DEVICES["h200"]
+    bandwidth = device.bandwidth * device.bandwidth_share
+    cost = RooflineCost(model, device, model.kv_cache(16))
+    more = cost.step_s(plan_of((100_000, 1, 1))) - cost.step_s(plan_of((0, 1, 1)))
+    layer_bytes = 2 * 16 * 128 * 2
+    assert more == pytest.approx((10 * 100_000 + 52 * 1023) * layer_bytes / bandwidth)
+    prompt = plan_of((0, 8192, 1), chunks=(0,))
+    alike = replace(model, windows=())
+    saved = RooflineCost(alike, device, alike.kv_cache(16)).step_s(prompt) - cost.step_s(prompt)
+    pairs = 8192 * 8193 // 2 - (1024 * 1025 // 2 + (8192 - 1024) * 1024)
+    compute_s = pairs * 4 * 32 * 128 / (device.flops * device.flops_share)
+    assert saved == pytest.approx(52 * (compute_s + (8192 - 8192) * layer_bytes / bandwidth))
 
 
 def test_decode_window_pays_for_each_pass() -> None:

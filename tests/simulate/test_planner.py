@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from octavo.simulate.devices import DEVICES
@@ -27,6 +29,19 @@ def test_fewest_gpus_then_least_memory_win() -> None:
     assert (answer.best.num_gpus, answer.best.device.name) == (1, "a100-40")
     assert answer.best.kept >= 0.95 and answer.margin >= 1
     assert answer.tried[0] is answer.best
+
+
+def test_window_groups_save_a_machine() -> None:
+    """Gemma 3 27B with long prompts: an H100 has room for 18 GiB of K and V beside the weights."""
+    arrivals = [Arrival(8.0 * i, ((9 + i, 24_000),), 400) for i in range(16)]
+    shapes = MODELS["gemma3-27b"], replace(MODELS["gemma3-27b"], windows=(), spec=None)
+    settings = {"max_model_len": 32768, "kv_cache_memory_bytes": 18 << 30}
+    grouped, alike = (
+        Planner(shape, arrivals, SLO(10.0, 0.08), devices=[DEVICES["h100"]], settings=settings).search().best
+        for shape in shapes
+    )
+    assert grouped is not None and alike is not None
+    assert grouped.num_gpus < alike.num_gpus
 
 
 def test_prices_decide_if_given() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ import pytest
 
 from octavo.config import EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
+from octavo.runner.memory.needs import Machine, memory_needs
 from octavo.simulate import report, traces
 from octavo.simulate.cost import LinearCost
 from octavo.simulate.devices import DEVICES
@@ -20,7 +22,7 @@ from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.models import MODELS
 from octavo.simulate.plot import Area, Bars, Chart, Line, svg
 from octavo.simulate.report import SLO
-from octavo.simulate.simulation import MAX_POOL_SAMPLES, Records, SimConfig, simulate
+from octavo.simulate.simulation import MAX_POOL_SAMPLES, Records, SimConfig, paged, simulate
 from octavo.simulate.traces import FIRST_TOKEN, Arrival
 
 STEP_S = 0.5
@@ -145,6 +147,38 @@ def test_num_blocks_follows_the_memory_budget() -> None:
     with pytest.raises(MemoryBudgetError, match=r"1 x h200's 139\.80 GiB may be used; weights take 131\.42 GiB"):
         SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x")).num_blocks()
     assert SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
+
+
+@pytest.mark.parametrize("name", ["gemma3-27b", "gemma3-270m", "qwen3-8b"])
+def test_layers_are_grouped_as_in_the_engine(name: str) -> None:
+    model, args = MODELS[name], EngineArgs(model="x").resolved("cuda")
+    assert model.spec is not None
+    config = SimConfig(model, DEVICES["h200"], args)
+    need = memory_needs(args, model.spec, Machine("h200", 1 << 40, 1 << 37))
+    assert config.kv == need.kv
+    cache = paged(config, 100, 10)
+    assert (cache.windows, cache.max_chunk if need.kv.windows else 0) == (need.kv.windows, need.kv.max_chunk)
+
+
+def test_layers_that_all_slide_drop_blocks() -> None:
+    """A sequence of 200 tokens with a window of 16 ends with 4 or 5 blocks of 4."""
+    of_window = replace(config(), model=replace(MODELS["opt-13b"], windows=(16,) * 40))
+    used = [simulate(each, arrivals((0.0, 100, 100))).samples[-1].num_used for each in (config(), of_window)]
+    assert used[0] == 50 and used[1] <= 6
+
+
+def test_window_groups_let_five_times_the_requests_run_at_once() -> None:
+    """Gemma 3 27B at 32k tokens, in the bytes of five requests whose layers are one group."""
+    model, most = MODELS["gemma3-27b"], []
+    num_bytes = (5 * 2048 + 1) * 62 * 16 * 2 * 16 * 128 * 2
+    for shape in (replace(model, windows=(), spec=None), model):
+        blocks = {"num_gpu_blocks_override": shape.kv_cache(16).num_blocks(num_bytes), "max_model_len": 32768}
+        args = EngineArgs(model="x", **blocks, max_num_seqs=256, enable_prefix_caching=False)
+        server = SimConfig(shape, DEVICES["h200"], args, cost=LinearCost(STEP_S, 0.0, 0.0))
+        records = simulate(server, arrivals(*[(0.0, 32_000, 768)] * 40))
+        most.append(max(sample.num_running for sample in records.samples))
+        assert len(records) == 40 and not records.num_preempted
+    assert most == [5, 26]
 
 
 def test_simulation_is_deterministic() -> None:

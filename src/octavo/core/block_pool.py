@@ -265,6 +265,11 @@ def window_key(seal_id: SealId, group: int) -> Key:
     return seal_id, bytes((group,))
 
 
+def group_of(content: bytes) -> int:
+    """The group of a block, from the second part of its key; 0: the full one."""
+    return content[0] + 1 if len(content) == 1 else 0
+
+
 def pack_key(key: Key) -> bytes:
     """A key as bytes: eight bytes for the parent, then the tokens.
 

@@ -5,7 +5,8 @@
 
 The engine thread only appends to a deque; hashing, encoding and sending happen on the other thread. A block's hash is
 the last eight bytes of the digest of its content and of all blocks before it (`core.types.block_hashes`), as an
-integer. Two blocks may have equal content: it is stored with the first and removed with the last.
+integer. Two blocks may have equal content: it is stored with the first and removed with the last. The events are those
+of the full group: blocks of window groups have no content of their own, and are found by the full ones.
 
 A payload is a MessagePack array `[time, events, rank]`; an event is a map with its class name as `type`. Sequence
 numbers start at 0 in every engine, and the first event of an engine is AllBlocksCleared: a subscriber that sees the
@@ -30,6 +31,7 @@ import zmq
 
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
+from octavo.core.block_pool import group_of
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.types import SealId, block_hashes, block_key
 from octavo.errors import ParameterError
@@ -170,6 +172,8 @@ class CoreEventQueue:
 
     def put(self, event: ev.Event) -> None:
         if isinstance(event, ev.Sealed):
+            if group_of(event.token_ids):
+                return
             salt = b""
             if not event.parent_id and (key := self._pool.key_of(event.block_id)) is not None:
                 salt = key[0] if isinstance(key[0], bytes) else b""

@@ -5,7 +5,8 @@ A cost is a function of a `StepPlan` alone. The plan's work is summed up in `Ste
     dense work      tokens that go through the weights: `num_new` prefill tokens in `num_chunks` chunks, and
                     `num_decoding` decode tokens, the latter in `num_passes` successive passes of a decode window
     attention       `chunk_pairs` (query, key) pairs of prefill chunks, which cost arithmetic; `kv_tokens` whose K and V
-                    are read for single queries, which costs bandwidth
+                    are read for single queries, which costs bandwidth. Both are of a layer without a sliding window;
+                    `work_in_window` are those of a layer with one
     memory          blocks copied on the device, and moved to or from the host
 """
 
@@ -17,6 +18,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from operator import mul
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.plan import StepPlan
@@ -79,6 +82,22 @@ def step_work(plan: StepPlan) -> StepWork:
     )
 
 
+def work_in_window(plan: StepPlan, window: int) -> tuple[int, int]:
+    """`chunk_pairs` and `kv_tokens` of a layer in which a query attends to the last `window` keys."""
+    starts, counts = (np.array(column, np.int64) for column in (plan.starts, plan.counts))
+    is_chunk = np.zeros(len(counts), bool)
+    is_chunk[list(plan.host_tokens)] = True
+    is_chunk &= counts > 1
+
+    def pairs_until(ends: np.ndarray) -> np.ndarray:  # of the queries before this position
+        short = np.minimum(ends, window)
+        return np.asarray(short * (short + 1) // 2 + (ends - short) * window)
+
+    pairs = pairs_until(starts + counts) - pairs_until(starts)
+    reads = counts + np.minimum(starts, window - 1)
+    return int(pairs[is_chunk].sum()), int(pairs[~is_chunk].sum() + reads[is_chunk].sum())
+
+
 class CostModel(Protocol):
     """Interface of the cost models."""
 
@@ -138,12 +157,16 @@ class RooflineCost:
         passes = work.num_passes - 1
         activation_bytes = device.activation_passes * model.num_layers * model.hidden_size * model.itemsize
         num_rows = per_pass + work.num_chunks  # at most one token of a chunk goes through the head
+        layer_bytes = self.kv.bytes_per_block / self.kv.block_size / self.kv.num_layers
+        attention_s = 0.0
+        for window, num_layers in model.num_layers_by_window.items():
+            pairs, kv_tokens = work_in_window(plan, window) if window else (work.chunk_pairs, work.kv_tokens)
+            attention_s += num_layers * (pairs * model.flops_per_pair / flops + kv_tokens * layer_bytes / bandwidth)
         return (
             max(weights_s, (work.num_new + per_pass) * layers_s + num_rows * head_s)
             + passes * max(weights_s, per_pass * (layers_s + head_s))
             + (work.num_new + work.num_decoding) * activation_bytes / bandwidth
-            + work.chunk_pairs * model.flops_per_pair / flops
-            + work.kv_tokens * self.kv.bytes_per_token / bandwidth
+            + attention_s
             + work.num_passes * model.num_layers * device.layer_s
             + (device.chunk_s if work.num_chunks else 0.0)
             + (work.num_slices + work.num_decoding - per_pass) * device.slice_s

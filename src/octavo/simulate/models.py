@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class ModelShape:
 
     num_head_params        of the head, which only tokens to sample from go through
     num_embedding_params   of a separate embedding table, of which a pass reads a few rows
+    windows                sliding window of each layer, as of `ModelSpec`
     spec                   None: a model by sizes alone, of which nothing but the weights takes memory
     """
 
@@ -36,6 +38,7 @@ class ModelShape:
     dtype: str = "bfloat16"
     num_head_params: int = 0
     num_embedding_params: int = 0
+    windows: tuple[int, ...] = ()
     spec: ModelSpec | None = field(default=None, repr=False)
 
     @classmethod
@@ -53,13 +56,9 @@ class ModelShape:
             "bfloat16" if spec.dtype == "float32" else spec.dtype,
             vocabulary,
             0 if spec.tie_word_embeddings else vocabulary,
+            spec.windows,
             spec,
         )
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Sliding window of each layer, as of `ModelSpec`."""
-        return self.spec.windows if self.spec else ()
 
     @property
     def itemsize(self) -> int:
@@ -79,17 +78,32 @@ class ModelShape:
         """Parameters that every token goes through."""
         return self.num_params - self.num_embedding_params - self.num_head_params
 
-    def kv_cache(self, block_size: int) -> KVCacheSpec:
-        return KVCacheSpec.of(self, block_size, self.dtype)
+    def max_model_len(self, requested: int | None = None) -> int:
+        return self.max_len if self.spec is None else self.spec.max_model_len(requested)
+
+    def kv_cache(self, block_size: int, max_model_len: int | None = None) -> KVCacheSpec:
+        return KVCacheSpec.of(self, block_size, self.dtype, max_len=self.max_model_len(max_model_len))
 
     @property
     def flops_per_pair(self) -> int:
-        """Multiplications and additions of one query with one key and its value, over all layers and heads."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        """Multiplications and additions of one query with one key and its value, over a layer's heads."""
+        return 4 * self.num_heads * self.head_dim
+
+    @property
+    def num_layers_by_window(self) -> dict[int, int]:
+        return Counter(self.windows) if self.windows else {0: self.num_layers}
 
 
 def _shape(
-    name: str, layers: int, hidden: int, heads: tuple[int, int], head_dim: int, mlp: int, vocab: int, max_len: int
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    mlp: int,
+    vocab: int,
+    max_len: int,
+    **more: Any,
 ) -> ModelShape:
     family = name.split("-")[0]
     tied = name in TIED
@@ -106,7 +120,7 @@ def _shape(
     if family == "opt":
         return ModelShape.of(name, spec_from_config(config | {"ffn_dim": mlp, "tie_word_embeddings": True}))
     config |= {"num_key_value_heads": heads[1], "head_dim": head_dim, "intermediate_size": mlp, "rms_norm_eps": 1e-5}
-    return ModelShape.of(name, spec_from_config(config))
+    return ModelShape.of(name, spec_from_config(config | more))
 
 
 ARCHITECTURES = {
@@ -115,8 +129,9 @@ ARCHITECTURES = {
     "smollm2": "LlamaForCausalLM",
     "qwen2.5": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
-TIED = ("qwen2.5-0.5b", "qwen3-0.6b", "smollm2-135m")
+TIED = ("qwen2.5-0.5b", "qwen3-0.6b", "smollm2-135m", "gemma3-270m", "gemma3-27b")
 MODELS = {
     shape.name: shape
     for shape in (
@@ -131,6 +146,8 @@ MODELS = {
         _shape("qwen3-0.6b", 28, 1024, (16, 8), 128, 3072, 151936, 40960),
         _shape("qwen3-8b", 36, 4096, (32, 8), 128, 12288, 151936, 40960),
         _shape("smollm2-135m", 30, 576, (9, 3), 64, 1536, 49152, 8192),
+        _shape("gemma3-270m", 18, 640, (4, 1), 256, 2048, 262144, 32768, sliding_window=512),
+        _shape("gemma3-27b", 62, 5376, (32, 16), 128, 21504, 262208, 131072, sliding_window=1024),
     )
 }
 """Published sizes; the number of parameters follows from them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -29,7 +30,7 @@ from octavo.simulate.traces import Arrival
 from octavo.view.recording.format import CallKind, RecordedRequest
 from octavo.view.recording.player import Player, Recording, ReplayedCall
 
-MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, 1)
+MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, max_len=1 << 30)
 """A placeholder: the recording holds the number of blocks, and the fitted cost the step times."""
 
 
@@ -232,7 +233,9 @@ def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel)
         raise ParameterError(text, param="replay")
     block_size = settings.get("block_size", recorded["block_size"])
     num_tokens = recorded["num_blocks"] * recorded["block_size"]
-    block_bytes = MODEL.kv_cache(recorded["block_size"]).bytes_per_block
+    windows = recorded.get("windows") or ()  # older recordings have none
+    model = replace(MODEL, num_layers=1 + len(windows), windows=(recorded["attention_window"], *windows))
+    block_bytes = model.kv_cache(recorded["block_size"]).bytes_per_block
     known: dict[str, Any] = {
         "block_size": block_size,
         "num_gpu_blocks_override": max(1, num_tokens // block_size),
@@ -251,4 +254,4 @@ def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel)
         "watermark": min(0.5, (recorded["num_watermark_blocks"] + 0.5) / recorded["num_blocks"]),
         "async_scheduling": engine["overlap"],
     }
-    return SimConfig(MODEL, DEVICES["h100"], EngineArgs(model=MODEL.name, **(known | settings)), cost=cost)
+    return SimConfig(model, DEVICES["h100"], EngineArgs(model=model.name, **(known | settings)), cost=cost)

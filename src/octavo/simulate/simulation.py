@@ -22,6 +22,7 @@ import numpy as np
 
 from octavo.config import DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core import events as ev
+from octavo.core.block_pool import group_of
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
@@ -56,13 +57,20 @@ SLICE_S = 10.0
 GC_THRESHOLD = 1000
 """Number of requests from which a simulation runs the garbage collector at its end."""
 
-MakeCache = Callable[[int, int, int, int, bool], KVCacheManager]
-"""Arguments: blocks, block size, host blocks, rows, and whether prefix caching is on."""
 
-
-def paged(num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool) -> KVCacheManager:
+def paged(config: SimConfig, num_blocks: int, num_host_blocks: int) -> KVCacheManager:
     """The engine's own KV cache."""
-    return KVCacheManager(num_blocks, block_size, num_host_blocks, num_rows=num_rows, enable_prefix_caching=prefixes)
+    args, kv, windows = config.resolved(), config.kv, config.model.windows
+    return KVCacheManager(
+        num_blocks,
+        args.block_size,
+        num_host_blocks,
+        num_rows=args.max_num_seqs or 0,
+        enable_prefix_caching=args.enable_prefix_caching,
+        attention_window=max(windows) if windows and all(windows) else 0,
+        windows=kv.windows,
+        max_chunk=kv.max_chunk,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,7 @@ class SimConfig:
     num_replicas  copies of the model, each with its own cache
     router        how requests are sent to them
     cost          None: the device's roofline
+    make_cache    of this config, with so many blocks on the device and the host
     """
 
     model: ModelShape
@@ -82,7 +91,7 @@ class SimConfig:
     num_devices: int = 1
     num_replicas: int = 1
     cost: CostModel | None = None
-    make_cache: MakeCache = paged
+    make_cache: Callable[[SimConfig, int, int], KVCacheManager] = paged
     router: RouterPolicy = "affinity"
 
     def __post_init__(self) -> None:
@@ -95,7 +104,7 @@ class SimConfig:
 
     @property
     def kv(self) -> KVCacheSpec:
-        return self.model.kv_cache(self.args.block_size)
+        return self.model.kv_cache(self.args.block_size, self.args.max_model_len)
 
     def num_blocks(self) -> int:
         """Usable blocks of a replica, as `octavo doctor` counts them. Raises `MemoryBudgetError` if it does not fit."""
@@ -112,7 +121,7 @@ class SimConfig:
         else:
             need = memory_needs(args, spec, machine)
             need = replace(need, activations=n * need.activations, graphs=n * need.graphs)
-        model_len = self.model.max_len if spec is None else spec.max_model_len(args.max_model_len)
+        model_len = self.model.max_model_len(args.max_model_len)
         return plan_memory(args, need.kv, free_for_kv(args, need, machine), model_len=model_len).num_blocks
 
     def num_host_blocks(self) -> int:
@@ -207,9 +216,7 @@ class Replica:
             num_host_blocks=config.num_host_blocks(),
         )
         num_blocks, num_host_blocks, move_s = self.executor.start()
-        self.cache = config.make_cache(
-            num_blocks, args.block_size, num_host_blocks, args.max_num_seqs, args.enable_prefix_caching
-        )
+        self.cache = config.make_cache(config, num_blocks, num_host_blocks)
         policy = args.policy()
         policy.costs.move_s = move_s
         self.scheduler = Scheduler(
@@ -317,7 +324,7 @@ class Replica:
     # -- what the router hears -----------------------------------------------------------------------------------------
 
     def _listen_to_blocks(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Sealed | ev.Evicted):
+        if isinstance(event, ev.Evicted) or (isinstance(event, ev.Sealed) and not group_of(event.token_ids)):
             self.reports.append((self.clock.now, (event, b"")))
 
     def _report_first_tokens(self) -> None:

@@ -51,6 +51,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         key = pool.key_of(block)
         assert key is not None
         assert state.parent_ids[block] == (0 if isinstance(key[0], bytes) else key[0])
+        assert state.groups[block] == (key[1][0] + 1 if len(key[1]) == 1 else 0)
     stats = cache.stats()
     assert state.stats == stats.as_dict()
     assert (state.num_used, state.num_cached, state.num_free) == (
@@ -73,8 +74,14 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         )
         assert (view.wait.reason if view.wait else "") == request.wait_reason
         tables = [state.tables[uid] for uid in view.sequences]
-        shown = [(t.num_tokens, t.num_computed, t.block_ids.tolist()) for t in tables]
-        assert shown == [(len(s.token_ids), s.num_computed, s.block_ids) for s in sequences], request
+        shown = [(t.num_tokens, t.num_computed, t.group, t.block_ids.tolist()) for t in tables]
+        groups = range(cache.num_groups)
+        held = [
+            (len(s.token_ids), s.num_computed, group, list(s.tables)[group][0] if s.block_ids else [])
+            for s in sequences
+            for group in groups
+        ]
+        assert shown == held, request
         if status != "swapped":
             owners.update(b for t in tables for b in t.block_ids.tolist() if b)
     assert state.tables.keys() == {uid for view in state.requests.values() for uid in view.sequences}

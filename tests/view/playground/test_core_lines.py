@@ -40,7 +40,7 @@ def test_shown_lines_are_those_of_the_files(function: Any) -> None:
     lines, idle = in_the_file(function.__qualname__)
     shown = dict(lines_of(function))
     assert all(lines[number - 1] == f"    {line}" for number, line in shown.items())
-    assert lines[min(shown) - 1].startswith(f"    def {function.__name__}(self")
+    assert lines[min(shown) - 1].startswith(f"    def {function.__name__}(")
     left_out = set(range(min(shown), max(shown) + 1)) - set(shown)
     assert left_out and left_out <= idle and not idle & set(shown)
     assert lines[max(shown)] == "" or max(shown) + 1 in idle, "the function's last line is shown"
@@ -58,7 +58,7 @@ def test_the_lesson_shows_the_lines() -> None:
         (1, "block = self._untouched", "block = self._freed.pop()"),
         (2, "if num_new > 0:", "return block"),
         (3, "self.refs[block] += 1", "self._unlink(block)"),
-        (4, "self._copy_on_write(sequence, tail, src, plan)", "self.num_free += 1"),
+        (4, "self._copy_on_write(sequence, group, block_ids, tail, plan)", "self.num_free += 1"),
         (4, "return", "self._link(block)"),
         (5, "self._freed.append(block)", "self._link(block)"),
         (6, "block = self._freed.pop()", "block = self._untouched"),

@@ -33,7 +33,7 @@ from octavo.simulate import replay
 from octavo.simulate.cost import LinearCost
 from octavo.simulate.devices import DEVICES
 from octavo.simulate.models import MODELS
-from octavo.simulate.simulation import Records, Replica, SimConfig
+from octavo.simulate.simulation import Records, Replica, SimConfig, paged
 from octavo.simulate.traces import Arrival, Lengths, chat, poisson
 from octavo.view.live.messages import Delta, Frame
 from octavo.view.live.publisher import Publisher
@@ -247,6 +247,18 @@ def test_what_if_with_another_block_size_keeps_prefix_hits(busy: Path, block_siz
     found = sum(replay.what_if(Recording.load(busy, whole_blocks=True), settings, exact.cost()).num_cached)
     base = sum(replay.what_if(Recording.load(busy), {"num_gpu_blocks_override": 400}, exact.cost()).num_cached)
     assert 0.6 * base < found < 1.15 * base
+
+
+def test_what_if_has_the_recorded_window_groups(busy: Path) -> None:
+    recording = Recording.load(busy)
+    assert paged(replay.config_from(recording, {}, COST), 9, 0).windows == ()
+    recording.file.settings.update(windows=[6, 6, 20], max_chunk=32)
+    config = replay.config_from(recording, {}, COST)
+    cache = paged(config, 9, 0)
+    assert cache.windows == (6, 6, 20) and cache.attention_window == 0
+    assert config.num_host_blocks() == min(config.num_blocks(), recording.file.settings["num_host_blocks"])
+    recording.file.settings.update(windows=[], attention_window=7)
+    assert paged(replay.config_from(recording, {}, COST), 9, 0).attention_window == 7
 
 
 def test_what_if_with_samples_and_beams(tmp_path: Path) -> None:

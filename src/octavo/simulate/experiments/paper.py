@@ -25,7 +25,7 @@ from octavo.simulate.executor import TokenSource
 from octavo.simulate.models import MODELS, ModelShape
 from octavo.simulate.plot import Chart, Line, svg
 from octavo.simulate.report import latency
-from octavo.simulate.simulation import MakeCache, PoolSample, Records, SimConfig, paged, simulate
+from octavo.simulate.simulation import PoolSample, Records, SimConfig, paged, simulate
 from octavo.simulate.traces import Arrival, Lengths
 
 OURS, ORACLE, POW2, MAX, FT = "Octavo", "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "FasterTransformer"
@@ -266,7 +266,7 @@ def config_for(
         swap_space=20.0 * server.num_devices,
         preemption_mode="swap" if swap else "recompute",
     )
-    make: MakeCache = paged
+    make: Callable[[SimConfig, int, int], KVCacheManager] = paged
     if system in ORCAS:
         make = partial(_baseline_cache, ContiguousCache, estimate=ORCAS[system], max_len=server.model.max_len)
     elif system == FT:
@@ -277,9 +277,9 @@ def config_for(
 
 
 def _baseline_cache(
-    kind: type[ContiguousCache], num_blocks: int, block_size: int, _: int, num_rows: int, prefixes: bool, **options: Any
+    kind: type[ContiguousCache], config: SimConfig, num_blocks: int, num_host_blocks: int, **options: Any
 ) -> KVCacheManager:
-    return kind(num_blocks, block_size, num_rows=num_rows, **options)
+    return kind(num_blocks, config.args.block_size, num_rows=config.args.max_num_seqs or 0, **options)
 
 
 def poisson_trace(

@@ -22,16 +22,19 @@ RENAMED = {"removed": "gone", "removed_sequences": "gone_sequences", "queues": "
 
 
 class Seals(msgspec.Struct, omit_defaults=True):
-    """Nodes of the prefix tree: a block, its seal id, and the seal id of the block before it (0: none)."""
+    """Nodes of the prefix tree: a block, its seal id, and the seal id of the block before it (0: none).
+
+    A window group's block is below the full block over the same positions. `groups` is empty if all are full ones."""
 
     block_ids: bytes = b""  # u32[num]
     seal_ids: bytes = b""  # f64[num]
     parent_ids: bytes = b""  # f64[num]
+    groups: bytes = b""  # u8[num]
 
     @classmethod
-    def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike) -> Seals:
+    def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike, groups: ArrayLike = ()) -> Seals:
         encoded = (np.asarray(blocks, "<u4"), np.asarray(seals, "<f8"), np.asarray(parents, "<f8"))
-        return cls(*(column.tobytes() for column in encoded))
+        return cls(*(column.tobytes() for column in encoded), np.asarray(groups, "u1").tobytes() if any(groups) else b"")
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -44,7 +47,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class RequestView(msgspec.Struct, frozen=True, rename={"wait": "waits"}):
-    """`status` is running, swapped, waiting or pinned; `sequences` are uids."""
+    """`status` is running, swapped, waiting or pinned; `sequences` are uids, each followed by those of its lanes."""
 
     id: str
     status: str
@@ -58,14 +61,15 @@ class RequestView(msgspec.Struct, frozen=True, rename={"wait": "waits"}):
     sequences: tuple[int, ...]
 
 
-class SequenceView(msgspec.Struct):
-    """A sequence and its block table."""
+class SequenceView(msgspec.Struct, omit_defaults=True):
+    """A sequence and its block table, or a lane: its table of a window group. 0 is the full group."""
 
     uid: int
     index: int
     num_tokens: int
     num_computed: int
     block_ids: bytes = b""  # i32[num_entries]
+    group: int = 0
 
 
 class TableChange(msgspec.Struct):
@@ -102,7 +106,10 @@ class Counts(msgspec.Struct):
 
 class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
     """The whole state. `epoch` identifies a series of frames, and `frame` counts within it. Sizes are bounded when they
-    are decoded, since a file may hold anything."""
+    are decoded, since a file may hold anything.
+
+    windows  of each window group, in tokens
+    """
 
     epoch: str
     frame: int
@@ -120,6 +127,7 @@ class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
     steps: list[list[int | float]] = []
     events: list[dict[str, Any]] = []
     cost_s: float = 0.0
+    windows: list[int] = []
 
 
 class Delta(msgspec.Struct, tag_field="kind", tag="delta", omit_defaults=True, rename=RENAMED):

@@ -17,13 +17,13 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from octavo.core import events as ev
-from octavo.core.block_pool import BlockPool
+from octavo.core.block_pool import BlockPool, group_of
 from octavo.core.in_flight import InFlightStep
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
@@ -49,36 +49,49 @@ MAX_OLD_SEALS = 8192
 """Seals older than the first frame that a frame has at most: each takes about a microsecond to read."""
 
 
-class _PublishedSequence:
-    """A sequence as published last. `block_ids` is a copy of the table, kept for sequences with siblings: beams are
-    reordered and samples diverge without an event for their tables."""
+class _PublishedTable:
+    """A block table as published last. `block_ids` is a copy, kept for sequences with siblings: beams are reordered and
+    samples diverge without an event for their tables."""
 
-    __slots__ = ("block_ids", "num_computed", "num_dropped", "num_entries", "num_tokens", "uid")
+    __slots__ = ("block_ids", "num_dropped", "num_entries", "uid")
 
     def __init__(self, uid: int) -> None:
         self.uid = uid
-        self.num_tokens = self.num_computed = -1
         self.num_entries = self.num_dropped = 0
         self.block_ids: list[int] | None = None
 
-    def update(self, sequence: Sequence) -> None:
-        self.num_tokens, self.num_computed = len(sequence.token_ids), sequence.num_computed
-        self.num_entries, self.num_dropped = len(sequence.block_ids), sequence.num_dropped
-        self.block_ids = None if sequence.request.only_sequence is not None else sequence.block_ids[:]
+    def update(self, block_ids: list[int], num_dropped: int, *, copy: bool) -> None:
+        self.num_entries, self.num_dropped = len(block_ids), num_dropped
+        self.block_ids = block_ids[:] if copy else None
 
-    def is_unchanged(self, sequence: Sequence) -> bool:
-        """Whether a sequence that is alone in its request, and has had no event, is as published: its table grows only
-        with what is computed."""
-        return self.num_computed == sequence.num_computed and self.num_tokens == len(sequence.token_ids)
-
-    def changed_from(self, sequence: Sequence) -> int | None:
+    def changed_from(self, block_ids: list[int], num_dropped: int) -> int | None:
         """The first table entry that differs from what was published; None if none does. For a request without events:
         its table has grown, or its head left the attention window. A shared tail is copied at admission."""
         if self.block_ids is not None:
-            return None if sequence.block_ids == self.block_ids else 0
-        if sequence.num_dropped != self.num_dropped:
+            return None if block_ids == self.block_ids else 0
+        if num_dropped != self.num_dropped:
             return self.num_dropped
-        return None if len(sequence.block_ids) == self.num_entries else self.num_entries
+        return None if len(block_ids) == self.num_entries else self.num_entries
+
+
+class _PublishedSequence:
+    """A sequence as published last, with its table of each group."""
+
+    __slots__ = ("num_computed", "num_tokens", "tables")
+
+    def __init__(self, uids: Iterable[int]) -> None:
+        self.tables = [_PublishedTable(uid) for uid in uids]
+        self.num_tokens = self.num_computed = -1
+
+    def update(self, sequence: Sequence) -> None:
+        self.num_tokens, self.num_computed = len(sequence.token_ids), sequence.num_computed
+        for known, table in zip(self.tables, _tables(sequence), strict=False):
+            known.update(*table, copy=sequence.request.only_sequence is None)
+
+    def is_unchanged(self, sequence: Sequence) -> bool:
+        """Whether a sequence that is alone in its request, and has had no event, is as published: its tables grow only
+        with what is computed."""
+        return self.num_computed == sequence.num_computed and self.num_tokens == len(sequence.token_ids)
 
 
 class _PlannedStep(NamedTuple):
@@ -206,6 +219,7 @@ class Publisher:
         sizes = cache.pool.num_blocks, cache.block_size, cache.swap_space.num_blocks
         blocks = pack_words(self._refs[1:], self._seal_ids[1:]), self._seals([]) or Seals()
         snapshot = Snapshot(*place, *sizes, *blocks, requests, sequences, dict(self._stats), self._counts())
+        snapshot.windows = list(cache.windows)
         snapshot.cost_s = round(time.thread_time() - begin, 6)
         return snapshot
 
@@ -283,7 +297,7 @@ class Publisher:
         blocks += [int(b) for b in islice(self._old_seals, MAX_OLD_SEALS) if pool.seal_id[b]]
         if not blocks:
             return None
-        return Seals.of(blocks, [pool.seal_id[block] for block in blocks], parents_of(pool, blocks))
+        return Seals.of(blocks, [pool.seal_id[block] for block in blocks], *places_of(pool, blocks))
 
     # -- requests and sequences ----------------------------------------------------------------------------------------
 
@@ -324,7 +338,7 @@ class Publisher:
             request.num_cached_tokens,
             request.num_preemptions,
             wait,
-            tuple(self._published(s).uid for s in self._live(request)),
+            tuple(table.uid for s in self._live(request) for table in self._published(s).tables),
         )
 
     def _live(self, request: Request) -> Iterable[Sequence]:
@@ -334,8 +348,8 @@ class Publisher:
     def _published(self, sequence: Sequence) -> _PublishedSequence:
         known = self._sequences.get(sequence)
         if known is None:
-            self._num_uids += 1
-            known = self._sequences[sequence] = _PublishedSequence(self._num_uids)
+            first, self._num_uids = self._num_uids + 1, self._num_uids + self._scheduler.cache.num_groups
+            known = self._sequences[sequence] = _PublishedSequence(range(first, self._num_uids + 1))
         return known
 
     def _changed_sequences(
@@ -355,19 +369,21 @@ class Publisher:
             for sequence in self._live(request):
                 known = seen[sequence] = self._published(sequence)
                 num_tokens, num_computed = len(sequence.token_ids), sequence.num_computed
-                if known.num_tokens < 0:
-                    new.append(SequenceView(known.uid, sequence.index, num_tokens, num_computed, _ids(sequence)))
-                    known.update(sequence)
-                    continue
-                start = 0 if whole else known.changed_from(sequence)
-                if start is not None:
-                    tables.append(TableChange(known.uid, start, _ids(sequence, start)))
-                if (known.num_tokens, known.num_computed) != (num_tokens, num_computed):
-                    grown.append((known.uid, num_tokens, num_computed))
-                elif start is None:
-                    continue
+                is_new = known.num_tokens < 0
+                has_grown = (known.num_tokens, known.num_computed) != (num_tokens, num_computed)
+                for group, (before, (ids, dropped)) in enumerate(zip(known.tables, _tables(sequence), strict=False)):
+                    if is_new:
+                        table = before.uid, sequence.index, num_tokens, num_computed, _encode(ids), group
+                        new.append(SequenceView(*table))
+                        continue
+                    start = 0 if whole else before.changed_from(ids, dropped)
+                    if start is not None:
+                        tables.append(TableChange(before.uid, start, _encode(ids[start:])))
+                    if has_grown:
+                        grown.append((before.uid, num_tokens, num_computed))
                 known.update(sequence)
-        left = [t.uid for s, t in self._sequences.items() if s not in seen and s.request.request_id in self._requests]
+        lost = [t for s, t in self._sequences.items() if s not in seen and s.request.request_id in self._requests]
+        left = [table.uid for each in lost for table in each.tables]
         assert not left or {uid for r in self._requests.values() for uid in r.sequences}.isdisjoint(left)
         self._sequences = seen
         self._dirty.clear()
@@ -391,15 +407,21 @@ def pack_words(refs: np.ndarray, seal_ids: np.ndarray) -> bytes:
     return data
 
 
-def parents_of(pool: BlockPool, blocks: Iterable[int]) -> list[int]:
-    """The seal id of the block before each sealed block; 0: it is a first block."""
-    keys = map(pool.key_of, blocks)
-    return [0 if key is None or isinstance(key[0], bytes) else key[0] for key in keys]
+def places_of(pool: BlockPool, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Of each sealed block: the seal id of the one that it follows, or 0 if it is a first block; and its group."""
+    keys = [pool.key_of(block) or (b"", b"") for block in blocks]
+    parents = [0 if isinstance(parent, bytes) else parent for parent, _ in keys]
+    return parents, [group_of(content) for _, content in keys]
 
 
-def _ids(sequence: Sequence, start: int = 0) -> bytes:
-    """i32[num_entries - start]. Mostly one or two entries, for which `array` is faster than numpy."""
-    ids = array("i", sequence.block_ids[start:])
+def _tables(sequence: Sequence) -> Iterator[tuple[list[int], int]]:
+    """`Sequence.tables`, and further empty ones: a sequence without blocks may have no tables of window groups."""
+    return chain(sequence.tables, repeat(([], 0)))
+
+
+def _encode(block_ids: list[int]) -> bytes:
+    """i32[num_entries]. Mostly one or two entries, for which `array` is faster than numpy."""
+    ids = array("i", block_ids)
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()

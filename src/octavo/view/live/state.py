@@ -40,6 +40,7 @@ class Table:
     num_tokens: int
     num_computed: int
     entries: bytes
+    group: int = 0
 
     @property
     def block_ids(self) -> np.ndarray:
@@ -90,6 +91,8 @@ class PoolState:
         self.words[1:] = np.frombuffer(snapshot.words, dtype="<u2")
         self.seal_ids = np.zeros(snapshot.num_blocks + 1)
         self.parent_ids = np.zeros(snapshot.num_blocks + 1)
+        self.groups = np.zeros(snapshot.num_blocks + 1, dtype=np.uint8)  # of sealed blocks
+        self.windows = snapshot.windows
         self._update_blocks(None, snapshot.seals)
         self.requests: dict[str, RequestView] = {request.id: request for request in snapshot.requests}
         self.tables: dict[int, Table] = {view.uid: _table(view) for view in snapshot.sequences}
@@ -109,6 +112,7 @@ class PoolState:
             ids = np.frombuffer(seals.block_ids, dtype="<u4")
             self.seal_ids[ids] = np.frombuffer(seals.seal_ids, dtype="<f8")
             self.parent_ids[ids] = np.frombuffer(seals.parent_ids, dtype="<f8")
+            self.groups[ids] = np.frombuffer(seals.groups, dtype="u1") if seals.groups else 0
 
     def _update_sequences(self, delta: Delta) -> None:
         for view in delta.sequences:
@@ -132,11 +136,15 @@ class PoolState:
         place = self.epoch, self.frame, self.time_s, self.step
         sizes = self.num_blocks, self.block_size, self.num_host_blocks
         words = self.words[1:].astype("<u2").tobytes()
-        seals = Seals.of(sealed, self.seal_ids[sealed], self.parent_ids[sealed])
+        seals = Seals.of(sealed, self.seal_ids[sealed], self.parent_ids[sealed], self.groups[sealed])
         requests = [self.requests[name] for name in names]
-        tables = [SequenceView(uid, t.index, t.num_tokens, t.num_computed, t.entries) for uid, t in self.tables.items()]
+        tables = [
+            SequenceView(uid, t.index, t.num_tokens, t.num_computed, t.entries, t.group)
+            for uid, t in self.tables.items()
+        ]
         stats, steps, events = dict(self.stats), list(self.steps), list(self.events)
-        return Snapshot(*place, *sizes, words, seals, requests, tables, stats, self.counts, steps, events)
+        lists = requests, tables, stats, self.counts, steps, events
+        return Snapshot(*place, *sizes, words, seals, *lists, windows=self.windows)
 
     @property
     def num_used(self) -> int:
@@ -152,7 +160,7 @@ class PoolState:
 
     def block(self, block: int) -> dict[str, Any]:
         """One block in detail, without its content: plain data, as in PROTOCOL.md."""
-        owners, num_filled = [], 0
+        owners, num_filled, group = [], 0, int(self.groups[block])
         for request in self.requests.values():
             if request.status == "swapped":
                 continue
@@ -161,7 +169,7 @@ class PoolState:
                 for entry in np.nonzero(table.block_ids == block)[0].tolist():
                     owners.append({"request_id": request.id, "index": table.index, "entry": entry})
                     filled = min(max(table.num_computed - entry * self.block_size, 0), self.block_size)
-                    num_filled = max(num_filled, filled)
+                    num_filled, group = max(num_filled, filled), table.group
         sealed = bool(self.words[block] & SEALED_BIT)
         return {
             "id": block,
@@ -169,6 +177,7 @@ class PoolState:
             "sealed": sealed,
             "seal_id": int(self.seal_ids[block]) if sealed else 0,
             "parent_id": int(self.parent_ids[block]) if sealed else 0,
+            "group": group,
             "name": None,
             "owners": owners,
             "num_filled": self.block_size if sealed else num_filled,
@@ -178,7 +187,7 @@ class PoolState:
 
 
 def _table(view: SequenceView) -> Table:
-    return Table(view.index, view.num_tokens, view.num_computed, view.block_ids)
+    return Table(view.index, view.num_tokens, view.num_computed, view.block_ids, view.group)
 
 
 def _columns(progress: Progress) -> list[list[int]]:

@@ -103,5 +103,5 @@ def describe_first_waiting(state: PoolState) -> str:
 def _summarize(state: PoolState, request: RequestView) -> RequestSummary:
     tables = [state.tables[uid] for uid in request.sequences]
     blocks = {block for table in tables for block in table.block_ids.tolist() if block}
-    num_tokens = sum(table.num_tokens for table in tables)
+    num_tokens = sum(table.num_tokens for table in tables if not table.group)
     return RequestSummary(request.id, request.status, num_tokens, len(blocks), request.num_preempted)

@@ -136,7 +136,7 @@ def _seals(state: PoolState, blocks: np.ndarray, lost: np.ndarray) -> Seals:
     """The seals of `blocks`, and seal 0 for `lost` blocks that are not in `blocks`."""
     lost = np.setdiff1d(lost, blocks)
     none = np.zeros(len(lost))
-    columns = [blocks, lost], [state.seal_ids[blocks], none], [state.parent_ids[blocks], none]
+    columns = [blocks, lost], *([of[blocks], none] for of in (state.seal_ids, state.parent_ids, state.groups))
     return Seals.of(*map(np.concatenate, columns))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.core.request import Request, Status
 from octavo.view.live.messages import Counts, RequestView, Seals, SequenceView, Snapshot, Wait
-from octavo.view.live.publisher import pack_words, parents_of
+from octavo.view.live.publisher import pack_words, places_of
 from octavo.view.playground.session import Playground
 
 MAX_TEXTS = 4096
@@ -58,7 +58,7 @@ def _snapshot(play: Playground) -> Snapshot:
     kv, uids = play.kv, play.uids
     refs, seals = np.frombuffer(kv.pool.refs, np.int32), np.frombuffer(kv.pool.seal_id, np.int64)
     sealed = np.nonzero(seals)[0]
-    nodes = Seals.of(sealed, seals[sealed], parents_of(kv.pool, sealed.tolist()))
+    nodes = Seals.of(sealed, seals[sealed], *places_of(kv.pool, sealed.tolist()))
     groups = dict.fromkeys(s.request for s in play.sequences.values())
     nums = [sum(g.status is status for g in groups) for status in (Status.RUNNING, Status.WAITING, Status.SWAPPED)]
     sizes = kv.pool.num_blocks, kv.block_size, kv.swap_space.num_blocks
