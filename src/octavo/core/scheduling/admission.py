@@ -131,7 +131,7 @@ def admit_confined(state: SchedulerState, draft: StepDraft) -> None:
 def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
     """Admit a request and plan its first slice. Returns False if it has to wait, with the reason set."""
     num_longs = draft.longs.get(request.tenant, 0)
-    if request.wait_reason == LONG_PREFILL and num_longs >= state.policy.max_long_partial_prefills:
+    if request.wait_reason == LONG_PREFILL and num_longs >= state.max_long_prefills:
         return False
     cache, pool, seq = state.cache, state.cache.pool, request.sequences[0]
     if request.num_pending:
