@@ -748,15 +748,16 @@ def test_unpinned_prefixes_leave_no_live_timeline() -> None:
     assert not engine.timelines.live and engine.timelines.of("forgotten") == []
 
 
-def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
-    cache = KVCacheManager(12, 4, 12, num_rows=4, attention_window=8)
+@pytest.mark.parametrize("windows", [{"attention_window": 8}, {"windows": (8, 8), "max_chunk": 8}])
+def test_describe_kv_counts_blocks_per_tier_without_null_blocks(windows: dict[str, Any]) -> None:
+    cache = KVCacheManager(24, 4, 24, num_rows=4, **windows)
     scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
     engine = Engine(scheduler, o.Oracle(scheduler), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
     engine.add_request(EngineRequest("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True)))
-    for _ in range(4):
+    for _ in range(6):
         engine.step()
     (seq,) = scheduler.requests["w"].sequences
-    assert 0 in seq.block_ids
+    assert all(0 in block_ids for block_ids, _ in (*seq.tables,)[bool(seq.windows) :])
     held = describe_kv(engine.scheduler).as_dict()
     assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
     plan = StepPlan()

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 from collections import Counter
+from itertools import chain, islice, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 import octavo.view
+from octavo.core.block_pool import group_of
 from octavo.core.in_flight import InFlightStep
 from octavo.view.live.messages import Snapshot
 from octavo.view.live.publisher import Publisher
@@ -59,8 +61,8 @@ def run_pool(runs: list[list[Any]]) -> list[dict[str, Any]]:
 class FilmedWorld(World):
     """A workload that keeps its frames as JSON, and the scheduler's state at each."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, Counter(), listen=True)
+    def __init__(self, seed: int, groups: bool) -> None:
+        super().__init__(seed, Counter(), listen=True, groups=groups)
         self.coin = random.Random(seed + 0.25)
         self.publisher = Publisher(self.scheduler)
         self.frames: list[Any] = []
@@ -96,17 +98,17 @@ def truth(world: World) -> dict[str, Any]:
     live = [request for queue in queues.values() for request in queue]
     owners: Counter[int] = Counter()
     filled: dict[int, int] = {}
-    for request in live:
-        if request.status.value == "swapped":
-            continue
-        for sequence in request.sequences:
-            for i, block in enumerate(sequence.block_ids):
+    groups: dict[int, int] = {}
+    holders = [s for request in live if request.status.value != "swapped" for s in request.sequences]
+    for sequence in (*holders, *cache.pins.values()):
+        for group, (block_ids, _) in enumerate(sequence.tables):
+            for i, block in enumerate(block_ids):
                 owners[block] += 1
                 filled[block] = min(max(sequence.num_computed - i * size, 0), size)
-    for sequence in cache.pins.values():
-        for i, block in enumerate(sequence.block_ids):
-            owners[block] += 1
-            filled[block] = min(max(sequence.num_computed - i * size, 0), size)
+                groups[block] = group
+    for block, seal_id in enumerate(pool.seal_id):
+        if seal_id and (key := pool.key_of(block)) is not None:
+            groups[block] = group_of(key[1])
     blocks = range(1, pool.num_blocks + 1)
     pinned = [(name, sequence) for name, sequence in cache.pins.items()]
     sequences = [(r.request_id, s) for r in live for s in r.sequences] + pinned
@@ -118,17 +120,23 @@ def truth(world: World) -> dict[str, Any]:
         "owners": [owners[b] for b in blocks],
         "owned": [owners[b] > 0 for b in blocks],
         "filled": [size if pool.seal_id[b] else filled.get(b, 0) for b in blocks],
+        "groups": [groups.get(b, 0) for b in blocks],
         "tables": sorted(
-            ([i, len(s.token_ids), s.num_computed, list(s.block_ids)] for i, s in sequences), key=itemgetter(0)
+            (
+                [name, len(s.token_ids), s.num_computed, list(table)]
+                for name, s in sequences
+                for table in islice(chain((ids for ids, _ in s.tables), repeat([])), cache.num_groups)
+            ),
+            key=itemgetter(0),
         ),
-        "numTables": len(sequences),
+        "numTables": len(sequences) * cache.num_groups,
         "queues": {name: [r.request_id for r in queue] for name, queue in queues.items()},
         "stats": cache.stats().as_dict(),
     }
 
 
-def check_runs(seeds: range) -> Counter[str]:
-    worlds = [FilmedWorld(seed) for seed in seeds]
+def check_runs(seeds: range, *, groups: bool) -> Counter[str]:
+    worlds = [FilmedWorld(seed, groups) for seed in seeds]
     for world in worlds:
         world.run()
     worlds = [world for world in worlds if world.frames]
@@ -143,16 +151,20 @@ def check_runs(seeds: range) -> Counter[str]:
             totals[frame["kind"]] += 1
             totals["swapped"] += bool(expected["queues"]["swapped"])
             totals["shared"] += max(expected["refs"]) > 1
+            totals["in windows"] += sum(map(bool, expected["groups"]))
     return totals
 
 
-def test_page_state_equals_the_scheduler() -> None:
-    totals = check_runs(range(44, 52))
+@pytest.mark.parametrize("groups", [False, True])
+def test_page_state_equals_the_scheduler(groups: bool) -> None:
+    totals = check_runs(range(44, 52), groups=groups)
+    assert bool(totals["in windows"]) == groups
     assert totals["snapshot"] > 8 and totals["delta"] > 80 and totals["swapped"] > 10 and totals["shared"] > 20, totals
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("first", range(1000, 1300, 100))
-def test_page_state_equals_the_scheduler_for_many_seeds(first: int) -> None:
-    totals = check_runs(range(first, first + 100))
+def test_page_state_equals_the_scheduler_for_many_seeds(first: int, groups: bool) -> None:
+    totals = check_runs(range(first, first + 100), groups=groups)
     assert totals["delta"] > 1000

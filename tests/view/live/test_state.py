@@ -51,7 +51,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         key = pool.key_of(block)
         assert key is not None
         assert state.parent_ids[block] == (0 if isinstance(key[0], bytes) else key[0])
-        assert state.groups[block] == (key[1][0] + 1 if len(key[1]) == 1 else 0)
+        assert state.block(block)["group"] == state.groups[block] == (key[1][0] + 1 if len(key[1]) == 1 else 0)
     stats = cache.stats()
     assert state.stats == stats.as_dict()
     assert (state.num_used, state.num_cached, state.num_free) == (
@@ -91,8 +91,8 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
 class WatchedWorld(World):
     """A workload with an early and a late viewer, who get frames at random moments."""
 
-    def __init__(self, seed: int, totals: Counter[str]) -> None:
-        super().__init__(seed, totals, listen=True)
+    def __init__(self, seed: int, totals: Counter[str], *, groups: bool = False) -> None:
+        super().__init__(seed, totals, listen=True, groups=groups)
         self.coin = random.Random(seed + 0.125)
         self.publisher = Publisher(self.scheduler)
         self.early: PoolState | None = None
@@ -133,18 +133,20 @@ class WatchedWorld(World):
             check(self.late, self.scheduler)
 
 
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("first", range(0, 30, 10))
-def test_state_equals_the_pool(first: int) -> None:
+def test_state_equals_the_pool(first: int, groups: bool) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 10):
-        WatchedWorld(seed, totals).run()
+        WatchedWorld(seed, totals, groups=groups).run()
     assert totals["Snapshot"] > 5 and totals["Delta"] > 100
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("first", range(1000, 3000, 250))
-def test_state_equals_the_pool_for_many_seeds(first: int) -> None:
+def test_state_equals_the_pool_for_many_seeds(first: int, groups: bool) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 250):
-        WatchedWorld(seed, totals).run()
+        WatchedWorld(seed, totals, groups=groups).run()
     assert totals["Delta"] > 2500

@@ -46,8 +46,8 @@ def names_in(value: Any) -> set[str]:
 class TenantWorld(WatchedWorld):
     """A workload with two tenants, each of which sees one half of the requests."""
 
-    def __init__(self, seed: int, totals: Counter[str]) -> None:
-        super().__init__(seed, totals)
+    def __init__(self, seed: int, totals: Counter[str], *, groups: bool = False) -> None:
+        super().__init__(seed, totals, groups=groups)
         self.whole: PoolState | None = None
         self.views: dict[Half, tuple[TenantView, PoolState, set[tuple[int, float]]]] = {}
 
@@ -99,11 +99,11 @@ class TenantWorld(WatchedWorld):
         assert [fresh.seal_ids[b] for b in now] == [whole.seal_ids[b] * ((b, whole.seal_ids[b]) in ever) for b in now]
 
 
-@pytest.mark.parametrize("first", range(0, 20, 10))
-def test_tenant_view_shows_own_requests_only(first: int) -> None:
+@pytest.mark.parametrize(("first", "groups"), [(0, False), (10, False), (20, True)])
+def test_tenant_view_shows_own_requests_only(first: int, groups: bool) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 10):
-        TenantWorld(seed, totals).run()
+        TenantWorld(seed, totals, groups=groups).run()
     assert min(totals["own"], totals["others'"], totals["names"]) > 100
 
 

@@ -29,8 +29,8 @@ from tests.proof.workloads import World
 class RecordedWorld(World):
     """A workload that makes a frame after each plan, on its own clock, and keeps the state of that moment."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, Counter(), listen=True)
+    def __init__(self, seed: int, *, groups: bool = False) -> None:
+        super().__init__(seed, Counter(), listen=True, groups=groups)
         self.now = 100.0
         self.publisher = Publisher(self.scheduler, clock=lambda: self.now)
         self.frames: list[Frame] = []
@@ -52,9 +52,9 @@ class RecordedWorld(World):
         self.moments.append((frame.time_s, msgspec.json.encode(self.state.snapshot())))
 
 
-def recorded(seed: int) -> tuple[list[Frame], list[tuple[float, bytes]]]:
+def recorded(seed: int, *, groups: bool = False) -> tuple[list[Frame], list[tuple[float, bytes]]]:
     """The frames of a workload, and the time and state after each."""
-    world = RecordedWorld(seed)
+    world = RecordedWorld(seed, groups=groups)
     world.run()
     return world.frames, world.moments
 
@@ -63,9 +63,9 @@ def copy_of(frames: list[Frame]) -> list[Frame]:
     return [msgspec.json.decode(line, type=Frame) for line in encode_frames(frames).splitlines()]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
-def test_seek_restores_every_moment(seed: int) -> None:
-    frames, moments = recorded(seed)
+@pytest.mark.parametrize(("seed", "groups"), [(0, False), (2, False), (3, False), (4, False), (5, False), (6, True)])
+def test_seek_restores_every_moment(seed: int, groups: bool) -> None:
+    frames, moments = recorded(seed, groups=groups)
     replay = Replay(copy_of(frames))
     assert replay.duration_s == moments[-1][0] and len(moments) > 5, seed
     for time_s, wanted in moments:

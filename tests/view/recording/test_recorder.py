@@ -8,7 +8,8 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -120,7 +121,7 @@ class PinnedWorld(World):
             todo.insert(rnd.randrange(len(todo) + 1), pin)
 
 
-def record_world(seed: int, path: Path, make: type[World] = World) -> tuple[int, Counter[str]]:
+def record_world(seed: int, path: Path, make: Callable[..., World] = World) -> tuple[int, Counter[str]]:
     """Record and replay one of the oracle's workloads; returns the number of segments, and what happened. A random
     policy cannot be replayed."""
     world = make(seed, Counter(), listen=True)
@@ -135,7 +136,7 @@ def record_world(seed: int, path: Path, make: type[World] = World) -> tuple[int,
     return recorded.replayed(path), seen
 
 
-def worlds(seeds: Iterable[int], path: Path, make: type[World] = World) -> tuple[int, Counter[str]]:
+def worlds(seeds: Iterable[int], path: Path, make: Callable[..., World] = World) -> tuple[int, Counter[str]]:
     num_segments, seen = 0, Counter[str]()
     for seed in seeds:
         more, happened = record_world(seed, path, make)
@@ -149,6 +150,13 @@ def test_replay_from_every_segment_repeats_all_events(tmp_path: Path) -> None:
     num_segments, seen = worlds([*range(20), 31, 45, 56, 60, 63, 72], tmp_path / "f")
     assert num_segments > 30
     for what in ("Preempted swap", "Preempted recompute", "SwapLost", "Recomputed", "beams", "pins", "failed"):
+        assert seen[what], what
+
+
+def test_replay_with_window_groups_repeats_all_events(tmp_path: Path) -> None:
+    num_segments, seen = worlds(range(12), tmp_path / "f", partial(World, groups=True))
+    assert num_segments > 15
+    for what in ("Preempted swap", "Preempted recompute", "beams", "pins", "failed"):
         assert seen[what], what
 
 

@@ -34,7 +34,9 @@ class Seals(msgspec.Struct, omit_defaults=True):
     @classmethod
     def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike, groups: ArrayLike = ()) -> Seals:
         encoded = (np.asarray(blocks, "<u4"), np.asarray(seals, "<f8"), np.asarray(parents, "<f8"))
-        return cls(*(column.tobytes() for column in encoded), np.asarray(groups, "u1").tobytes() if any(groups) else b"")
+        return cls(
+            *(column.tobytes() for column in encoded), np.asarray(groups, "u1").tobytes() if any(groups) else b""
+        )
 
 
 class Wait(msgspec.Struct, frozen=True):

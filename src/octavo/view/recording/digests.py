@@ -10,7 +10,7 @@ import secrets
 from array import array
 from hashlib import blake2b
 
-from octavo.core.block_pool import unpack_key
+from octavo.core.block_pool import group_of, unpack_key
 from octavo.view.recording.format import DIGEST_BYTES
 
 
@@ -53,7 +53,8 @@ class Digests:
     def of_sealed(
         self, keys: list[bytes | None], seal_ids: array[int], digests: dict[int, bytes]
     ) -> list[tuple[int, int, bytes, bytes]]:
-        """For each sealed block the block, the seal id of its parent, the salt if it has none, and the block digest.
+        """For each sealed block the block, the seal id of its parent, the salt if it has none, and the block digest. A
+        block of a window group has the second part of its key, one byte, in place of the digest.
 
         keys      content of each block, as the pool packs it
         digests   seal id -> block digest, for blocks in sequences
@@ -66,6 +67,9 @@ class Digests:
             key = keys[block]
             assert key is not None
             parent, tokens = unpack_key(key)
+            if group_of(tokens) and not isinstance(parent, bytes):
+                sealed.append((block, parent, b"", tokens))
+                continue
             if isinstance(parent, bytes):
                 salt, before, seal = self.of_salt(parent), self.last(b"", parent), 0
             else:

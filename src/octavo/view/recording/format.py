@@ -115,7 +115,7 @@ class Segment(msgspec.Struct, array_like=True):
     snapshot        as `Scheduler.snapshot` returns it, without `keys`. Requests also have their `number`, sequences
                     their `beam_digests`: of a beam's full blocks and of the tokens after them, None for other
                     sequences. `num_beam_choices`: number of a request -> length of `beam_choices` at that time
-    sealed_blocks   (block, seal id of its parent, salt if it has none, block digest)
+    sealed_blocks   (block, seal id of its parent, salt if it has none, block digest), see `Digests.of_sealed`
     """
 
     snapshot: State

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.core import events as ev
-from octavo.core.block_pool import pack_key
+from octavo.core.block_pool import group_of, pack_key
 from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepResult
 from octavo.core.request import Request, SelectBeams, Sequence
@@ -244,7 +244,8 @@ class Player:
         keys: list[bytes | None] = [None] * (settings["num_blocks"] + 1)
         seals = array("q", state["pool"]["seal_id"])
         for block, parent, salt, digest in segment.sealed_blocks:
-            keys[block] = pack_key((parent or salt, content.get(seals[block], made_up.of_block(digest).tobytes())))
+            made = digest if group_of(digest) else content.get(seals[block], made_up.of_block(digest).tobytes())
+            keys[block] = pack_key((parent or salt, made))
         requests = [self._new_request(self.recording.requests[number]) for number in numbers]
         self.scheduler.restore(state | {"keys": keys}, requests, tokens)
 

@@ -6,7 +6,7 @@
 import { css, inkOn, letter, mix, ownerColour, pixel, ramp, readTheme, rgb } from "./colours.mjs";
 import { reducedMotion } from "./dom.mjs";
 
-export const MODES = ["state", "owner", "references", "age"];
+export const MODES = ["state", "owner", "references", "age", "group"];
 const DETAIL_PX = 9; // cells from this size on are drawn one by one
 const [FREE, CACHED, USED, OWNER, RAMP] = [0, 1, 2, 3, 11]; // indices of the palette
 const MIN_LABEL = 9; // px
@@ -95,6 +95,7 @@ export class PoolGrid {
     if (mode === "age") return RAMP + 7 - this._ageStep(block);
     if (!refs) return CACHED;
     if (mode === "owner") return OWNER + (pool.owner[block] < 0 ? 7 : pool.owner[block] % 8);
+    if (mode === "group") return pool.groups[block] ? OWNER + (pool.groups[block] % 8) : USED;
     if (mode === "references") return RAMP + Math.min(7, 2 * refs - 1);
     return USED;
   }
@@ -358,6 +359,7 @@ export class PoolGrid {
   _label(block, refs) {
     if (this.mode === "references" && refs) return `×${refs}`;
     if (this.mode === "owner" && refs) return this._letters(this.pool.ownersOf(block)) || "?";
+    if (this.mode === "group") return this.pool.groups[block] ? `w${this.pool.groups[block]}` : "full";
     if (this.mode === "age") return shortAge(this.pool.ageOf(block));
     return block;
   }

@@ -52,7 +52,8 @@ export function showTables(pool, list, note, title = (sequence) => shorten(seque
       paint(row, sequence.slot);
       text($(".owner", row), nameOf(sequence));
       text($(".name", row), title(sequence));
-      text($("small", row), count(sequence.num_tokens, "token") + (pool.isSwapped(sequence) ? ", swapped out" : ""));
+      const length = sequence.group ? pool.groupName(sequence.group) : count(sequence.num_tokens, "token");
+      text($("small", row), length + (pool.isSwapped(sequence) ? ", swapped out" : ""));
       renderList(
         $(".chips", row),
         entries(sequence.blocks),
@@ -195,7 +196,8 @@ export function describeBlock(pool, block) {
   const state = pool.stateOf(block);
   const owners = ownersOf(pool, block).join(", ");
   const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners}` : "";
-  return `Block ${block}: ${state}${held}`;
+  const group = pool.groupOf(block);
+  return `Block ${block}: ${state}${held}${group && `, ${group}`}`;
 }
 
 // The names of a block's owners. If only a key's own requests are shown, a used block without owner is another key's.
@@ -213,7 +215,7 @@ export function showBlock(pool, block, root, { tokens = null, details = null } =
   const owners = pool.ownersOf(block).map((slot) => pool.slots[slot]);
   const sequence = owners[0];
   const age = pool.ageOf(block);
-  const index = sequence ? sequence.blocks.indexOf(block) : -1;
+  const index = sequence ? pool.entry[block] : -1;
   const [start, filled] = [index * pool.blockSize, pool.filledOf(block)];
   const positions = index < 0 || !filled ? "–" : `${start} to ${start + filled - 1}`;
   const facts = [
@@ -223,8 +225,9 @@ export function showBlock(pool, block, root, { tokens = null, details = null } =
     ["filled slots", `${filled} of ${pool.blockSize}`],
     ["positions", positions],
     ["owners", ownersOf(pool, block).join(" ") || "–"],
+    ...(pool.windows.length ? [["group", pool.groupOf(block) || "–"]] : []),
     ["seal", pool.cached[block] ? pool.sealIds[block] || "yes" : "–"],
-    ["follows", pool.cached[block] && pool.parentIds[block] ? `seal ${pool.parentIds[block]}` : "–"],
+    [pool.groups[block] ? "found by" : "follows", pool.cached[block] && pool.parentIds[block] ? `seal ${pool.parentIds[block]}` : "–"],
     ["changed", Number.isFinite(age) ? `${pool.ageUnit ? count(age, pool.ageUnit) : shortAge(age)} ago` : "before"],
   ];
   if (details?.name) facts.push(["digest", details.name.slice(0, 16)]);

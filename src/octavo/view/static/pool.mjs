@@ -39,6 +39,7 @@ export class Pool {
     this.changed = new Float64Array(n + 1); // time of the last change, in the state's time
     this.sealIds = new Float64Array(n + 1);
     this.parentIds = new Float64Array(n + 1);
+    this.groups = new Uint8Array(n + 1); // of layers; 0: the full one, then those with windows
     this.replace(snapshot, names);
     this.changed.fill(-Infinity); // before the first frame
   }
@@ -58,6 +59,7 @@ export class Pool {
     const isFirst = !this.sequences;
     const touched = isFirst || this.numBlocks > MAX_INDEXED ? IGNORE : new Set();
     this.owner.fill(-1);
+    this.windows = snapshot.windows ?? []; // in tokens, of each window group
     this.sequences = new Map();
     this.requests = new Map();
     this.slots = [];
@@ -138,7 +140,9 @@ export class Pool {
   _setSeals(seals) {
     if (!seals) return;
     const [ids, sealIds, parentIds] = [u32(seals.block_ids), f64(seals.seal_ids), f64(seals.parent_ids)];
+    const groups = bytes(seals.groups);
     ids.forEach((block, i) => {
+      this.groups[block] = groups[i] ?? 0;
       this.sealIds[block] = sealIds[i];
       this.parentIds[block] = parentIds[i];
     });
@@ -155,17 +159,22 @@ export class Pool {
     }
     for (const request of requests) {
       this.requests.set(request.id, request);
+      let main;
       for (const uid of request.sequences) {
         const sequence = this.sequences.get(uid);
+        if (!sequence?.group) main = sequence;
         if (!sequence || sequence.request) continue;
+        sequence.main = main;
         sequence.request = request.id;
         this._addOwner(sequence, 0, touched);
       }
     }
   }
 
-  // Assigns a slot, which gives the sequence a colour and a letter. A sequence with a name gets the slot of its name.
+  // Assigns a slot, which gives the sequence a colour and a letter. A sequence with a name gets the slot of its name, and
+  // a lane that of its sequence.
   _giveSlot(sequence) {
+    if (sequence.group) return void (sequence.slot = sequence.main.slot);
     const free = this.slots.findIndex((slot) => !slot);
     sequence.slot = sequence.name ? slotOf(sequence.name) : free < 0 ? this.slots.length : free;
     this.slots[sequence.slot] = sequence;
@@ -183,6 +192,7 @@ export class Pool {
       if (block <= 0) continue;
       this.owner[block] = sequence.slot;
       this.entry[block] = i;
+      this.groups[block] = sequence.group ?? 0;
       touched.add(block);
     }
   }
@@ -214,7 +224,7 @@ export class Pool {
     if (!sequence) return;
     this._removeOwner(sequence, 0, touched);
     this.sequences.delete(uid);
-    if (sequence.slot >= 0) this.slots[sequence.slot] = undefined;
+    if (sequence.slot >= 0 && !sequence.group) this.slots[sequence.slot] = undefined;
   }
 
   _updateProgress(progress, touched) {
@@ -276,6 +286,15 @@ export class Pool {
     return this.cached[block] ? "cached" : "free";
   }
 
+  // The group of a block's layers as text; "" for a free block, and where all layers are one group.
+  groupOf(block) {
+    return this.windows.length && this._word(block) ? this.groupName(this.groups[block]) : "";
+  }
+
+  groupName(group) {
+    return group ? `window ${group}: the last ${this.windows[group - 1]} tokens` : "full: all tokens";
+  }
+
   // Slots of the sequences that have a block.
   ownersOf(block) {
     if (this.indexed !== this.version) {
@@ -294,7 +313,7 @@ export class Pool {
   tree(maxNodes = 20_000) {
     const nodes = new Map();
     for (let block = 1; block <= this.numBlocks; block++) {
-      if (!this.sealIds[block]) continue;
+      if (!this.sealIds[block] || this.groups[block]) continue; // windows' blocks are found by the full ones
       if (nodes.size === maxNodes) return null;
       nodes.set(this.sealIds[block], { block, children: [] });
     }
@@ -317,6 +336,7 @@ export class Pool {
       owners: blocks.map((block) => this.ownersOf(block).length),
       owned: blocks.map((block) => this.owner[block] >= 0),
       filled: blocks.map((block) => this.filledOf(block)),
+      groups: blocks.map((block) => (this._word(block) ? this.groups[block] : 0)),
       tables,
       numTables: this.sequences.size,
       queues: this.queues,

@@ -15,6 +15,7 @@ const LEGENDS = {
   owner: { owner: "one sequence's", shared: "shared by two", cached: "cached", free: "free" },
   references: { few: "1 reference", many: "4 or more", cached: "cached", free: "free" },
   age: { many: "just changed", few: "changed long ago", free: "free" },
+  group: { used: "layers that see all tokens", window: "layers with a sliding window", cached: "cached", free: "free" },
 };
 
 export class Stage {
@@ -78,6 +79,7 @@ export class Stage {
     if (!pool) return;
     this.painted = performance.now();
     text($("#pool-title"), `${format(pool.numBlocks)} blocks of ${pool.blockSize}`);
+    this._offerGroups(pool.windows.length > 0);
     panels.showNumbers(pool, $("#numbers"), $("#shares"), this.reply?.compare, this.unit);
     panels.showTables(pool, $("#tables > ul"), $("#tables-note"), this.title);
     if (this.reply) this._drawPieces();
@@ -192,6 +194,12 @@ export class Stage {
     this.colourBy("state");
   }
 
+  // Without window groups there is nothing to tell apart.
+  _offerGroups(offered) {
+    $("#modes input[value=group]").parentElement.hidden = !offered;
+    if (!offered && this.grid.mode === "group") this.colourBy("state");
+  }
+
   colourBy(mode) {
     $(`#modes input[value=${mode}]`).checked = true;
     this.grid.colourBy(mode);
@@ -207,7 +215,7 @@ export class Stage {
     const { theme, ramp, hatch, mode } = this.grid;
     Object.keys(LEGENDS[mode]).forEach((kind, i) => {
       const c = $("#legend").children[i].firstChild.getContext("2d");
-      const owners = { owner: [0], shared: [0, 1] }[kind]?.map((slot) => rgb(ownerColour(slot)));
+      const owners = { owner: [0], shared: [0, 1], window: [1] }[kind]?.map((slot) => rgb(ownerColour(slot)));
       const tones = owners ?? [{ few: ramp[1], many: ramp[7], free: theme.line }[kind] ?? theme.accent];
       const isPale = owners || kind === "used" || kind === "partly";
       c.clearRect(0, 0, 28, 28);
