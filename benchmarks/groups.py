@@ -9,24 +9,12 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from functools import partial
-from typing import Any
-from unittest import mock
-
-from octavo.checkpoint.resolve import open_checkpoint
 
 from octavo import LLM, SamplingParams
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.integers import cdiv
 from octavo.models.config import read_spec
-
-OF = KVCacheSpec.of
-
-
-def engine(model: str, *, grouped: bool, **options: Any) -> LLM:
-    of = OF if grouped else partial(OF, max_len=0)
-    with mock.patch.object(KVCacheSpec, "of", lambda *args, **named: of(*args) if not grouped else of(*args, **named)):
-        return LLM(model, skip_tokenizer_init=True, **options)
 
 
 def prompts(num: int, length: int, seed: int = 0) -> list[dict[str, list[int]]]:
@@ -57,16 +45,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     spec = read_spec(open_checkpoint(options.model, weights=False))
-    alike = OF(spec, 16, options.dtype)
+    alike = KVCacheSpec.of(spec, 16, options.dtype)
     num_bytes = alike.pool_bytes(options.held * cdiv(options.length, 16))
-    common = {"load_format": "dummy", "dtype": options.dtype, "device": options.device, "swap_space": 0}
+    common = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": options.dtype,
+        "device": options.device,
+        "swap_space": 0,
+    }
     common |= {"kv_cache_memory_bytes": num_bytes, "max_model_len": options.length}
     common |= {"max_num_seqs": options.sequences, "enable_prefix_caching": False}
     print(f"pool of {num_bytes / 1e6:,.0f} MB; {options.sequences} sequences of {options.length} tokens")
     print("| tables | tokens/s | at once | preemptions |\n|---|--:|--:|--:|")
     for turn in range(options.rounds):
         for grouped in (True, False) if turn % 2 else (False, True):
-            with engine(options.model, grouped=grouped, **common) as llm:
+            with LLM(options.model, **common, disable_hybrid_kv_cache_manager=not grouped) as llm:
                 print(f"| {'a group' if grouped else 'one'} | {measure(llm, options)} |", flush=True)
 
 

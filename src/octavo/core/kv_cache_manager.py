@@ -140,7 +140,7 @@ class KVCacheManager:
         total = 0
         for request in requests if self.windows else ():
             for sequence in request.sequences:
-                if sequence.num_computed < len(sequence.token_ids):
+                if len(sequence.token_ids) - sequence.num_computed > 1:
                     blocks = self.blocks_for(len(sequence.token_ids))
                     held = [len(ids) - num_dropped for ids, num_dropped in sequence.tables]
                     in_windows = self._blocks_in_windows(blocks) if request.drops else blocks * len(self.windows)
