@@ -183,6 +183,8 @@ class EngineArgs(ValidatedParams):
                               step; 0: no limit. None: 512 on a CPU, 4,096 on a GPU, and at most half of a step
     max_long_partial_prefills  long prompts of one tenant (one API key) that prefill concurrently; others wait, and
                               short prompts pass them
+    disable_hybrid_kv_cache_manager  keep K and V of all positions for layers with a sliding window, too, beside layers
+                              without one
     watermark                 share of the blocks that an admission must leave free while any request runs
     decode_window             tokens that the device decodes per sequence in one step; None: 1 on a CPU, 4 on a GPU
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, without recorded decode steps
@@ -226,6 +228,7 @@ class EngineArgs(ValidatedParams):
     watermark: float = 0.0
     decode_window: int | None = None
     enforce_eager: bool = False
+    disable_hybrid_kv_cache_manager: bool = False
     async_scheduling: bool = True
     speculative_config: Mapping[str, Any] | None = None
     spec_method: SpecMethod | None = None
@@ -283,6 +286,7 @@ class EngineArgs(ValidatedParams):
         self._check_number("watermark", 0.0, 0.5)
         self._check_number("swap_space", 0.0, 1 << 20, optional=True)
         self._check_bool("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling")
+        self._check_bool("disable_hybrid_kv_cache_manager")
         if self.flight_recorder is not None and (not isinstance(self.flight_recorder, str) or not self.flight_recorder):
             raise invalid("flight_recorder", f"must be a directory, not {self.flight_recorder!r}", "invalid_type")
         for name in ("kv_events_config", "speculative_config"):
@@ -331,6 +335,12 @@ class EngineArgs(ValidatedParams):
         assert args.max_num_batched_tokens is not None
         threshold = min(DEFAULT_LONG_PREFILL_TOKENS[device], max(1, args.max_num_batched_tokens // 2))
         return replace(args, long_prefill_token_threshold=threshold)
+
+    def grouped_len(self, supported: int) -> int:
+        """The longest sequence, for the choice of groups of layers; 0: there are none. supported: by the model"""
+        if self.disable_hybrid_kv_cache_manager:
+            return 0
+        return supported if self.max_model_len in (None, -1) else min(self.max_model_len, supported)
 
     def resolved_dtype(self, device: str, stored: str, *, has_bfloat16: bool) -> str:
         """The dtype in which the engine computes; see `dtype`.

@@ -309,3 +309,10 @@ def test_pins_and_requests_are_refused_by_the_blocks_of_all_groups(world: Worlds
     assert lab.cache.num_pinned == 6 and request.max_tokens == 13
     lab.abort("Q")
     assert lab.cache.num_pinned == 0
+
+
+def test_a_pin_is_refused_beside_samples_that_keep_all_blocks_of_all_groups(world: Worlds) -> None:
+    lab = world(20, windows=(3,), max_chunk=2)
+    lab.add("G", [2] * 4, 7, width=2)  # 2 shared and 2 x 3 own blocks, in both groups
+    with pytest.raises(CapacityError, match=r"may need up to 16 blocks, and with 6 more pinned 14 are left"):
+        lab.add("P", [1] * 6, 1, pin=True)

@@ -210,6 +210,14 @@ def test_drafts_take_the_blocks_that_are_left_in_all_groups(num_blocks: int, cou
     assert bench.plan().plan.counts.tolist() == [7, count] and bench.cache.pool.num_available == num_left
 
 
+def test_drafts_of_one_request_leave_others_none_of_their_blocks() -> None:
+    """Of 12 blocks of 2, the prompts take 2 x 4 and A's drafts the rest. B has a slot for one."""
+    bench = Bench(num_blocks=12, size=2, k=8, windows=(3,), max_chunk=9)
+    bench.add("A", [0] * 3, 9, k=8)
+    bench.add("B", [1] * 3, 9, k=8)
+    assert bench.plan().plan.counts.tolist() == [3 + 4, 3 + 1] and bench.cache.pool.num_available == 0
+
+
 def test_blocks_of_all_groups_that_drafts_may_return_are_awaited_without_a_preemption() -> None:
     bench = Bench(num_blocks=13, size=2, k=8, windows=(1,), max_chunk=6)
     a, b = bench.add("A", [1, 2], 12, k=8), bench.add("B", [3, 4], 4, k=0)
@@ -218,6 +226,20 @@ def test_blocks_of_all_groups_that_drafts_may_return_are_awaited_without_a_preem
     assert not bench.plan() and not bench.scheduler.num_preemptions
     bench.land(first, 1, 1)
     assert bench.plan().sequences == a.sequences + b.sequences and not bench.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize(("num_blocks", "prompts", "budget"), [(14, (3, 9), 256), (17, (2, 20), 16)])
+def test_blocks_that_leave_a_window_with_the_drafts_are_awaited_without_a_preemption(
+    num_blocks: int, prompts: tuple[int, int], budget: int
+) -> None:
+    """A's drafts in flight free what B needs: rejected, their own blocks in both groups; accepted, those that the
+    window leaves. In the second case B needs the most that both can be."""
+    bench = Bench(num_blocks=num_blocks, size=2, k=8, windows=(1,), max_chunk=9, max_num_batched_tokens=budget)
+    bench.add("A", [0] * prompts[0], 12, k=8)
+    b = bench.add("B", [1] * prompts[1], 4, k=0)
+    for _ in range(5):
+        bench.plan()
+    assert b.status is Status.RUNNING and not bench.scheduler.num_preemptions
 
 
 def test_drafts_take_only_the_budget_that_is_left() -> None:

@@ -28,7 +28,7 @@ def run(case: Case, tiny_model: TinyModel) -> None:
         str(tiny_model.path),
         skip_tokenizer_init=True,
         block_size=case.block_size,
-        num_gpu_blocks_override=3 * 20 * 45 // case.block_size + 20,
+        num_gpu_blocks_override=(3 * 20 * 45 // case.block_size + 20) * (1 + GROUPED.get(case.kind, 0)),
         max_num_seqs=64,
         max_num_batched_tokens=max(case.chunk, case.n),
         decode_window=case.window,

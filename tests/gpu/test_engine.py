@@ -31,14 +31,22 @@ def params() -> list[SamplingParams]:
     return [SamplingParams(**{name: getattr(p, name) for name in names}, detokenize=False) for p in mixed_params()]
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_tokens_equal_the_cpu_engines(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "min_chunk"), [*((kind, 512) for kind in KINDS), ("gemma3", 5)])
+def test_tokens_equal_the_cpu_engines(
+    kind: str, min_chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With small chunks, Gemma 3's layers are in groups."""
+    monkeypatch.setattr("octavo.core.kv_cache_spec.MIN_CHUNK", min_chunk)
     directory = str(make_tiny_checkpoint(kind, tmp_path / kind))
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
     with LLM(directory, device="cpu", **OPTIONS) as llm:
+        assert bool(llm.config.kv.windows) == (min_chunk < 512)
         expected = completions(llm.generate(prompts, params(), use_tqdm=False))
     for way, options in WAYS.items():
-        with LLM(directory, device="cuda", **(OPTIONS | options)) as llm:
+        options = OPTIONS | options
+        if min_chunk < 512 and options["num_gpu_blocks_override"] < 20:
+            options["num_gpu_blocks_override"] = 20  # the longest sequence has 14
+        with LLM(directory, device="cuda", **options) as llm:
             for outputs in runs(llm, way, prompts, params()):
                 assert completions(outputs) == expected, way
 

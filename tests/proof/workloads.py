@@ -57,7 +57,7 @@ class Fairness:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.longest = scheduler.policy.long_prefill_token_threshold
-        self.max_longs = scheduler.policy.max_long_partial_prefills
+        self.max_longs = scheduler.max_long_prefills
         sequences = [seq for request in scheduler.running for seq in request.sequences]
         self.length = {seq: len(seq.token_ids) + seq.num_pending for seq in sequences}
         self.due = {seq: length - seq.num_computed for seq, length in self.length.items()}

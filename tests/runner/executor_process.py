@@ -14,11 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Capacity, GrammarBitmask, decode_error, encode_error
 from octavo.errors import DeviceLostError, StepError
 from tests.core.plan_worker import receive, send
+
+if TYPE_CHECKING:
+    from tests.runner.hash_model import Sizes
 
 HEAD = struct.Struct("=cI")
 
@@ -41,8 +45,8 @@ class ExecutorProcess:
         self._process.stdout.close()
         assert self._process.wait(20) == 0 or kind is not None
 
-    def executor(self, sizes: tuple[int, ...]) -> RemoteExecutor:
-        self.tell(b"n", 0, struct.pack(f"={len(sizes)}I", *sizes))
+    def executor(self, sizes: Sizes) -> RemoteExecutor:
+        self.tell(b"n", 0, struct.pack(f"={len(sizes) + len(sizes.windows) - 1}I", *sizes[:-1], *sizes.windows))
         return RemoteExecutor(self)
 
     def tell(self, what: bytes, number: int, data: bytes = b"") -> None:
@@ -107,7 +111,8 @@ def main() -> None:
         if what == b"n":
             if executor is not None:
                 executor.close()
-            executor, handles = HashExecutor(Sizes(*struct.unpack("=8I", data)), CpuPlatform()).inner, {}
+            numbers = struct.unpack(f"={len(data) // 4}I", data)
+            executor, handles = HashExecutor(Sizes(*numbers[:7], windows=numbers[7:]), CpuPlatform()).inner, {}
         elif what == b"s":
             assert executor is not None
             send(sys.stdout.buffer, executor.start().encode())

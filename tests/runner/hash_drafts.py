@@ -17,7 +17,7 @@ from octavo.kernels.row_state import DraftLines, RowState
 from octavo.runner.model_runner import ModelRunner
 from tests.proof import oracle as o
 from tests.proof.workloads import World
-from tests.runner.hash_model import logits_of, mix
+from tests.runner.hash_model import logits_of, mix, visible, windows_of
 
 
 class KnowingDrafter:
@@ -28,7 +28,7 @@ class KnowingDrafter:
 
     def __init__(self, state: RowState, world: World, totals: Counter[str]) -> None:
         self.state, self.habit, self.is_lazy = state, world.habits.drafts, world.habits.lazy
-        self.window, self.chance, self.totals = world.cache.attention_window, random.Random(world.seed), totals
+        self.windows, self.chance, self.totals = windows_of(world), random.Random(world.seed), totals
 
     def forget(self, rows: Any) -> None:
         pass
@@ -76,7 +76,7 @@ class KnowingDrafter:
         values = [0]
         for p, token in enumerate(tokens):
             values.append(mix(values[-1], p, token))
-        logits = torch.tensor([logits_of(values[1:][-self.window :])])
+        logits = torch.tensor([logits_of(visible(values[1:], self.windows))])
         index = torch.tensor([row])
         sampling = self.state.sampling(index, torch.full_like(index, -1), torch.tensor([len(tokens)]))
         return int(reference.sample(logits, sampling))

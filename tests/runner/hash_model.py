@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,26 +35,50 @@ def logits_of(visible: Iterable[int]) -> list[float]:
     return [(h >> 8 * token & 0xFF) / 64 + token / 1024 for token in range(o.VOCAB)]
 
 
-class HashModel:
-    """Writes the hash of each position to its slot as K, and the inverted bits as V. No layer has weights."""
+def windows_of(world: World) -> tuple[int, ...]:
+    """By group; 0: it sees all."""
+    return world.cache.attention_window, *world.cache.windows
 
-    def __init__(self, attention_window: int) -> None:
-        self.attention_window = attention_window
+
+def in_group(h: int, group: int) -> int:
+    return mix(h, group, 0) if group else h
+
+
+def visible(values: Sequence[int], windows: Sequence[int]) -> list[int]:
+    """What the last position's query sees of all positions' values, in all groups."""
+    return [in_group(h, group) for group, window in enumerate(windows) for h in values[-window:]]
+
+
+class HashModel:
+    """Writes the hash of each position to its slot as K, and the inverted bits as V. No layer has weights.
+
+    The slot in a window group has a hash of that and of the group.
+    """
+
+    def __init__(self, windows: Sequence[int]) -> None:
+        self.windows = windows
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         slots = kv.numpy().view(np.uint64)[:, 0, :, 0, :, 0]  # [num_blocks + 1, 2, block_size], the same memory
-        size, tables, begins = slots.shape[2], batch.block_tables.tolist(), batch.query_start.tolist()
-        tokens, positions, targets = token_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
+        size, begins = slots.shape[2], batch.query_start.tolist()
+        groups = [batch.group(group) for group in range(len(self.windows))]
+        all_tables = zip(*(group.block_tables.tolist() for group in groups), strict=True)
+        tokens, positions = token_ids.tolist(), batch.positions.tolist()
+        targets = list(zip(*(group.slot_mapping.tolist() for group in groups), strict=True))
         wanted = set(range(len(tokens)) if logits_rows is None else logits_rows.tolist())
         found = dict.fromkeys(wanted, [0.0] * o.VOCAB)
-        for table, begin, end, length in zip(tables, begins, begins[1:], batch.seq_lens.tolist(), strict=False):
+        for tables, begin, end, length in zip(all_tables, begins, begins[1:], batch.seq_lens.tolist(), strict=False):
             for i in range(begin, end if length else begin):
                 p = positions[i]
-                before = self._read(slots, table, p - 1, p) if p else [0]
-                slots[targets[i] // size, :, targets[i] % size] = (h := mix(before[0], p, tokens[i])), ~h & WORD
+                before = self._read(slots, tables[0], p - 1, p) if p else [0]
+                h = mix(before[0], p, tokens[i])
+                for group, target in enumerate(targets[i]):
+                    own = in_group(h, group)
+                    slots[target // size, :, target % size] = own, ~own & WORD
                 if i in wanted:
-                    first = p - self.attention_window + 1 if self.attention_window else 0
-                    found[i] = logits_of(self._read(slots, table, max(0, first), p + 1))
+                    firsts = [max(0, p - window + 1) if window else 0 for window in self.windows]
+                    read = [self._read(slots, *ends, p + 1) for ends in zip(tables, firsts, strict=True)]
+                    found[i] = logits_of(chain.from_iterable(read))
         lines = range(len(tokens)) if logits_rows is None else logits_rows.tolist()
         return torch.tensor([found[i] for i in lines]).view(-1, o.VOCAB)
 
@@ -67,11 +92,11 @@ class Sizes(NamedTuple):
     num_blocks: int
     num_host_blocks: int
     block_size: int
-    attention_window: int
     num_rows: int
     max_num_tokens: int
     decode_window: int
     num_speculative_tokens: int
+    windows: tuple[int, ...]
 
     @classmethod
     def of(cls, world: World) -> Sizes:
@@ -79,7 +104,7 @@ class Sizes(NamedTuple):
         num_blocks = cache.pool.num_blocks, cache.swap_space.num_blocks
         budget = scheduler.max_num_batched_tokens
         decode = scheduler.decode_window, scheduler.num_speculative_tokens
-        return cls(*num_blocks, cache.block_size, cache.attention_window, world.rows, budget, *decode)
+        return cls(*num_blocks, cache.block_size, world.rows, budget, *decode, windows_of(world))
 
 
 class HashExecutor:
@@ -90,7 +115,7 @@ class HashExecutor:
         self.kv = torch.zeros(sizes.num_blocks + 1, *shape)
         self.host_kv = torch.zeros(sizes.num_host_blocks + 1, *shape)
         runner = ModelRunner(
-            HashModel(sizes.attention_window),
+            HashModel(sizes.windows),
             self.kv,
             self.host_kv,
             platform,
@@ -101,6 +126,7 @@ class HashExecutor:
             vocab_size=o.VOCAB,
             graphs=graphs,
             num_speculative_tokens=sizes.num_speculative_tokens,
+            num_groups=len(sizes.windows),
         )
         self.runner = runner
         self.inner = make_executor(runner)

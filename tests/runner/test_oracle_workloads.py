@@ -33,7 +33,7 @@ from tests.proof import oracle as o
 from tests.proof.workloads import World
 from tests.runner.executor_process import ExecutorProcess, RemoteExecutor
 from tests.runner.hash_drafts import guess_by_habit
-from tests.runner.hash_model import HashExecutor, Sizes, logits_of, mix
+from tests.runner.hash_model import HashExecutor, Sizes, logits_of, mix, visible, windows_of
 from tests.runner.stub_platform import StubPlatform
 
 FORBIDDEN = o.VOCAB - 1
@@ -43,7 +43,7 @@ FORBIDDEN = o.VOCAB - 1
 # -- the model's outputs without a KV pool -----------------------------------------------------------------------------
 
 
-def expected_outputs(request: Request, attention_window: int) -> list[tuple[int, list[int]]]:
+def expected_outputs(request: Request, windows: tuple[int, ...]) -> list[tuple[int, list[int]]]:
     """As `oracle.reference`, with the tokens of a `HashModel`."""
     prompt = list(request.prompt_token_ids)
     assert request.max_tokens is not None
@@ -54,7 +54,7 @@ def expected_outputs(request: Request, attention_window: int) -> list[tuple[int,
         values = [0]
         for p, token in enumerate(tokens):
             values.append(mix(values[-1], p, token))
-        logits = torch.tensor([logits_of(values[1:][-attention_window:])])
+        logits = torch.tensor([logits_of(visible(values[1:], windows))])
         if request.select_beams is not None:
             logits = logits.log_softmax(-1)
         if request.use_structured_output:
@@ -164,9 +164,10 @@ def play(
     kind: str | None = None,
     graphs: bool = False,
     speculates: bool = False,
+    groups: bool = False,
 ) -> dict[str, Any]:
     """Run the workload of this seed on a platform -> outputs of its requests. Raises the oracle's findings."""
-    world = World(seed, totals, kind=kind, speculates=speculates)
+    world = World(seed, totals, kind=kind, speculates=speculates, groups=groups)
     device = Device(world, HashExecutor(Sizes.of(world), platform, graphs=graphs))
     if speculates:
         guess_by_habit(device.executor.runner, world, totals)
@@ -193,8 +194,8 @@ def expect_outputs_of_hash_model() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
 
         def requests(world: World) -> list[Request]:
-            window = world.cache.attention_window
-            patch.setattr(o, "reference", lambda request: expected_outputs(request, window))
+            windows = windows_of(world)
+            patch.setattr(o, "reference", lambda request: expected_outputs(request, windows))
             return make_requests(world)
 
         patch.setattr(World, "_requests", requests)
@@ -202,10 +203,11 @@ def expect_outputs_of_hash_model() -> Iterator[None]:
 
 
 @functools.cache
-def on_cpu(seed: int, kind: str | None) -> dict[str, Any]:
-    return play(seed, CpuPlatform(), Counter(), kind=kind)
+def on_cpu(seed: int, kind: str | None, groups: bool) -> dict[str, Any]:
+    return play(seed, CpuPlatform(), Counter(), kind=kind, groups=groups)
 
 
+@pytest.mark.parametrize("groups", [False, True], ids=["alike", "groups"])
 @pytest.mark.parametrize(
     ("way", "every"),
     [
@@ -214,12 +216,12 @@ def on_cpu(seed: int, kind: str | None) -> dict[str, Any]:
         pytest.param("graphs", 1, marks=pytest.mark.proof),
     ],
 )
-def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(way: str, every: int) -> None:
+def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(way: str, every: int, groups: bool) -> None:
     totals, num_compared = Counter[str](), 0
     for seed, kind in WORKLOADS[every - 1 :: every]:
-        expected = on_cpu(seed, kind)
+        expected = on_cpu(seed, kind, groups)
         platform = LatePlatform() if way == "late" else StubPlatform(graphs=way == "graphs")
-        outputs = play(seed, platform, totals, kind=kind, graphs=way == "graphs")
+        outputs = play(seed, platform, totals, kind=kind, graphs=way == "graphs", groups=groups)
         # A request that one platform returns late may be aborted there before its end.
         both = outputs.keys() & expected.keys()
         assert {name: outputs[name] for name in both} == {name: expected[name] for name in both}
@@ -233,18 +235,19 @@ def test_random_workloads_on_a_third_platform_give_the_cpus_tokens(way: str, eve
     assert way != "late" or totals["columns"] > 50
 
 
+@pytest.mark.parametrize("groups", [False, True], ids=["alike", "groups"])
 @pytest.mark.parametrize(
     ("way", "every"),
     [("host", 1), ("eager", 2), *(pytest.param(way, 1, marks=pytest.mark.proof) for way in ("late", "graphs"))],
 )
-def test_random_workloads_with_drafts_give_the_same_tokens(way: str, every: int) -> None:
+def test_random_workloads_with_drafts_give_the_same_tokens(way: str, every: int, groups: bool) -> None:
     """The world checks each output against the model's without a pool. Drafts are right, wrong or random."""
     totals = Counter[str]()
     for seed, kind in WORKLOADS[every - 1 :: every]:
         platforms = {"host": CpuPlatform, "late": LatePlatform}
         platform = platforms[way]() if way in platforms else StubPlatform(graphs=way == "graphs")
-        play(seed, platform, totals, kind=kind, graphs=way == "graphs", speculates=True)
-    assert totals["accepted"] > 50 and totals["rejected"] > 100
+        play(seed, platform, totals, kind=kind, graphs=way == "graphs", speculates=True, groups=groups)
+    assert totals["accepted"] > 50 / every and totals["rejected"] > 100 / every
     reached = (
         "cut by the end",
         "Preempted recompute",
@@ -265,7 +268,7 @@ def test_random_workloads_in_another_process_give_the_same_tokens() -> None:
             world = World(seed, totals, kind=kind)
             world.habits.corrupts = 0.0
             outputs = finish(world, Device(world, process.executor(Sizes.of(world))), totals)
-            expected = on_cpu(seed, kind)
+            expected = on_cpu(seed, kind, groups=False)
             both = outputs.keys() & expected.keys()
             assert {name: outputs[name] for name in both} == {name: expected[name] for name in both}
             num_compared += len(both)
@@ -300,6 +303,13 @@ def keep_done_flags(state: RowState, rows: Tensor, *rest: Any) -> None:
     done = state.done.clone()
     reference.prepare_prefill_inputs(state, rows, *rest)
     state.done.logical_or_(done)
+
+
+def use_one_table_for_all_groups(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
+    reference.prepare_decode_inputs(state, inputs, block_size)
+    batch = inputs.batch
+    for group in range(1, batch.num_groups):
+        batch.group(group).block_tables.copy_(batch.block_tables)
 
 
 def read_tables_of_the_next_row(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
@@ -380,6 +390,11 @@ def test_a_missed_bit_flip_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         play_all(StubPlatform)
 
 
-def play_all(platform: Callable[[], Platform], *, speculates: bool = False) -> None:
+def test_a_table_of_another_group_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        play_all(lambda: StubPlatform(BuggyOps("prepare_decode_inputs", use_one_table_for_all_groups)), groups=True)
+
+
+def play_all(platform: Callable[[], Platform], **features: bool) -> None:
     for seed, kind in reversed(WORKLOADS):  # those with swaps notice most bugs
-        play(seed, platform(), Counter(), kind=kind, speculates=speculates)
+        play(seed, platform(), Counter(), kind=kind, **features)

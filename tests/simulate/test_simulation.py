@@ -172,7 +172,7 @@ def test_window_groups_let_five_times_the_requests_run_at_once() -> None:
     model, most = MODELS["gemma3-27b"], []
     num_bytes = (5 * 2048 + 1) * 62 * 16 * 2 * 16 * 128 * 2
     for shape in (replace(model, windows=(), spec=None), model):
-        blocks = {"num_gpu_blocks_override": shape.kv_cache(16).num_blocks(num_bytes), "max_model_len": 32768}
+        blocks = {"num_gpu_blocks_override": shape.kv_cache(16, 32768).num_blocks(num_bytes), "max_model_len": 32768}
         args = EngineArgs(model="x", **blocks, max_num_seqs=256, enable_prefix_caching=False)
         server = SimConfig(shape, DEVICES["h200"], args, cost=LinearCost(STEP_S, 0.0, 0.0))
         records = simulate(server, arrivals(*[(0.0, 32_000, 768)] * 40))

@@ -171,7 +171,7 @@ def test_a_wait_for_blocks_tells_those_of_windows() -> None:
     waits = [wait | {"in_windows": 21}, wait | {"in_windows": 0}, wait]
     script = 'const { waitText } = await load("panels"); output(input.map(waitText));'
     alike = "needs 41 blocks: 3 free, 2 cached"
-    assert run_page(script, waits) == ["needs 41 blocks (20 full, 21 of windows): 3 free, 2 cached", alike, alike]
+    assert run_page(script, waits) == ["needs 41 blocks, 21 of them in windows: 3 free, 2 cached", alike, alike]
 
 
 def test_speed_change_keeps_fetched_frames() -> None:

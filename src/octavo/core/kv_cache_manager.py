@@ -27,7 +27,7 @@ from octavo.core.cache.swapping import Swapping
 from octavo.core.commands import CommandTee, ResetPrefixCache
 from octavo.core.events import Copied, EventStream
 from octavo.core.plan import BlockCopy, StepPlan
-from octavo.core.request import Sequence, Status
+from octavo.core.request import Request, Sequence, Status
 from octavo.core.row_table import RowTable
 from octavo.core.snapshot import Fields, Roster, State
 from octavo.core.types import NULL_BLOCK, BlockId, SealId
@@ -138,6 +138,22 @@ class KVCacheManager:
         copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
         shared = sum(refs[b] > 0 for table in prefix.windows for b in table.block_ids[table.num_dropped :])
         return in_windows - shared + copied * len(self.windows)
+
+    def blocks_due(self, requests: Iterable[Request]) -> int:
+        """Return the blocks that running requests still take for their known tokens, beside those that they hold.
+
+        None but with window groups, whose prompts are computed a chunk a step: others would be admitted meanwhile, only
+        to be preempted.
+        """
+        total = 0
+        for request in requests if self.windows else ():
+            for sequence in request.sequences:
+                if len(sequence.token_ids) - sequence.num_computed > 1:
+                    blocks = self.blocks_for(len(sequence.token_ids))
+                    held = [len(ids) - num_dropped for ids, num_dropped in sequence.tables]
+                    in_windows = self._blocks_in_windows(blocks) if request.drops else blocks * len(self.windows)
+                    total += max(0, blocks - held[0]) + max(0, in_windows - sum(held[1:]))
+        return total
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start the sequence's block table with a prefix that is already computed."""

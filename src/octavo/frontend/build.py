@@ -179,7 +179,8 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     platform = find_platform(args.device)
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
-    kv = KVCacheSpec.of(spec, args.block_size, dtype, max_len=spec.max_model_len(args.max_model_len))
+    max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
+    kv = KVCacheSpec.of(spec, args.block_size, dtype, max_len=max_len)
     draft = _resolve_draft(args, spec, platform)
     if draft is not None:
         kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -9,6 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from octavo.integers import cdiv
+
+
+def make_of_groups(num: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Zeros [num, *shape] for `num` window groups, each group's aligned to 16 bytes: kernels are compiled for each
+    pointer alignment. None: there are no groups."""
+    if not num:
+        return None
+    size = math.prod(shape)
+    per_line = 16 // dtype.itemsize
+    return torch.zeros(num, cdiv(size, per_line) * per_line, dtype=dtype, device=device)[:, :size].view(num, *shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.integers import cdiv
-from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch, SamplingTensors, make_of_groups
 
 MAX_STOP_IDS = 10
 """Stop ids that a row keeps on the device. The host checks all of them: a request with more only ends a step later."""
@@ -233,8 +233,8 @@ class DecodeInputs:
             max_query_len=1,
             max_seq_len=max_blocks * block_size,
             common_prefix_lens=make(n, dtype=torch.int32),
-            window_tables=make(num_windows, n, max_blocks, dtype=torch.int32) if num_windows else None,
-            window_slots=make(num_windows, n) if num_windows else None,
+            window_tables=make_of_groups(num_windows, n, max_blocks, dtype=torch.int32, device=rows.device),
+            window_slots=make_of_groups(num_windows, n, dtype=torch.int64, device=rows.device),
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * len(PER_ROW_FIELDS)), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)

@@ -106,7 +106,7 @@ ENGINE: tuple[Argument, ...] = (
     *_taken("engine", "model revision skip_tokenizer_init chat_template dtype load_format quantization seed"
         " block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
         " max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config max_logprobs"
-        " scheduling_policy long_prefill_token_threshold max_long_partial_prefills watermark enforce_eager"
+        " disable_hybrid_kv_cache_manager scheduling_policy long_prefill_token_threshold max_long_partial_prefills watermark enforce_eager"
         " async_scheduling kv_events_config speculative_config spec_method spec_model spec_tokens"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),
@@ -177,7 +177,6 @@ ENGINE: tuple[Argument, ...] = (
         prefill_schedule_interval=1),
     *_only("engine", "a request is admitted once its prompt's blocks are free", scheduler_reserve_full_isl=True),
     *_only("engine", "the scheduler is built in", "scheduler_cls"),
-    *_any("engine", "all layers share one table of blocks", flags="disable_hybrid_kv_cache_manager"),
     *_only("engine", "no code of others runs in the engine", "logits_processors worker_extension_cls"
         " additional_config reasoning_parser_plugin", worker_cls="auto"),
     *_only("engine", "log-probabilities are the model's, before other parameters apply", logprobs_mode="raw_logprobs"),

@@ -81,8 +81,9 @@ class ModelShape:
     def max_model_len(self, requested: int | None = None) -> int:
         return self.max_len if self.spec is None else self.spec.max_model_len(requested)
 
-    def kv_cache(self, block_size: int, max_model_len: int | None = None) -> KVCacheSpec:
-        return KVCacheSpec.of(self, block_size, self.dtype, max_len=self.max_model_len(max_model_len))
+    def kv_cache(self, block_size: int, max_len: int = 0) -> KVCacheSpec:
+        """max_len: as of `KVCacheSpec.of`"""
+        return KVCacheSpec.of(self, block_size, self.dtype, max_len=max_len)
 
     @property
     def flops_per_pair(self) -> int:

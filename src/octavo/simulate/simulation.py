@@ -104,7 +104,9 @@ class SimConfig:
 
     @property
     def kv(self) -> KVCacheSpec:
-        return self.model.kv_cache(self.args.block_size, self.args.max_model_len)
+        args = self.args
+        max_len = args.grouped_len(self.model.max_model_len(args.max_model_len))
+        return self.model.kv_cache(args.block_size, max_len)
 
     def num_blocks(self) -> int:
         """Usable blocks of a replica, as `octavo doctor` counts them. Raises `MemoryBudgetError` if it does not fit."""

@@ -212,10 +212,10 @@ def test_a_window_block_is_sealed_under_the_full_block_over_the_same_positions()
 
 
 def computed_again() -> tuple[KVCacheManager, Sequence, Sequence]:
-    """Two sequences with equal tokens: the first has the canonical full blocks, and the second those of the window."""
-    cache = KVCacheManager(20, 2, windows=(3,))
+    """Two sequences with equal tokens: the first has the canonical full blocks, and the second those of the windows."""
+    cache = KVCacheManager(20, 2, windows=(3, 4))
     first = settle(cache, [1, 2, 3, 4, 5])
-    for block in first.windows[0].block_ids:
+    for block in [b for table in first.windows for b in table.block_ids]:
         cache.pool.unseal(block)
     return cache, first, settle(cache, [1, 2, 3, 4, 5])
 
@@ -224,7 +224,9 @@ def test_a_window_block_computed_again_is_sealed_under_the_canonical_full_block(
     cache, first, second = computed_again()
     assert second.seal_ids == first.seal_ids and not set(second.block_ids) & set(first.block_ids)
     found = cache.prefixes.lookup(sequence([1, 2, 3, 4, 5]))
-    assert found.block_ids == first.block_ids and found.windows[0].block_ids == [0, second.windows[0].block_ids[1]]
+    narrow, wide = second.windows
+    assert found.block_ids == first.block_ids
+    assert [t.block_ids for t in found.windows] == [[0, narrow.block_ids[1]], wide.block_ids]
 
 
 def test_a_block_that_left_its_window_before_it_was_sealed_is_not_found() -> None:
@@ -241,8 +243,8 @@ def test_a_block_that_left_its_window_before_it_was_sealed_is_not_found() -> Non
 @pytest.mark.parametrize("state", ["held", "dropped", "preempted"])
 def test_discard_unseals_window_blocks_under_full_blocks_of_others(state: str) -> None:
     cache, first, second = computed_again()
-    sealed = [b for b in second.windows[0].block_ids if cache.pool.seal_id[b]]
-    assert len(sealed) == 2
+    sealed = [b for table in second.windows for b in table.block_ids if cache.pool.seal_id[b]]
+    assert len(sealed) == 4
     if state == "dropped":
         cache.drop_out_of_window(second, StepPlan())
     elif state == "preempted":

@@ -259,7 +259,7 @@ def test_wait_for_blocks_tells_those_of_windows() -> None:
     wait, prefix = state.requests["b"].wait, cache.prefixes.lookup(b.sequences[0])
     assert wait is not None and wait.needs == cache.blocks_to_admit(b.sequences[0], prefix) == 6 + 3 + 3
     assert wait.in_windows == 6
-    assert Summary.of(state).first_waiting.startswith("b needs 12 blocks (6 full, 6 of windows): ")
+    assert Summary.of(state).first_waiting.startswith("b needs 12 blocks, 6 of them in windows: ")
 
 
 def test_content_of_a_windows_block_is_that_of_the_full_one() -> None:

@@ -25,6 +25,7 @@ MEMORY_OPTIONS = (
     "preemption_mode",
     "swap_space",
     "enforce_eager",
+    "disable_hybrid_kv_cache_manager",
 )
 """Engine options that affect memory."""
 

@@ -131,7 +131,7 @@ def admit_confined(state: SchedulerState, draft: StepDraft) -> None:
 def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
     """Admit a request and plan its first slice. Returns False if it has to wait, with the reason set."""
     num_longs = draft.longs.get(request.tenant, 0)
-    if request.wait_reason == LONG_PREFILL and num_longs >= state.policy.max_long_partial_prefills:
+    if request.wait_reason == LONG_PREFILL and num_longs >= state.max_long_prefills:
         return False
     cache, pool, seq = state.cache, state.cache.pool, request.sequences[0]
     if request.num_pending:
@@ -145,7 +145,7 @@ def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
         return state.set_wait_reason(request, LONG_PREFILL, due)
     if draft.writes and cache.prefixes.is_next_block_in(draft.writes, seq, prefix):
         return state.set_wait_reason(request, "prefix in flight", 0)
-    needs = cache.blocks_to_admit(seq, prefix) + state.headroom(request)
+    needs = cache.blocks_to_admit(seq, prefix) + state.headroom(request) + cache.blocks_due(state.running)
     if needs > pool.num_available - state.watermark():
         return state.wait_for_blocks(request, needs, cache.window_blocks_to_admit(seq, prefix))
     state.leave_queue(request)

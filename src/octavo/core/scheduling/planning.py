@@ -112,7 +112,7 @@ def prefill_shares(state: SchedulerState, num_decode_steps: int) -> dict[int, in
                 wants[tenant.number] += 1
                 break
             num_longs += (is_long := request.is_long_prefill(longest))
-            if not is_long or num_longs <= state.policy.max_long_partial_prefills:
+            if not is_long or num_longs <= state.max_long_prefills:
                 wants[tenant.number] += min(request.num_due, longest or budget, max_chunk)
     shares = tenants.shares(max(0, budget), wants, decodes)
     if num_starved := sum(not shares[number] for number in prefilling):  # their one position is not the others'

@@ -104,6 +104,12 @@ class SchedulerState:
             self.waiting.remove(request)
             self.tenants.stop_waiting(request)
 
+    @property
+    def max_long_prefills(self) -> int:
+        """Long prefills of a tenant at the same time: more where each computes less of itself in a step."""
+        policy = self.policy
+        return policy.max_long_partial_prefills * max(1, policy.long_prefill_token_threshold // self.cache.max_chunk)
+
     # -- who is next ---------------------------------------------------------------------------------------------------
 
     def first_swapped(self) -> Request | None:

@@ -51,7 +51,7 @@ class StepDraft:
         if self.shares is not None:
             budget = max(0, min(budget, self.shares[number]))
         if longest and due > longest:
-            full = self.longs.get(number, 0) >= policy.max_long_partial_prefills
+            full = self.longs.get(number, 0) >= self.state.max_long_prefills
             return 0 if full else min(budget, longest)
         return budget
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.integers import cdiv
-from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.metadata import RaggedBatch, make_of_groups
 
 MAX_PROMPT_LOGITS = 128
 """Prompt positions with logits in one pass: each is as wide as the vocabulary, so their number is limited."""
@@ -249,10 +249,8 @@ class PrefillInputs(NamedTuple):
             block_tables=torch.zeros(size.num_slices, width, dtype=torch.int32, device=device),
             max_query_len=size.max_query_len,
             max_seq_len=size.max_seq_len,
-            window_tables=torch.zeros(num_windows, size.num_slices, width, dtype=torch.int32, device=device)
-            if num_windows
-            else None,
-            window_slots=self.host_tokens.new_empty(num_windows, size.num_tokens) if num_windows else None,
+            window_tables=make_of_groups(num_windows, size.num_slices, width, dtype=torch.int32, device=device),
+            window_slots=make_of_groups(num_windows, size.num_tokens, dtype=torch.int64, device=device),
         )
 
 

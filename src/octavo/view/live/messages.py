@@ -33,9 +33,13 @@ class Seals(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike, groups: ArrayLike = ()) -> Seals:
-        encoded = (np.asarray(blocks, "<u4"), np.asarray(seals, "<f8"), np.asarray(parents, "<f8"))
         numbers = np.asarray(groups, "u1")
-        return cls(*(column.tobytes() for column in encoded), groups=numbers.tobytes() if numbers.any() else b"")
+        return cls(
+            np.asarray(blocks, "<u4").tobytes(),
+            np.asarray(seals, "<f8").tobytes(),
+            np.asarray(parents, "<f8").tobytes(),
+            numbers.tobytes() if numbers.any() else b"",
+        )
 
 
 class Wait(msgspec.Struct, frozen=True):

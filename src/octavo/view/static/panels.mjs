@@ -85,11 +85,10 @@ function fillChip(pool, sequence, chip, i, block) {
 
 // -- requests ---------------------------------------------------------------------------------------------------------
 
-const inWindows = (needs, num) => (num ? ` (${needs - num} full, ${num} of windows)` : "");
-
 const WAIT_TEXTS = {
   blocks: ({ needs, free, evictable, in_windows }) =>
-    `needs ${count(needs, "block")}${inWindows(needs, in_windows)}: ${free} free, ${evictable} cached`,
+    `needs ${count(needs, "block")}${in_windows ? `, ${in_windows} of them in windows` : ""}: ${free} free, ` +
+    `${evictable} cached`,
   rows: ({ needs, free }) => `needs ${count(needs, "row")}: ${free} left`,
   budget: ({ needs, free }) => `needs ${count(needs, "token")} of the step's token budget: ${free} left`,
   "in flight": ({ needs }) => `${count(needs, "result")} still on the device`,

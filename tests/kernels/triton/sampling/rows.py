@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
+from torch import Tensor
 
 from octavo.kernels.row_state import FIRST_STOP_ID, FLOATS, NUM_COLUMNS, RowState
 from tests.kernels.triton.device import DEVICE
@@ -12,9 +13,10 @@ from tests.kernels.triton.device import DEVICE
 NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 6, 300, 4
 
 
-def make_state() -> RowState:
-    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu")
-    state.block_tables[:-1] = torch.arange(1, NUM_ROWS * MAX_BLOCKS + 1, dtype=torch.int32).view(NUM_ROWS, MAX_BLOCKS)
+def make_state(num_groups: int = 1) -> RowState:
+    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu", num_groups=num_groups)
+    num_entries = NUM_ROWS * num_groups * MAX_BLOCKS
+    state.block_tables[:-1] = torch.arange(1, num_entries + 1, dtype=torch.int32).view(NUM_ROWS, -1)
     state.last_token[:] = torch.randint(0, 50, (NUM_ROWS + 1,))
     state.done[2] = True
     state.sampling_params.random_(-(1 << 62), 1 << 62)
@@ -25,4 +27,10 @@ def make_state() -> RowState:
 
 
 def to_device(state: RowState, device: str = DEVICE) -> RowState:
-    return RowState(*(getattr(state, f.name).to(device, copy=True) for f in fields(RowState)))
+    copies = {name: tensor.to(device, copy=True) for name, tensor in tensors_of(state).items()}
+    return replace(state, **copies)
+
+
+def tensors_of(state: RowState) -> dict[str, Tensor]:
+    values = {field.name: getattr(state, field.name) for field in fields(RowState)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

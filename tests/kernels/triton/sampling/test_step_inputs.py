@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,38 +14,47 @@ from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch
 from octavo.kernels.row_state import FIRST_STOP_ID, DecodeInputs, RowState
 from octavo.kernels.triton import ops as cuda
 from tests.kernels.triton.device import DEVICE
-from tests.kernels.triton.sampling.rows import BLOCK_SIZE, MAX_BLOCKS, NUM_ROWS, make_state, to_device
+from tests.kernels.triton.sampling.rows import BLOCK_SIZE, MAX_BLOCKS, NUM_ROWS, make_state, tensors_of, to_device
 
 
 def assert_equal(actual: RowState, expected: RowState) -> None:
-    for field in fields(RowState):
-        assert torch.equal(getattr(actual, field.name).cpu(), getattr(expected, field.name)), field.name
+    found = tensors_of(actual)
+    for name, tensor in tensors_of(expected).items():
+        assert torch.equal(found[name].cpu(), tensor), name
 
 
 def assert_equal_batches(actual: RaggedBatch, expected: RaggedBatch) -> None:
-    for name in ("positions", "slot_mapping", "seq_lens"):
+    for name in ("positions", "seq_lens"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
-    for i, length in enumerate(expected.seq_lens.tolist()):
-        used = cdiv(length, BLOCK_SIZE)
-        assert torch.equal(actual.block_tables[i, :used].cpu(), expected.block_tables[i, :used])
+    assert actual.num_groups == expected.num_groups
+    for group in range(expected.num_groups):
+        found, wanted = actual.group(group), expected.group(group)
+        assert torch.equal(found.slot_mapping.cpu(), wanted.slot_mapping), group
+        for i, length in enumerate(expected.seq_lens.tolist()):
+            used = cdiv(length, BLOCK_SIZE)
+            assert torch.equal(found.block_tables[i, :used].cpu(), wanted.block_tables[i, :used]), group
 
 
-def test_prepare_decode_inputs_matches_the_reference() -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_prepare_decode_inputs_matches_the_reference(num_groups: int) -> None:
     rows, depths = torch.tensor([4, 4, 4, 2, 0, NUM_ROWS, 1]), torch.tensor([0, 1, 2, 0, 0, 0, 0])
     ends, step_counter = torch.tensor([1104] * 3 + [9, 8, 0, 3]), torch.tensor([0])
-    state, steps = make_state(), []
+    state, steps = make_state(num_groups), []
     state.num_computed[[4, 2, 0, 1]] = torch.tensor([1101, 6, 8, 1])  # row 0 has computed its only position
     state.drafts[4, 0] = 77  # and no second draft
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, depths, ends)]
-        step = DecodeInputs.allocate(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(7)
+        sizes = {"max_blocks": MAX_BLOCKS, "block_size": BLOCK_SIZE, "num_windows": num_groups - 1}
+        step = DecodeInputs.allocate(*tensors, **sizes).first(7)
         ops.prepare_decode_inputs(to_device(state, device), step, BLOCK_SIZE)
         steps.append(step)
     expected, actual = steps
     assert expected.live_rows.tolist() == [4, 4, *[NUM_ROWS] * 4, 1]
     assert expected.token_ids.tolist()[:2] == [int(state.last_token[4]), 77]
     assert expected.batch.seq_lens.tolist() == [1102, 1103, 0, 0, 0, 0, 2]
-    assert expected.batch.slot_mapping.tolist()[0] == (4 * MAX_BLOCKS + 1 + 275) * BLOCK_SIZE + 1
+    for group in range(num_groups):
+        first = 1 + (4 * num_groups + group) * MAX_BLOCKS
+        assert expected.batch.group(group).slot_mapping.tolist()[0] == (first + 275) * BLOCK_SIZE + 1
     for name in ("live_rows", "token_ids"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
     assert_equal_batches(actual.batch, expected.batch)
@@ -52,9 +62,10 @@ def test_prepare_decode_inputs_matches_the_reference() -> None:
         assert torch.equal(getattr(actual.sampling, name).cpu(), getattr(expected.sampling, name)), name
 
 
-def test_prepare_prefill_inputs_matches_the_reference() -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_prepare_prefill_inputs_matches_the_reference(num_groups: int) -> None:
     """A chunk, a decode, a row that is done, and a done row that gets a chunk longer than a program's tile."""
-    state = make_state()
+    state = make_state(num_groups)
     state.done[3], state.num_computed[1] = True, 40
     counts = [3, 1, 1, 700]
     rows, starts = (
@@ -66,6 +77,11 @@ def test_prepare_prefill_inputs_matches_the_reference() -> None:
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         device_state = to_device(state, device)
         batch = RaggedBatch.from_lists(counts, counts, [[0] * 275] * 4, BLOCK_SIZE, device=device)
+        if num_groups > 1:
+            shape = num_groups - 1, *batch.block_tables.shape
+            tables = torch.zeros(shape, dtype=torch.int32, device=device)
+            slots = batch.slot_mapping.new_zeros(num_groups - 1, len(known))
+            batch = replace(batch, window_tables=tables, window_slots=slots)
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
         ops.prepare_prefill_inputs(
             device_state, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE
@@ -78,7 +94,7 @@ def test_prepare_prefill_inputs_matches_the_reference() -> None:
     assert torch.equal(tokens.cpu(), expected_tokens)
     assert int(tokens[3]) == int(state.last_token[1])
     assert_equal_batches(actual, expected)
-    assert expected.slot_mapping[4] == 0  # the row that is done
+    assert all(expected.group(g).slot_mapping[4] == 0 for g in range(num_groups))  # the row that is done
 
 
 def test_commit_sampled_tokens_matches_the_reference() -> None:
