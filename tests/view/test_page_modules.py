@@ -166,6 +166,14 @@ def test_a_wait_without_numbers_is_a_phrase() -> None:
     assert run_page(script, waits) == ["", "waits: rows", "needs 1 row: 0 left"]
 
 
+def test_a_wait_for_blocks_tells_those_of_windows() -> None:
+    wait = {"reason": "blocks", "needs": 41, "free": 3, "evictable": 2}
+    waits = [wait | {"in_windows": 21}, wait | {"in_windows": 0}, wait]
+    script = 'const { waitText } = await load("panels"); output(input.map(waitText));'
+    alike = "needs 41 blocks: 3 free, 2 cached"
+    assert run_page(script, waits) == ["needs 41 blocks (20 full, 21 of windows): 3 free, 2 cached", alike, alike]
+
+
 def test_speed_change_keeps_fetched_frames() -> None:
     """At 100 times the speed, minutes are fetched ahead. Slower playing continues with them."""
     script = f"""{RECORDING}

@@ -61,7 +61,7 @@ def run_pool(runs: list[list[Any]]) -> list[dict[str, Any]]:
 class FilmedWorld(World):
     """A workload that keeps its frames as JSON, and the scheduler's state at each."""
 
-    def __init__(self, seed: int, groups: bool) -> None:
+    def __init__(self, seed: int, *, groups: bool = False) -> None:
         super().__init__(seed, Counter(), listen=True, groups=groups)
         self.coin = random.Random(seed + 0.25)
         self.publisher = Publisher(self.scheduler)
@@ -136,7 +136,7 @@ def truth(world: World) -> dict[str, Any]:
 
 
 def check_runs(seeds: range, *, groups: bool) -> Counter[str]:
-    worlds = [FilmedWorld(seed, groups) for seed in seeds]
+    worlds = [FilmedWorld(seed, groups=groups) for seed in seeds]
     for world in worlds:
         world.run()
     worlds = [world for world in worlds if world.frames]

@@ -13,14 +13,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from octavo.engine.engine import Engine
 from octavo.engine.query import Query
 from octavo.errors import EngineError
 from octavo.view.live.hub import MAX_QUEUED, Hub, Message
 from octavo.view.live.messages import Delta, Frame, Snapshot
 from octavo.view.live.publisher import Publisher
-from octavo.view.live.queries import StopFrames
+from octavo.view.live.queries import GetBlock, StopFrames
 from octavo.view.live.state import FrameLostError, PoolState
+from octavo.view.live.summary import Summary
 from tests.core.lab import SWAP, Lab
+from tests.proof.oracle import Oracle
 from tests.view.live.test_state import check
 
 T = TypeVar("T")
@@ -239,6 +242,34 @@ def test_delta_has_wait_reasons_and_steps() -> None:
     assert [e["event"] for e in delta.events] == ["arrived", "arrived", "admitted", "waiting"]
     lab.run()
     assert not publisher._waits  # finished requests are removed
+
+
+def test_wait_for_blocks_tells_those_of_windows() -> None:
+    """12 positions in blocks of 2 are 6 full blocks, and 3 in each window group: a window and a step."""
+    lab = Lab(22, 2, rows=4, windows=(3, 3), max_chunk=3)
+    publisher = Publisher(lab.scheduler)
+    state = PoolState(publisher.frame())  # type: ignore[arg-type]
+    lab.add("a", [*range(4), 7, 8, 9, 7, 8, 9, 7, 8], 12)
+    for _ in range(4):
+        lab.step()
+    lab.add("b", [*range(3, 15)], 2)
+    lab.step()
+    state.apply(publisher.frame(publisher.last))  # type: ignore[arg-type]
+    cache, (b,) = lab.cache, lab.scheduler.waiting
+    wait, prefix = state.requests["b"].wait, cache.prefixes.lookup(b.sequences[0])
+    assert wait is not None and wait.needs == cache.blocks_to_admit(b.sequences[0], prefix) == 6 + 3 + 3
+    assert wait.in_windows == 6
+    assert Summary.of(state).first_waiting.startswith("b needs 12 blocks (6 full, 6 of windows): ")
+
+
+def test_content_of_a_windows_block_is_that_of_the_full_one() -> None:
+    lab = Lab(20, 2, rows=4, windows=(3, 5), listen=False)
+    engine = Engine(lab.scheduler, Oracle(lab.scheduler), vocab_size=9, max_model_len=20)
+    lab.add("a", [1, 2, 3, 4, 5, 6, 7], 2)
+    lab.step()
+    (a,) = lab.scheduler.running
+    for block_ids, _ in a.sequences[0].tables:
+        assert GetBlock(block_ids[2]).answer(engine).token_ids == [5, 6]
 
 
 def test_events_keep_their_own_time() -> None:

@@ -148,17 +148,19 @@ class SchedulerState:
         positions = min(self.policy.headroom(request), left)
         return self.cache.blocks_for(positions) * (self.num_rows_taken + request.width)
 
-    def set_wait_reason(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
+    def set_wait_reason(
+        self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0, in_windows: int = 0
+    ) -> bool:
         """Set the reason why a request waits, and emit it if it changed. Always returns False."""
         if reason in ("blocks", "rows") and request.status is Status.WAITING and request.waits_since < 0:
             request.waits_since = self.num_steps
         if request.wait_reason != reason:
             request.wait_reason = reason
             if self.events.active:
-                self.events.emit(ev.Waiting(request.request_id, reason, needs, free, evictable))
+                self.events.emit(ev.Waiting(request.request_id, reason, needs, free, evictable, in_windows))
         return False
 
-    def wait_for_blocks(self, request: Request, needs: int) -> bool:
+    def wait_for_blocks(self, request: Request, needs: int, in_windows: int = 0) -> bool:
         pool = self.cache.pool
         free = max(0, pool.num_free - self.watermark())
-        return self.set_wait_reason(request, "blocks", needs, free, pool.num_cached)
+        return self.set_wait_reason(request, "blocks", needs, free, pool.num_cached, in_windows)

@@ -33,10 +33,14 @@ class Seals(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike, groups: ArrayLike = ()) -> Seals:
-        encoded = (np.asarray(blocks, "<u4"), np.asarray(seals, "<f8"), np.asarray(parents, "<f8"))
-        return cls(
-            *(column.tobytes() for column in encoded), np.asarray(groups, "u1").tobytes() if any(groups) else b""
+        block_ids, seal_ids, parent_ids = (
+            np.asarray(blocks, "<u4"),
+            np.asarray(seals, "<f8"),
+            np.asarray(parents, "<f8"),
         )
+        numbers = np.asarray(groups, "u1")
+        groups_of = numbers.tobytes() if numbers.any() else b""
+        return cls(block_ids.tobytes(), seal_ids.tobytes(), parent_ids.tobytes(), groups_of)
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -46,6 +50,7 @@ class Wait(msgspec.Struct, frozen=True):
     needs: int | None = None
     free: int | None = None
     evictable: int | None = None
+    in_windows: int = 0
 
 
 class RequestView(msgspec.Struct, frozen=True, rename={"wait": "waits"}):

@@ -143,8 +143,9 @@ class PoolState:
             for uid, t in self.tables.items()
         ]
         stats, steps, events = dict(self.stats), list(self.steps), list(self.events)
-        lists = requests, tables, stats, self.counts, steps, events
-        return Snapshot(*place, *sizes, words, seals, *lists, windows=self.windows)
+        snapshot = Snapshot(*place, *sizes, words, seals, requests, tables, stats, self.counts, steps, events)
+        snapshot.windows = self.windows
+        return snapshot
 
     @property
     def num_used(self) -> int:

@@ -94,7 +94,8 @@ def describe_first_waiting(state: PoolState) -> str:
         return "" if name is None else f"{name} waits for the next step"
     wait = request.wait
     if wait.reason == "blocks" and wait.needs is not None:
-        return f"{request.id} needs {wait.needs} blocks: {wait.free} are free, {wait.evictable} cached"
+        parts = f" ({wait.needs - wait.in_windows} full, {wait.in_windows} of windows)" if wait.in_windows else ""
+        return f"{request.id} needs {wait.needs} blocks{parts}: {wait.free} are free, {wait.evictable} cached"
     if wait.reason in ("rows", "budget") and wait.needs is not None:
         return f"{request.id} needs {wait.needs} {wait.reason.replace('budget', 'tokens of a step')}: {wait.free} left"
     return f"{request.id} waits: {wait.reason}"

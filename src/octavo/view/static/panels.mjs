@@ -85,8 +85,11 @@ function fillChip(pool, sequence, chip, i, block) {
 
 // -- requests ---------------------------------------------------------------------------------------------------------
 
+const inWindows = (needs, num) => (num ? ` (${needs - num} full, ${num} of windows)` : "");
+
 const WAIT_TEXTS = {
-  blocks: ({ needs, free, evictable }) => `needs ${count(needs, "block")}: ${free} free, ${evictable} cached`,
+  blocks: ({ needs, free, evictable, in_windows }) =>
+    `needs ${count(needs, "block")}${inWindows(needs, in_windows)}: ${free} free, ${evictable} cached`,
   rows: ({ needs, free }) => `needs ${count(needs, "row")}: ${free} left`,
   budget: ({ needs, free }) => `needs ${count(needs, "token")} of the step's token budget: ${free} left`,
   "in flight": ({ needs }) => `${count(needs, "result")} still on the device`,
@@ -197,7 +200,7 @@ export function describeBlock(pool, block) {
   const owners = ownersOf(pool, block).join(", ");
   const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners}` : "";
   const group = pool.groupOf(block);
-  return `Block ${block}: ${state}${held}${group && `, ${group}`}`;
+  return `Block ${block}: ${state}${held}${group && `, group ${group}`}`;
 }
 
 // The names of a block's owners. If only a key's own requests are shown, a used block without owner is another key's.

@@ -286,13 +286,13 @@ export class Pool {
     return this.cached[block] ? "cached" : "free";
   }
 
-  // The group of a block's layers as text; "" for a free block, and where all layers are one group.
+  // The group of a block's layers as text, such as "w1: last 1024" (tokens); "" for a free block, and where all layers are one group.
   groupOf(block) {
     return this.windows.length && this._word(block) ? this.groupName(this.groups[block]) : "";
   }
 
   groupName(group) {
-    return group ? `window ${group}: the last ${this.windows[group - 1]} tokens` : "full: all tokens";
+    return group ? `w${group}: last ${this.windows[group - 1]}` : "full";
   }
 
   // Slots of the sequences that have a block.
