@@ -125,19 +125,10 @@ class KVCacheManager:
         These are the blocks of all known tokens less the hits, the hits that leave the LRU queue, and a copy of a
         shared tail.
         """
-        held, blocks = list(prefix.held), self.blocks_for(len(sequence.token_ids))
-        revived = sum(not self.pool.refs[b] for b in held)
+        revived = sum(not self.pool.refs[b] for b in prefix.block_ids)
         copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
-        in_windows = self._blocks_in_windows(blocks) if sequence.request.drops else blocks * len(self.windows)
-        return blocks + in_windows - len(held) + revived + copied * self.num_groups
-
-    def window_blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Return how many of `blocks_to_admit` are for window groups."""
-        blocks, refs = self.blocks_for(len(sequence.token_ids)), self.pool.refs
-        in_windows = self._blocks_in_windows(blocks) if sequence.request.drops else blocks * len(self.windows)
-        copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
-        shared = sum(refs[b] > 0 for table in prefix.windows for b in table.block_ids[table.num_dropped :])
-        return in_windows - shared + copied * len(self.windows)
+        full = self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids) + revived + copied
+        return full + self.window_blocks_to_admit(sequence, prefix)
 
     def blocks_due(self, requests: Iterable[Request]) -> int:
         """Return the blocks that running requests still take for their known tokens, beside those that they hold.
@@ -154,6 +145,16 @@ class KVCacheManager:
                     in_windows = self._blocks_in_windows(blocks) if request.drops else blocks * len(self.windows)
                     total += max(0, blocks - held[0]) + max(0, in_windows - sum(held[1:]))
         return total
+
+    def window_blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Return how many of `blocks_to_admit` are for window groups."""
+        if not self.windows:
+            return 0
+        blocks, refs = self.blocks_for(len(sequence.token_ids)), self.pool.refs
+        in_windows = self._blocks_in_windows(blocks) if sequence.request.drops else blocks * len(self.windows)
+        copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
+        shared = sum(refs[b] > 0 for table in prefix.windows for b in table.block_ids[table.num_dropped :])
+        return in_windows - shared + copied * len(self.windows)
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start the sequence's block table with a prefix that is already computed."""

@@ -9,12 +9,21 @@ from functools import partial
 from typing import Protocol
 
 from octavo.integers import cdiv
-from octavo.layer_groups import group_layers
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by dtype."""
 MIN_CHUNK = 512
 """Least `max_chunk`: enough positions to use a processor well."""
+
+
+class LayerGroups(Protocol):
+    """Layers of a block, and the window of each window group."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def windows(self) -> tuple[int, ...]: ...
 
 
 class KVHeads(Protocol):
@@ -25,8 +34,8 @@ class KVHeads(Protocol):
         """Layers with attention."""
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        """Sliding window of each layer, 0: none. Empty: no layer has a window."""
+    def layer_groups(self) -> LayerGroups:
+        """How the layers share blocks."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -60,8 +69,8 @@ class KVCacheSpec:
         """max_len: of a sequence. Layers are grouped if it then takes fewer bytes; the last block of a window group may
         lack layers. 0: they are one group"""
         alike = cls(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
-        num_layers, windows, _ = group_layers(model.num_layers, model.windows)
-        grouped = replace(alike, num_layers=num_layers, windows=windows)
+        groups = model.layer_groups
+        grouped = replace(alike, num_layers=groups.num_layers, windows=groups.windows)
         uses, used = (kv.blocks_of(max_len, kv.max_chunk) * kv.bytes_per_block for kv in (grouped, alike))
         return grouped if uses < used else alike
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
-from octavo.layer_groups import group_layers
 from octavo.models.layers import MLP, Attention, GatedMLP, empty_norm
 from octavo.models.linear import LayerFactory, VocabEmbedding, Weight
 from octavo.models.spec import DecoderSpec
@@ -104,7 +103,7 @@ class Decoder:
         if spec.nope_layers:
             self.nope_cos_sin = table(spec.rope_theta, rotary_dim=0).to(factory.device)
         self.tables = [self._table_of(layer) for layer in range(spec.num_layers)]
-        self.groups = group_layers(spec.num_layers, spec.windows)
+        self.groups = spec.layer_groups
 
     def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
         """Create a layer. A model with another MLP, such as experts, overrides this."""

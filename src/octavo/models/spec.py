@@ -8,9 +8,9 @@ and the simulator count them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from octavo.models import quantization as methods
 
@@ -88,6 +88,39 @@ class NormShape:
     @property
     def num_params(self) -> int:
         return self.size * (1 + self.bias)
+
+
+class LayerGroups(NamedTuple):
+    """How the layers of a model share blocks. A block of any group has K and V of `num_layers` layers.
+
+    windows  of each window group, in tokens
+    places   of each layer: its group, 0 for the full one, and its index in that group's blocks
+    """
+
+    num_layers: int
+    windows: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+def group_layers(num_layers: int, windows: Sequence[int]) -> LayerGroups:
+    """Group layers with these sliding windows; 0: none. Groups have as many layers as there are without a window.
+
+        layers of Gemma 3    s s s s s f s s s s s f s s s s s f     s: slides, f: full
+        group                1 1 1 2 2 0 2 3 3 3 4 0 4 4 5 5 5 0
+
+    Layers that are alike, or that all slide, are one group.
+    """
+    full = [layer for layer, window in enumerate(windows) if not window]
+    if not windows or len(full) in (0, num_layers):
+        return LayerGroups(num_layers, (), tuple((0, layer) for layer in range(num_layers)))
+    places = {layer: (0, index) for index, layer in enumerate(full)}
+    of_groups: list[int] = []
+    for window in sorted({*windows} - {0}):
+        sliding = [layer for layer, own in enumerate(windows) if own == window]
+        for first in range(0, len(sliding), len(full)):
+            of_groups.append(window)
+            places |= {layer: (len(of_groups), i) for i, layer in enumerate(sliding[first : first + len(full)])}
+    return LayerGroups(len(full), tuple(of_groups), tuple(places[layer] for layer in range(num_layers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +226,10 @@ class ModelSpec:
     def window_of(self, layer: int) -> int:
         """Sliding window of a layer, in keys; 0: none."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def layer_groups(self) -> LayerGroups:
+        return group_layers(self.num_layers, self.windows)
 
     @property
     def kv_window(self) -> int | None:

@@ -13,7 +13,7 @@ from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import ModelNotFoundError
 from octavo.models.config import read_spec, spec_from_config
-from octavo.models.spec import ModelSpec
+from octavo.models.spec import LayerGroups, ModelSpec, group_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,10 @@ class ModelShape:
             spec.windows,
             spec,
         )
+
+    @property
+    def layer_groups(self) -> LayerGroups:
+        return group_layers(self.num_layers, self.windows)
 
     @property
     def itemsize(self) -> int:

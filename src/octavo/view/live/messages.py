@@ -33,13 +33,14 @@ class Seals(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, blocks: ArrayLike, seals: ArrayLike, parents: ArrayLike, groups: ArrayLike = ()) -> Seals:
-        numbers = np.asarray(groups, "u1")
-        return cls(
-            np.asarray(blocks, "<u4").tobytes(),
-            np.asarray(seals, "<f8").tobytes(),
-            np.asarray(parents, "<f8").tobytes(),
-            numbers.tobytes() if numbers.any() else b"",
+        block_ids, seal_ids, parent_ids = (
+            np.asarray(blocks, "<u4"),
+            np.asarray(seals, "<f8"),
+            np.asarray(parents, "<f8"),
         )
+        numbers = np.asarray(groups, "u1")
+        groups_of = numbers.tobytes() if numbers.any() else b""
+        return cls(block_ids.tobytes(), seal_ids.tobytes(), parent_ids.tobytes(), groups_of)
 
 
 class Wait(msgspec.Struct, frozen=True):
