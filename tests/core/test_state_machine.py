@@ -504,7 +504,7 @@ class Memory(RuleBasedStateMachine):
         stats = self.cache.stats()
         assert stats.num_used + stats.num_cached + stats.num_free == stats.num_blocks
         assert stats.num_saved_by_sharing == owners.total() - len(owners)
-        assert stats.num_unfilled_slots <= len(holders) * (self.size - 1)
+        assert stats.num_unfilled_slots <= len(holders) * (self.size - 1) * self.num_groups
         rows = [s.row for s in self.live(Status.RUNNING) if s.row >= 0]
         assert len(set(rows)) == len(rows) == 4 - self.cache.rows.num_free
 

@@ -640,7 +640,8 @@ def check(scheduler: Scheduler) -> None:
         need(tenant.num_rows == rows_of, Invariant, "a tenant's rows", number)
     stats = cache.stats()
     device = [s for r in scheduler.running for s in r.sequences if s.block_ids] + list(cache.pins.values())
-    need(stats.num_unfilled_slots <= len(device) * (size - 1), Invariant, "more waste than a block a sequence")
+    most = len(device) * (size - 1) * cache.num_groups
+    need(stats.num_unfilled_slots <= most, Invariant, "more waste than a block a sequence")
     need(stats.num_saved_by_sharing == sum(max(0, n - 1) for n in owners.values()), Invariant, "saved by sharing")
 
 

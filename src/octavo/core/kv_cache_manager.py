@@ -444,7 +444,7 @@ class KVCacheManager:
             num_queried_tokens=prefixes.num_queried_tokens,
             hit_rate=prefixes.num_hits / looked_up if looked_up else 0.0,
             num_saved_by_sharing=pool.num_refs - pool.num_used,
-            num_unfilled_slots=len(filled) * self.block_size - sum(filled.values()),
+            num_unfilled_slots=(len(filled) * self.block_size - sum(filled.values())) * self.num_groups,
             num_sealed=pool.num_sealed,
             num_evicted=pool.num_evicted,
             num_copied=self.num_copied,

@@ -13,7 +13,7 @@ class KVStats:
     num_hits, num_misses   prompt blocks found, or not found, in the prefix cache at a request's first admission
     hit_rate               hits / (hits + misses), 0 before the first lookup
     num_saved_by_sharing   block table entries beyond the first of each used block: blocks that copies would take
-    num_unfilled_slots     slots of used blocks without a token; fewer than block_size per sequence
+    num_unfilled_slots     slots of used blocks without a token; fewer than block_size per sequence and group
     num_corrupt            swapped-in blocks whose content had changed on the host; they were recomputed
     num_dropped            released by running sequences because they left the attention window
     num_pinned             kept by pins, or reserved for pins that are being computed
