@@ -10,7 +10,7 @@ from octavo.core.cache.prefix_index import Prefix
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence, Status
-from tests.core.lab import fork, make, sequence, settle, state_of
+from tests.core.lab import Worlds, fork, make, sequence, settle, state_of
 from tests.proof import oracle as o
 
 # -- Memory 2: sealing and the index -----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_blocks_out_of_a_groups_window_are_dropped(window: int, num_computed: in
     after = [[0] * dropped * (g == group) + ids[dropped * (g == group) :] for g, ids in enumerate(before)]
     assert [(ids, num) for ids, num in seq.tables] == [(ids, ids.count(0)) for ids in after]
     assert plan.table_writes == ([TableWrite(3 + group, 0, (0,) * dropped)] if dropped else [])
-    assert list(cache.pool.cached()) == before[group][:dropped][::-1]
+    assert list(cache.pool.cached()) == before[group][:dropped]
     cache.drop_out_of_window(seq, again := StepPlan())
     assert not again.table_writes and cache.num_dropped == dropped
     cache.free(seq)
@@ -287,6 +287,37 @@ def test_requests_of_several_sequences_and_pins_keep_all_blocks(options: dict[st
     seq.num_computed = 6
     cache.drop_out_of_window(seq, StepPlan())
     assert all(all(ids) for ids, _ in seq.tables) and not request.drops
+
+
+def test_what_left_a_window_is_evicted_before_all_else() -> None:
+    """But for what others computed, which is likely to be looked for again."""
+    cache = KVCacheManager(40, 2, windows=(3,))
+    cache.free(settle(cache, list(range(9))))
+    seq = settle(cache, [*range(6), *range(20, 27)])
+    found, *own = seq.windows[0].block_ids[2:5]
+    assert seq.windows[0].num_found == 3
+    before = list(cache.pool.cached())
+    cache.drop_out_of_window(seq, StepPlan())
+    assert list(cache.pool.cached()) == [*own, *before, found]
+    cache.free(seq)
+    assert cache.stats().num_unfilled_slots == 0
+
+
+def test_unfilled_slots_of_all_groups_count() -> None:
+    cache = KVCacheManager(40, 2, windows=(3, 3))
+    settle(cache, [1, 2, 3, 4])
+    assert cache.stats().num_unfilled_slots == 3
+
+
+def test_running_prompts_still_take_blocks(world: Worlds) -> None:
+    """6 blocks of the full group, and 3 of the window group in a chunk's step. A decoding request takes none."""
+    lab = world(60, windows=(2,), max_chunk=4)
+    request = lab.add("A", list(range(12)), 5)
+    lab.step()
+    assert lab.cache.blocks_due([request]) == (6 - 2) + (3 - 2)
+    for _ in range(3):
+        lab.step()
+    assert request.sequences and lab.cache.blocks_due([request]) == 0
 
 
 def test_a_hit_is_shared_in_all_groups() -> None:

@@ -735,10 +735,10 @@ def watch_eviction(cache: KVCacheManager) -> None:
                 line.remove(block)
             super().share(block)
 
-        def release(self, block: int) -> None:
-            super().release(block)
+        def release(self, block: int, *, as_oldest: bool = False) -> None:
+            super().release(block, as_oldest=as_oldest)
             if not self.refs[block] and self.seal_id[block]:
-                line.append(block)
+                line.insert(0 if as_oldest else len(line), block)
 
         def renew(self, block: int) -> None:
             line.remove(block)

@@ -131,8 +131,9 @@ class BlockPool:
         if self.events.blocks:
             self.events.emit_block(Shared(block, self.refs[block]))
 
-    def release(self, block: BlockId) -> None:
-        """Remove a reference. Without references a sealed block becomes the newest cached one, any other block free."""
+    def release(self, block: BlockId, *, as_oldest: bool = False) -> None:
+        """Remove a reference. Without references a sealed block becomes the newest cached one, or the oldest if it is
+        worth less than all others; any other block becomes free."""
         refs = self.refs[block] - 1
         assert refs >= 0, f"block {block} released more often than shared"
         self.refs[block] = refs
@@ -142,7 +143,7 @@ class BlockPool:
         if refs:
             return
         if self.seal_id[block]:
-            self._link(block)
+            self._link(block, self._next[NULL_BLOCK] if as_oldest else NULL_BLOCK)
         else:
             self._freed.append(block)
             self.num_free += 1
@@ -248,10 +249,11 @@ class BlockPool:
 
     # -- the LRU queue -------------------------------------------------------------------------------------------------
 
-    def _link(self, block: BlockId) -> None:
-        newest = self._prev[NULL_BLOCK]
-        self._next[newest], self._prev[block] = block, newest
-        self._next[block], self._prev[NULL_BLOCK] = NULL_BLOCK, block
+    def _link(self, block: BlockId, newer: BlockId = NULL_BLOCK) -> None:
+        """Insert a block before `newer`; by default as the newest."""
+        older = self._prev[newer]
+        self._next[older], self._prev[block] = block, older
+        self._next[block], self._prev[newer] = newer, block
         self.num_cached += 1
 
     def _unlink(self, block: BlockId) -> None:

@@ -273,14 +273,22 @@ class KVCacheManager:
         for group, table in enumerate(sequence.windows):
             end = self.prefixes.first_in_window(group, position)
             if end > table.num_dropped:
-                self._drop(sequence, group + 1, table.block_ids, table.num_dropped, end, plan)
+                self._drop(sequence, group + 1, table.block_ids, table.num_dropped, end, plan, table.num_found)
                 table.num_dropped = end
 
     def _drop(
-        self, sequence: Sequence, group: int, block_ids: list[BlockId], first: int, end: int, plan: StepPlan
+        self,
+        sequence: Sequence,
+        group: int,
+        block_ids: list[BlockId],
+        first: int,
+        end: int,
+        plan: StepPlan,
+        num_kept: int = NEVER,
     ) -> None:
-        for block in reversed(block_ids[first:end]):  # tail first: the head is evicted last
-            self.pool.release(block)
+        """num_kept: leading blocks that others are likely to look for; the rest is evicted before all else"""
+        for i in range(end - 1, first - 1, -1):  # tail first: the head is evicted last
+            self.pool.release(block_ids[i], as_oldest=i >= num_kept)
         nulls = [NULL_BLOCK] * (end - first)
         block_ids[first:end] = nulls
         self.num_dropped += end - first

@@ -35,15 +35,16 @@ class WindowTable:
 
     block_ids    as `Sequence.block_ids`
     num_dropped  leading entries that are the null block: they left the window, or were never needed
+    num_found    leading entries that the sequence began with: others computed them
     """
 
-    __slots__ = ("block_ids", "num_dropped")
+    __slots__ = ("block_ids", "num_dropped", "num_found")
 
-    def __init__(self, block_ids: list[BlockId], num_dropped: int = 0) -> None:
-        self.block_ids, self.num_dropped = block_ids, num_dropped
+    def __init__(self, block_ids: list[BlockId], num_dropped: int = 0, num_found: int = 0) -> None:
+        self.block_ids, self.num_dropped, self.num_found = block_ids, num_dropped, num_found
 
     def copy(self) -> WindowTable:
-        return WindowTable(self.block_ids[:], self.num_dropped)
+        return WindowTable(self.block_ids[:], self.num_dropped, self.num_found)
 
 
 class Sequence:
@@ -116,7 +117,7 @@ class Sequence:
             "request": roster.index(self.request),
             "num_tokens": len(self.token_ids),
             "stopped": self.stop_token is not None,
-            "windows": [(table.block_ids[:], table.num_dropped) for table in self.windows],
+            "windows": [(table.block_ids[:], table.num_dropped, table.num_found) for table in self.windows],
         }
 
     @classmethod
@@ -124,7 +125,7 @@ class Sequence:
         """A sequence of a snapshot; `requests` are those of the roster."""
         sequence = cls(requests[state["request"]], state["index"], token_ids, state["limit"])
         cls.SAVED.load(sequence, state)
-        sequence.windows = [WindowTable(list(ids), num) for ids, num in state.get("windows", ())]
+        sequence.windows = [WindowTable(list(ids), *nums) for ids, *nums in state.get("windows", ())]
         sequence.stop_token = token_ids[-1] if state["stopped"] else None
         return sequence
 

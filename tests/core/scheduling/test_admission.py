@@ -279,6 +279,18 @@ def test_a_lone_request_needs_a_window_and_a_step_in_its_window_groups(
     assert lab.add("A", [1, 2, 3], None, **options).max_tokens == most
 
 
+def test_admission_leaves_running_prompts_what_they_still_take(world: Worlds) -> None:
+    """A's prompt is computed a chunk a step. B would be admitted meanwhile, only to be preempted."""
+    lab = world(15, windows=(2,), max_chunk=2, policy=RECOMPUTE)
+    lab.add("A", list(range(12)), 5)
+    lab.step()
+    lab.add("B", list(range(20, 32)), 5)
+    lab.step()
+    assert lab.requests["B"].wait_reason == "blocks"
+    lab.run()
+    assert not lab.scheduler.num_preemptions
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("decode_window", [1, 4])
 def test_an_accepted_request_with_windows_never_stalls(depth: int, decode_window: int) -> None:

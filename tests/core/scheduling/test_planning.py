@@ -6,6 +6,7 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.plan import Slice
+from octavo.core.policy import Policy
 from octavo.core.request import Request, Status
 from tests.core.lab import RECOMPUTE, Lab, Worlds, answer, names
 
@@ -78,6 +79,14 @@ def test_a_step_computes_at_most_max_chunk_positions_of_a_sequence(world: Worlds
         plan = lab.step()
         seen.append((plan.counts[0], plan.num_sampled[0]))
     assert seen == [(3, 0), (3, 0), (3, 0), (3, 3), (3, 3), (3, 3)]
+
+
+def test_as_many_long_prefills_run_as_fill_one_without_windows(world: Worlds) -> None:
+    policy = Policy(long_prefill_token_threshold=6, max_long_partial_prefills=1)
+    lab = world(200, budget=12, windows=(5,), max_chunk=2, policy=policy)
+    for name in "ABCD":
+        lab.add(name, [ord(name)] * 30, 1)
+    assert lab.step().counts == [2, 2, 2] and lab.requests["D"].wait_reason == "long prefill"
 
 
 def test_a_chunk_is_bounded_for_a_rebuilt_group_too(world: Worlds) -> None:

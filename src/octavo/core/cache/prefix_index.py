@@ -121,7 +121,7 @@ class PrefixIndex:
             for table, block in zip(tables, found, strict=True):
                 if block > 0:
                     table.append(block)
-        windows = [WindowTable([NULL_BLOCK] * (num - len(t)) + t[::-1], num - len(t)) for t in tables]
+        windows = [WindowTable([NULL_BLOCK] * (num - len(t)) + t[::-1], num - len(t), num) for t in tables]
         return Prefix(run.block_ids[:num], run.seal_ids[:num], num * size, windows)
 
     def _extend_by_pin(self, sequence: Sequence, found: Prefix, length: int) -> Prefix:
