@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 1065,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, groups of layers
     "params": 665,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
-    "core": 3100,  # blocks, window groups, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
+    "core": 3105,  # blocks, window groups, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2690,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2370,  # LLM, the client with its transports, text input; PagedAttention without an engine

@@ -143,7 +143,10 @@ class BlockPool:
         if refs:
             return
         if self.seal_id[block]:
-            self._link(block, self._next[NULL_BLOCK] if as_oldest else NULL_BLOCK)
+            if as_oldest:
+                self._link(block, self._next[NULL_BLOCK])
+            else:
+                self._link(block)
         else:
             self._freed.append(block)
             self.num_free += 1
