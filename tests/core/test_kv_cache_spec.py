@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,11 @@ def test_bytes_equal_the_engines_tensors(model: str, dtype: str) -> None:
 
 def test_itemsizes_are_torchs() -> None:
     assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
+
+
+@pytest.mark.parametrize("num_blocks", [3, 40, 97, 500])
+def test_longest_is_the_inverse_of_the_blocks_of_a_sequence(num_blocks: int) -> None:
+    kv = KVCacheSpec(2, 1, 8, 16, "float32", windows=(64, 600))
+    longest = kv.longest(num_blocks)
+    assert kv.blocks_of(longest, kv.max_chunk) <= num_blocks < kv.blocks_of(longest + 1, kv.max_chunk)
+    assert replace(kv, windows=()).longest(num_blocks) == 16 * num_blocks
