@@ -337,12 +337,18 @@ def test_a_hit_is_shared_in_all_groups() -> None:
     assert len(found.windows[0].block_ids) == 3  # the sequence has its own table
 
 
+def with_unsealed_windows() -> tuple[KVCacheManager, Sequence]:
+    """A cache, and a sequence whose window blocks have lost their seals."""
+    cache = KVCacheManager(30, 2, windows=(3,))
+    sequence = settle(cache, [1, 2, 3, 4, 5])
+    for block in sequence.windows[0].block_ids:
+        cache.pool.unseal(block)
+    return cache, sequence
+
+
 def test_a_sequence_knows_the_newest_seal_of_its_window_blocks() -> None:
     """They may be sealed later than the full ones over them."""
-    cache = KVCacheManager(30, 2, windows=(3,))
-    first = settle(cache, [1, 2, 3, 4, 5])
-    for block in first.windows[0].block_ids:
-        cache.pool.unseal(block)
+    cache, _ = with_unsealed_windows()
     mark = cache.pool.last_seal_id
     settle(cache, [1, 2, 3, 4, 5])
     reader = settle(cache, [1, 2, 3, 4, 6])
@@ -352,10 +358,7 @@ def test_a_sequence_knows_the_newest_seal_of_its_window_blocks() -> None:
 
 
 def test_seals_taken_back_name_the_sequences_with_newer_window_blocks() -> None:
-    cache = KVCacheManager(30, 2, windows=(3,))
-    first = settle(cache, [1, 2, 3, 4, 5])
-    for block in first.windows[0].block_ids:
-        cache.pool.unseal(block)
+    cache, first = with_unsealed_windows()
     mark = cache.pool.last_seal_id
     second = settle(cache, [1, 2, 3, 4, 5])
     reader = settle(cache, [1, 2, 3, 4, 6])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import LLM, SamplingParams
+from octavo.kernels.metadata import RaggedBatch
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "block_size": 4, "max_model_len": 100}
@@ -41,3 +46,19 @@ def test_short_sequences_have_one_table(directory: str) -> None:
     """A window group of sequences that are hardly longer than the window would take more."""
     with LLM(directory, **(OPTIONS | {"max_model_len": 12})) as llm:
         assert llm.config.kv.windows == () and llm.config.kv.num_layers == 3
+
+
+def test_a_batch_of_groups_is_freed_at_once() -> None:
+    """The engine turns the garbage collector off: a cycle would keep the tensors of each pass."""
+    gc.disable()
+    try:
+        batch = RaggedBatch.from_lists([1], [3], [[1, 2]], 2)
+        tables, slots = batch.block_tables.repeat(2, 1, 1), batch.slot_mapping.repeat(2, 1)
+        batch = replace(batch, window_tables=tables, window_slots=slots)
+        batch.group(2).derived["by an operation"] = torch.ones(1)
+        kept = weakref.ref(batch.positions)
+        assert list(batch.derived) == ["by an operation"]
+        del batch
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -280,7 +280,7 @@ def test_a_match_at_the_end_goes_on_from_its_own_beginning() -> None:
 
 
 def test_matches_that_agree_or_not_have_chances_of_their_own() -> None:
-    """Drafts follow the latest place with token 5. What came after the others tells their kind."""
+    """Drafts follow the latest token 5. Their kind depends on what follows the earlier ones."""
     for before, kind in (([5, 6], 1), ([5, 7], 2), ([5, 7, 5, 7], 3)):
         bench = Bench([*before, 5, 6, 8, 5], slope=0)
         assert bench.choose(0, limits=2) == [2] and bench.drafts(0, 2) == [6, 8]

@@ -6,8 +6,8 @@ Every block is in one of three states:
     cached  refs == 0, sealed: in the index, evicted in order of release, the oldest first
     free    refs == 0, no content
 
-A sequence's blocks of a window group are sealed under the full block over the same positions: their key is its seal id
-and the number of the group. When the full block is evicted they are unsealed, because nobody could find them.
+A window group's block is sealed under the full block over the same positions. Its key is that block's seal id and the
+group's number. A lookup finds it through the full block alone, so it is unsealed when the full block is evicted.
 
 All state is in flat arrays with O(1) operations, without an object per block. Free blocks are a stack and a high-water
 mark, so a new pool of a million blocks fills no list. The LRU links are two arrays with the null block as sentinel.

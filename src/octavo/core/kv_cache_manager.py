@@ -300,17 +300,17 @@ class KVCacheManager:
         A sequence that continues seals its blocks again. It cannot seal blocks that it dropped from the attention
         window: its chain continues after them, under a parent that is no longer in the index.
         """
-        newer = set(self.pool.sealed_after(mark))
+        newer = self.pool.sealed_after(mark)
         for block in newer:
             if self.pool.seal_id[block]:  # one of a window group is unsealed with its full block
                 self.pool.unseal(block)
-        affected = []
+        affected, read = [], set(newer)
         for sequence in self.holders:
             ids = sequence.seal_ids
             num_valid = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
             if num_valid < len(ids):
                 self.prefixes.set_seals(sequence, ids[: max(num_valid, sequence.num_dropped)])
-            if num_valid < len(ids) or any(not newer.isdisjoint(table.block_ids) for table in sequence.windows):
+            if num_valid < len(ids) or any(not read.isdisjoint(table.block_ids) for table in sequence.windows):
                 affected.append(sequence)
         return affected
 

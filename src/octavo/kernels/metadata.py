@@ -78,19 +78,9 @@ class RaggedBatch:
         """The batch as the layers of a group see it: 0 is the full group, this batch; then come the window groups."""
         if not group or self.window_tables is None or self.window_slots is None:
             return self
-        key = "group", group
-        if key not in self.derived:
-            slots, tables = self.window_slots[group - 1], self.window_tables[group - 1]
-            self.derived[key] = replace(
-                self,
-                slot_mapping=slots,
-                block_tables=tables,
-                common_prefix_lens=None,
-                window_tables=None,
-                window_slots=None,
-            )
-        found: RaggedBatch = self.derived[key]
-        return found
+        slots, tables = self.window_slots[group - 1], self.window_tables[group - 1]
+        alone = replace(self, common_prefix_lens=None, window_tables=None, window_slots=None)
+        return replace(alone, slot_mapping=slots, block_tables=tables)
 
     @property
     def num_groups(self) -> int:

@@ -136,8 +136,8 @@ class Decoder:
         if len(x) <= self.max_small_batch_tokens:
             return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows))
         residual = torch.zeros_like(x)
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, *self._memory_of(index, batch, kv), self.tables[index])
+        for layer, memory, table in zip(self.layers, self._memory_of_layers(batch, kv), self.tables, strict=True):
+            x, residual = layer(x, residual, *memory, table)
         if logits_rows is not None:
             x, residual = x[logits_rows], residual[logits_rows]
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
@@ -147,18 +147,17 @@ class Decoder:
         """Small-batch path: embeddings of at most `max_small_batch_tokens` tokens -> the head's input."""
         norms = [*(layer.norms["attention"] for layer in self.layers), self.norm]
         residual = self.ops.make_normed_residual(x, norms[0])
-        for index, layer in enumerate(self.layers):
-            memory = self._memory_of(index, batch, kv)
+        for index, (layer, memory) in enumerate(zip(self.layers, self._memory_of_layers(batch, kv), strict=True)):
             residual = layer.forward_small_batch(residual, *memory, self.tables[index], norms[index + 1])
         x = residual.x if logits_rows is None else residual.x[logits_rows]
         return self.ops.rms_norm(x, self.norm, self.spec.rms_norm_eps)
 
-    def _memory_of(self, layer: int, batch: RaggedBatch, kv: Tensor) -> tuple[RaggedBatch, Tensor]:
-        """The batch with the block tables of the layer's group, and its K and V in the blocks."""
+    def _memory_of_layers(self, batch: RaggedBatch, kv: Tensor) -> Iterator[tuple[RaggedBatch, Tensor]]:
+        """For each layer the batch with the block tables of its group, and its K and V in the blocks."""
         if kv.shape[1] == self.spec.num_layers:
-            return batch, kv[:, layer]
-        group, index = self.groups.places[layer]
-        return batch.group(group), kv[:, index]
+            return ((batch, kv[:, layer]) for layer in range(self.spec.num_layers))
+        batches = [batch.group(group) for group in range(1 + len(self.groups.windows))]
+        return ((batches[group], kv[:, index]) for group, index in self.groups.places)
 
     def _table_of(self, layer: int) -> Tensor:
         if layer in self.spec.nope_layers:

@@ -109,7 +109,7 @@ class Engine:
     summary       after the last frame; None: none came yet
     problem       why the summary is not that of now, or ""
     error         why the server cannot be reached
-    num_engines   engines of the server, as far as its stream has told
+    num_engines   engines of the server that its stream has named so far
     """
 
     def __init__(self, url: str, key: str | None, replica: int) -> None:

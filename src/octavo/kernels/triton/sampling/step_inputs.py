@@ -194,14 +194,21 @@ def _prepare_decode_inputs(
         other, other_live, other_position = _line_position(rows, depths, ends, num_computed, drafts, done, before)
         both = live & other_live & (i > 0)
         max_common = tl.where(both, tl.minimum(position, other_position) // BLOCK_SIZE, 0).to(tl.int32)
-        common = max_common
-        for first in range(0, max_common, TILE):
-            column = first + tl.arange(0, TILE)
-            ids = tl.load(block_tables + row * table_stride + column, mask=column < max_common)
-            other_ids = tl.load(block_tables + other * table_stride + column, mask=column < max_common)
-            differ = (ids != other_ids) & (column < max_common)
-            common = tl.minimum(common, tl.min(tl.where(differ, column, max_common), 0))
+        common = _num_common(block_tables + row * table_stride, block_tables + other * table_stride, max_common, TILE)
         tl.store(common_prefix_lens + i, common * BLOCK_SIZE)
+
+
+@triton.jit
+def _num_common(table, other_table, max_common, TILE: tl.constexpr):
+    """Leading blocks, at most max_common, that two tables have in common."""
+    common = max_common
+    for first in range(0, max_common, TILE):
+        column = first + tl.arange(0, TILE)
+        ids = tl.load(table + column, mask=column < max_common)
+        other_ids = tl.load(other_table + column, mask=column < max_common)
+        differ = (ids != other_ids) & (column < max_common)
+        common = tl.minimum(common, tl.min(tl.where(differ, column, max_common), 0))
+    return common
 
 
 @triton.jit
