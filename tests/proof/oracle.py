@@ -893,6 +893,14 @@ def watch_eviction(cache: KVCacheManager) -> None:
             super().renew(block)
             line.append(block)
 
+        def pass_state(self, head: int, seal_id: int) -> None:
+            super().pass_state(head, seal_id)
+            if (now := [*self.cached()]) != line:
+                moved = now[: self.state_blocks]
+                need(moved[0] == head, Invariant, "a checkpoint that is passed is not the oldest", head)
+                need(now == [*moved, *(b for b in line if b not in moved)], Invariant, "others moved", head)
+                line[:] = now
+
         def unseal(self, block: int, why: str = "void") -> None:
             if not self.refs[block]:
                 line.remove(block)
