@@ -60,7 +60,7 @@ class Memory(RuleBasedStateMachine):
         state_blocks: int = 0,
         interval: int = 1,
     ) -> None:
-        num_blocks = num_blocks * (1 + len(windows)) + 3 * state_blocks
+        num_blocks = num_blocks * (1 + len(windows)) + (9 + 3 * state_blocks if state_blocks else 0)
         num_host = min(num_host * (1 + len(windows) + state_blocks), num_blocks)
         self.cache = KVCacheManager(
             num_blocks,
@@ -176,6 +176,8 @@ class Memory(RuleBasedStateMachine):
         earlier = self.live(Status.RUNNING)
         if which % 2 and earlier:  # a conversation goes on
             tokens = [*earlier[which % len(earlier)].token_ids, *tokens][:12]
+        elif self.state_blocks:  # long enough for a checkpoint, and likely to be found
+            tokens = [*tokens, *[0] * 9][:9]
         request = make("r", tokens, 1 << 20, salt=salt)
         request.begin(0, (0, 0), 1 << 20)
         (seq,) = request.sequences
@@ -190,6 +192,7 @@ class Memory(RuleBasedStateMachine):
         request.status = Status.RUNNING
         self.requests.append(request)
         plan = StepPlan()
+        chunk = 9 if self.state_blocks and which % 5 < 4 else chunk
         count = min(chunk, len(tokens) - seq.num_computed, self.to_stop(seq, which // 2))
         assert self.cache.blocks_needed([(seq, count)]) <= self.pool.num_available
         self.compute(seq, count, plan)
@@ -197,10 +200,12 @@ class Memory(RuleBasedStateMachine):
             plan = StepPlan()
             self.cache.rows.assign(seq, plan)
             self.apply(plan)
+        if self.state_blocks and which % 3 < 2:
+            self.seal(self.live(Status.RUNNING).index(seq))
 
     def to_stop(self, seq: Sequence, which: int) -> int:
         """Positions until the sequence leaves a checkpoint, most of the times."""
-        return 99 if which % 4 == 0 else self.cache.checkpoints.next_stop(seq) - seq.num_computed
+        return 99 if which % 4 == 3 else self.cache.checkpoints.next_stop(seq) - seq.num_computed
 
     def is_right(self, seq: Sequence, prefix: Any) -> None:
         """Check that each hit has this content, and that no child of the last hit has the next block's content."""
