@@ -290,12 +290,14 @@ class PrefixIndex:
         begin, before, seal_id = sequence.checkpoint
         if seal_id and pool.seal_id[before] == seal_id and before != head:
             num_prompt, mate = len(sequence.request.prompt_token_ids), pool.mates[before]
-            if position < num_prompt or begin > num_prompt:
+            if num_prompt <= position and begin < num_prompt:
+                pool.mate(head, before)
+            else:
                 pool.pass_state(before)
-            if position > num_prompt and (other := mate if begin > num_prompt else before):
-                pool.mate(head, other)
-            elif mate:
-                pool.pass_state(mate)
+                if mate and position < num_prompt:
+                    pool.pass_state(mate)
+                elif mate:
+                    pool.mate(head, mate)
         sequence.checkpoint = position, head, pool.seal_id[head]
 
     def set_seals(self, sequence: Sequence, seal_ids: list[SealId]) -> None:
