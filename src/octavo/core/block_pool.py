@@ -269,7 +269,7 @@ class BlockPool:
         self.mates[head], self.mates[other] = other, head
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
-        """Return the blocks with a seal id greater than `mark`, in its order. Scans the whole pool: for rare events only."""
+        """Return the blocks sealed after `mark`, in order. Scans the whole pool: for rare events only."""
         newer = (block for block, seal in enumerate(self.seal_id) if seal > mark)
         return sorted(newer, key=self.seal_id.__getitem__)
 
