@@ -84,9 +84,7 @@ class RowState:
             return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
 
         state = cls(
-            block_tables=make(
-                (num_groups + (state_blocks > 0)) * max(max_blocks, state_blocks), dtype=torch.int32
-            ),
+            block_tables=make((num_groups + (state_blocks > 0)) * max(max_blocks, state_blocks), dtype=torch.int32),
             last_token=make(),
             num_computed=make(),
             drafts=make(MAX_DRAFTS) - 1,

@@ -39,7 +39,7 @@ class GatedAttention(Attention):
         """projected [num_tokens, Q, gates, K and V] -> [num_tokens, num_heads * head_dim]."""
         kv_size = kv_layer.shape[2] * kv_layer.shape[4]
         q_size = projected.shape[1] // 2 - kv_size
-        q, gate, k, v = projected.split([q_size, q_size, kv_size, kv_size], dim=1)
+        q, gate, k, v = torch.split(projected, [q_size, q_size, kv_size, kv_size], dim=1)
         q, k, v = (x.unflatten(1, (-1, kv_layer.shape[4])) for x in (q, k, v))
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
@@ -92,10 +92,10 @@ class GatedDeltaNet:
     def _mix(self, projected: Tensor, batch: RaggedBatch, states: Tensor) -> Tensor:
         """The layer between its projections; see `HybridSpec.recurrent_linears`."""
         spec, wide = self.spec, accumulation_dtype(projected.dtype)
-        qkv, gate, b, a = projected.split(self.qkv.rows, dim=1)
+        qkv, gate, b, a = torch.split(projected, self.qkv.rows, dim=1)
         qkv = self.ops.causal_conv(qkv, self.conv, states, self.first, batch)
         key_size = spec.num_key_heads * spec.key_dim
-        q, k, v = qkv.split([key_size, key_size, qkv.shape[1] - 2 * key_size], dim=1)
+        q, k, v = torch.split(qkv, [key_size, key_size, qkv.shape[1] - 2 * key_size], dim=1)
         q, k = (x.unflatten(1, (-1, spec.key_dim)) for x in (q, k))
         decay = -self.log_decay.exp() * F.softplus(a.to(wide) + self.step_bias)
         x = self.ops.gated_delta_rule(
@@ -122,9 +122,7 @@ class HybridDecoder(Decoder):
         group, index = spec.layer_groups.places[layer]
         shapes = spec.layer_kinds[1 if group < 0 else 0].norms
         norms = {role: empty_norm(spec, norm.size, factory) for role, norm in shapes.items()}
-        mixer: Mixer = (
-            GatedDeltaNet(spec, index, factory) if group < 0 else GatedAttention(spec, layer, factory, norms)
-        )
+        mixer: Mixer = GatedDeltaNet(spec, index, factory) if group < 0 else GatedAttention(spec, layer, factory, norms)
         return DecoderLayer(spec, factory, mixer, GatedMLP(spec, factory), norms)
 
     def _memory_of_layers(self, batch: RaggedBatch, kv: Tensor) -> Iterator[tuple[RaggedBatch, Tensor]]:
