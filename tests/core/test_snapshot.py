@@ -261,18 +261,19 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
         (scheduler, "cache max_num_seqs policy events tee",
          "max_num_batched_tokens decode_window num_speculative_tokens num_watermark_blocks",
          "requests running swapped waiting in_flight confined_to _counted tenants"),
-        (cache, "events tee pool swap_space rows prefixes swapping",
-         "block_size enable_prefix_caching attention_window windows num_groups has_windows max_chunk", "pins holders"),
-        (cache.prefixes, "pool", "block_size enabled windows", "pins"),
+        (cache, "events tee pool swap_space rows prefixes swapping checkpoints",
+         "block_size enable_prefix_caching attention_window windows num_groups has_windows max_chunk state_blocks "
+         "checkpoint_interval", "pins holders _unsettled _lent"),  # the last two are empty between commands
+        (cache.prefixes, "pool checkpoints", "block_size enabled windows", "pins"),
         (cache.swapping, "pool space prefixes", "", "holders"),
-        (cache.pool, "events", "num_blocks num_windows", "_packed_of _shards"),
+        (cache.pool, "events", "num_blocks num_windows state_blocks", "_packed_of _shards"),
         (cache.swap_space, "", "num_blocks", ""),
         (costs, "", "", ""),
     ]  # fmt: skip
     for item, parts, settings, saved_otherwise in others:
         rest = set(attributes(item)) - set(item.SAVED.attributes.values())
         assert rest == names(parts) | names(settings) | names(saved_otherwise), type(item)
-    assert set(attributes(cache.rows)) == names("events num_rows num_groups _free")
+    assert set(attributes(cache.rows)) == names("events num_rows num_lines _free")
     assert set(attributes(scheduler.tenants)) == names("present several")
     kept = {
         Sequence: "request token_ids stop_token windows",

@@ -35,7 +35,7 @@ from octavo.text import chat_template, grammar, tokenizer
 from octavo.text.output_parser import OutputParser
 
 MIN_S, MAX_BYTES = 0.004, 1 << 21
-RATIO, RUNS = 11.0, 5
+RATIO, RUNS, ATTEMPTS = 11.0, 5, 4
 PARSER = request.RequestParser(("tiny",), SamplingParams(), has_tools=True)
 
 
@@ -178,8 +178,14 @@ def _parameters() -> list[Case]:
     }
     let_through = {"unknown names that are let through": completions["unknown names"]}
     prompt, message = {"prompt": "a"}, {"messages": messages}
+    max_bytes = {"biases": 1 << 19}  # a larger dict outgrows the processor's cache
     return [
-        Case(f"parameters: {name}", lambda n, make=make, given=given: json.dumps(given | make(n)).encode(), read)  # type: ignore[misc]
+        Case(
+            f"parameters: {name}",
+            lambda n, make=make, given=given: json.dumps(given | make(n)).encode(),  # type: ignore[misc]
+            read,
+            max_bytes.get(name, MAX_BYTES),
+        )
         for given, read, bodies in (
             (prompt, _quietly(read_completion), completions),
             (prompt, _quietly(lambda body: read_completion(body, warn=True)), let_through),
@@ -390,8 +396,14 @@ def measured(case: Case) -> tuple[int, float, float, float]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.encode("ascii", "backslashreplace").decode())
 def test_time_is_linear(case: Case) -> None:
-    num_bytes, first, second, fourth = measured(case)
-    assert fourth <= max(first, MIN_S) * RATIO, (num_bytes, first, second, fourth)
+    """A quadratic parser is slow every time, a linear one only while others use up the cache and the memory."""
+    failed = []
+    while len(failed) < ATTEMPTS:
+        num_bytes, first, second, fourth = measured(case)
+        if fourth <= max(first, MIN_S) * RATIO:
+            return
+        failed.append((num_bytes, first, second, fourth))
+    raise AssertionError(failed)
 
 
 def main() -> None:

@@ -9,6 +9,12 @@ Every block is in one of three states:
 A window group's block is sealed under the full block over the same positions. Its key is that block's seal id and the
 group's number. A lookup finds it through the full block alone, so it is unsealed when the full block is evicted.
 
+A checkpoint is the state of a recurrent model after the positions of some full blocks. Its blocks are sealed in a
+chain: the head under the last of those full blocks, each other one under the block before it. They are used, cached and
+evicted together. Of cached ones the head is the oldest, and takes the others with it:
+
+    full block  <-  head  <-  block  <-  block
+
 All state is in flat arrays with O(1) operations, without an object per block. Free blocks are a stack and a high-water
 mark, so a new pool of a million blocks fills no list. The LRU links are two arrays with the null block as sentinel.
 
@@ -37,7 +43,10 @@ BLOCKS_PER_SHARD = 4096
 
 
 class BlockPool:
-    """`num_blocks` usable blocks with the ids 1 to num_blocks, for the full group and `num_windows` window groups.
+    """`num_blocks` usable blocks with the ids 1 to num_blocks, for the full group, `num_windows` window groups and
+    states of `state_blocks` blocks.
+
+    num_finders  of each head of a checkpoint: sequences that began with it, and one for a place where sequences part
 
     Misuse, such as a double release or an id out of range, is a bug of the core and fails an assertion.
     """
@@ -54,23 +63,27 @@ class BlockPool:
         "num_blocks",
         "num_cached",
         "num_evicted",
+        "num_finders",
         "num_free",
         "num_refs",
         "num_sealed",
         "num_windows",
         "refs",
         "seal_id",
+        "state_blocks",
     )
 
     SAVED = Fields(
         "refs seal_id _prev _next _untouched num_free num_cached num_refs last_seal_id num_sealed num_evicted "
-        "freed=_freed"
+        "num_finders freed=_freed"
     )
 
-    def __init__(self, num_blocks: int, events: EventStream | None = None, *, num_windows: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, events: EventStream | None = None, *, num_windows: int = 0, state_blocks: int = 0
+    ) -> None:
         n = num_blocks + 1
         self.num_blocks = num_blocks
-        self.num_windows = num_windows
+        self.num_windows, self.state_blocks = num_windows, state_blocks
         self.events = events or EventStream()
         self.refs = array("i", bytes(4 * n))
         self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
@@ -84,6 +97,12 @@ class BlockPool:
         self.num_refs = 0  # references to all blocks; num_refs - num_used is the number of blocks that sharing saves
         self.last_seal_id = 0
         self.num_sealed, self.num_evicted = 0, 0
+        self.num_finders = array("i", bytes(4 * n if state_blocks else 0))
+
+    @property
+    def _has_groups(self) -> bool:
+        """Whether blocks of other groups are sealed under full ones."""
+        return bool(self.num_windows or self.state_blocks)
 
     @property
     def num_available(self) -> int:
@@ -177,7 +196,7 @@ class BlockPool:
         packed = pack_key(key)
         index = self._shard(packed)
         if other := index.get(packed, NULL_BLOCK):
-            if self.num_windows and not self.refs[other]:  # what is sealed under it from now on needs it
+            if self._has_groups and not self.refs[other]:  # what is sealed under it from now on needs it
                 self.renew(other)
             return self.seal_id[other]
         if self.seal_id[block]:
@@ -202,6 +221,37 @@ class BlockPool:
         """Make a cached block the newest."""
         self._unlink(block)
         self._link(block)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def find_state(self, seal_id: SealId) -> list[BlockId]:
+        """Return the checkpoint under the full block with this seal id, its head last; [] if there is none."""
+        blocks: list[BlockId] = []
+        while block := self.find(window_key(seal_id, self.num_windows)):
+            blocks.append(block)
+            seal_id = self.seal_id[block]
+        return blocks[::-1]
+
+    def seal_state(self, blocks: list[BlockId], seal_id: SealId, *, parts: bool) -> None:
+        """Seal a state, its head last, under the full block with this seal id. Does nothing if there is a checkpoint.
+
+        parts  sequences part here: no single one goes beyond it
+        """
+        if self.find(window_key(seal_id, self.num_windows)):
+            return
+        self.num_finders[blocks[-1]] = 2 * parts
+        for block in reversed(blocks):
+            seal_id = self.seal(block, window_key(seal_id, self.num_windows))
+
+    def pass_state(self, head: BlockId, seal_id: SealId) -> None:
+        """Let a cached checkpoint be evicted before all else, if one sequence alone began with it: it left a later one.
+
+        Does nothing if the head has another seal id by now.
+        """
+        if self.seal_id[head] == seal_id and not self.refs[head] and self.num_finders[head] < 2:
+            for block in (*self.find_state(seal_id), head):  # the head last: it becomes the oldest
+                self._unlink(block)
+                self._link(block, self._next[NULL_BLOCK])
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
         """Return the blocks whose seal id is greater than `mark`. Scans the whole pool: for rare events only."""
@@ -228,10 +278,13 @@ class BlockPool:
         seal_id = self.seal_id[block]
         self._packed_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
-        if len(packed) != WINDOW_KEY_BYTES:
-            for group in range(self.num_windows):
-                if below := self.find(window_key(seal_id, group)):
-                    self.unseal(below, why)
+        is_full = len(packed) != WINDOW_KEY_BYTES
+        for group in range(self.num_windows if is_full else 0):
+            if below := self.find(window_key(seal_id, group)):
+                self.unseal(below, why)
+        if self.state_blocks and (is_full or packed[-1] == self.num_windows):
+            for below in self.find_state(seal_id):
+                self.unseal(below, why)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +319,7 @@ class BlockPool:
 
 
 def window_key(seal_id: SealId, group: int) -> Key:
-    """The key of a window group's block over the positions of the full block with this seal id."""
+    """The key of a block under the one with this seal id: a window group's, over the same positions, or a state's."""
     return seal_id, bytes((group,))
 
 
