@@ -348,6 +348,8 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         attention_window=config.attention_window,
         windows=config.kv.windows,
         max_chunk=config.kv.max_chunk,
+        state_blocks=config.kv.state_blocks,
+        checkpoint_interval=args.checkpoint_interval if config.kv.state_blocks else 0,
     )
     return Scheduler(
         cache,

@@ -40,7 +40,7 @@ class GatedAttention(Attention):
         kv_size = kv_layer.shape[2] * kv_layer.shape[4]
         q_size = projected.shape[1] // 2 - kv_size
         q, gate, k, v = torch.split(projected, [q_size, q_size, kv_size, kv_size], dim=1)
-        q, k, v = (x.unflatten(1, (-1, kv_layer.shape[4])) for x in (q, k, v))
+        q, k, v = (x.view(len(x), -1, kv_layer.shape[4]) for x in (q, k, v))
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )
@@ -96,11 +96,10 @@ class GatedDeltaNet:
         qkv = self.ops.causal_conv(qkv, self.conv, states, self.first, batch)
         key_size = spec.num_key_heads * spec.key_dim
         q, k, v = torch.split(qkv, [key_size, key_size, qkv.shape[1] - 2 * key_size], dim=1)
-        q, k = (x.unflatten(1, (-1, spec.key_dim)) for x in (q, k))
+        q, k = (x.view(len(x), -1, spec.key_dim) for x in (q, k))
+        v = v.view(len(v), -1, spec.value_dim)
         decay = -self.log_decay.exp() * F.softplus(a.to(wide) + self.step_bias)
-        x = self.ops.gated_delta_rule(
-            q, k, v.unflatten(1, (-1, spec.value_dim)), decay, b.to(wide).sigmoid(), states, self.first_matrix, batch
-        )
+        x = self.ops.gated_delta_rule(q, k, v, decay, b.to(wide).sigmoid(), states, self.first_matrix, batch)
         x = self.ops.rms_norm(x, self.norm, spec.rms_norm_eps).flatten(1)
         return (x.to(wide) * F.silu(gate.to(wide))).to(projected.dtype)
 
