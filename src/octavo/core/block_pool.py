@@ -248,7 +248,7 @@ class BlockPool:
 
         Does nothing if the head has another seal id by now.
         """
-        if self.seal_id[head] == seal_id and not self.refs[head] and self.num_finders[head] < 2:
+        if head and self.seal_id[head] == seal_id and not self.refs[head] and self.num_finders[head] < 2:
             for block in (*self.find_state(seal_id), head):  # the head last: it becomes the oldest
                 self._unlink(block)
                 self._link(block, self._next[NULL_BLOCK])

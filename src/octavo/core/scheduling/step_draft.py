@@ -86,7 +86,9 @@ class StepDraft:
             stop = checkpoints.next_stop(seq) - seq.num_computed
             if due > min(chunk, stop):
                 return [ScheduledSlice(seq, min(chunk, stop), 0)]
-            most = chunk if stop == due else min(chunk, stop - 1)  # one step by itself reaches a stop: see `cut`
+            most = (
+                due if stop == due else min(chunk, stop - 1)
+            )  # a step of its own reaches a stop: see `Checkpoints.cut`
             fed = min(num_steps, seq.max_length - length, most - due + 1) - 1  # tokens that the device feeds itself
             slices.append(ScheduledSlice(seq, due + fed, fed + 1))
         return slices
