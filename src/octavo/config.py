@@ -173,8 +173,8 @@ class EngineArgs(ValidatedParams):
     max_num_batched_tokens    maximum tokens per step; None: 2,048 on a CPU, 8,192 on a GPU
     max_num_seqs              maximum running sequences; None: 128 on a CPU, 256 on a GPU
     enable_prefix_caching     reuse cached blocks for prompt prefixes computed before
-    mamba_block_size          with recurrent layers: tokens between two checkpoints of a sequence's state, from which later
-                              requests go on; a multiple of block_size. None: 256
+    mamba_block_size          with recurrent layers: tokens between two checkpoints of a sequence's state, from which
+                              later requests go on; a multiple of block_size. None: 256
     preemption_mode           how a preempted request frees its blocks: recompute, swap, or auto for the one that this
                               engine measures as cheaper to undo
     preemption_victim         the preempted request: latest, the last in line; or least_lost, the cheapest to resume

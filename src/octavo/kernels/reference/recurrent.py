@@ -32,13 +32,12 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, first: int, batch: Ra
             next token, [size - 1, num_channels]
     """
     (num_channels, size), query_start = weight.shape, batch.query_start.long()
-    before = _read(states, batch, first, (size - 1) * num_channels).view(-1, size - 1, num_channels)
-    dtype = accumulation_dtype(x.dtype)
-    lens = query_start.diff()
+    dtype, lens = accumulation_dtype(x.dtype), query_start.diff()
+    before = read_state(states, batch, first, (size - 1) * num_channels).view(len(lens), size - 1, num_channels)
     sequence = torch.repeat_interleave(torch.arange(len(lens), device=x.device), lens)  # [num_tokens]
     # All inputs: those in a sequence's state, then its tokens, sequence by sequence.
     place = torch.arange(len(x), device=x.device) + (size - 1) * sequence  # of the first input of each token's sum
-    inputs = torch.empty(len(x) + before[..., 0].numel(), num_channels, dtype=dtype, device=x.device)
+    inputs = torch.empty(len(x) + (size - 1) * len(lens), num_channels, dtype=dtype, device=x.device)
     column = torch.arange(size - 1, device=x.device)
     begin = query_start[:-1] + (size - 1) * torch.arange(len(lens), device=x.device)
     inputs[begin[:, None] + column] = before.to(dtype)
@@ -46,7 +45,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, first: int, batch: Ra
     out = torch.zeros(len(x), num_channels, dtype=dtype, device=x.device)
     for tap in range(size):
         out += inputs[place + tap] * weight[:, tap].to(dtype)
-    _write(states, batch, first, inputs[(begin + lens)[:, None] + column].flatten(1))
+    write_state(states, batch, first, inputs[(begin + lens)[:, None] + column].flatten(1))
     return F.silu(out).to(x.dtype)
 
 
@@ -64,26 +63,30 @@ def gated_delta_rule(
     S, the state [num_value_heads, key_dim, value_dim]
     """
     num_heads, key_dim, value_dim = v.shape[1], q.shape[2], v.shape[2]
-    q, k = (_normalised(x, num_heads) for x in (q, k))
-    q, wide, decay = q / key_dim**0.5, v.to(q.dtype), decay.exp()
-    state = _read(states, batch, first, num_heads * key_dim * value_dim).to(q.dtype)
+    q, k = normalised_heads(q, num_heads) / key_dim**0.5, normalised_heads(k, num_heads)
+    wide, decay = v.to(q.dtype), decay.exp()
+    state = read_state(states, batch, first, num_heads * key_dim * value_dim).to(q.dtype)
     state = state.view(-1, num_heads, key_dim, value_dim)
     out = torch.empty_like(wide)
     lens = batch.query_start.diff()
     order = torch.argsort(lens, descending=True, stable=True)  # the sequences that go on are the first ones
     state, begin = state[order], batch.query_start[order].long()
     for step, num in enumerate((lens > torch.arange(batch.max_query_len, device=v.device)[:, None]).sum(1).tolist()):
-        tokens, now = begin[:num] + step, state[:num]
-        key = k[tokens]  # [num, num_heads, key_dim]
-        now *= decay[tokens, :, None, None]
-        found = (key.unsqueeze(-2) @ now).squeeze(-2)  # [num, num_heads, value_dim]
-        now += key.unsqueeze(-1) * (beta[tokens].unsqueeze(-1) * (wide[tokens] - found)).unsqueeze(-2)
-        out[tokens] = (q[tokens].unsqueeze(-2) @ now).squeeze(-2)
-    _write(states, batch, first, state[torch.argsort(order)].flatten(1))
+        tokens = begin[:num] + step
+        out[tokens] = delta_rule_step(q[tokens], k[tokens], wide[tokens], decay[tokens], beta[tokens], state[:num])
+    write_state(states, batch, first, state[torch.argsort(order)].flatten(1))
     return out.to(v.dtype)
 
 
-def _normalised(x: Tensor, num_heads: int) -> Tensor:
+def delta_rule_step(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One position of sequences, with normalised heads; state [num_seqs, num_heads, key_dim, value_dim] is modified."""
+    state *= factor[..., None, None]
+    found = (k.unsqueeze(-2) @ state).squeeze(-2)  # [num_seqs, num_heads, value_dim]
+    state += k.unsqueeze(-1) * (beta.unsqueeze(-1) * (v - found)).unsqueeze(-2)
+    return (q.unsqueeze(-2) @ state).squeeze(-2)
+
+
+def normalised_heads(x: Tensor, num_heads: int) -> Tensor:
     """Heads of length 1, repeated for `num_heads` heads, in `accumulation_dtype`."""
     x = x.to(accumulation_dtype(x.dtype))
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
@@ -100,16 +103,18 @@ def _parts(states: Tensor, first: int, size: int) -> Iterator[tuple[int, slice, 
         done += num
 
 
-def _read(states: Tensor, batch: RaggedBatch, first: int, size: int) -> Tensor:
+def read_state(states: Tensor, batch: RaggedBatch, first: int, size: int) -> Tensor:
     """A range of each sequence's state, [num_seqs, size]."""
     tables = batch.state_tables
     assert tables is not None
-    parts = [states[tables[:, column].long(), part] for column, part, _ in _parts(states, first, size)]
+    values = states.new_empty(len(tables), size)
+    for column, part, own in _parts(states, first, size):
+        values[:, own] = states[tables[:, column].long(), part]
     starts = batch.seq_lens - batch.query_start.diff()
-    return torch.cat(parts, 1).masked_fill_(starts[:, None] <= 0, 0.0)
+    return values.masked_fill_(starts[:, None] <= 0, 0.0)
 
 
-def _write(states: Tensor, batch: RaggedBatch, first: int, values: Tensor) -> None:
+def write_state(states: Tensor, batch: RaggedBatch, first: int, values: Tensor) -> None:
     """Replace it by values [num_seqs, size]."""
     assert batch.state_tables is not None
     for column, part, own in _parts(states, first, values.shape[1]):

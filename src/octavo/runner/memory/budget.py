@@ -201,7 +201,9 @@ def _larger_pool(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> str
         return f"free {gib(kv.pool_bytes(least) - room)} more; {doctor_hint(args)}"
     larger = replace(budget, num_blocks=min(kv.blocks_of(wanted_len - 1, kv.max_chunk), kv.num_blocks(room)))
     remedy = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {larger.pool_bytes}"
-    if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
+    if args.num_gpu_blocks_override is not None:
+        remedy = f"raise num_gpu_blocks_override to {larger.num_blocks}"
+    elif args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
         share = ceil_2((free.weights + larger.pool_bytes) / (free.weights + free.host))
         remedy = f"raise gpu_memory_utilization to {share:g}"
     shorter = args.max_model_len not in (None, -1) and larger.longest < wanted_len
