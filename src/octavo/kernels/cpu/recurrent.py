@@ -20,18 +20,23 @@ def gated_delta_rule(
     """See `reference.gated_delta_rule`. Slices of one position are computed together, longer ones one by one."""
     num_heads, key_dim, value_dim = v.shape[1], q.shape[2], v.shape[2]
     q, k = normalised_heads(q, num_heads) / key_dim**0.5, normalised_heads(k, num_heads)
-    wide, starts = v.to(q.dtype), batch.query_start.tolist()
+    wide = v.to(q.dtype)
     state = read_state(states, batch, first, num_heads * key_dim * value_dim).to(q.dtype)
     state = state.view(-1, num_heads, key_dim, value_dim)
-    if batch.max_query_len == 1 and len(q) == len(state):
+    out = torch.empty_like(wide)
+    slices = list(enumerate(pairwise(batch.query_start.tolist())))
+    single = torch.tensor([sequence for sequence, (begin, end) in slices if end == begin + 1], dtype=torch.int64)
+    if len(single) == len(slices):
         out = delta_rule_step(q, k, wide, decay.exp(), beta, state)
-    else:
-        out = torch.empty_like(wide)
-        for sequence, (begin, end) in enumerate(pairwise(starts)):
-            for at in range(begin, end, CHUNK):
-                part = slice(at, min(at + CHUNK, end))
-                heads = [x[part].transpose(0, 1) for x in (q, k, wide, decay, beta)]
-                out[part] = _chunk(heads, state[sequence]).transpose(0, 1)
+    elif len(single):
+        tokens, after = batch.query_start[single].long(), state[single]
+        out[tokens] = delta_rule_step(q[tokens], k[tokens], wide[tokens], decay[tokens].exp(), beta[tokens], after)
+        state[single] = after
+    for sequence, (begin, end) in slices:
+        for at in range(begin, end if end > begin + 1 else begin, CHUNK):
+            part = slice(at, min(at + CHUNK, end))
+            heads = [x[part].transpose(0, 1) for x in (q, k, wide, decay, beta)]
+            out[part] = _chunk(heads, state[sequence]).transpose(0, 1)
     write_state(states, batch, first, state.flatten(1))
     return out.to(v.dtype)
 

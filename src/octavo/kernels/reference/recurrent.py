@@ -82,7 +82,7 @@ def delta_rule_step(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, beta: Tenso
     """One position of sequences, with normalised heads; state [num_seqs, num_heads, key_dim, value_dim] is modified."""
     state *= factor[..., None, None]
     found = (k.unsqueeze(-2) @ state).squeeze(-2)  # [num_seqs, num_heads, value_dim]
-    state += k.unsqueeze(-1) * (beta.unsqueeze(-1) * (v - found)).unsqueeze(-2)
+    state.addcmul_(k.unsqueeze(-1), (beta.unsqueeze(-1) * (v - found)).unsqueeze(-2))
     return (q.unsqueeze(-2) @ state).squeeze(-2)
 
 
@@ -109,13 +109,13 @@ def read_state(states: Tensor, batch: RaggedBatch, first: int, size: int) -> Ten
     assert tables is not None
     values = states.new_empty(len(tables), size)
     for column, part, own in _parts(states, first, size):
-        values[:, own] = states[tables[:, column].long(), part]
-    starts = batch.seq_lens - batch.query_start.diff()
-    return values.masked_fill_(starts[:, None] <= 0, 0.0)
+        values[:, own] = states[:, part].index_select(0, tables[:, column])
+    begins = batch.seq_lens <= batch.query_start.diff()
+    return values.index_fill_(0, begins.nonzero().flatten(), 0.0)
 
 
 def write_state(states: Tensor, batch: RaggedBatch, first: int, values: Tensor) -> None:
     """Replace it by values [num_seqs, size]."""
     assert batch.state_tables is not None
     for column, part, own in _parts(states, first, values.shape[1]):
-        states[batch.state_tables[:, column].long(), part] = values[:, own].to(states.dtype)
+        states[:, part].index_copy_(0, batch.state_tables[:, column].long(), values[:, own].to(states.dtype))
