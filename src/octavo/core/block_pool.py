@@ -46,7 +46,9 @@ class BlockPool:
     """`num_blocks` usable blocks with the ids 1 to num_blocks, for the full group, `num_windows` window groups and
     states of `state_blocks` blocks.
 
-    num_finders  of each head of a checkpoint: sequences that began with it, and one for a place where sequences part
+    num_finders  of each head of a checkpoint: sequences that began with it; 2 more where sequences part
+    mates        of the heads of two checkpoints of one request, at the end of its prompt and in its output: the other.
+                 Its session goes on from one of them
 
     Misuse, such as a double release or an id out of range, is a bug of the core and fails an assertion.
     """
@@ -60,6 +62,7 @@ class BlockPool:
         "_untouched",
         "events",
         "last_seal_id",
+        "mates",
         "num_blocks",
         "num_cached",
         "num_evicted",
@@ -75,7 +78,7 @@ class BlockPool:
 
     SAVED = Fields(
         "refs seal_id _prev _next _untouched num_free num_cached num_refs last_seal_id num_sealed num_evicted "
-        "num_finders freed=_freed"
+        "num_finders mates freed=_freed"
     )
 
     def __init__(
@@ -97,7 +100,7 @@ class BlockPool:
         self.num_refs = 0  # references to all blocks; num_refs - num_used is the number of blocks that sharing saves
         self.last_seal_id = 0
         self.num_sealed, self.num_evicted = 0, 0
-        self.num_finders = array("i", bytes(4 * n if state_blocks else 0))
+        self.num_finders, self.mates = (array("i", bytes(4 * n if state_blocks else 0)) for _ in range(2))
 
     @property
     def _has_groups(self) -> bool:
@@ -243,15 +246,19 @@ class BlockPool:
         for block in reversed(blocks):
             seal_id = self.seal(block, window_key(seal_id, self.num_windows))
 
-    def pass_state(self, head: BlockId, seal_id: SealId) -> None:
-        """Let a cached checkpoint be evicted before all else, if one sequence alone began with it: it left a later one.
-
-        Does nothing if the head has another seal id by now.
-        """
-        if head and self.seal_id[head] == seal_id and not self.refs[head] and self.num_finders[head] < 2:
-            for block in (*self.find_state(seal_id), head):  # the head last: it becomes the oldest
+    def pass_state(self, head: BlockId) -> None:
+        """Let a checkpoint be evicted before all else, if it is cached and at most one sequence began with it: that one
+        has left a later one."""
+        if not self.refs[head] and self.num_finders[head] < 2:
+            for block in (*self.find_state(self.seal_id[head]), head):  # the head last: it becomes the oldest
                 self._unlink(block)
                 self._link(block, self._next[NULL_BLOCK])
+
+    def mate(self, head: BlockId, other: BlockId) -> None:
+        """Make two checkpoints mates. Former ones have none then."""
+        for block in (head, other):
+            self.mates[self.mates[block]] = NULL_BLOCK
+        self.mates[head], self.mates[other] = other, head
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
         """Return the blocks whose seal id is greater than `mark`. Scans the whole pool: for rare events only."""
@@ -285,6 +292,7 @@ class BlockPool:
         if self.state_blocks and (is_full or packed[-1] == self.num_windows):
             for below in self.find_state(seal_id):
                 self.unseal(below, why)
+            self.mates[self.mates[block]] = self.mates[block] = NULL_BLOCK
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

@@ -184,11 +184,11 @@ class KVCacheManager:
         newest = max(prefix.seal_ids, default=0)
         if self.windows or self.state_blocks:  # their blocks may be sealed later than the full ones
             newest = max(newest, *(self.pool.seal_id[block] for block in prefix.held), 0)
-        sequence.state, sequence.checkpoint = list(prefix.state), (NULL_BLOCK, 0)
+        sequence.state, sequence.checkpoint = list(prefix.state), (0, NULL_BLOCK, 0)
         sequence.marks = self.checkpoints.marks(sequence, prefix)
         if prefix.state:
             head = prefix.state[-1]
-            sequence.checkpoint = head, self.pool.seal_id[head]
+            sequence.checkpoint = prefix.num_positions, head, self.pool.seal_id[head]
             self.pool.num_finders[head] += 1
         sequence.request.newest_prefix_seal = max(sequence.request.newest_prefix_seal, newest)
         self.holders[sequence] = None

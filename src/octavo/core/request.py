@@ -63,7 +63,7 @@ class Sequence:
     state         blocks of its recurrent state after `num_computed` positions, the head of a checkpoint last; [] before
                   the first one, and for models without states
     marks         ascending positions where it leaves a checkpoint of its state
-    checkpoint    head and seal id of the checkpoint that it began with or left last; (0, 0): none
+    checkpoint    position, head and seal id of the checkpoint that it began with or left last; zeros: none
     row           row in the device's tables, -1 without one
     row_has_last  the row holds the sequence's last token, so the device can continue without the host
     seal_ids      seal id of each leading sealed block: its own, or that of an equal block
@@ -114,7 +114,7 @@ class Sequence:
         self.windows: list[WindowTable] = []
         self.state: list[BlockId] = []
         self.marks: list[int] = []
-        self.checkpoint: tuple[BlockId, SealId] = (NULL_BLOCK, 0)
+        self.checkpoint: tuple[int, BlockId, SealId] = (0, NULL_BLOCK, 0)
         self.row: Row = -1
         self.row_has_last = False
         self.seal_ids: list[SealId] = []

@@ -6,8 +6,8 @@ A sequence can begin only where a state is kept, so these are positions where ot
     | system, tools | ... | question | generation prompt |  ....... | ....... | ...
                     ^ marks          ^                              ^ interval ^
 
-They are the request's marks, multiples of an interval in the output, and the place where a sequence parts from another.
-Each is at the end of a block, and a slice ends there.
+They are the request's marks, the place where a sequence parts from another, and multiples of an interval in the output,
+not close to its begin. Each is at the end of a block, and a slice ends there.
 """
 
 from __future__ import annotations
@@ -58,8 +58,12 @@ class Checkpoints:
         position, request = sequence.num_computed, sequence.request
         if position in sequence.marks:
             return True
-        in_output = request.is_single and position > len(request.prompt_token_ids)
+        in_output = request.is_single and position >= self._first_in_output(request)
         return self.interval > 0 and in_output and position % self.interval == 0
+
+    def _first_in_output(self, request: Request) -> int:
+        """Return the position from which on an output has checkpoints: its prompt has left one just before it."""
+        return len(request.prompt_token_ids) + self.interval // 2
 
     def next_stop(self, sequence: Sequence) -> int:
         """Return the next position where the sequence leaves a checkpoint; `NEVER` if there is none."""
@@ -69,7 +73,7 @@ class Checkpoints:
         if not self.interval or not request.is_single:
             return NEVER
         # An output that is computed again leaves one checkpoint, not all that it had.
-        begin = max(position, len(request.prompt_token_ids), len(sequence.token_ids) - self.interval)
+        begin = max(position, self._first_in_output(request) - 1, len(sequence.token_ids) - self.interval)
         return (begin // self.interval + 1) * self.interval
 
     def cut(self, sequence: Sequence, num_steps: int) -> int:

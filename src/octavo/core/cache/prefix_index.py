@@ -279,12 +279,26 @@ class PrefixIndex:
             self._leave_checkpoint(sequence)
 
     def _leave_checkpoint(self, sequence: Sequence) -> None:
-        """Seal a state where it stands. Who writes it next copies it first."""
-        pool, seal_id = self.pool, sequence.seal_ids[-1]
-        pool.seal_state(sequence.state, seal_id, parts=not self.checkpoints.is_own(sequence, sequence.num_computed))
-        pool.pass_state(*sequence.checkpoint)
-        head = pool.find(window_key(seal_id, pool.num_windows))
-        sequence.checkpoint = head, pool.seal_id[head]
+        """Seal a state where it stands. Who writes it next copies it first.
+
+        The checkpoint before it has served its purpose. But the next turn of a session may begin at the end of a prompt
+        or in the output, so these two are mates, and a later prompt passes both.
+        """
+        pool, position = self.pool, sequence.num_computed
+        pool.seal_state(sequence.state, sequence.seal_ids[-1], parts=not self.checkpoints.is_own(sequence, position))
+        head = pool.find(window_key(sequence.seal_ids[-1], pool.num_windows))
+        begin, before, seal_id = sequence.checkpoint
+        if seal_id and pool.seal_id[before] == seal_id and before != head:
+            num_prompt, mate = len(sequence.request.prompt_token_ids), pool.mates[before]
+            if num_prompt <= position and begin < num_prompt:
+                pool.mate(head, before)
+            else:
+                pool.pass_state(before)
+                if mate and position < num_prompt:
+                    pool.pass_state(mate)
+                elif mate:
+                    pool.mate(head, mate)
+        sequence.checkpoint = position, head, pool.seal_id[head]
 
     def set_seals(self, sequence: Sequence, seal_ids: list[SealId]) -> None:
         sequence.seal_ids = seal_ids

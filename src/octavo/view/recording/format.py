@@ -107,6 +107,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     tenant: int = 0
     rank: int = 0
     num_draft_tokens: int = 0
+    marks: list[int] = []
 
 
 class Segment(msgspec.Struct, array_like=True):
