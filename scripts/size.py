@@ -21,8 +21,8 @@ BUDGETS: dict[str, int] = {
     "engine": 2690,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2376,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2238,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 6980,  # reference, recurrences, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
-    "models": 2495,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format, recurrent layers
+    "kernels": 6980,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, choice by capability
+    "models": 2495,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3325,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
