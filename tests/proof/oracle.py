@@ -893,8 +893,8 @@ def watch_eviction(cache: KVCacheManager) -> None:
             super().renew(block)
             line.append(block)
 
-        def pass_state(self, head: int, seal_id: int) -> None:
-            super().pass_state(head, seal_id)
+        def pass_state(self, head: int) -> None:
+            super().pass_state(head)
             if (now := [*self.cached()]) != line:
                 moved = now[: self.state_blocks]
                 need(moved[0] == head, Invariant, "a checkpoint that is passed is not the oldest", head)
