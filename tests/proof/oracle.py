@@ -912,11 +912,6 @@ def watch_eviction(cache: KVCacheManager) -> None:
                 line.remove(block)
             super().unseal(block, why)
 
-        def _evict_others(self, seal_id: int, why: str) -> None:
-            cached = {*self.cached()}
-            super()._evict_others(seal_id, why)
-            line[:] = [block for block in line if block not in cached or self.seal_id[block]]
-
     class Cache(KVCacheManager):
         def free(self, sequence: Sequence) -> None:
             swapped = sequence.request.status is Status.SWAPPED
