@@ -99,6 +99,7 @@ def test_a_checkpoint_is_kept_while_there_is_room(world: Worlds) -> None:
         lab.add("A", prompt(7), 2)
         assert lab.step().counts == [6] and not heads(lab.cache)
         assert [ids for ids in o.chains(lab.cache)] == [[4, 5]]
+        assert len(lab.emitted(ev.Sealed)) == lab.cache.stats().num_sealed == 3 + 2
         plan = lab.plan()
         assert len(plan.copies) == (2 if num_blocks == 8 else 0)
         assert [tuple(c) for c in plan.copies] == [(e.src, e.dst) for e in lab.emitted(ev.Copied)]
@@ -351,6 +352,17 @@ def test_a_checkpoint_under_anothers_full_block_goes_with_its_maker() -> None:
     assert a.seal_ids == b.seal_ids and a.block_ids != b.block_ids and cache.pool.find_state(a.seal_ids[-1]) == a.state
     cache.prefixes.discard(a)
     assert not cache.pool.find_state(b.seal_ids[-1]) and all(cache.pool.seal_id[block] for block in b.block_ids)
+
+
+def test_a_hit_knows_how_far_the_full_blocks_go() -> None:
+    cache = cache_of(interval=2)
+    first = settle(cache, prompt(7), 2, marks=(2,))
+    cache.grow(first, 4, plan := StepPlan())
+    cache.settle(plan)
+    first.num_computed = 6
+    cache.prefixes.seal(first)
+    found = cache.prefixes.lookup(sequence(prompt(8)))
+    assert (found.num_positions, len(found.run)) == (2, 3)
 
 
 def test_a_checkpoint_without_what_its_window_needs_is_passed_over() -> None:
