@@ -98,7 +98,7 @@ def test_a_checkpoint_is_kept_while_there_is_room(world: Worlds) -> None:
         lab = world(num_blocks, state_blocks=2, interval=8)
         lab.add("A", prompt(7), 2)
         assert lab.step().counts == [6] and not heads(lab.cache)
-        assert [ids for ids in o.chains(lab.cache)] == [[4, 5]]
+        assert o.chains(lab.cache) == [[4, 5]]
         assert len(lab.emitted(ev.Sealed)) == lab.cache.stats().num_sealed == 3 + 2
         plan = lab.plan()
         assert len(plan.copies) == (2 if num_blocks == 8 else 0)
