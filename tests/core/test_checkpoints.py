@@ -98,7 +98,8 @@ def test_a_checkpoint_is_kept_while_there_is_room(world: Worlds) -> None:
         lab = world(num_blocks, state_blocks=2, interval=8)
         lab.add("A", prompt(7), 2)
         assert lab.step().counts == [6] and not heads(lab.cache)
-        assert [ids for ids in o.chains(lab.cache)] == [[4, 5]]
+        assert o.chains(lab.cache) == [[4, 5]]
+        assert len(lab.emitted(ev.Sealed)) == lab.cache.stats().num_sealed == 3 + 2
         plan = lab.plan()
         assert len(plan.copies) == (2 if num_blocks == 8 else 0)
         assert [tuple(c) for c in plan.copies] == [(e.src, e.dst) for e in lab.emitted(ev.Copied)]
@@ -133,7 +134,7 @@ def test_a_request_begins_at_the_last_checkpoint_before_it_parts(world: Worlds) 
     lab = world(40, state_blocks=2, interval=4)
     lab.add("A", prompt(11), 1, marks=(3, 9))
     plans = [lab.step(), lab.step(), lab.step()]
-    assert [plan.counts for plan in plans] == [[2], [6], [3]]
+    assert [plan.counts for plan in plans] == [[2], [6], [3]] and len(o.chains(lab.cache)) == 2
     lab.run()
     lab.add("B", [*prompt(7), 4, 4, 4], 1)
     assert lab.step().starts == [2]
@@ -150,6 +151,14 @@ def test_a_request_whose_marks_were_lost_leaves_one_where_others_parted(world: W
         plans = [lab.step() for _ in starts]
         assert [(p.starts, p.counts) for p in plans] == [([s], [n]) for s, n in zip(starts, counts, strict=True)]
         lab.run()
+
+
+def test_a_slice_that_ends_elsewhere_leaves_none(world: Worlds) -> None:
+    lab = world(40, state_blocks=2, interval=4, budget=4)
+    lab.add("A", prompt(11), 1)
+    assert lab.step().counts == [4] and not o.chains(lab.cache)
+    lab.run()
+    assert len(o.chains(lab.cache)) == 1
 
 
 def test_one_that_parts_within_the_interval_leaves_none(world: Worlds) -> None:
@@ -335,13 +344,47 @@ def test_mates_part_when_one_goes_or_has_another() -> None:
     assert not any(pool.mates)
 
 
+def test_a_checkpoint_under_anothers_full_block_goes_with_its_maker() -> None:
+    """B computed the full blocks first, and left no state. That of A hangs under B's block, which stays."""
+    cache = cache_of(interval=2)
+    b = settle(cache, prompt(7), marks=(2,))
+    a = settle(cache, prompt(7))
+    assert a.seal_ids == b.seal_ids and a.block_ids != b.block_ids and cache.pool.find_state(a.seal_ids[-1]) == a.state
+    cache.prefixes.discard(a)
+    assert not cache.pool.find_state(b.seal_ids[-1]) and all(cache.pool.seal_id[block] for block in b.block_ids)
+
+
+def test_a_hit_knows_how_far_the_full_blocks_go() -> None:
+    cache = cache_of(interval=2)
+    first = settle(cache, prompt(7), 2, marks=(2,))
+    cache.grow(first, 4, plan := StepPlan())
+    cache.settle(plan)
+    first.num_computed = 6
+    cache.prefixes.seal(first)
+    found = cache.prefixes.lookup(sequence(prompt(8)))
+    assert (found.num_positions, len(found.run)) == (2, 3)
+
+
+def test_a_checkpoint_without_what_its_window_needs_is_passed_over() -> None:
+    cache = cache_of(interval=2, windows=(3,), max_chunk=8)
+    first = settle(cache, prompt(7), 2, marks=(2, 6))
+    cache.grow(first, 4, plan := StepPlan())
+    cache.settle(plan)
+    first.num_computed = 6
+    cache.prefixes.seal(first)
+    again = sequence(prompt(8))
+    assert cache.prefixes.lookup(again).num_positions == 6
+    cache.pool.unseal(first.windows[0].block_ids[2])
+    assert cache.prefixes.lookup(again).num_positions == 2
+
+
 def test_a_checkpoint_goes_as_a_whole() -> None:
     for first in (2, 5):  # the full block, the head
         pool, state = pool_with()
         pool.unseal(first)
         assert not any(pool.seal_id[block] for block in state) and pool.num_free == 9 - 1 - (first == 5)
         pool, state = pool_with()
-        assert pool.find_state(pool.seal_id[2]) == state
+        assert pool.find_state(pool.seal_id[2]) == state and not pool.find_state(pool.seal_id[1])
 
 
 def test_a_head_that_is_sealed_again_has_no_finders() -> None:
@@ -362,6 +405,7 @@ def test_what_its_maker_has_gone_beyond_goes_first(world: Worlds) -> None:
     lab.run()
     end = {ids[-1]: lab.oracle._ends[lab.pool.key_of(ids[-1])[0]] for ids in o.chains(lab.cache)}  # type: ignore[index]
     assert [end[head] for head in heads(lab.cache)] == [16, 4, 10, 20]
+    assert [lab.pool.num_finders[head] for head in heads(lab.cache)] == [0, 2, 0, 0]
     lab.add("B", [*a.finished_sequences[0].token_ids, 0, 0, 0, 0], 1)
     lab.run()
     assert [end.get(head, 26) for head in heads(lab.cache)] == [10, 20, 16, 4, 26]

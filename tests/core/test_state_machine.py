@@ -1,8 +1,9 @@
 """`KVCacheManager` alone, driven by hypothesis: all of its operations in random order.
 
 Two models check it. One holds the content of every slot in both tiers as the whole prefix that was written there, and
-moves it with copies and swaps like a device. A state is that of its last position, in every slot of its blocks. The other is a brute-force prefix cache of sealed blocks and their
-content. A hit is right exactly if the content is equal, and no cached block may be missed.
+moves it with copies and swaps like a device. A state is that of its last position, in every slot of its blocks. The
+other is a brute-force prefix cache of sealed blocks and their content. A hit is right exactly if the content is equal,
+and no cached block may be missed.
 """
 
 from __future__ import annotations

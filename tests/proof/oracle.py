@@ -901,15 +901,16 @@ def watch_eviction(cache: KVCacheManager) -> None:
                 need(now == [*moved, *(b for b in line if b not in moved)], Invariant, "others moved", head)
                 line[:] = now
 
+        def _evict_others(self, seal_id: int, why: str) -> None:
+            key = bytes((self.num_windows,))
+            others = {self.find((parent, key)) for parent in range(seal_id, seal_id + self.state_blocks - 1)}
+            super()._evict_others(seal_id, why)
+            line[:] = [block for block in line if block not in others]
+
         def unseal(self, block: int, why: str = "void") -> None:
             if not self.refs[block]:
                 line.remove(block)
             super().unseal(block, why)
-
-        def _evict_others(self, seal_id: int, why: str) -> None:
-            cached = {*self.cached()}
-            super()._evict_others(seal_id, why)
-            line[:] = [block for block in line if block not in cached or self.seal_id[block]]
 
     class Cache(KVCacheManager):
         def free(self, sequence: Sequence) -> None:

@@ -239,7 +239,9 @@ class StateWatch:
         pool = self.cache.pool
         heads = {ids[-1]: pool.seal_id[ids[-1]] for ids in o.chains(self.cache)}
         states = {s: s.state[:] for r in self.scheduler.running for s in r.sequences}
-        return self.Before(heads, states, {ids[-1]: pool.refs[ids[-1]] for ids in states.values() if ids}, pool.last_seal_id)
+        return self.Before(
+            heads, states, {ids[-1]: pool.refs[ids[-1]] for ids in states.values() if ids}, pool.last_seal_id
+        )
 
     def landed(self, before: Before) -> None:
         pool = self.cache.pool
@@ -248,7 +250,7 @@ class StateWatch:
             self.count("seal lost by a result", pool.seal_id[head] != seal)
 
     def planned(self, before: Before, step: InFlightStep, came: list[Request]) -> None:
-        cache, pool, plan, size = self.cache, self.cache.pool, step.plan, self.cache.block_size
+        pool, plan, size = self.cache.pool, step.plan, self.cache.block_size
         self.count("sealed", sum(seal > before.last_seal for seal in self.before().heads.values()))
         written = {seq.state[-1] for seq in step.sequences if seq.state}
         gone = [head for head, seal in before.heads.items() if pool.seal_id[head] != seal]
@@ -271,8 +273,16 @@ class StateWatch:
         self.count("waited on", len(waits))
         self.count("swapped out", any(r.status is Status.SWAPPED for r in step.swapped_requests))
         self.count("swapped in", any(r.status is Status.RUNNING for r in step.swapped_requests))
-        self.count("groups that share one", any(len(r.sequences) > 1 and len({s.state[-1] for s in r.sequences if s.state}) == 1 for r in self.scheduler.running))
-        for seq, start, count, num_sampled in zip(step.sequences, plan.starts, plan.counts, plan.num_sampled, strict=True):
+        self.count(
+            "groups that share one",
+            any(
+                len(r.sequences) > 1 and len({s.state[-1] for s in r.sequences if s.state}) == 1
+                for r in self.scheduler.running
+            ),
+        )
+        for seq, start, count, num_sampled in zip(
+            step.sequences, plan.starts, plan.counts, plan.num_sampled, strict=True
+        ):
             self._ends_at_marks(seq, start, start + count, num_sampled)
 
     def _ends_at_marks(self, seq: Sequence, start: int, end: int, num_sampled: int) -> None:
@@ -289,7 +299,9 @@ class StateWatch:
         need(not passed, Invariant, "a slice passes a mark", seq, start, end, passed)
         parent = seq.seal_ids[end // size - 1] if end in marks and len(seq.seal_ids) >= end // size else 0
         if parent and parent in {*cache.pool.seal_id}:
-            need(cache.pool.find(window_key(parent, len(cache.windows))), Invariant, "no checkpoint at a mark", seq, end)
+            need(
+                cache.pool.find(window_key(parent, len(cache.windows))), Invariant, "no checkpoint at a mark", seq, end
+            )
             self.count("at the end of a slice")
         if request.is_single and end > num and end % cache.checkpoint_interval == 0:
             self.count("a stop in the output")
