@@ -220,8 +220,9 @@ def test_marks(num_prompt: int, wishes: tuple[int, ...], begin: int, run: int, m
     [
         (30, 0, 0, [4, 16], 4),
         (30, 0, 4, [4, 16], 16),
-        (30, 0, 16, [4, 16], 32),
-        (30, 0, 17, [], 32),
+        (30, 0, 16, [4, 16], 40),  # 32 is close to the prompt's end
+        (28, 0, 16, [4, 16], 32),
+        (28, 0, 17, [], 32),
         (32, 0, 20, [], 40),
         (30, 1, 32, [], 40),
         (30, 40, 30, [], 64),  # one at most is left of an output that is computed again
@@ -286,22 +287,22 @@ def test_a_request_waits_where_it_spares_an_interval(
 # -- which goes first --------------------------------------------------------------------------------------------------
 
 
-def pool_with(*, parts: bool = False) -> tuple[BlockPool, int, list[int]]:
-    """A pool with a cached full block, a cached checkpoint of 3 blocks under it, and another cached block, the oldest.
-    Returns the seal id of the head and the checkpoint."""
+def pool_with(*, parts: bool = False) -> tuple[BlockPool, list[int]]:
+    """A pool with a cached full block, 2, a cached checkpoint of 3 blocks under it, and another cached block, the
+    oldest. Returns the checkpoint."""
     pool = BlockPool(9, num_windows=1, state_blocks=3)
     other, full, *state = (pool.allocate() for _ in range(5))
     pool.seal(other, (b"", b"othr"))
     pool.seal_state(state, pool.seal(full, (b"", b"full")), parts=parts)
     for block in (other, *reversed(state), full):
         pool.release(block)
-    return pool, pool.seal_id[state[-1]], state
+    return pool, state
 
 
 def test_a_checkpoint_that_is_passed_goes_first() -> None:
-    pool, seal, state = pool_with()
+    pool, state = pool_with()
     assert [*pool.cached()] == [1, 5, 4, 3, 2]
-    pool.pass_state(state[-1], seal)
+    pool.pass_state(state[-1])
     assert [*pool.cached()] == [5, 4, 3, 1, 2]
 
 
@@ -309,35 +310,42 @@ def test_a_checkpoint_that_is_passed_goes_first() -> None:
     ("finders", "parts", "goes"), [(0, False, True), (1, False, True), (2, False, False), (0, True, False)]
 )
 def test_a_checkpoint_of_several_stays(finders: int, parts: bool, goes: bool) -> None:
-    pool, seal, state = pool_with(parts=parts)
+    pool, state = pool_with(parts=parts)
     pool.num_finders[state[-1]] += finders
-    pool.pass_state(state[-1], seal)
+    pool.pass_state(state[-1])
     assert (next(pool.cached()) == state[-1]) == goes
 
 
-def test_nothing_else_is_passed() -> None:
-    pool, seal, state = pool_with()
-    line = [*pool.cached()]
-    pool.pass_state(0, 0)
-    pool.pass_state(state[-1], seal + 9)
-    assert [*pool.cached()] == line
+def test_a_checkpoint_in_use_is_not_passed() -> None:
+    pool, state = pool_with()
     for block in state:
         pool.share(block)
-    pool.pass_state(state[-1], seal)
+    pool.pass_state(state[-1])
     assert [*pool.cached()] == [1, 2]
+
+
+def test_mates_part_when_one_goes_or_has_another() -> None:
+    pool, (_, _, head) = pool_with()
+    pool.mate(head, 7)
+    assert (pool.mates[head], pool.mates[7]) == (7, head)
+    pool.mate(8, 7)
+    assert (pool.mates[head], pool.mates[7], pool.mates[8]) == (0, 8, 7)
+    pool.mate(head, 7)
+    pool.unseal(2)
+    assert not any(pool.mates)
 
 
 def test_a_checkpoint_goes_as_a_whole() -> None:
     for first in (2, 5):  # the full block, the head
-        pool, _, state = pool_with()
+        pool, state = pool_with()
         pool.unseal(first)
         assert not any(pool.seal_id[block] for block in state) and pool.num_free == 9 - 1 - (first == 5)
-        pool, seal, state = pool_with()
-        assert pool.find_state(pool.seal_id[2]) == state and pool.find_state(seal) == state[:-1]
+        pool, state = pool_with()
+        assert pool.find_state(pool.seal_id[2]) == state
 
 
 def test_a_head_that_is_sealed_again_has_no_finders() -> None:
-    pool, _, state = pool_with(parts=True)
+    pool, state = pool_with(parts=True)
     pool.unseal(2)
     again = [pool.allocate() for _ in range(8)]
     full = again[0]
@@ -347,16 +355,16 @@ def test_a_head_that_is_sealed_again_has_no_finders() -> None:
 
 
 def test_what_its_maker_has_gone_beyond_goes_first(world: Worlds) -> None:
-    """A leaves checkpoints at its mark, at its last mark and in its output: of these the last one stays longest, with
-    the mark, where others part from A."""
+    """A leaves checkpoints at a mark, 4, at its last mark, 10, and in its output at 16 and 20. Its session goes on from
+    10 or from 20: when B does, both have served."""
     lab = world(60, state_blocks=2, interval=4)
-    lab.add("A", prompt(11), 12, marks=(4, 10))
+    a = lab.add("A", prompt(11), 12, marks=(4, 10))
     lab.run()
-    ends = {ids[-1]: lab.oracle._ends[lab.pool.key_of(ids[-1])[0]] for ids in o.chains(lab.cache)}  # type: ignore[index]
-    assert [ends[head] for head in heads(lab.cache)] == [16, 12, 10, 4, 20]
-    lab.add("B", prompt(11), 12)
+    end = {ids[-1]: lab.oracle._ends[lab.pool.key_of(ids[-1])[0]] for ids in o.chains(lab.cache)}  # type: ignore[index]
+    assert [end[head] for head in heads(lab.cache)] == [16, 4, 10, 20]
+    lab.add("B", [*a.finished_sequences[0].token_ids, 0, 0, 0, 0], 1)
     lab.run()
-    assert [ends[head] for head in heads(lab.cache)][-1] == 20
+    assert [end.get(head, 26) for head in heads(lab.cache)] == [10, 20, 16, 4, 26]
 
 
 def test_who_begins_with_one_has_gone_beyond_it_with_the_next(world: Worlds) -> None:

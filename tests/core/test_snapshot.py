@@ -266,7 +266,7 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
          "checkpoint_interval", "pins holders _unsettled _lent"),  # the last two are empty between commands
         (cache.prefixes, "pool checkpoints", "block_size enabled windows", "pins"),
         (cache.swapping, "pool space prefixes", "", "holders"),
-        (cache.pool, "events", "num_blocks num_windows state_blocks", "_packed_of _shards"),
+        (cache.pool, "events", "num_blocks num_windows state_blocks _num_below", "_packed_of _shards"),
         (cache.swap_space, "", "num_blocks", ""),
         (costs, "", "", ""),
     ]  # fmt: skip

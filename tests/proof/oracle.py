@@ -893,8 +893,8 @@ def watch_eviction(cache: KVCacheManager) -> None:
             super().renew(block)
             line.append(block)
 
-        def pass_state(self, head: int, seal_id: int) -> None:
-            super().pass_state(head, seal_id)
+        def pass_state(self, head: int) -> None:
+            super().pass_state(head)
             if (now := [*self.cached()]) != line:
                 moved = now[: self.state_blocks]
                 need(moved[0] == head, Invariant, "a checkpoint that is passed is not the oldest", head)
@@ -905,6 +905,11 @@ def watch_eviction(cache: KVCacheManager) -> None:
             if not self.refs[block]:
                 line.remove(block)
             super().unseal(block, why)
+
+        def _evict_others(self, seal_id: int, why: str) -> None:
+            cached = {*self.cached()}
+            super()._evict_others(seal_id, why)
+            line[:] = [block for block in line if block not in cached or self.seal_id[block]]
 
     class Cache(KVCacheManager):
         def free(self, sequence: Sequence) -> None:

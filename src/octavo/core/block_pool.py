@@ -10,8 +10,8 @@ A window group's block is sealed under the full block over the same positions. I
 group's number. A lookup finds it through the full block alone, so it is unsealed when the full block is evicted.
 
 A checkpoint is the state of a recurrent model after the positions of some full blocks. Its blocks are sealed in a
-chain: the head under the last of those full blocks, each other one under the block before it. They are used, cached and
-evicted together. Of cached ones the head is the oldest, and takes the others with it:
+chain: the head under the last of those full blocks, each other one under the block before it. Their seal ids follow one
+another. They are used, cached and unsealed together. Of cached ones the head is the oldest, and takes the others along:
 
     full block  <-  head  <-  block  <-  block
 
@@ -56,6 +56,7 @@ class BlockPool:
     __slots__ = (
         "_freed",
         "_next",
+        "_num_below",
         "_packed_of",
         "_prev",
         "_shards",
@@ -87,6 +88,7 @@ class BlockPool:
         n = num_blocks + 1
         self.num_blocks = num_blocks
         self.num_windows, self.state_blocks = num_windows, state_blocks
+        self._num_below = num_windows + (state_blocks > 0)  # blocks that may be sealed under a full one
         self.events = events or EventStream()
         self.refs = array("i", bytes(4 * n))
         self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
@@ -101,11 +103,6 @@ class BlockPool:
         self.last_seal_id = 0
         self.num_sealed, self.num_evicted = 0, 0
         self.num_finders, self.mates = (array("i", bytes(4 * n if state_blocks else 0)) for _ in range(2))
-
-    @property
-    def _has_groups(self) -> bool:
-        """Whether blocks of other groups are sealed under full ones."""
-        return bool(self.num_windows or self.state_blocks)
 
     @property
     def num_available(self) -> int:
@@ -199,7 +196,7 @@ class BlockPool:
         packed = pack_key(key)
         index = self._shard(packed)
         if other := index.get(packed, NULL_BLOCK):
-            if self._has_groups and not self.refs[other]:  # what is sealed under it from now on needs it
+            if self._num_below and not self.refs[other]:  # what is sealed under it from now on needs it
                 self.renew(other)
             return self.seal_id[other]
         if self.seal_id[block]:
@@ -229,11 +226,14 @@ class BlockPool:
 
     def find_state(self, seal_id: SealId) -> list[BlockId]:
         """Return the checkpoint under the full block with this seal id, its head last; [] if there is none."""
-        blocks: list[BlockId] = []
-        while block := self.find(window_key(seal_id, self.num_windows)):
-            blocks.append(block)
-            seal_id = self.seal_id[block]
-        return blocks[::-1]
+        head = self.find(window_key(seal_id, self.num_windows))
+        return self._blocks_of(head) if head else []
+
+    def _blocks_of(self, head: BlockId) -> list[BlockId]:
+        """Return the blocks of a checkpoint, its head last."""
+        seal_id = self.seal_id[head]
+        parents = range(seal_id + self.state_blocks - 2, seal_id - 1, -1)
+        return [*(self.find(window_key(parent, self.num_windows)) for parent in parents), head]
 
     def seal_state(self, blocks: list[BlockId], seal_id: SealId, *, parts: bool) -> None:
         """Seal a state, its head last, under the full block with this seal id. Does nothing if there is a checkpoint.
@@ -242,15 +242,23 @@ class BlockPool:
         """
         if self.find(window_key(seal_id, self.num_windows)):
             return
-        self.num_finders[blocks[-1]] = 2 * parts
-        for block in reversed(blocks):
-            seal_id = self.seal(block, window_key(seal_id, self.num_windows))
+        *others, head = blocks
+        self.num_finders[head] = 2 * parts
+        seal_id = self.seal(head, window_key(seal_id, self.num_windows))
+        for block in reversed(others):  # as `seal` does it; 192 blocks are not rare
+            parent, tokens = seal_id, bytes((self.num_windows,))
+            packed = pack_key((parent, tokens))
+            self.last_seal_id = seal_id = parent + 1
+            self._shard(packed)[packed], self._packed_of[block], self.seal_id[block] = block, packed, seal_id
+            if self.events.blocks:
+                self.events.emit_block(Sealed(block, seal_id, parent, tokens))
+        self.num_sealed += len(others)
 
     def pass_state(self, head: BlockId) -> None:
         """Let a checkpoint be evicted before all else, if it is cached and at most one sequence began with it: that one
         has left a later one."""
         if not self.refs[head] and self.num_finders[head] < 2:
-            for block in (*self.find_state(self.seal_id[head]), head):  # the head last: it becomes the oldest
+            for block in self._blocks_of(head):  # the head last: it becomes the oldest
                 self._unlink(block)
                 self._link(block, self._next[NULL_BLOCK])
 
@@ -261,8 +269,9 @@ class BlockPool:
         self.mates[head], self.mates[other] = other, head
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
-        """Return the blocks whose seal id is greater than `mark`. Scans the whole pool: for rare events only."""
-        return [b for b, seal in enumerate(self.seal_id) if seal > mark]
+        """Return the blocks sealed after `mark`, in order. Scans the whole pool: for rare events only."""
+        newer = (block for block, seal in enumerate(self.seal_id) if seal > mark)
+        return sorted(newer, key=self.seal_id.__getitem__)
 
     def evict_all_cached(self) -> None:
         """Evict all cached blocks."""
@@ -285,14 +294,27 @@ class BlockPool:
         seal_id = self.seal_id[block]
         self._packed_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
-        is_full = len(packed) != WINDOW_KEY_BYTES
-        for group in range(self.num_windows if is_full else 0):
-            if below := self.find(window_key(seal_id, group)):
-                self.unseal(below, why)
-        if self.state_blocks and (is_full or packed[-1] == self.num_windows):
-            for below in self.find_state(seal_id):
-                self.unseal(below, why)
+        if len(packed) != WINDOW_KEY_BYTES:
+            for group in range(self._num_below):
+                if below := self.find(window_key(seal_id, group)):
+                    self.unseal(below, why)
+        elif packed[-1] == self.num_windows:
+            self._evict_others(seal_id, why)
             self.mates[self.mates[block]] = self.mates[block] = NULL_BLOCK
+
+    def _evict_others(self, seal_id: SealId, why: str) -> None:
+        """Unseal the blocks of a checkpoint whose head had this seal id."""
+        for parent in range(seal_id, seal_id + self.state_blocks - 1):
+            packed = pack_key(window_key(parent, self.num_windows))
+            block = self._shard(packed).pop(packed)
+            if not self.refs[block]:
+                self._unlink(block)
+                self._freed.append(block)
+                self.num_free += 1
+            if self.events.blocks:
+                self.events.emit_block(Evicted(block, parent + 1, why, self.num_cached))
+            self._packed_of[block], self.seal_id[block] = None, 0
+        self.num_evicted += self.state_blocks - 1
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

@@ -285,8 +285,7 @@ class KVCacheManager:
             if self.pool.num_available >= self.state_blocks:
                 self._copy_state(sequence, plan)
             else:
-                for block in sequence.state:
-                    self.pool.unseal(block, "written")
+                self.pool.unseal(sequence.state[-1], "written")
         for old in chain.from_iterable(self._lent.values()):
             for block in reversed(old):
                 self.pool.release(block)

@@ -81,7 +81,9 @@ class ResolvedDraft:
         if (args.max_model_len or -1) > 0:
             wanted_len = min(wanted_len, args.max_model_len or 0)
         window, own_window = target.kv_window, self.spec.kv_window
-        if self.spec.vocab_size != target.vocab_size:
+        if self.spec.recurrent_layers:
+            text, remedy = "recurrent layers, which cannot take back a draft", "use one without"
+        elif self.spec.vocab_size != target.vocab_size:
             text = f"{self.spec.vocab_size} tokens in its vocabulary, and {args.model} {target.vocab_size}"
             remedy = "use one with the same tokenizer"
         elif own_len < wanted_len:
@@ -177,6 +179,8 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
         logger.info("%s", defaults)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     platform = find_platform(args.device)
+    if spec.recurrent_layers:
+        args.check_recurrent(spec.architecture, platform.name)
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
@@ -289,11 +293,12 @@ def _start_executor(
                 max_num_tokens=args.max_num_batched_tokens,
                 max_decode_steps=args.decode_window,
                 vocab_size=resolved.spec.vocab_size,
-                graphs=not args.enforce_eager,
+                graphs=not args.enforce_eager and not config.kv.state_bytes,  # a trial replay would advance the states
                 num_speculative_tokens=args.num_speculative_tokens,
                 shares_suffixes=(speculation := args.speculation()) is not None and speculation.method == "suffix",
                 draft=None if loaded.draft is None else Draft(loaded.draft, pools[1], host_pools[1]),
                 num_groups=1 + len(config.kv.windows),
+                state_blocks=config.kv.state_blocks,
             )
             executor = make_executor(runner, precompile)
             return executor, executor.start()
@@ -343,6 +348,8 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         attention_window=config.attention_window,
         windows=config.kv.windows,
         max_chunk=config.kv.max_chunk,
+        state_blocks=config.kv.state_blocks,
+        checkpoint_interval=args.checkpoint_interval if config.kv.state_blocks else 0,
     )
     return Scheduler(
         cache,

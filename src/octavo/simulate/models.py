@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
-from octavo.errors import ModelNotFoundError
+from octavo.errors import ModelNotFoundError, UnsupportedModelError
 from octavo.models.config import read_spec, spec_from_config
 from octavo.models.spec import LayerGroups, ModelSpec, group_layers
 
@@ -43,6 +43,8 @@ class ModelShape:
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec) -> ModelShape:
+        if spec.recurrent_layers:
+            raise UnsupportedModelError(f"{name} has recurrent layers, whose cost is not known; simulate another model")
         vocabulary = math.prod(spec.vocabulary)
         return cls(
             name,
@@ -63,6 +65,10 @@ class ModelShape:
     @property
     def layer_groups(self) -> LayerGroups:
         return group_layers(self.num_layers, self.windows)
+
+    @property
+    def state_size(self) -> int:
+        return 0
 
     @property
     def itemsize(self) -> int:

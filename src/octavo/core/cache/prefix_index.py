@@ -290,12 +290,14 @@ class PrefixIndex:
         begin, before, seal_id = sequence.checkpoint
         if seal_id and pool.seal_id[before] == seal_id and before != head:
             num_prompt, mate = len(sequence.request.prompt_token_ids), pool.mates[before]
-            if position < num_prompt or begin > num_prompt:
+            if num_prompt <= position and begin < num_prompt:
+                pool.mate(head, before)
+            else:
                 pool.pass_state(before)
-            if position > num_prompt and (other := mate if begin > num_prompt else before):
-                pool.mate(head, other)
-            elif mate:
-                pool.pass_state(mate)
+                if mate and position < num_prompt:
+                    pool.pass_state(mate)
+                elif mate:
+                    pool.mate(head, mate)
         sequence.checkpoint = position, head, pool.seal_id[head]
 
     def set_seals(self, sequence: Sequence, seal_ids: list[SealId]) -> None:
@@ -311,10 +313,12 @@ class PrefixIndex:
         pool = self.pool
         held: dict[BlockId, None] = {}
         if sequence.request.status is Status.RUNNING:
-            held = dict.fromkeys(block for block_ids, _ in sequence.holdings for block in block_ids)
+            held = dict.fromkeys(block for block_ids, _ in sequence.tables for block in block_ids)
+            held |= dict.fromkeys(sequence.state[-1:])
         run = self._find_sealed_prefix(sequence, len(sequence.token_ids) // self.block_size)
         below = [pool.find(window_key(seal, g)) for g in range(len(self.windows)) for seal in run.seal_ids]
-        below += [block for seal in run.seal_ids for block in pool.find_state(seal)] if pool.state_blocks else []
+        if pool.state_blocks:
+            below += [pool.find(window_key(seal, pool.num_windows)) for seal in run.seal_ids]
         for block in held | dict.fromkeys(below) | dict.fromkeys(run.block_ids):
             if pool.refs[block] == (block in held) and pool.seal_id[block]:
                 pool.unseal(block)
