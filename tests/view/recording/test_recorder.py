@@ -160,6 +160,15 @@ def test_replay_with_window_groups_repeats_all_events(tmp_path: Path) -> None:
         assert seen[what], what
 
 
+@pytest.mark.parametrize("groups", [False, True])
+def test_replay_with_states_repeats_all_events(tmp_path: Path, groups: bool) -> None:
+    """Marks of requests, checkpoints, forks, swaps, pins and failed steps; from every segment."""
+    num_segments, seen = worlds(range(16), tmp_path / "f", partial(World, states=True, groups=groups))
+    assert num_segments > 15
+    for what in ("Preempted swap", "Preempted recompute", "beams", "pins", "failed"):
+        assert seen[what], what
+
+
 def test_tails_of_pins_are_found_again(tmp_path: Path) -> None:
     """Prompts that end like a pin, and outputs or beams that continue like its tail, before or after the pin came. In
     these seeds each case affects the plans."""
