@@ -16,11 +16,11 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 1090,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, groups, states
     "params": 668,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
-    "core": 3105,  # blocks, window groups, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
+    "core": 3390,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2690,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
+    "engine": 2700,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2376,  # LLM, the client with its transports, text input; PagedAttention without an engine
-    "text": 2238,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
+    "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 6980,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, choice by capability
     "models": 2495,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders
     "router": 246,  # which replica caches what, and the choice of one

@@ -20,7 +20,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.engine_request import TurnOpenings
+from octavo.engine.engine_request import NO_OPENINGS, TurnOpenings
 from octavo.engine.executor import Capacity, Executor
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
@@ -327,9 +327,7 @@ def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor,
         default_params=resolved.sampling_defaults.params,
         overlap=args.async_scheduling,
         drafts_in_grammars=resolved.platform.is_host and resolved.draft is None,
-        turn_openings=TurnOpenings(*tokenizer.turn_openings())
-        if tokenizer and config.kv.state_bytes
-        else TurnOpenings(),
+        turn_openings=TurnOpenings(*tokenizer.turn_openings()) if tokenizer and config.kv.state_bytes else NO_OPENINGS,
         seed=args.seed,
     )
     if args.kv_events().is_enabled:
