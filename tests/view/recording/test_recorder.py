@@ -180,8 +180,10 @@ def test_tails_of_pins_are_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [World, PinnedWorld])
-def test_replay_of_a_thousand_workloads(tmp_path: Path, make: type[World]) -> None:
+@pytest.mark.parametrize(
+    "make", [World, PinnedWorld, partial(World, states=True), partial(PinnedWorld, states=True, groups=True)]
+)
+def test_replay_of_a_thousand_workloads(tmp_path: Path, make: Callable[..., World]) -> None:
     num_segments, _ = worlds(range(1000), tmp_path / "f", make)
     assert num_segments > 1500
 
