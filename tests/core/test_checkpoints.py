@@ -106,6 +106,7 @@ def test_a_checkpoint_is_kept_while_there_is_room(world: Worlds) -> None:
         assert lab.cache.stats().num_copied == len(plan.copies)
         assert heads(lab.cache) == ([5] if num_blocks == 8 else [])
         assert [e.why for e in lab.emitted(ev.Evicted)] == ([] if num_blocks == 8 else ["written"] * 2)
+        assert lab.cache.stats().num_evicted == (0 if num_blocks == 8 else 2)
         lab.land()
         lab.run()
 

@@ -798,7 +798,6 @@ MUTANTS = [
     Mutant("state: windows end before stops as they may", "Checkpoints.cut", "num_steps - (...)", "num_steps"),
     Mutant("state: nothing is planned before a stop", "Checkpoints.cut", "max(1, left - 1)", "left - 1"),
     Mutant("state: a prefill passes its stop", "StepDraft.next_slices", "if due > min(chunk, stop): return [ScheduledSlice(seq, min(chunk, stop), 0)]", "if due > chunk: return [ScheduledSlice(seq, chunk, 0)]"),
-    Mutant("state: a window follows a prefill to its stop", "StepDraft.next_slices", "due if stop == due else ...", "min(chunk, stop)"),
     Mutant("state: a window follows a step to a stop", "StepDraft.next_slices", "due if stop == due else ...", "chunk if stop == due else min(chunk, stop - 1)"),
     Mutant("state: waits for everybody that computes its next block", "Checkpoints.meet", "if part < ... or ...: return False"),
     Mutant("state: waits for one that is past", "Checkpoints.meet", "part < writer.num_computed or ...", "part - prefix.num_positions < self.interval"),
