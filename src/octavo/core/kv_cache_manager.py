@@ -255,7 +255,6 @@ class KVCacheManager:
         """Give a sequence a state that it may write in this plan: of a shared one a copy. Sealed ones: `settle`."""
         if not sequence.state:
             sequence.state = [self.pool.allocate() for _ in range(self.state_blocks)]
-            self.rows.write(sequence, 0, sequence.state, plan, self.num_groups)
         elif self._sharers(sequence.state[-1]) > 1:
             self._copy_state(sequence, plan)
         elif self.pool.seal_id[sequence.state[-1]]:

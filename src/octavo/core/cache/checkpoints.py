@@ -84,7 +84,7 @@ class Checkpoints:
         left = self.next_stop(sequence) - sequence.num_computed
         if num_steps >= left:
             return max(1, left - 1)
-        return num_steps - (num_steps > 1 and left % num_steps == 0)
+        return num_steps - (num_steps > 1 and left % num_steps == 0 and self.interval > 0)
 
     def meet(self, sequence: Sequence, prefix: Prefix, writer: Sequence) -> bool:
         """Whether a sequence waits for another that computes the next block of its prefix.
