@@ -255,7 +255,7 @@ def slice_of(plan: Planned, request: Request, index: int = 0) -> Slice | None:
 
 def sequence(tokens: list[int], limit: int = 1 << 20, **options: Any) -> Sequence:
     """Make a sequence without a scheduler, for tests of `KVCacheManager`."""
-    request = Request("s", tokens, ANY, **options)
+    request = make("s", tokens, None, **options)
     request.begin(0, (0, 0), limit)
     return request.sequences[0]
 

@@ -19,7 +19,8 @@ from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy
 from octavo.core.request import Sequence
 from octavo.core.types import NEVER
-from tests.core.lab import Worlds, fork, sequence, settle
+from octavo.params.sampling_params import SamplingParams
+from tests.core.lab import RECOMPUTE, Lab, Worlds, fork, sequence, settle
 from tests.proof import oracle as o
 
 
@@ -29,6 +30,12 @@ def cache_of(num_blocks: int = 30, *, state_blocks: int = 2, interval: int = 4, 
 
 def prompt(num: int, first: int = 0) -> list[int]:
     return [(first + i) % o.VOCAB for i in range(num)]
+
+
+def ends(lab: Lab) -> dict[int, int]:
+    """The position of each checkpoint, by its head."""
+    keys = {ids[-1]: lab.pool.key_of(ids[-1]) for ids in o.chains(lab.cache)}
+    return {head: lab.oracle._ends[key[0]] for head, key in keys.items() if key}  # type: ignore[index]
 
 
 def heads(cache: KVCacheManager) -> list[int]:
@@ -117,6 +124,43 @@ def test_a_checkpoint_displaces_no_request(world: Worlds) -> None:
     lab.add("B", prompt(7, 1), 2)
     lab.run()
     assert not lab.emitted(ev.Preempted)
+
+
+def test_a_checkpoint_that_is_evicted_while_it_is_planned_is_written_in_place() -> None:
+    """B's full block, under which A's checkpoint hangs, has no user: a block that the plan takes may be that one."""
+    cache, plan = cache_of(interval=2), StepPlan()
+    b = settle(cache, prompt(7), marks=(2,))
+    a = settle(cache, prompt(7))
+    full, state = b.block_ids[-1], a.state
+    cache.free(b)
+    cache.grow(a, 1, plan)
+    cache.pool.unseal(full, "room")
+    cache.settle(plan)
+    assert not plan.copies and a.state == state and not any(cache.pool.seal_id[block] for block in state)
+
+
+def test_who_begins_with_a_state_knows_its_seals() -> None:
+    """The full blocks are B's, and older. A state that turns out to be corrupt is recomputed with all that began with
+    it; if the step fails that sealed it, so is its maker, and who began with it and has no slice in that step."""
+    cache = cache_of(interval=2)
+    b = settle(cache, prompt(7), marks=(2,))
+    mark = cache.pool.last_seal_id
+    a = settle(cache, prompt(7))
+    c = sequence(prompt(8))
+    cache.attach(c, cache.prefixes.lookup(c))
+    assert max(cache.pool.seal_id[block] for block in c.block_ids) <= mark and c.state == a.state
+    assert c.request.newest_prefix_seal == max(cache.pool.seal_id[block] for block in c.state) == mark + 2
+    assert cache.unseal_after(mark) == [a, c] and not cache.pool.find_state(b.seal_ids[-1])
+
+
+def test_a_sequence_that_begins_anew_has_left_no_checkpoint() -> None:
+    """It computes its prompt again without a look into the cache: what it left there is not before its first one."""
+    cache = cache_of(interval=2)
+    seq = settle(cache, prompt(7), sampling_params=SamplingParams(max_tokens=None, skip_reading_prefix_cache=True))
+    assert seq.checkpoint == (6, seq.state[-1], cache.pool.seal_id[seq.state[-1]])
+    cache.free(seq)
+    cache.attach(seq, cache.prefixes.lookup(seq))
+    assert seq.checkpoint == (0, 0, 0)
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
@@ -294,6 +338,45 @@ def test_a_request_waits_where_it_spares_an_interval(
     assert Checkpoints(SIZE, 0).meet(seq, prefix, writer)
 
 
+def test_a_request_that_goes_on_after_the_whole_of_another_waits_for_its_end() -> None:
+    """The other would leave no checkpoint there: its own prompt leaves one token for the logits."""
+    writer, points = seq_at(8), Checkpoints(SIZE, INTERVAL)
+    writer.marks = points.marks(writer, Prefix([], [], 0))
+    assert points.meet(seq_at(28), Prefix([], [], 0), writer) and writer.marks == [4, 8]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", [1, 4, 8])
+def test_decode_windows_leave_a_checkpoint_at_each_stop(world: Worlds, steps: int, depth: int) -> None:
+    """A step of its own reaches it, so its tokens are known before the next step is planned, with two in flight too."""
+    lab = world(60, state_blocks=2, interval=8, window=steps)
+    a, starts, stops = lab.add("A", prompt(5), 40), set[int](), set[int]()
+    while lab.scheduler.has_work:
+        if len(lab.flight) < depth and (plan := lab.plan()):
+            starts.update(plan.starts)
+            stops.update(start + count for start, count in zip(plan.starts, plan.counts, strict=True) if count > 1)
+        else:
+            lab.land()
+    assert sorted(ends(lab).values()) == [4, 16, 24, 32, 40]
+    assert starts >= {15, 16, 23, 24, 31, 32, 39, 40} and stops.isdisjoint({16, 24, 32, 40})
+    assert len(a.finished_sequences[0].token_ids) == 45
+
+
+def test_no_window_follows_the_step_to_a_stop(world: Worlds) -> None:
+    """A's prompt and output of 16 tokens are computed again, in steps of up to 7. The last one, which also samples, ends
+    at a stop. It could decode two tokens more."""
+    lab = world(60, state_blocks=2, interval=8, window=4, budget=7, policy=RECOMPUTE)
+    a = lab.add("A", prompt(5), 30)
+    while len(a.sequences[0].token_ids) < 16:
+        lab.step()
+    lab.preempt(a)
+    lab.cache.reset_prefix_cache()
+    assert len(a.sequences[0].token_ids) == 16
+    plans = [lab.step() for _ in range(4)]
+    assert [(p.starts, p.counts) for p in plans[:3]] == [([0], [4]), ([4], [7]), ([11], [5])]
+    assert plans[3].starts == [16] and 16 in ends(lab).values()
+
+
 # -- which goes first --------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +438,19 @@ def test_a_checkpoint_under_anothers_full_block_goes_with_its_maker() -> None:
     assert not cache.pool.find_state(b.seal_ids[-1]) and all(cache.pool.seal_id[block] for block in b.block_ids)
 
 
+def test_a_checkpoint_under_anothers_full_block_goes_with_its_maker_when_that_is_past() -> None:
+    cache, plan = cache_of(interval=2), StepPlan()
+    b = settle(cache, prompt(7), marks=(2,))
+    a = settle(cache, prompt(7))
+    left = a.state
+    cache.grow(a, 1, plan)
+    cache.settle(plan)
+    a.num_computed = 7
+    assert cache.pool.find_state(b.seal_ids[-1]) == left != a.state and not cache.pool.refs[left[-1]]
+    cache.prefixes.discard(a)
+    assert not cache.pool.find_state(b.seal_ids[-1]) and all(cache.pool.seal_id[block] for block in b.block_ids)
+
+
 def test_a_hit_knows_how_far_the_full_blocks_go() -> None:
     cache = cache_of(interval=2)
     first = settle(cache, prompt(7), 2, marks=(2,))
@@ -404,7 +500,7 @@ def test_what_its_maker_has_gone_beyond_goes_first(world: Worlds) -> None:
     lab = world(60, state_blocks=2, interval=4)
     a = lab.add("A", prompt(11), 12, marks=(4, 10))
     lab.run()
-    end = {ids[-1]: lab.oracle._ends[lab.pool.key_of(ids[-1])[0]] for ids in o.chains(lab.cache)}  # type: ignore[index]
+    end = ends(lab)
     assert [end[head] for head in heads(lab.cache)] == [16, 4, 10, 20]
     assert [lab.pool.num_finders[head] for head in heads(lab.cache)] == [0, 2, 0, 0]
     lab.add("B", [*a.finished_sequences[0].token_ids, 0, 0, 0, 0], 1)
@@ -452,3 +548,80 @@ def test_a_group_that_finds_nothing_computes_once_what_it_has_in_common(world: W
     plan = lab.step()
     assert plan.starts == [4] and len({seq.state[-1] for seq in request.sequences}) == 2
     lab.run()
+
+
+def test_a_rebuilt_group_begins_with_no_checkpoint_in_use() -> None:
+    """Its user may write that state in place in a step in which the group has no slice yet."""
+    cache = cache_of(interval=2)
+    user = settle(cache, prompt(7))
+    group, alone = sequence(prompt(8)), sequence(prompt(8))
+    group.request.sequences.append(sequence(prompt(8)))
+    assert cache.prefixes.lookup(alone).state == user.state and not cache.prefixes.lookup(group).state
+    cache.free(user)
+    assert cache.prefixes.lookup(group).num_positions == 6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num"),
+    [
+        (([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), 4),
+        (([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]), 2),  # the last token has to be computed
+        (([1, 2, 3, 4, 5], [1, 2, 3, 9, 5], [1, 2, 3, 4, 5]), 2),
+        (([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 9, 5]), 2),
+        (([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3]), 2),
+        (([1, 2], [1, 2], [1, 2]), 0),
+    ],
+)
+def test_what_a_group_has_in_common(tokens: tuple[list[int], ...], num: int) -> None:
+    first, *others = map(sequence, tokens)
+    first.request.sequences += others
+    assert cache_of().prefixes.common_length(first.request) == num
+
+
+# -- what repeated prompts compute -------------------------------------------------------------------------------------
+
+
+def num_computed(lab: Lab) -> int:
+    """Run all, and return the number of positions computed."""
+    total = 0
+    while lab.scheduler.has_work:
+        total += sum(lab.step().counts)
+    return total
+
+
+def test_eight_arrivals_of_one_prompt_compute_it_once(world: Worlds) -> None:
+    lab = world(100, state_blocks=2, interval=4)
+    for i in range(8):
+        lab.add(str(i), prompt(21), 1)
+    assert num_computed(lab) == 20 + 8 * 1
+
+
+@pytest.mark.parametrize(("num_tail", "chunk"), [(2, 0), (6, 8), (13, 8)])
+def test_eight_arrivals_without_marks_compute_their_common_part_once(world: Worlds, num_tail: int, chunk: int) -> None:
+    """It is where the first one leaves its last mark, or in a later chunk of it."""
+    policy = Policy(long_prefill_token_threshold=chunk, max_long_partial_prefills=2)
+    lab = world(200, state_blocks=2, interval=4, policy=policy)
+    for i in range(8):
+        lab.add(str(i), [*prompt(20), *[30 + i] * num_tail], 1)
+    assert num_computed(lab) == 20 + 8 * num_tail
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(("steps", "depth"), [(1, 1), (4, 1), (4, 2)])
+def test_each_turn_of_a_chat_computes_what_is_after_the_last_checkpoint(
+    world: Worlds, marked: bool, steps: int, depth: int
+) -> None:
+    """The prompt of a turn is that before, its output and more. That has a checkpoint at the end of its prompt, or where
+    the generation prompt of 3 tokens begins, and in its output."""
+    lab = world(200, state_blocks=2, interval=8, window=steps)
+    tokens, last = prompt(9), 0
+    for turn in range(5):
+        mark = len(tokens) - 3 if marked else len(tokens) - 1
+        request = lab.add(f"turn {turn}", tokens, 7 + 5 * turn, marks=(mark,) if marked else ())
+        lab.run(depth)
+        assert request.num_cached_tokens == last, turn
+        (done,) = request.finished_sequences
+        in_output = (len(done.token_ids) - 1) // 8 * 8
+        last = in_output if in_output >= len(tokens) + 4 else mark // 2 * 2
+        tokens = [*done.token_ids, *prompt(5, turn)]
+    assert last > 100

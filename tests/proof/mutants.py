@@ -678,7 +678,7 @@ MUTANTS = [
     Mutant("state: the need of a swapped one by the device's references", "KVCacheManager.blocks_needed", "refs[head] if swapped else self._sharers(head)", "self._sharers(head)"),
     Mutant("state: the need counts copies made already", "KVCacheManager.blocks_needed", "refs[head] if swapped else self._sharers(head)", "refs[head]"),
     Mutant("state: a copy made in this plan still shares", "KVCacheManager._sharers", "... - len(...)", "..."),
-    Mutant("state: none is allocated", "KVCacheManager._own_state", "sequence.state = ...; self.rows.write(...)", "pass"),
+    Mutant("state: none is allocated", "KVCacheManager._own_state", "sequence.state = ...", "pass"),
     Mutant("state: a shared one is written", "KVCacheManager._own_state", "self._copy_state(sequence, plan)", "pass"),
     Mutant("state: the last sharer copies too", "KVCacheManager._own_state", "... > 1", "... > 0"),
     Mutant("state: a checkpoint is written", "KVCacheManager._own_state", "self._unsettled.append(sequence)", "pass"),
