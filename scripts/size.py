@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 1065,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, groups of layers
-    "params": 665,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
-    "core": 3105,  # blocks, window groups, prefix cache, scheduler, policy, events, commands, snapshots, plans as bytes
+    "(top)": 1090,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, groups, states
+    "params": 668,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
+    "core": 3390,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2690,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
-    "frontend": 2370,  # LLM, the client with its transports, text input; PagedAttention without an engine
-    "text": 2238,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 6820,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, the choice by capability, drafts
-    "models": 2195,  # a module a family, config readers, decoders, linear methods, a loader a checkpoint format
+    "engine": 2700,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
+    "frontend": 2376,  # LLM, the client with its transports, text input; PagedAttention without an engine
+    "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
+    "kernels": 6980,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, choice by capability
+    "models": 2495,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 3320,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 3325,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 3275,  # replicas behind the router, cost models, traces, planner, the paper's experiments
+    "simulate": 3281,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
     "view": 3650,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
-    "view (JavaScript)": 2210,  # the page, without a framework
+    "view (JavaScript)": 2276,  # the page, without a framework
     "cluster": 995,  # the Ray Serve application: replicas, the pool with a slot a number, failover, `octavo cluster`
     "cli": 2345,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
     "utils": 24,  # the argument parser of vLLM's scripts, the choice of the event loop

@@ -123,6 +123,7 @@ def test_make_says_what_it_does_before_pip_is_quiet_for_minutes(target: str, tmp
 MAX_FILES = 14
 ONE_FILE_EACH = {
     "cli/commands": "one file per command",
+    "models/families": "one file per family",
     "simulate/experiments": "one file per figure",
     "engine": "14 files, and arg_utils for scripts that import vLLM's module of that name",
 }
@@ -143,6 +144,7 @@ COVERED_BY = {
     "reference/step.py": "triton/sampling/test_step_inputs.py",
     "cpu/attention.py": "reference/test_attention.py",
     "cpu/ops.py": "reference/test_norms.py",
+    "cpu/recurrent.py": "reference/test_recurrent.py",
     "cpu/sampling.py": "reference/test_sampling.py",
     "triton/launch.py": "triton/test_precompile.py",
     "triton/rope.py": "triton/kv/test_write.py",

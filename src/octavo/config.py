@@ -28,6 +28,9 @@ DEFAULT_SWAP_BYTES = 4 * GIB
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 """Share of a GPU's memory that an engine uses by default."""
 
+DEFAULT_CHECKPOINT_INTERVAL = 256
+"""Tokens between two checkpoints of a recurrent state."""
+
 DEFAULT_STEP_LIMITS = {
     "cpu": {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "decode_window": 1},
     "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "decode_window": 4},
@@ -170,6 +173,8 @@ class EngineArgs(ValidatedParams):
     max_num_batched_tokens    maximum tokens per step; None: 2,048 on a CPU, 8,192 on a GPU
     max_num_seqs              maximum running sequences; None: 128 on a CPU, 256 on a GPU
     enable_prefix_caching     reuse cached blocks for prompt prefixes computed before
+    mamba_block_size          with recurrent layers: tokens between two checkpoints of a sequence's state, from which
+                              later requests go on; a multiple of block_size. None: 256
     preemption_mode           how a preempted request frees its blocks: recompute, swap, or auto for the one that this
                               engine measures as cheaper to undo
     preemption_victim         the preempted request: latest, the last in line; or least_lost, the cheapest to resume
@@ -216,6 +221,7 @@ class EngineArgs(ValidatedParams):
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     enable_prefix_caching: bool = True
+    mamba_block_size: int | None = None
     preemption_mode: PreemptionChoice = "auto"
     preemption_victim: Victims = "latest"
     swap_space: float | None = None
@@ -266,6 +272,10 @@ class EngineArgs(ValidatedParams):
             raise ParameterError(
                 f"block_size is {self.block_size}, it must be a power of two from 1 to 256", param="block_size"
             )
+        self._check_integer("mamba_block_size", 1, 1 << 30, optional=True)
+        if self.checkpoint_interval % self.block_size:
+            text = f"is {self.mamba_block_size}; use a multiple of block_size, {self.block_size}"
+            raise invalid("mamba_block_size", text, "invalid_value")
         self._check_integer("num_gpu_blocks_override", 1, 1 << 30, optional=True)
         self._check_integer("kv_cache_memory_bytes", 1, 1 << 50, optional=True)
         self._check_number("gpu_memory_utilization", 0.01, 1.0, optional=True)
@@ -335,6 +345,22 @@ class EngineArgs(ValidatedParams):
         assert args.max_num_batched_tokens is not None
         threshold = min(DEFAULT_LONG_PREFILL_TOKENS[device], max(1, args.max_num_batched_tokens // 2))
         return replace(args, long_prefill_token_threshold=threshold)
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Tokens between two checkpoints of a recurrent state."""
+        return self.mamba_block_size or DEFAULT_CHECKPOINT_INTERVAL
+
+    def check_recurrent(self, architecture: str, device: str) -> None:
+        """Raises `ParameterError` for an option that does not work yet for a model with recurrent layers."""
+        if device != "cpu":
+            text = (
+                f"device {device} is not supported for {architecture}: recurrent layers run on a CPU; set device to cpu"
+            )
+            raise ParameterError(text, param="device")
+        if self.num_speculative_tokens:
+            text = f"speculation is not supported for {architecture}: its recurrent layers cannot take back a draft"
+            raise ParameterError(f"{text}; remove speculative_config", param="speculative_config")
 
     def grouped_len(self, supported: int) -> int:
         """The longest sequence, for the choice of groups of layers; 0: there are none. supported: by the model"""

@@ -83,7 +83,11 @@ class Report:
             "kv_bytes_per_token": need.kv.bytes_per_token,
             "kv_bytes_per_token_of_a_group": need.kv.bytes_per_block // need.kv.block_size,
             "kv_windows": list(need.kv.windows),
-            "kv_padding_layers": need.kv.num_layers * (1 + len(need.kv.windows)) - self.spec.num_layers,
+            "kv_padding_layers": need.kv.num_layers * (1 + len(need.kv.windows))
+            - self.spec.num_layers
+            + len(self.spec.recurrent_layers),
+            "state_bytes": need.kv.state_bytes,
+            "state_blocks": need.kv.state_blocks,
             "fits": self.fits,
             "problem": self.problem,
             "remedy": list(self.remedy),
@@ -329,9 +333,12 @@ def format_report(report: Report) -> list[str]:
 
 
 def _group_lines(kv: KVCacheSpec, spec: ModelSpec) -> list[str]:
-    """What the groups of layers take; nothing if all layers are one group."""
+    """What the groups of layers and the states take; nothing if all layers are one group."""
+    states = f"{kv.state_bytes / 1024:,.1f} KiB for each sequence in {kv.state_blocks} blocks"
+    states = " " * 28 + f"{states}: the state of {len(spec.recurrent_layers)} recurrent layers"
+    last = [states] if kv.state_bytes else []
     if not kv.windows:
-        return []
+        return last
     each = kv.bytes_per_block / kv.block_size / 1024
     lines = [f"{each:,.1f} KiB a token: {kv.num_layers} layers without a sliding window"]
     for window, num_groups in Counter(kv.windows).items():
@@ -339,7 +346,7 @@ def _group_lines(kv: KVCacheSpec, spec: ModelSpec) -> list[str]:
         padding = num_groups * kv.num_layers - num_layers
         layers = f"{num_layers} layers in groups of {kv.num_layers}, with {padding} of padding"
         lines.append(f"{num_groups * each:,.1f} KiB for each of the last {window:,} tokens: {layers}")
-    return [" " * 28 + line for line in lines]
+    return [" " * 28 + line for line in lines] + last
 
 
 def _wrapped(title: str, names: Sequence[str]) -> str:

@@ -61,6 +61,8 @@ class Lab:
         attention_window: int = 0,
         windows: tuple[int, ...] = (),
         max_chunk: int = 0,
+        state_blocks: int = 0,
+        interval: int = 0,
         habits: o.Habits | None = None,
         listen: bool = True,
     ) -> None:
@@ -73,6 +75,8 @@ class Lab:
             attention_window=attention_window,
             windows=windows,
             max_chunk=max_chunk,
+            state_blocks=state_blocks,
+            checkpoint_interval=interval or (block_size if state_blocks else 0),
         )
         self.pool = self.cache.pool
         self.scheduler = Scheduler(
@@ -101,6 +105,7 @@ class Lab:
         o.check(self.scheduler)
         if step:
             self.flight.append((step, self.oracle.submit(step.plan)))
+        self.oracle.check_checkpoints()
         return Planned(step)
 
     def part(self) -> list[str]:
@@ -184,6 +189,7 @@ class Lab:
 
     def _record_finished(self, finished: list[Request]) -> list[str]:
         o.check(self.scheduler)
+        self.oracle.check_checkpoints()
         names = [r.request_id for r in finished]
         self.finished += names
         return names
@@ -249,7 +255,7 @@ def slice_of(plan: Planned, request: Request, index: int = 0) -> Slice | None:
 
 def sequence(tokens: list[int], limit: int = 1 << 20, **options: Any) -> Sequence:
     """Make a sequence without a scheduler, for tests of `KVCacheManager`."""
-    request = Request("s", tokens, ANY, **options)
+    request = make("s", tokens, None, **options)
     request.begin(0, (0, 0), limit)
     return request.sequences[0]
 

@@ -78,7 +78,7 @@ def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) 
     """A single dict of millions of entries would pause everything while it grows. The key alone determines its dict."""
     monkeypatch.setattr("octavo.core.block_pool.BLOCKS_PER_SHARD", 4)
     pool = BlockPool(40)
-    keys = [(-1 - i % 3, bytes([i])) for i in range(40)]
+    keys = [(-1 - i % 3, bytes([i]) * 4) for i in range(40)]
     for key in keys:
         pool.seal(pool.allocate(), key)
     sizes = [len(shard) for shard in pool._shards]

@@ -74,7 +74,7 @@ def test_queries_change_no_state() -> None:
     found = cache.prefixes.lookup(late)
     cache.blocks_to_admit(late, found)
     cache.blocks_needed([(used, 3), (child, 1)])
-    cache.prefixes.is_next_block_in({(1, b"")}, late, found)
+    cache.prefixes.is_in_flight({(1, b""): late}, late, found)
     cache.prefixes.sibling_prefix(child)
     cache.swapping.find_swap_in_blocks(used.request)
     cache.stats(), cache.counters(), list(cache.pool.cached()), cache.pool.sealed_after(0)

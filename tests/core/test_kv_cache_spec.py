@@ -10,12 +10,12 @@ import torch
 
 from octavo import LLM
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
-from tests.models.tiny import KINDS, make_tiny_checkpoint, read_spec
+from tests.models.tiny import HYBRIDS, KINDS, make_tiny_checkpoint, read_spec
 
-NUM_BLOCKS = 7
+NUM_BLOCKS = 70
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *HYBRIDS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_checkpoint(request.param, tmp_path_factory.mktemp("spec") / request.param))
 

@@ -46,6 +46,27 @@ def test_workloads_of_each_kind(kind: str) -> None:
         assert totals["prefix hits"] > 100
 
 
+@pytest.mark.parametrize("groups", [False, True])
+def test_random_workloads_with_states(groups: bool) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(60):
+        run(seed, totals, states=True, groups=groups)
+    reached = [
+        *(
+            "sealed",
+            "sealed by a result",
+            "at the end of a slice",
+            "a stop in the output",
+            "evicted",
+            "written in place",
+        ),
+        *("copied, sealed", "copied, shared", "found", "found at the last mark", "found with preemptions", "waited on"),
+        *("swapped out", "swapped in", "groups that share one", "seal lost by a result"),
+    ]
+    assert [what for what in reached if not totals["state: " + what]] == []
+    assert totals["checkpoints read"] > 1_000 and totals["states read"] > 1_000
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 def test_random_workloads_with_window_groups(drafts: bool) -> None:
     totals: Counter[str] = Counter()

@@ -1,6 +1,7 @@
 """Small worlds, exhaustively: blocks of 2, pools of 1 to 8, up to three requests with prompts and outputs of 1 to 5.
 
-One and two requests also run with a window group, in pools of up to 10 blocks.
+One and two requests also run with a window group, and with states, with and without a window group, in pools of up to
+10 blocks.
 
 Every accepted request finishes with the right output, and nothing leaks or stalls. That holds undisturbed, and with one
 request aborted, swapped or recomputed before any step. `make test` runs some worlds, `make prove` all.
@@ -15,7 +16,8 @@ Worlds that are equivalent to others are omitted:
   with neither and with both. Speculation with two drafts, all right or all wrong, runs in some of them.
 * Three requests with a disturbance have prompts and outputs of 1, 2 and 5.
 * Windows are 1, 2 and 3: a wider one differs only by a whole block. Two requests with a window group have prompts and
-  outputs of 1, 2 and 5, and every ninth disturbance.
+  outputs of 1, 2 and 5, and every ninth disturbance. So have two requests with states.
+* States take one or two blocks. Checkpoints are a block or two apart.
 """
 
 from __future__ import annotations
@@ -46,8 +48,20 @@ FEW = list(product((1, 2, 5), (1, 2, 5)))
 RIGHT, WRONG = "right", "wrong"
 ALL_WAYS = [(1, 1, ""), (1, 3, ""), (2, 1, ""), (2, 3, ""), (1, 1, WRONG), (2, 1, WRONG), (2, 1, RIGHT), (2, 3, WRONG)]
 HOW = {1: ALL_WAYS, 2: ALL_WAYS, 3: [(1, 1, ""), (2, 3, ""), (2, 1, WRONG)]}
-GROUPS = [(1, 4), (2, 2), (3, 2), (3, 4)]
-"""A window group's window, and the most positions of a step."""
+
+
+class Memory(NamedTuple):
+    """A window group's window, 0 without one; the most positions of a step, 0: any; a state's blocks; and the tokens
+    between two checkpoints of it."""
+
+    window: int = 0
+    max_chunk: int = 0
+    state_blocks: int = 0
+    interval: int = 0
+
+
+GROUPS = [Memory(1, 4), Memory(2, 2), Memory(3, 2), Memory(3, 4)]
+STATES = [Memory(0, 0, 1, SIZE), Memory(0, 0, 2, 2 * SIZE), Memory(1, 4, 2, SIZE), Memory(3, 2, 1, 2 * SIZE)]
 ABORT, RECOMPUTE, SWAP = "abort", PreemptionMode.RECOMPUTE.value, PreemptionMode.SWAP.value
 
 
@@ -69,14 +83,21 @@ class World(NamedTuple):
     """`Habits.drafts`; "": no speculation."""
     mode: str
     """The preemption mode."""
-    groups: tuple[int, ...] = ()
-    """The window of the window group."""
-    max_chunk: int = 0
+    memory: Memory = Memory()
     event: Event | None = None
 
     def cache(self) -> KVCacheManager:
-        groups = {"windows": self.groups, "max_chunk": self.max_chunk}
-        return KVCacheManager(self.num_blocks, SIZE, self.num_blocks, num_rows=3, **groups)
+        window, max_chunk, state_blocks, interval = self.memory
+        return KVCacheManager(
+            self.num_blocks,
+            SIZE,
+            self.num_blocks,
+            num_rows=3,
+            windows=(window,) if window else (),
+            max_chunk=max_chunk,
+            state_blocks=state_blocks,
+            checkpoint_interval=interval,
+        )
 
 
 class Story(NamedTuple):
@@ -86,10 +107,11 @@ class Story(NamedTuple):
     turns: list[list[Status]]
 
 
-def longest(shape: Shape, window: int = 0, max_chunk: int = 0) -> int:
-    """The most blocks that this request holds: those of a window, and of a step, in a window group."""
+def longest(shape: Shape, memory: Memory) -> int:
+    """The most blocks that this request holds: those of a window, and of a step, in a window group, and of a state."""
     num_blocks = cdiv(shape[0] + shape[1] - 1, SIZE)
-    return num_blocks + (min(num_blocks, 1 + cdiv(window + max_chunk - 2, SIZE)) if window else 0)
+    in_window = min(num_blocks, 1 + cdiv(memory.window + memory.max_chunk - 2, SIZE)) if memory.window else 0
+    return num_blocks + in_window + memory.state_blocks
 
 
 @functools.cache
@@ -138,6 +160,7 @@ def play(world: World) -> Story:
             landed, running = flight.popleft()
             scheduler.update(landed, running.result())
             o.check(scheduler)
+            oracle.check_checkpoints()
     pool = cache.pool
     o.need(not any(pool.refs) and pool.num_used == 0, o.Invariant, "blocks leaked")
     o.need(cache.swap_space.num_used == 0 and not o.holders(cache), o.Invariant, "host blocks leaked")
@@ -152,15 +175,17 @@ def play(world: World) -> Story:
     return Story(scheduler.num_preemptions, turns)
 
 
-def plain(shapes: tuple[Shape, ...], *, groups: list[tuple[int, int]] | None = None) -> Iterator[World]:
+def plain(shapes: tuple[Shape, ...], memories: list[Memory]) -> Iterator[World]:
     """Yield the undisturbed worlds of these requests. Worlds that differ only in `mode` are adjacent."""
-    for group in groups or [()]:
-        needs = [longest(shape, *group) for shape in shapes]
-        for num_blocks in range(max(needs), min(10 if group else 8, sum(needs)) + 1):
+    for memory in memories:
+        needs = [longest(shape, memory) for shape in shapes]
+        for num_blocks in range(max(needs), min(10 if any(memory) else 8, sum(needs)) + 1):
             for alike in (False, True) if len(shapes) > 1 else (False,):
                 for way in HOW[len(shapes)]:
+                    if memory.state_blocks and way[-1]:  # no drafts with states
+                        continue
                     for mode in (RECOMPUTE, SWAP):
-                        yield World(num_blocks, shapes, alike, *way, mode, group[:1], *group[1:])
+                        yield World(num_blocks, shapes, alike, *way, mode, memory)
 
 
 def events_in(story: Story) -> Iterator[Event]:
@@ -180,15 +205,15 @@ def play_all(
     *,
     interfere: bool,
     every: int = 1,
-    groups: list[tuple[int, int]] | None = None,
+    memories: list[Memory] | None = None,
 ) -> None:
     """Run all worlds of these requests, with every `every`-th disturbance. An error carries the failing world.
 
-    groups  each world with each of these window groups, as in `GROUPS`
+    memories  each world with each of these
     """
     world, preempted = None, False
     try:
-        for world in plain(shapes, groups=groups):
+        for world in plain(shapes, memories or [Memory()]):
             if world.mode == SWAP and not preempted:
                 continue
             story = play(world)
@@ -197,7 +222,8 @@ def play_all(
             seen[f"{len(shapes)} requests"] += 1
             seen["preempting"] += preempted
             seen["with drafts"] += bool(world.drafts)
-            seen["with a window group"] += bool(world.groups)
+            seen["with a window group"] += world.memory.window > 0
+            seen["with states"] += world.memory.state_blocks > 0
             if interfere:
                 for event in list(events_in(story))[::every]:
                     play(world := world._replace(event=event))
@@ -213,8 +239,10 @@ def everything() -> Iterator[tuple[tuple[Shape, ...], dict[str, Any]]]:
         yield from ((shapes, {"interfere": True}) for shapes in product(SHAPES, repeat=num))
     few = set(FEW)
     yield from ((shapes, {"interfere": few.issuperset(shapes)}) for shapes in product(SHAPES, repeat=3))
-    yield from (((shape,), {"interfere": True, "groups": GROUPS}) for shape in SHAPES)
-    yield from ((shapes, {"interfere": True, "every": 9, "groups": GROUPS}) for shapes in product(FEW, repeat=2))
+    for memories in (GROUPS, STATES):
+        yield from (((shape,), {"interfere": True, "memories": memories}) for shape in SHAPES)
+        options = {"interfere": True, "every": 9, "memories": memories}
+        yield from ((shapes, options) for shapes in product(FEW, repeat=2))
 
 
 def test_one_request() -> None:
@@ -242,10 +270,22 @@ def test_three_requests() -> None:
 def test_window_groups() -> None:
     seen: Counter[str] = Counter()
     for shape in FEW[2::3]:
-        play_all((shape,), seen, interfere=True, every=5, groups=GROUPS)
-    for shapes, group in ((((5, 5), (2, 5)), (3, 2)), (((5, 2), (1, 5)), (2, 2))):
-        play_all(shapes, seen, interfere=True, every=61, groups=[group])
+        play_all((shape,), seen, interfere=True, every=5, memories=GROUPS)
+    for shapes, memory in ((((5, 5), (2, 5)), GROUPS[2]), (((5, 2), (1, 5)), GROUPS[1])):
+        play_all(shapes, seen, interfere=True, every=61, memories=[memory])
     assert seen["with a window group"] == seen["1 requests"] + seen["2 requests"] > 300
+    assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 200
+
+
+def test_states() -> None:
+    seen: Counter[str] = Counter()
+    for shape in FEW[2::3]:
+        play_all((shape,), seen, interfere=True, every=5, memories=STATES)
+    for memory, shapes in zip(
+        STATES, (((5, 5), (5, 5)), ((5, 2), (5, 5)), ((5, 5), (5, 2)), ((5, 5), (2, 5))), strict=True
+    ):
+        play_all(shapes, seen, interfere=True, every=31, memories=[memory])
+    assert seen["with states"] == seen["1 requests"] + seen["2 requests"] > 200
     assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 200
 
 

@@ -117,6 +117,8 @@ class Twin:
             use_structured_output=request.use_structured_output,
             num_draft_tokens=request.num_draft_tokens,
             pin=request.pin,
+            marks=request.marks,
+            resume=request.resume,
         )
 
     def catch_up(self) -> None:
@@ -182,7 +184,9 @@ class Twin:
 def run_with_twins(seed: int, every: int, kinds: Counter[str]) -> int:
     """Run one of the oracle's workloads, with a new twin each `every` commands. Returns the number of comparisons."""
     kind = "swap" if seed % 3 == 0 else None
-    world = World(seed, Counter(), listen=True, kind=kind, speculates=seed % 2 == 0, groups=seed % 4 >= 2)
+    states = seed % 5 == 0
+    drafts, groups = seed % 2 == 0 and not states, seed % 4 >= 2
+    world = World(seed, Counter(), listen=True, kind=kind, speculates=drafts, groups=groups, states=states)
     scheduler, num_commands, num_compared = world.scheduler, 0, 0
     if isinstance(scheduler.policy, RandomPolicy):
         return 0
@@ -201,6 +205,7 @@ def run_with_twins(seed: int, every: int, kinds: Counter[str]) -> int:
                 kinds[f"restored with {queue}"] += bool(getattr(scheduler, queue))
             kinds["restored with pins"] += bool(scheduler.cache.pins)
             kinds["restored with windows"] += any(s.windows for s in scheduler.cache.holders)
+            kinds["restored with states"] += any(s.state for s in scheduler.cache.holders)
             kinds["restored with several tenants"] += scheduler.tenants.several
             kinds["restored with drafts"] += any(step.plan.drafts for step in scheduler.in_flight)
             kinds["restored with void slices"] += any(step.void_slices for step in scheduler.in_flight)
@@ -235,6 +240,7 @@ def test_schedulers_restored_in_any_state_go_on_identically() -> None:
         "confined_to",
         "pins",
         "windows",
+        "states",
         "several tenants",
         "void slices",
         "part of a result",
@@ -261,18 +267,19 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
         (scheduler, "cache max_num_seqs policy events tee",
          "max_num_batched_tokens decode_window num_speculative_tokens num_watermark_blocks",
          "requests running swapped waiting in_flight confined_to _counted tenants"),
-        (cache, "events tee pool swap_space rows prefixes swapping",
-         "block_size enable_prefix_caching attention_window windows num_groups has_windows max_chunk", "pins holders"),
-        (cache.prefixes, "pool", "block_size enabled windows", "pins"),
+        (cache, "events tee pool swap_space rows prefixes swapping checkpoints",
+         "block_size enable_prefix_caching attention_window windows num_groups has_windows max_chunk state_blocks "
+         "checkpoint_interval", "pins holders _unsettled _lent"),  # the last two are empty between commands
+        (cache.prefixes, "pool checkpoints", "block_size enabled windows", "pins"),
         (cache.swapping, "pool space prefixes", "", "holders"),
-        (cache.pool, "events", "num_blocks num_windows", "_packed_of _shards"),
+        (cache.pool, "events", "num_blocks num_windows state_blocks _num_below", "_packed_of _shards"),
         (cache.swap_space, "", "num_blocks", ""),
         (costs, "", "", ""),
     ]  # fmt: skip
     for item, parts, settings, saved_otherwise in others:
         rest = set(attributes(item)) - set(item.SAVED.attributes.values())
         assert rest == names(parts) | names(settings) | names(saved_otherwise), type(item)
-    assert set(attributes(cache.rows)) == names("events num_rows num_groups _free")
+    assert set(attributes(cache.rows)) == names("events num_rows num_lines _free")
     assert set(attributes(scheduler.tenants)) == names("present several")
     kept = {
         Sequence: "request token_ids stop_token windows",
@@ -379,6 +386,17 @@ def test_settings_make_an_equal_scheduler(mode: PreemptionMode | None) -> None:
     del settings["windows"], settings["max_chunk"]  # of an older recording
     older = Scheduler.from_settings(settings).cache
     assert (older.windows, older.num_groups, older.max_chunk) == ((), 1, KVCacheManager(9, 3).max_chunk)
+
+
+def test_settings_make_an_equal_scheduler_with_states() -> None:
+    cache = KVCacheManager(9, 3, num_rows=5, state_blocks=2, checkpoint_interval=6)
+    scheduler = Scheduler(cache, max_num_batched_tokens=33)
+    settings = json.loads(json.dumps(scheduler.settings()))
+    again = Scheduler.from_settings(settings)
+    assert plain(again) == plain(scheduler) and again.settings() == settings
+    del settings["state_blocks"], settings["checkpoint_interval"]  # of an older recording
+    older = Scheduler.from_settings(settings).cache
+    assert (older.state_blocks, older.checkpoint_interval, older.rows.num_lines) == (0, 0, 1)
 
 
 def test_a_snapshot_is_not_changed_by_what_follows() -> None:

@@ -1,8 +1,9 @@
 """`KVCacheManager` alone, driven by hypothesis: all of its operations in random order.
 
 Two models check it. One holds the content of every slot in both tiers as the whole prefix that was written there, and
-moves it with copies and swaps like a device. The other is a brute-force prefix cache of sealed blocks and their
-content. A hit is right exactly if the content is equal, and no cached block may be missed.
+moves it with copies and swaps like a device. A state is that of its last position, in every slot of its blocks. The
+other is a brute-force prefix cache of sealed blocks and their content. A hit is right exactly if the content is equal,
+and no cached block may be missed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from tests.core.lab import make, state_of
 from tests.proof import oracle as o
 
 Content = tuple[bytes, tuple[int, ...]]
-"""Content of a slot: the salt, with a mark for each window group, and all tokens up to this one."""
+"""Content of a slot: the salt, with a mark for each window group, and all tokens up to this one.
+
+In a state it is the same in every slot of a block, with another mark, once more for each block before it."""
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 WHICH = st.integers(0, 1 << 16)
@@ -44,6 +47,8 @@ class Memory(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         attention_window=st.integers(1, 5),
         windows=st.sampled_from([(), (), (1,), (3,), (4, 2)]),
+        state_blocks=st.sampled_from([0, 0, 1, 2, 3]),
+        interval=st.integers(1, 2),
     )
     def begin(
         self,
@@ -53,24 +58,29 @@ class Memory(RuleBasedStateMachine):
         caching: bool,
         attention_window: int,
         windows: tuple[int, ...] = (),
+        state_blocks: int = 0,
+        interval: int = 1,
     ) -> None:
-        num_blocks *= 1 + len(windows)
-        num_host = min(num_host * (1 + len(windows)), num_blocks)
+        num_blocks = num_blocks * (1 + len(windows)) + (9 + 3 * state_blocks if state_blocks else 0)
+        num_host = min(num_host * (1 + len(windows) + state_blocks), num_blocks)
         self.cache = KVCacheManager(
             num_blocks,
             size,
             num_host,
             num_rows=4,
             enable_prefix_caching=caching,
-            attention_window=0 if windows else attention_window,
+            attention_window=0 if windows or state_blocks else attention_window,
             windows=windows,
+            state_blocks=state_blocks,
+            checkpoint_interval=interval * size if state_blocks else 0,
         )
+        self.state_blocks, self.num_lines = state_blocks, self.cache.rows.num_lines
         self.num_groups, self.windows = 1 + len(windows), [self.cache.attention_window, *windows]
         self.pool, self.host, self.size = self.cache.pool, self.cache.swap_space, size
         self.kv: dict[tuple[int, int], Content] = {}
         self.host_kv: dict[tuple[int, int], Content] = {}
         self.sealed: dict[int, tuple[int, Content]] = {}  # block -> its seal id, and its content when it was sealed
-        self.tables: list[list[int]] = [[] for _ in range(4 * self.num_groups)]
+        self.tables: list[list[int]] = [[] for _ in range(4 * self.num_lines)]
         self.arriving: dict[Sequence, list[int]] = {}  # sampled on the device, not yet known to the host
         self.requests: list[Request] = []
         self.line: list[int] = []  # cached blocks, the oldest first
@@ -84,7 +94,7 @@ class Memory(RuleBasedStateMachine):
         for line, start, ids in plan.table_writes:
             assert start <= len(self.tables[line]) or start == 0
             self.tables[line][start : start + len(ids)] = ids
-            if start == 0 and any(setup.row == line // self.num_groups for setup in plan.row_setups):
+            if start == 0 and any(setup.row == line // self.num_lines for setup in plan.row_setups):
                 del self.tables[line][len(ids) :]
         for kv, other, moves in (
             (self.kv, self.host_kv, plan.swap_outs),
@@ -105,9 +115,27 @@ class Memory(RuleBasedStateMachine):
     def content(self, seq: Sequence, position: int, group: int = 0) -> Content:
         return seq.request.salt + b"!" * group, tuple(self.everything(seq)[: position + 1])
 
+    def state(self, seq: Sequence, block: int) -> Content:
+        """The content of a block of a sequence's state."""
+        return seq.request.salt + b"?" * (1 + block), tuple(self.everything(seq)[: seq.num_computed])
+
+    def holds(self, seq: Sequence, blocks: Any, kv: dict[tuple[int, int], Content]) -> bool:
+        """True if these blocks hold the sequence's state."""
+        slots = [(i, block, offset) for i, block in enumerate(blocks) for offset in range(self.size)]
+        return all(kv[block, offset] == self.state(seq, i) for i, block, offset in slots)
+
+    def write_state(self, seq: Sequence) -> None:
+        assert len(seq.state) == self.state_blocks
+        for i, block in enumerate(seq.state):
+            assert self.pool.refs[block] == 1, "a write into a shared state"
+            assert not self.pool.seal_id[block], "a write into a checkpoint"
+            self.kv |= {(block, offset): self.state(seq, i) for offset in range(self.size)}
+
     def compute(self, seq: Sequence, count: int, plan: StepPlan) -> None:
         self.cache.grow(seq, count, plan)
+        self.cache.settle(plan)
         self.apply(plan)
+        assert not seq.num_computed or self.holds(seq, seq.state, self.kv)
         for group, (block_ids, _) in enumerate(seq.tables):
             for p in range(seq.num_computed, seq.num_computed + count):
                 block = block_ids[p // self.size]
@@ -115,6 +143,7 @@ class Memory(RuleBasedStateMachine):
                 assert not self.pool.seal_id[block], "a write into a sealed block"
                 self.kv[block, p % self.size] = self.content(seq, p, group)
         seq.num_computed += count
+        self.write_state(seq)
 
     def note_seals(self) -> None:
         """Record the blocks that the previous call sealed, with their content."""
@@ -132,8 +161,8 @@ class Memory(RuleBasedStateMachine):
         return [s for r in self.requests if r.status in states for s in r.sequences]
 
     def held_by(self, *sequences: Sequence) -> Counter[int]:
-        """The entries of their tables of all groups that are not null."""
-        return Counter(b for s in sequences for ids, _ in s.tables for b in ids if b)
+        """The entries of their tables of all groups that are not null, and the blocks of their states."""
+        return Counter(b for s in sequences for ids, _ in s.holdings for b in ids if b)
 
     def one(self, which: int, *states: Status) -> Sequence | None:
         found = self.live(*states)
@@ -148,6 +177,8 @@ class Memory(RuleBasedStateMachine):
         earlier = self.live(Status.RUNNING)
         if which % 2 and earlier:  # a conversation goes on
             tokens = [*earlier[which % len(earlier)].token_ids, *tokens][:12]
+        elif self.state_blocks:  # long enough for a checkpoint, and likely to be found
+            tokens = [*tokens, *[0] * 9][:9]
         request = make("r", tokens, 1 << 20, salt=salt)
         request.begin(0, (0, 0), 1 << 20)
         (seq,) = request.sequences
@@ -162,13 +193,20 @@ class Memory(RuleBasedStateMachine):
         request.status = Status.RUNNING
         self.requests.append(request)
         plan = StepPlan()
-        count = min(chunk, len(tokens) - seq.num_computed)
+        chunk = 9 if self.state_blocks and which % 5 < 4 else chunk
+        count = min(chunk, len(tokens) - seq.num_computed, self.to_stop(seq, which // 2))
         assert self.cache.blocks_needed([(seq, count)]) <= self.pool.num_available
         self.compute(seq, count, plan)
         if self.cache.rows.num_free:
             plan = StepPlan()
             self.cache.rows.assign(seq, plan)
             self.apply(plan)
+        if self.state_blocks and which % 3 < 2:
+            self.seal(self.live(Status.RUNNING).index(seq))
+
+    def to_stop(self, seq: Sequence, which: int) -> int:
+        """Positions until the sequence leaves a checkpoint, most of the times."""
+        return 99 if which % 4 == 3 else self.cache.checkpoints.next_stop(seq) - seq.num_computed
 
     def is_right(self, seq: Sequence, prefix: Any) -> None:
         """Check that each hit has this content, and that no child of the last hit has the next block's content."""
@@ -184,7 +222,11 @@ class Memory(RuleBasedStateMachine):
             for p in range(first, prefix.num_positions):
                 assert self.kv[table.block_ids[p // size], p % size] == self.content(seq, p, group)
             assert table.num_dropped == first // size and not any(table.block_ids[: first // size])
-        if self.num_groups > 1:
+        assert len(prefix.state) == (self.state_blocks if prefix.num_positions else 0)
+        for i, block in enumerate(prefix.state):
+            want = seq.request.salt + b"?" * (1 + i), tuple(tokens[: prefix.num_positions])
+            assert all(self.kv[block, offset] == want for offset in range(size))
+        if self.num_lines > 1:
             assert prefix.num_positions == max(self.best_pin(seq), self.best_hit(seq))
         if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # only a pin has a partial tail
             assert prefix.num_positions == self.best_pin(seq)
@@ -198,7 +240,7 @@ class Memory(RuleBasedStateMachine):
             return
         for i, block in enumerate(prefix.block_ids):
             assert self.sealed[block] == (prefix.seal_ids[i], (seq.request.salt, tuple(tokens[: (i + 1) * size])))
-        if (len(prefix.block_ids) + 1) * size < len(tokens) and self.num_groups == 1:
+        if (len(prefix.block_ids) + 1) * size < len(tokens) and self.num_lines == 1:
             want = seq.request.salt, tuple(tokens[: (len(prefix.block_ids) + 1) * size])
             parent = prefix.seal_ids[-1] if prefix.seal_ids else seq.request.salt
             missed = [b for b, (_, held) in self.sealed.items() if held == want]
@@ -207,8 +249,8 @@ class Memory(RuleBasedStateMachine):
                 assert not missed, "a first block is found as long as it is there"
 
     def best_hit(self, seq: Sequence) -> int:
-        """Return the longest prefix of which the index has all full blocks, and those that the next query attends to
-        in the other groups."""
+        """Return the longest prefix of which the index has all full blocks, those that the next query attends to in the
+        other groups, and a checkpoint."""
         size, keys = self.size, {self.pool.key_of(block) for block in self.sealed}
         parent: Any = seq.request.salt
         seals: list[int] = []
@@ -226,6 +268,7 @@ class Memory(RuleBasedStateMachine):
                 for group, window in enumerate(self.windows[1:])
                 for p in range(max(0, n * size - window + 1), n * size)
             )
+            and (not n or not self.state_blocks or (seals[n - 1], bytes([self.num_groups - 1])) in keys)
         )
 
     def best_pin(self, seq: Sequence) -> int:
@@ -236,6 +279,8 @@ class Memory(RuleBasedStateMachine):
             same = max(n for n in range(len(own)) if own[:n] == tokens[:n])
             in_tail = same >= len(tokens) - len(tokens) % self.size
             same = same if in_tail else same - same % self.size
+            if self.state_blocks and same < len(tokens):
+                continue
             needed = [max(0, same - window + 1) // self.size for window in self.windows[1:]]
             has = all(t.num_dropped <= first for t, first in zip(pin.windows, needed, strict=True))
             if pin.request.salt == seq.request.salt and has:
@@ -261,14 +306,14 @@ class Memory(RuleBasedStateMachine):
         self.note_seals()
         self.marks = [self.pool.last_seal_id]  # pins keep their seals: all their results have arrived
         request.status = Status.FINISHED
-        self.cache.num_pinned += len(seq.block_ids) * self.num_groups
+        self.cache.num_pinned += len(seq.block_ids) * self.num_groups + self.state_blocks
         self.cache.pin(seq)
 
     @rule(which=WHICH)
     def unpin(self, which: int) -> None:
         if self.cache.pins:
             name = list(self.cache.pins)[which % len(self.cache.pins)]
-            num_blocks = len(self.cache.pins[name].block_ids) * self.num_groups
+            num_blocks = len(self.cache.pins[name].block_ids) * self.num_groups + self.state_blocks
             assert self.cache.unpin(name) == num_blocks and name not in self.cache.pins
 
     @rule(which=WHICH, count=st.integers(1, 4), token=st.integers(0, 1), know=st.booleans())
@@ -278,6 +323,7 @@ class Memory(RuleBasedStateMachine):
             return
         if seq.num_unverified:
             return
+        count = min(count, self.to_stop(seq, token + count))
         new = max(0, seq.num_computed + count - len(self.everything(seq)))
         if self.cache.blocks_needed([(seq, count)]) > self.pool.num_available:
             return
@@ -293,7 +339,7 @@ class Memory(RuleBasedStateMachine):
     def draft(self, which: int, count: int) -> None:
         """Compute drafts after all other tokens."""
         seq = self.one(which, Status.RUNNING)
-        if seq is None or seq.num_unverified or seq.num_computed < len(self.everything(seq)):
+        if seq is None or seq.num_unverified or seq.num_computed < len(self.everything(seq)) or self.state_blocks:
             return
         if self.cache.blocks_needed([(seq, count)]) > self.pool.num_available:
             return
@@ -368,7 +414,7 @@ class Memory(RuleBasedStateMachine):
         self.cache.fork(seq, child)
         seq.request.sequences.append(child)
         self.arriving[child] = list(self.arriving.get(seq, []))
-        assert [*child.tables] == [*seq.tables] and child.num_computed == seq.num_computed
+        assert [*child.holdings] == [*seq.holdings] and child.num_computed == seq.num_computed
 
     @rule(which=WHICH)
     def step_together(self, which: int) -> None:
@@ -388,8 +434,11 @@ class Memory(RuleBasedStateMachine):
             self.cache.grow(s, 1, plan)
             s.num_computed += 1
         assert self.pool.num_used - used == needs
+        self.cache.settle(plan)
+        assert self.pool.num_used - used == needs
         self.apply(plan)
         for s in group:
+            self.write_state(s)
             p = s.num_computed - 1
             for group_index, (block_ids, _) in enumerate(s.tables):
                 self.kv[block_ids[p // self.size], p % self.size] = self.content(s, p, group_index)
@@ -428,6 +477,7 @@ class Memory(RuleBasedStateMachine):
         before = state_of(self.cache, *request.sequences)
         owned = self.held_by(*request.sequences)
         moves = [b for b, n in owned.items() if not self.pool.seal_id[b] or self.pool.refs[b] == n]
+        moves = [*{*moves, *(b for s in request.sequences for b in s.state)}]
         rows = [s.row for s in request.sequences]
         if not self.cache.swapping.swap_out(request, plan):
             assert len(moves) > self.host.num_free
@@ -481,6 +531,7 @@ class Memory(RuleBasedStateMachine):
         young = {s for s in self.live(Status.RUNNING) if any(i > mark for i in s.seal_ids)}
         newer = {block for block, seal in enumerate(self.pool.seal_id) if seal > mark}
         young |= {s for s in self.live(Status.RUNNING) for t in s.windows if not newer.isdisjoint(t.block_ids)}
+        young |= {s for s in self.live(Status.RUNNING) if not newer.isdisjoint(s.state)}
         assert set(self.cache.unseal_after(mark)) == young
         assert all(seal <= mark for seal in self.pool.seal_id)
         # Dropped blocks keep their seals: they stay in the chain, and out of the index.
@@ -497,7 +548,9 @@ class Memory(RuleBasedStateMachine):
         holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
         owners = self.held_by(*holders)
         o.check_pool(self.pool, owners)
-        assert self.cache.num_pinned == self.num_groups * sum(len(s.block_ids) for s in self.cache.pins.values())
+        pinned = [self.num_groups * len(s.block_ids) + self.state_blocks for s in self.cache.pins.values()]
+        assert self.cache.num_pinned == sum(pinned)
+        o.chains(self.cache)
         host = Counter({b: n for b, n in self.held_by(*self.live(Status.SWAPPED)).items() if b > 0})
         assert list(self.host.refs[1:]) == [host[b] for b in range(1, self.host.num_blocks + 1)]
         assert self.host.num_used == len(host)
@@ -525,7 +578,7 @@ class Memory(RuleBasedStateMachine):
             assert seq.room == len(seq.block_ids) * self.size
             for group, (block_ids, num_dropped) in enumerate(seq.tables):
                 assert len(block_ids) == len(seq.block_ids)
-                table = block_ids if seq.row < 0 else self.tables[seq.row * self.num_groups + group]
+                table = block_ids if seq.row < 0 else self.tables[seq.row * self.num_lines + group]
                 assert table[: len(block_ids)] == block_ids
                 for p in range(num_dropped * self.size, seq.num_computed):
                     if (block := table[p // self.size]) > 0:
@@ -533,6 +586,8 @@ class Memory(RuleBasedStateMachine):
                         assert kv[block, p % self.size] == self.content(seq, p, group)
                     else:
                         assert swapped and -block in seq.request.shared_on_device
+            assert seq.row < 0 or not self.state_blocks or self.tables[(seq.row + 1) * self.num_lines - 1] == seq.state
+            assert self.holds(seq, seq.state, self.host_kv if swapped else self.kv)
         assert all(seq.num_computed == len(seq.request.prompt_token_ids) for seq in self.cache.pins.values())
 
     @invariant()
@@ -541,7 +596,8 @@ class Memory(RuleBasedStateMachine):
         self.note_seals()
         for block, (_, (salt, tokens)) in self.sealed.items():
             for offset in range(self.size):
-                assert self.kv[block, offset] == (salt, tokens[: len(tokens) - self.size + offset + 1])
+                end = len(tokens) if b"?" in salt else len(tokens) - self.size + offset + 1
+                assert self.kv[block, offset] == (salt, tokens[:end])
             key = self.pool.key_of(block)
             assert key is not None and self.pool.find(key) == block
 

@@ -22,6 +22,7 @@ from octavo.models import config as model_config
 from octavo.models import registry
 from octavo.models.config_keys import config_keys
 from tests.models.tiny import (
+    HYBRIDS,
     INTERNLM,
     KINDS,
     PagedRun,
@@ -35,7 +36,7 @@ from tests.models.tiny import (
 Change = dict[str, Any]
 ABSENT = object()
 PROMPTS = random_prompts(40, 33)  # beyond the trained length of scaled rotary embedding
-SHARED_KINDS = [kind for kind in KINDS if kind not in INTERNLM]
+SHARED_KINDS = [kind for kind in (*KINDS, *HYBRIDS) if kind not in INTERNLM]
 """Families that Transformers has, too."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -224,7 +225,7 @@ class Recorder(dict[str, Any]):
         return Recorder({**self, **other}, self.seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *HYBRIDS])
 def test_the_table_lists_all_keys_that_the_family_reads(kind: str, tmp_path: Path) -> None:
     config = json.loads((make_tiny_checkpoint(kind, tmp_path / kind) / "config.json").read_text())
     family = registry.find_family(config["architectures"][0])
@@ -241,3 +242,36 @@ def test_the_table_knows_all_keys_of_transformers_configuration(kind: str, tmp_p
     keys = config_class(config)().to_dict() | transformers.PreTrainedConfig().to_dict()
     use = config_keys(registry.find_family(config["architectures"][0])).sort(keys, "config.json")
     assert use.unknown == ()
+
+
+def hybrids(config: Change) -> Iterator[Change]:
+    linear, full = "linear_attention", "full_attention"
+    yield from ({"layer_types": ABSENT, "full_attention_interval": value} for value in (1, 2, 3, ABSENT, None, 0, 9))
+    yield from ({"layer_types": kinds} for kinds in ([linear] * 4, [full] * 4, [linear, full] * 2, [linear, full], 3))
+    yield from ({key: value} for key in ("attn_output_gate", "output_gate") for value in (True, False, None))
+    for key, values in (
+        *(
+            ("linear_num_key_heads", (3, 6, 4, 0)),
+            ("linear_num_value_heads", (2, 3, "2")),
+            ("linear_key_head_dim", (1,)),
+        ),
+        *(
+            ("linear_conv_kernel_dim", (1, 3)),
+            ("hidden_act", ("gelu", "swish", "relu")),
+            ("mtp_num_hidden_layers", (1,)),
+        ),
+        *(("mrope_interleaved", (True,)), ("head_dim", (None, 12))),
+    ):
+        yield from ({key: value} for value in values)
+    for factor in (0.5, 1.0, None, ABSENT, 0.1):
+        rope = {"rope_type": "default", "rope_theta": 99.0, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+        yield {"rope_parameters": {**rope, **({} if factor is ABSENT else {"partial_rotary_factor": factor})}}
+        yield {"rope_parameters": rope, "partial_rotary_factor": factor}
+        yield {"rope_parameters": ABSENT, "rope_theta": 50.0, "partial_rotary_factor": factor}
+
+
+GROUPS["hybrids"] = hybrids
+
+
+def test_variants_of_a_hybrid_equal_transformers_or_are_refused(tmp_path: Path) -> None:
+    assert problems("qwen3_5", "hybrids", tmp_path / "model") == []

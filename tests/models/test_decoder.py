@@ -158,6 +158,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm2 biases": ("internlm2", {"attention_bias": True, "intermediate_size": 38}),
     "internlm3": ("internlm3", {}),
     "internlm3 biases": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5 turned": (
+        "qwen3_5",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 2,
+            "linear_num_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0},
+        },
+    ),
 }
 
 

@@ -31,6 +31,7 @@ CLASSES = {
     "SmolLM3ForCausalLM": "SmolLM3Config",
     "GraniteForCausalLM": "GraniteConfig",
     "Starcoder2ForCausalLM": "Starcoder2Config",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,8 +95,24 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 48,
+        "head_dim": 24,  # of which 6 are rotated
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 10,
+    },
+}
+"""Kinds with recurrent layers, which some features do not support."""
+
+
 def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a random float32 model of a kind of `KINDS` to a new directory -> the directory.
+    """Write a random float32 model of a kind of `KINDS` or `HYBRIDS` to a new directory -> the directory.
 
     `sizes` are values of config.json that override those of the kind.
     """
@@ -114,6 +131,7 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
         "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
         "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
         "internlm2": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "internlm3": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     }[kind]
@@ -127,7 +145,7 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "pad_token_id": None,
         "dtype": "float32",
     }
-    model = model_class(config_class(**(defaults | KINDS[kind] | sizes)))
+    model = model_class(config_class(**(defaults | {**KINDS, **HYBRIDS}[kind] | sizes)))
     randomise(model, seed)
     model.save_pretrained(directory)
     if kind in INTERNLM:
@@ -187,8 +205,9 @@ def randomise(model: Any, seed: int) -> None:
             if parameter.ndim > 1:
                 is_conv1d = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
                 parameter.copy_(noise * 1.5 / parameter.shape[0 if is_conv1d else 1] ** 0.5)
-            elif name.endswith("weight"):  # a norm; Gemma's weights are added to 1
-                parameter.copy_(0.2 * noise + (0 if "Gemma" in type(model).__name__ else 1))
+            elif name.endswith("weight"):  # a norm; Gemma's and Qwen3.5's weights are added to 1
+                adds = type(model).__name__.startswith(("Gemma", "Qwen3_5")) and "linear_attn" not in name
+                parameter.copy_(0.2 * noise + (0 if adds else 1))
             else:
                 parameter.copy_(0.3 * noise)
 
@@ -227,7 +246,8 @@ def empty_pool(
     spec: ModelSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype = torch.float32, tp_size: int = 1
 ) -> Tensor:
     """A KV cache full of NaN: reading an unwritten slot makes the result NaN."""
-    shape = (num_blocks + 1, spec.num_layers, 2, spec.num_kv_heads // tp_size, block_size, spec.head_dim)
+    num_layers = spec.num_layers - len(spec.recurrent_layers)
+    shape = (num_blocks + 1, num_layers, 2, spec.num_kv_heads // tp_size, block_size, spec.head_dim)
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
@@ -245,10 +265,14 @@ class PagedRun:
         self.block_size = block_size
         self.num_computed = [0] * len(prompts)
         counts = [cdiv(len(prompt), block_size) for prompt in prompts]
-        num_blocks = sum(counts) + 3
+        dtype = decoder.vocabulary.head.weight.dtype
+        block_bytes = empty_pool(decoder.spec, 0, block_size, dtype=dtype, tp_size=tp_size).nbytes
+        state_blocks = cdiv(decoder.spec.state_size * max(4, dtype.itemsize), block_bytes)
+        num_blocks = sum(counts) + len(prompts) * state_blocks + 3
         ids = random.Random(seed).sample(range(1, num_blocks + 1), num_blocks)
         self.block_tables = [[ids.pop() for _ in range(count)] for count in counts]
-        dtype = decoder.vocabulary.head.weight.dtype
+        states = [[ids.pop() for _ in range(state_blocks)] for _ in prompts]
+        self.state_tables = torch.tensor(states, dtype=torch.int32) if state_blocks else None
         self.kv = empty_pool(decoder.spec, num_blocks, block_size, dtype=dtype, tp_size=tp_size)
 
     def step(self, num_tokens: Sequence[int]) -> list[Tensor]:
@@ -262,6 +286,8 @@ class PagedRun:
         flat = [t for s, a, b in zip(active, before, seq_lens, strict=True) for t in self.prompts[s][a:b]]
         tables = [self.block_tables[s][: cdiv(n, self.block_size)] for s, n in zip(active, seq_lens, strict=True)]
         batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, self.block_size)
+        if self.state_tables is not None:
+            batch = replace(batch, state_tables=self.state_tables[active])
         logits = self.decoder.forward(torch.tensor(flat), batch, self.kv, torch.arange(len(flat)))
         for s, n in zip(active, seq_lens, strict=True):
             self.num_computed[s] = n

@@ -4,7 +4,8 @@ A slot of its KV cache holds a hash of the value one position before (read throu
 the token. A value thus depends on every block before it. Every step reads every slot of every scheduled sequence again,
 so an aliased block, a stale prefix hit, a lost copy or swaps in a wrong order are noticed at once. The sampled token is
 a hash of the value, so `reference` computes every output without memory and without a scheduler. A slot of a window
-group holds a hash of the same value and its group.
+group holds a hash of the same value and its group. A state holds in every slot of its block i a hash of the value at
+its last position and i. Whoever continues from a state reads all of it: the value becomes another if a slot is wrong.
 
 Host blocks may be corrupted while they are swapped out. The device keeps a checksum of each, reports changed blocks at
 swap-in, and continues. Values computed from them are poison, and no result of poison may be committed.
@@ -76,6 +77,12 @@ def in_group(h: int, group: int) -> int:
     if not group:
         return h
     return type(h)(hash((h, 9, group)))
+
+
+def in_state(h: int, block: int) -> int:
+    """The value of every slot in a state's block, counted from 0, after the position with this value."""
+    own = hash((h, 100 + block))
+    return Poison(own) if isinstance(h, Poison) else own
 
 
 def sampled(h: int, sample_index: int) -> int:
@@ -249,16 +256,17 @@ class Oracle:
     """The executor. Its checks run with each step."""
 
     def __init__(self, scheduler: Scheduler, habits: Habits | None = None, seed: int = 0) -> None:
-        cache = scheduler.cache
+        self.cache = cache = scheduler.cache
         self._in_flight = scheduler.in_flight
         self.habits = habits or Habits()
         self.block_size = cache.block_size
         self.windows = [cache.attention_window, *cache.windows]  # by group; 0: all
-        self.num_groups = num_groups = cache.num_groups
+        self.num_groups = cache.num_groups
+        self.state_blocks, self.num_lines = cache.state_blocks, cache.rows.num_lines
         self.kv: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.pool.num_blocks + 1)]
         self.host: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.swap_space.num_blocks + 1)]
         num_rows = cache.rows.num_rows
-        self.tables: list[list[int]] = [[] for _ in range(num_rows * num_groups)]
+        self.tables: list[list[int]] = [[] for _ in range(num_rows * self.num_lines)]
         self.last: list[Any] = [None] * num_rows
         self.length = [0] * num_rows  # positions computed and accepted: the host may know only bounds
         self.done: list[Any] = [False] * num_rows
@@ -268,10 +276,12 @@ class Oracle:
         self.checksums: dict[int, int] = {}  # host block -> checksum of the content swapped out into it
         self.corrupt: dict[int, list[int]] = {}  # plan -> corrupt host blocks that it swapped in and did not report yet
         self.poisoned: dict[int, set[int]] = {}  # plan -> slices that read poison
+        self._ends: dict[int, int] = {}  # seal id -> the end of the full block
         self._queue: deque[Received] = deque()
         self._results: dict[int, list[list[list[Any]]]] = {}
         self._firsts: dict[int, dict[int, int]] = {}  # plan -> slice -> position of its first sampled token
-        self._held: dict[int, list[list[list[int]]]] = {}  # plan -> tables of its sequences when it was made
+        self._held: dict[int, list[list[list[int]]]] = {}  # plan -> tables and states of its sequences when it was made
+        self._values: dict[int, int] = {}  # seal id -> the value at the last position of the full block
         self._random = random.Random(seed)
         self._flips = random.Random(seed + 0.5)
         self._expected: dict[Sequence, list[int]] = {}  # expected values of its slots, by position
@@ -282,8 +292,10 @@ class Oracle:
     def submit(self, sent: StepPlan) -> _Running:
         by_hand = InFlightStep(sent)
         plan = Received.of(next((step for step in reversed(self._in_flight) if step.plan is sent), by_hand))
-        self._held[id(plan)] = [[ids[:] for ids, _ in seq.tables] for seq in plan.sequences]
+        self._held[id(plan)] = [[ids[:] for ids, _ in seq.holdings] for seq in plan.sequences]
         self._queue.append(plan)
+        if self.state_blocks:
+            self._may_write_states(plan)
         if self.habits.eager:
             self._drain(None)
         return _Running(self, plan)
@@ -312,7 +324,10 @@ class Oracle:
                 reached = reached and self._random.random() < 0.5
                 if reached:
                     self._apply_tables(plan)
-            for kept in (self._results, self._firsts, self._held, self.corrupt, self.poisoned):
+            for held in self._held.pop(id(plan), ()):
+                for block in chain.from_iterable(held[self.num_groups :]):
+                    self.kv[block] = [GARBAGE] * self.block_size
+            for kept in (self._results, self._firsts, self.corrupt, self.poisoned):
                 kept.pop(id(plan), None)
             for block, offset in self._written.pop(id(plan), ()):
                 self.kv[block][offset] = GARBAGE
@@ -372,18 +387,28 @@ class Oracle:
             self.setup[setup.row] = setup
         whole = {w.line: i for i, w in enumerate(plan.table_writes) if w.start == 0}  # the last one is the new owner's
         for i, (line, start, ids) in enumerate(plan.table_writes):
-            row, group = divmod(line, self.num_groups)
+            row, group = divmod(line, self.num_lines)
             table = self.tables[line]
             need(start == 0 or start <= len(table), ReadBack, "a hole in a table")
-            null = 0 if self.windows[group] else 1
+            if group == self.num_groups:
+                whole_state = not start and len(set(ids)) == len(ids) == self.state_blocks
+                need(whole_state, Invariant, "no whole state", line, start, ids)
+            null = 0 if group < self.num_groups and self.windows[group] else 1
             need(all(null <= b < len(self.kv) for b in ids), Invariant, "a block that does not exist", ids)
             table[start : start + len(ids)] = ids
             if self.habits.forgets and whole.get(line) == i and any(s.row == row for s in plan.row_setups):
                 del table[len(ids) :]
 
     def _get(self, row: int, position: int, group: int = 0) -> Any:
-        table = self.tables[row * self.num_groups + group]
+        table = self.tables[row * self.num_lines + group]
         return self.kv[table[position // self.block_size]][position % self.block_size]
+
+    def _state(self, row: int) -> list[int]:
+        return self.tables[row * self.num_lines + self.num_groups] if self.state_blocks else []
+
+    def _holds(self, blocks: Iterable[int], h: Any) -> bool:
+        """True if these blocks hold the state after a position with this value."""
+        return all(self.kv[b] == [in_state(h, i)] * self.block_size for i, b in enumerate(blocks))
 
     def _slice(self, plan: Received, i: int, start: int, written: dict[tuple[int, int], None]) -> list[list[Any]]:
         """Run a slice from `start`, where its row is, and return its columns of tokens."""
@@ -404,10 +429,17 @@ class Oracle:
         self._check_bounds(plan, i, start)
         fed = self._fed.setdefault(seq, {})
         h = self._get(row, start - 1) if start else root(seq.request.salt)
+        if start and not self._holds(self._state(row), h):
+            h = hash((h, *(str(slot) for block in self._state(row) for slot in self.kv[block])))
         poisoned = self._reads_poison(row, start)
         if poisoned:
             h = Poison(hash((h, 8)))
             self.poisoned.setdefault(id(plan), set()).add(i)
+        elif start and not seq.finish_reason and start <= self._end.get(seq, start):
+            before = self._expect(seq, start)[start - 1]
+            if not self._holds(self._state(row), before):
+                raise ReadBack(seq, "row", row, "state", self._state(row), "before position", start)
+            self.counts["states read"] += self.state_blocks > 0
 
         def write(before: int, position: int, token: int) -> int:
             h = value(before, position, token)
@@ -468,6 +500,7 @@ class Oracle:
             num_left -= len(accepted)
             self.last[row] = accepted[-1]
             self.length[row] = p
+        self._write_state(plan, i, h, written)
         return columns
 
     def _check_bounds(self, plan: Received, i: int, start: int) -> None:
@@ -493,16 +526,34 @@ class Oracle:
 
     def _write(self, plan: Received, i: int, p: int, h: Any, written: dict[tuple[int, int], None]) -> None:
         """Write a slot, which must be of the slice, in a block that its sequence had when the step was planned."""
-        seq, size, first_line = plan.sequences[i], self.block_size, plan.rows[i] * self.num_groups
+        seq, size, first_line = plan.sequences[i], self.block_size, plan.rows[i] * self.num_lines
         if not seq.finish_reason:
             need(p < plan.starts[i] + plan.counts[i], Invariant, "written after the slice's end", seq, p)
-        for group, held in enumerate(self._held[id(plan)][i]):
+        for group, held in enumerate(self._held[id(plan)][i][: self.num_groups]):
             block = self.tables[first_line + group][p // size]
             if not seq.finish_reason:
                 ours = p // size < len(held) and held[p // size] == block
                 need(ours, Invariant, "written into another's block", seq, p, group)
             self.kv[block][p % size] = in_group(h, group)
             written[block, p % size] = None
+
+    def _write_state(self, plan: Received, i: int, h: Any, written: dict[tuple[int, int], None]) -> None:
+        """Write the state after a slice whose last position has this value."""
+        seq, state = plan.sequences[i], self._state(plan.rows[i])
+        for index, block in enumerate(state):
+            if not seq.finish_reason:
+                need(state == self._held[id(plan)][i][-1], Invariant, "written into another's state", seq)
+            self.kv[block] = [in_state(h, index)] * self.block_size
+            written |= dict.fromkeys((block, offset) for offset in range(self.block_size))
+
+    def _may_write_states(self, plan: Received) -> None:
+        """Check that each state that a plan writes is its sequence's alone, and sealed by this plan if at all."""
+        pool = self.cache.pool
+        for seq in plan.sequences:
+            for block in seq.state:
+                need(pool.refs[block] == 1, Invariant, "a shared state is written", seq, block)
+                sealed = pool.seal_id[block]
+                need(not sealed or sealed > plan.origin.seal_mark, Invariant, "a checkpoint is written", seq, block)
 
     def _compare(self, plan: StepPlan) -> None:
         """Store the checksums of swapped-out blocks and compare those of swapped-in ones."""
@@ -532,7 +583,16 @@ class Oracle:
             isinstance(self._get(row, p, group), Poison)
             for group, window in enumerate(self.windows)
             for p in range(max(0, start - window + 1) if window else 0, start)
-        )
+        ) or any(isinstance(slot, Poison) for block in self._state(row) if start for slot in self.kv[block])
+
+    def _expect(self, seq: Sequence, end: int) -> list[int]:
+        """Return the values of a sequence's positions, those before `end` at least."""
+        expected, tokens, fed = self._expected.setdefault(seq, []), seq.token_ids, self._fed.get(seq, {})
+        h = expected[-1] if expected else root(seq.request.salt)
+        for p in range(len(expected), end):
+            h = value(h, p, tokens[p] if p < len(tokens) else fed[p])
+            expected.append(h)
+        return expected
 
     def _read_again(self, plan: Received, i: int, begin: int, end: int) -> None:
         """Compare every position that a query of this slice attends to, through the device's block table."""
@@ -540,18 +600,48 @@ class Oracle:
         if seq.finish_reason or i in self.poisoned.get(id(plan), ()):
             return
         end = min(end, self._end.get(seq, 1 << 60))
-        expected, tokens, fed = self._expected.setdefault(seq, []), seq.token_ids, self._fed[seq]
-        h = expected[-1] if expected else root(seq.request.salt)
-        for p in range(len(expected), end):
-            h = value(h, p, tokens[p] if p < len(tokens) else fed[p])
-            expected.append(h)
-        size, kv = self.block_size, self.kv
+        expected, size, kv = self._expect(seq, end), self.block_size, self.kv
         for group, window in enumerate(self.windows):
-            table, first = self.tables[row * self.num_groups + group], max(0, begin - window + 1) if window else 0
+            table, first = self.tables[row * self.num_lines + group], max(0, begin - window + 1) if window else 0
             for p in range(first, end):
                 if kv[table[p // size]][p % size] != in_group(expected[p], group):
                     raise ReadBack(seq, "row", row, "group", group, "position", p, "of", end, "table", table)
             self.counts["slots of windows read" if group else "slots read"] += max(0, end - first)
+
+    def check_checkpoints(self) -> None:
+        """Check that every checkpoint holds the state after the tokens that it is sealed under.
+
+        Plans that did not run yet may fill it: then nothing is checked.
+        """
+        if not self.state_blocks or self._queue:
+            return
+        pool, values = self.cache.pool, self._values
+        sealed = sorted((pool.seal_id[b], b) for b in range(1, pool.num_blocks + 1) if pool.seal_id[b])
+        block_of = dict(sealed)
+        for seal, block in sealed:
+            key = pool.key_of(block)
+            assert key is not None
+            if len(key[1]) == 1 or seal in values:
+                continue
+            parent, content = key
+            if isinstance(parent, bytes):
+                values[seal], self._ends[seal] = root(parent), 0
+            elif parent in values:
+                values[seal], self._ends[seal] = values[parent], self._ends[parent]
+            else:
+                continue  # sealed and evicted between two checks
+            for token in memoryview(content).cast("i"):
+                values[seal] = value(values[seal], self._ends[seal], token)
+                self._ends[seal] += 1
+        for states in chains(self.cache):
+            key = pool.key_of(states[-1])
+            assert key is not None
+            if key[0] in values and not any(isinstance(slot, Poison) for b in states for slot in self.kv[b]):
+                fits = self._holds(states, values[key[0]])
+                need(fits, ReadBack, "a checkpoint", states, "at", self._ends[key[0]], block_of[key[0]])
+                self.counts["checkpoints read"] += 1
+            else:
+                need(self._in_flight or key[0] not in values, ReadBack, "a corrupt checkpoint", states)
 
 
 # -- the structure -----------------------------------------------------------------------------------------------------
@@ -575,6 +665,8 @@ def check(scheduler: Scheduler) -> None:
                     need(all(b > 0 for b in ids[num_dropped:]) and not any(ids[:num_dropped]), Invariant, "nulls", seq)
                     need(len(ids) == len(seq.block_ids), Invariant, "tables of unequal length", seq)
                     _check_dropped(seq, num_dropped * size, window)
+                owners.update(seq.state)
+                _check_state(seq, cache)
                 need(seq.room == len(seq.block_ids) * size, Invariant, "room")
                 need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "blocks not needed", seq)
                 length = len(seq.token_ids) + seq.num_pending
@@ -595,22 +687,27 @@ def check(scheduler: Scheduler) -> None:
             else:
                 need(seq.row < 0, Invariant, "a row without running", seq)
             if request.status is Status.SWAPPED:
-                for ids, _ in seq.tables:
+                _check_state(seq, cache)
+                for ids, _ in seq.holdings:
                     host_owners.update(b for b in ids if b > 0)
                     need(all(-b in request.shared_on_device for b in ids if b < 0), Invariant, "shared on device")
             elif request.status is Status.WAITING:
-                empty = not any(ids for ids, _ in seq.tables) and not seq.num_computed
+                empty = not any(ids for ids, _ in seq.holdings) and not seq.num_computed
                 need(empty, Invariant, "waiting with blocks", seq)
     for name, seq in cache.pins.items():
         need(name == seq.request.request_id and seq.request.status is Status.FINISHED, Invariant, "a pin", name)
         for ids, num_dropped in seq.tables:
             need(len(ids) == cache.blocks_for(seq.num_computed), Invariant, "a pin's blocks", seq)
             owners.update(ids[num_dropped:])
+        owners.update(seq.state)
+        _check_state(seq, cache)
     coming = [len(r.prompt_token_ids) for r in scheduler.requests.values() if r.pin]
-    pinned = [len(s.block_ids) * cache.num_groups for s in cache.pins.values()]
-    pinned += [cache.blocks_for(n) * cache.num_groups for n in coming]
+    pinned = [len(s.block_ids) * cache.num_groups + cache.state_blocks for s in cache.pins.values()]
+    pinned += [cache.blocks_for(n) * cache.num_groups + cache.state_blocks for n in coming]
     need(cache.num_pinned == sum(pinned) <= pool.num_blocks // 2, Invariant, "pinned", cache.num_pinned, pinned)
     check_pool(pool, owners)
+    if cache.state_blocks:
+        check_chains(scheduler)
     for b in range(1, host.num_blocks + 1):
         need(host.refs[b] == host_owners[b], Invariant, "host references", b, host.refs[b], host_owners[b])
     need(host.num_used == len(host_owners), Invariant, "host count")
@@ -643,6 +740,57 @@ def check(scheduler: Scheduler) -> None:
     most = len(device) * (size - 1) * cache.num_groups
     need(stats.num_unfilled_slots <= most, Invariant, "more waste than a block a sequence")
     need(stats.num_saved_by_sharing == sum(max(0, n - 1) for n in owners.values()), Invariant, "saved by sharing")
+
+
+def _check_state(seq: Sequence, cache: KVCacheManager) -> None:
+    """Check the form of a sequence's state, on the device or on the host."""
+    num = len(seq.state)
+    need(num == len(set(seq.state)) == (cache.state_blocks if seq.block_ids else 0), Invariant, "a state's blocks", seq)
+    need(0 not in seq.state, Invariant, "a null in a state", seq)
+    ends = seq.marks
+    in_order = ends == sorted(set(ends)) and not any(p % cache.block_size or p <= 0 for p in ends)
+    need(in_order, Invariant, "marks", seq, ends)
+
+
+def chains(cache: KVCacheManager) -> list[list[int]]:
+    """The checkpoints in the index, each as a state's blocks in the order of its line: the head last."""
+    pool, content = cache.pool, bytes((len(cache.windows),))
+    block_of = {pool.seal_id[b]: b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]}
+    keys = {b: key for b in block_of.values() if (key := pool.key_of(b)) is not None and key[1] == content}
+    found, num = [], 0
+    for block, (parent, _) in keys.items():
+        if not isinstance(parent, bytes) and block_of.get(parent) not in keys:
+            chain = [block]
+            while below := pool.find((pool.seal_id[chain[-1]], content)):
+                chain.append(below)
+            need(len(chain) == cache.state_blocks, Invariant, "a part of a checkpoint", chain)
+            found.append(chain[::-1])
+            num += len(chain)
+    need(num == len(keys), Invariant, "blocks of checkpoints without a head", keys)
+    return found
+
+
+def check_chains(scheduler: Scheduler) -> None:
+    """Check the form of checkpoints: whole, referred to as a whole, and in the right order of eviction."""
+    cache = scheduler.cache
+    pool, line = cache.pool, list(cache.pool.cached())
+    states = {}
+    for ids in chains(cache):
+        key = pool.key_of(ids[-1])
+        assert key is not None
+        states[ids[-1]] = ids
+        refs = {pool.refs[b] for b in ids}
+        need(len(refs) == 1, Invariant, "parts of a checkpoint are shared", ids, refs)
+        if not refs.pop():
+            need(line.index(ids[-1]) == min(map(line.index, ids)), Invariant, "a head outlives its state", ids)
+    owners = [*cache.pins.values(), *(s for r in scheduler.running for s in r.sequences)]
+    in_tables = {b for seq in owners for ids, _ in seq.tables for b in ids}
+    for seq in owners:
+        need(in_tables.isdisjoint(seq.state), Invariant, "a state's block in a table", seq)
+        need(len({pool.refs[b] for b in seq.state}) <= 1, Invariant, "parts of a state are shared", seq)
+        sealed = [b for b in seq.state if pool.seal_id[b]]
+        need(not sealed or states.get(seq.state[-1]) == seq.state, Invariant, "a state sealed otherwise", seq, sealed)
+    need(in_tables.isdisjoint(states), Invariant, "a checkpoint in a table")
 
 
 def _check_dropped(seq: Sequence, dropped: int, window: int) -> None:
@@ -745,6 +893,20 @@ def watch_eviction(cache: KVCacheManager) -> None:
             super().renew(block)
             line.append(block)
 
+        def pass_state(self, head: int) -> None:
+            super().pass_state(head)
+            if (now := [*self.cached()]) != line:
+                moved = now[: self.state_blocks]
+                need(moved[0] == head, Invariant, "a checkpoint that is passed is not the oldest", head)
+                need(now == [*moved, *(b for b in line if b not in moved)], Invariant, "others moved", head)
+                line[:] = now
+
+        def _evict_others(self, seal_id: int, why: str) -> None:
+            key = bytes((self.num_windows,))
+            others = {self.find((parent, key)) for parent in range(seal_id, seal_id + self.state_blocks - 1)}
+            super()._evict_others(seal_id, why)
+            line[:] = [block for block in line if block not in others]
+
         def unseal(self, block: int, why: str = "void") -> None:
             if not self.refs[block]:
                 line.remove(block)
@@ -753,7 +915,7 @@ def watch_eviction(cache: KVCacheManager) -> None:
     class Cache(KVCacheManager):
         def free(self, sequence: Sequence) -> None:
             swapped = sequence.request.status is Status.SWAPPED
-            tables = [] if swapped else [list(ids) for ids, _ in sequence.tables]
+            tables = [] if swapped else [list(ids) for ids, _ in sequence.holdings]
             super().free(sequence)
             for blocks in tables:
                 places = [line.index(b) for b in blocks if b in line]

@@ -1,7 +1,7 @@
 """The core's long proofs: `python -m tests.proof.prove [--steps 1000000] [--seed 0] [--jobs 2]`.
 
-1. Random workloads, each plain, with drafts, with window groups, and with both, until the oracle has checked `--steps`
-   steps. A table has the events that they reached.
+1. Random workloads, each plain, with drafts, with window groups, with both, with states, and with window groups and
+   states, until the oracle has checked `--steps` steps. A table has the events that they reached.
 2. The small worlds, all of them.
 3. Every test marked slow.
 
@@ -41,11 +41,12 @@ def play_seeds(first: int) -> Report:
     failures = []
     with covering(totals):
         for seed in range(first, first + SEEDS_A_JOB):
-            for groups, drafts in product(("", " --groups"), ("", " --drafts")):
+            for groups, more in product(("", " --groups"), ("", " --drafts", " --states")):
                 try:
-                    run(seed, totals, speculates=bool(drafts), groups=bool(groups))
+                    options = {"speculates": "drafts" in more, "groups": bool(groups), "states": "states" in more}
+                    run(seed, totals, **options)
                 except Exception as error:
-                    again = f"python -m tests.proof.workloads {seed} {seed + 1}{groups}{drafts}"
+                    again = f"python -m tests.proof.workloads {seed} {seed + 1}{groups}{more}"
                     failures.append((again, f"{type(error).__name__}: {error}"))
     return Report(totals, failures)
 

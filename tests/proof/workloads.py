@@ -4,7 +4,8 @@ They have arrivals, chats, forks, beam searches, aborts, stops, preemption, swap
 
 `run(seed)` makes a small workload from a seed, drives the real scheduler until every request has finished, and checks
 after every call. `python -m tests.proof.workloads 0 1000` runs seeds 0 to 999 and prints totals of what they reached.
-With `--drafts` the same requests speculate, with `--groups` the cache has window groups.
+With `--drafts` the same requests speculate, with `--groups` the cache has window groups, and with `--states` sequences
+have recurrent states, some requests have marks, repeat an earlier prompt, or resume outputs of an engine that stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from octavo.core import events as ev
@@ -82,7 +83,10 @@ class Fairness:
             if due <= 1:
                 continue
             prompts[tenant] += count
-            if count < min(due, self.longest or due, scheduler.cache.max_chunk) and seq is seq.request.only_sequence:
+            wants = min(due, self.longest or due, scheduler.cache.max_chunk)
+            if scheduler.cache.state_blocks and (start + count) % scheduler.cache.block_size == 0:
+                wants = count  # it may end at a mark
+            if count < wants and seq is seq.request.only_sequence:
                 unmet.add(tenant)
             if self.longest and due > self.longest:
                 need(count <= self.longest, Invariant, "a long prompt takes more than its part", seq)
@@ -214,6 +218,95 @@ class GivingWay:
         return gone
 
 
+class StateWatch:
+    """Counts what happens to states and their checkpoints, and checks where they are left."""
+
+    class Before(NamedTuple):
+        """What was there before a call: the seal of each checkpoint's head, and the state of each running sequence."""
+
+        heads: dict[int, int]
+        states: dict[Sequence, list[int]]
+        refs: dict[int, int]
+        last_seal: int
+
+    def __init__(self, world: World) -> None:
+        self.cache, self.scheduler, self.totals = world.cache, world.scheduler, world.totals
+
+    def count(self, what: str, num: Any = 1) -> None:
+        self.totals["state: " + what] += int(num)
+
+    def before(self) -> Before:
+        pool = self.cache.pool
+        heads = {ids[-1]: pool.seal_id[ids[-1]] for ids in o.chains(self.cache)}
+        states = {s: s.state[:] for r in self.scheduler.running for s in r.sequences}
+        return self.Before(
+            heads, states, {ids[-1]: pool.refs[ids[-1]] for ids in states.values() if ids}, pool.last_seal_id
+        )
+
+    def landed(self, before: Before) -> None:
+        pool = self.cache.pool
+        self.count("sealed by a result", sum(seal > before.last_seal for seal in self.before().heads.values()))
+        for head, seal in before.heads.items():
+            self.count("seal lost by a result", pool.seal_id[head] != seal)
+
+    def planned(self, before: Before, step: InFlightStep, came: list[Request]) -> None:
+        pool, plan, size = self.cache.pool, step.plan, self.cache.block_size
+        self.count("sealed", sum(seal > before.last_seal for seal in self.before().heads.values()))
+        written = {seq.state[-1] for seq in step.sequences if seq.state}
+        gone = [head for head, seal in before.heads.items() if pool.seal_id[head] != seal]
+        owned = {ids[-1]: seq for seq, ids in before.states.items() if ids}
+        for head in gone:
+            in_place = head in written and owned.get(head) in step.sequences
+            self.count("written in place" if in_place else "evicted")
+        for seq in step.sequences:
+            ids = before.states.get(seq, [])
+            if ids and seq.state != ids:
+                self.count("copied, shared" if before.refs[ids[-1]] > 1 else "copied, sealed")
+        self.count("blocks copied", len(plan.copies))
+        for request in came:
+            seq = request.sequences[0]
+            found = seq in step.sequences and plan.starts[step.sequences.index(seq)]
+            self.count("found", bool(found))
+            self.count("found at the last mark", found == (len(seq.token_ids) - 1) // size * size > 0)
+            self.count("found with preemptions", bool(found and request.num_preemptions))
+        waits = [r for r in self.scheduler.waiting if r.wait_reason == "prefix in flight"]
+        self.count("waited on", len(waits))
+        self.count("swapped out", any(r.status is Status.SWAPPED for r in step.swapped_requests))
+        self.count("swapped in", any(r.status is Status.RUNNING for r in step.swapped_requests))
+        self.count(
+            "groups that share one",
+            any(
+                len(r.sequences) > 1 and len({s.state[-1] for s in r.sequences if s.state}) == 1
+                for r in self.scheduler.running
+            ),
+        )
+        for seq, start, count, num_sampled in zip(
+            step.sequences, plan.starts, plan.counts, plan.num_sampled, strict=True
+        ):
+            self._ends_at_marks(seq, start, start + count, num_sampled)
+
+    def _ends_at_marks(self, seq: Sequence, start: int, end: int, num_sampled: int) -> None:
+        """Check that a slice passes no mark, and that it leaves a checkpoint at one."""
+        cache, request, size = self.cache, seq.request, self.cache.block_size
+        if not cache.enable_prefix_caching:
+            need(not seq.marks, Invariant, "marks without a prefix cache", seq)
+            return
+        num = len(request.prompt_token_ids)
+        last = (num - 1) // size * size
+        marks = {min(mark // size * size, last) for mark in request.marks} or {last}
+        marks |= {*seq.marks}
+        passed = [mark for mark in marks if start < mark < end]
+        need(not passed, Invariant, "a slice passes a mark", seq, start, end, passed)
+        parent = seq.seal_ids[end // size - 1] if end in marks and len(seq.seal_ids) >= end // size else 0
+        if parent and parent in {*cache.pool.seal_id}:
+            need(
+                cache.pool.find(window_key(parent, len(cache.windows))), Invariant, "no checkpoint at a mark", seq, end
+            )
+            self.count("at the end of a slice")
+        if request.is_single and end > num and end % cache.checkpoint_interval == 0:
+            self.count("a stop in the output")
+
+
 STOPPED = ("blocks", "rows", "behind a swapped request", "in flight", "prefix in flight", "long prefill")
 """Wait reasons with which shares may stay unequal: a slice that was shortened is not extended again."""
 
@@ -230,6 +323,7 @@ class World:
         listen: bool | None = None,
         speculates: bool = False,
         groups: bool = False,
+        states: bool = False,
     ) -> None:
         self.seed = seed
         self.random = rnd = random.Random(seed)
@@ -242,6 +336,9 @@ class World:
         grouped = random.Random(seed + 0.1875) if groups else None
         windows = grouped.choices([1, 2, 3, 5, 9, 16], k=grouped.choice([1, 1, 2, 3])) if grouped else []
         num_blocks = int(num_blocks * (1 + grouped.choice([0, 0.3, 0.6, 1]) * len(windows))) if grouped else num_blocks
+        self.stating = stating = random.Random(seed + 0.3125) if states else None
+        state_blocks = stating.choice([1, 1, 2, 3, 4]) if stating else 0
+        num_blocks += state_blocks * stating.choice([1, 2, 4, 8]) if stating else 0
         num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
         self.rows = rnd.choice([2, 4, 8, 16])
         per_shard = BLOCKS_PER_SHARD if seed % 4 else max(1, num_blocks // 3)  # few: as in a pool of many thousands
@@ -252,9 +349,11 @@ class World:
                 num_host,
                 num_rows=self.rows,
                 enable_prefix_caching=rnd.random() < 0.9,
-                attention_window=0 if grouped else random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
+                attention_window=0 if grouped or stating else random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
                 windows=windows,
                 max_chunk=grouped.choice([1, 2, 3, 8, 16, 40]) if grouped else 0,
+                state_blocks=state_blocks,
+                checkpoint_interval=size * stating.choice([1, 2, 4]) if stating else 0,
             )
         self.seen: Counter[str] = Counter()
         self.num_out_events = self.num_out_plans = 0  # swapped-out blocks according to events and to plans
@@ -294,6 +393,7 @@ class World:
             self.habits.drafts = self.drafting.choice(["right", "wrong", "random", "lot", "lot"])
             self.habits.lazy = self.drafting.random() < 0.3
         self.oracle = o.Oracle(self.scheduler, self.habits, seed)
+        self.states = StateWatch(self) if states else None
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
         self.short = random.Random(seed + 0.75)  # of memory, in some of the worlds where steps fail
@@ -374,7 +474,37 @@ class World:
         if self.drafting:
             for request in todo:
                 request.num_draft_tokens = self.drafting.choice([0, 1, 2, 4, 8])
+        if self.stating:
+            todo = self._with_marks(todo, self.stating)
         return todo
+
+    def _with_marks(self, todo: list[Request], rnd: random.Random) -> list[Request]:
+        """Add marks, retries of prompts, and outputs so far of an engine that stopped."""
+        for i, before in enumerate(todo[:]):
+            if rnd.random() < 0.3 and not before.pin:
+                again = Request(
+                    f"again{i}",
+                    before.prompt_token_ids,
+                    before.sampling_params,
+                    max_tokens=before.max_tokens,
+                    salt=before.salt,
+                    tenant=before.tenant,
+                    stop_ids=before.stop_ids,
+                    resume=self._begun(before, rnd) if rnd.random() < 0.3 else None,
+                )
+                todo.insert(rnd.randrange(len(todo) + 1), again)
+        for request in todo:
+            num = len(request.prompt_token_ids)
+            request.marks = tuple(rnd.randint(-2, num + 4) for _ in range(rnd.choice([0, 0, 1, 1, 2, 3])))
+        return todo
+
+    def _begun(self, request: Request, rnd: random.Random) -> dict[int, list[int]] | None:
+        """Return outputs with which one sequence of this request may resume; None if its output has one token."""
+        prompt, max_tokens, stops = request.prompt_token_ids, request.max_tokens, request.stop_ids
+        alone = Request("", prompt, SamplingParams(max_tokens=None), max_tokens=max_tokens, stop_ids=stops)
+        alone.salt = request.salt
+        output = o.reference(alone)[0][1][len(prompt) :]
+        return {0: output[: rnd.randrange(1, len(output))]} if len(output) > 1 else None
 
     def _add_pins(self, todo: list[Request], prefixes: list[list[int]]) -> None:
         """Pin prompts in some workloads, before or among requests that begin with them."""
@@ -443,8 +573,11 @@ class World:
         scheduler = self.scheduler
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         fairness, giving = Fairness(scheduler), GivingWay(scheduler, self.turn_ends, self.waits_since)
+        watched = self.states.before() if self.states else None
         step = scheduler.schedule()
         plan = step.plan
+        if self.states and watched:
+            self.states.planned(watched, step, came=[r for r in waiting if r in scheduler.running])
         fairness.check(step, self.totals)
         gone = giving.check(self.totals)
         o.check(scheduler)
@@ -469,11 +602,12 @@ class World:
         self._note_authors(step)
         if step:
             self.flight.append((step, self.oracle.submit(plan)))
+        self.oracle.check_checkpoints()
         return step
 
     def _computed_once(self, step: InFlightStep, came: list[Request]) -> None:
         """Check that of two requests admitted together only one computes a common first block."""
-        if not self.cache.enable_prefix_caching:
+        if not self.cache.enable_prefix_caching or self.states:  # a prefix without a state spares nothing
             return
         first = {}
         plan, size = step.plan, self.cache.block_size
@@ -493,13 +627,14 @@ class World:
         for request in step.swapped_requests:
             if request.status is Status.RUNNING:
                 for seq in request.sequences:
-                    self.authors |= {b: seq for ids, _ in seq.tables for b in ids if b in brought}
+                    self.authors |= {b: seq for ids, _ in seq.holdings for b in ids if b in brought}
         for seq, start, count in zip(step.sequences, step.plan.starts, step.plan.counts, strict=True):
             if seq.num_unverified and not seq.finish_reason:  # it starts there or earlier
                 count, start = start + count, min(start, len(seq.token_ids) - 1)
                 count -= start
             for ids, _ in seq.tables:
                 self.authors |= dict.fromkeys(ids[start // size : -(-(start + count) // size)], seq)
+            self.authors |= dict.fromkeys(seq.state, seq)
 
     def _break(self, step: InFlightStep, result: StepResult) -> set[int]:
         """Report non-finite logits for a random slice now and then.
@@ -523,7 +658,7 @@ class World:
         self.failed.add(request.request_id)
         self.totals["error " + request.status.value] += 1
         others = [s for r in self.scheduler.running if r is not request for s in r.sequences]
-        shared = {b for seq in [*others, *self.cache.pins.values()] for ids, _ in seq.tables for b in ids}
+        shared = {b for seq in [*others, *self.cache.pins.values()] for ids, _ in seq.holdings for b in ids}
         return {b for b, author in self.authors.items() if author in request.sequences} - shared
 
     def _are_not_indexed(self, blocks: set[int]) -> None:
@@ -591,7 +726,11 @@ class World:
         scheduler, num_before = self.scheduler, self.cache.num_corrupt
         corrupt, before = len(result.corrupt), [r for r in scheduler.running if r.num_pending]
         poisoned = {i for i in self.oracle.poisoned.get(id(running.plan), ()) if not step.sequences[i].finish_reason}
+        watched = self.states.before() if self.states else None
         finished = scheduler.update(step, result, last=last)
+        if self.states and watched:
+            self.states.landed(watched)
+        self.oracle.check_checkpoints()
         need(self.cache.num_corrupt - num_before == corrupt, Invariant, "corrupt blocks are counted", corrupt)
         need(poisoned <= step.void_slices, WrongOutput, "computed from corrupt blocks", poisoned - step.void_slices)
         if last:
@@ -614,6 +753,7 @@ class World:
         for name in list(self.cache.pins):
             self.scheduler.unpin(name)
             o.check(self.scheduler)
+        self.oracle.check_checkpoints()
         need(not any(pool.refs) and pool.num_cached + pool.num_free == pool.num_blocks, Invariant, "blocks leaked")
         need(self.cache.swap_space.num_used == 0, Invariant, "host blocks leaked")
         need(self.cache.rows.num_free == self.rows and not self.scheduler.num_rows_taken, Invariant, "rows leaked")
@@ -637,10 +777,11 @@ def run(
     kind: str | None = None,
     speculates: bool = False,
     groups: bool = False,
+    states: bool = False,
 ) -> Counter[str]:
     """Run the workload of this seed to its end. Raises the oracle's findings."""
     totals = Counter() if totals is None else totals
-    world = World(seed, totals, kind=kind, speculates=speculates, groups=groups)
+    world = World(seed, totals, kind=kind, speculates=speculates, groups=groups, states=states)
     with mock.patch.object(scheduler_state, "PATIENCE_STEPS", world.fair.choice([2, 5, 64])):
         world.run()
     totals.update(world.oracle.counts)
@@ -660,6 +801,8 @@ def hunt(seconds: float, first: int = 0) -> str:
             run(seed, speculates=True)
             run(seed, groups=True)
             run(seed, speculates=True, groups=True)
+            run(seed, states=True)
+            run(seed, groups=True, states=True)
         except Exception as error:
             return f"seed {seed}: {type(error).__name__}"
         seed += 1
@@ -790,14 +933,15 @@ def watch_windows(wrap: Callable[..., None], totals: Counter[str]) -> None:
     wrap(Swapping, "swap_in", swap_in)
 
 
-def main(first: int, last: int, *, speculates: bool = False, groups: bool = False) -> int:
+def main(first: int, last: int, **options: bool) -> int:
+    """options: of `run`"""
     totals: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     begin = time.time()
     with covering(totals):
         for seed in range(first, last):
             try:
-                run(seed, totals, speculates=speculates, groups=groups)
+                run(seed, totals, **options)
             except Exception as error:
                 bad[f"{type(error).__name__} {str(error)[:60]}"] += 1
                 if sum(bad.values()) <= 3:
@@ -810,4 +954,5 @@ def main(first: int, last: int, *, speculates: bool = False, groups: bool = Fals
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), speculates="--drafts" in sys.argv, groups="--groups" in sys.argv))
+    flags = {"speculates": "--drafts", "groups": "--groups", "states": "--states"}
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), **{name: flag in sys.argv for name, flag in flags.items()}))

@@ -46,13 +46,18 @@ def steps(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("way", ["native", "x86-64-v3", "oneDNN", "blocks"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "qwen3_5"])
 def test_logits_are_the_same_alone_and_in_a_batch(
     directory: Directory, kind: str, way: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_backend(way, monkeypatch)
     options = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "bfloat16", "enable_prefix_caching": False}
-    with LLM(str(directory(kind)), quantization=quantization, num_gpu_blocks_override=80, **options) as llm:
+    with LLM(
+        str(directory(kind)),
+        quantization=quantization,
+        num_gpu_blocks_override=80 if kind != "qwen3_5" else 400,
+        **options,
+    ) as llm:
         alone = [torch.cat(steps(llm, [prompt], monkeypatch)) for prompt in PROMPTS]  # [NUM_STEPS, vocab_size] each
         for num_seqs in (4, 5, 8, 16):
             together = torch.stack(steps(llm, PROMPTS[:num_seqs], monkeypatch), 1)  # [num_seqs, NUM_STEPS, vocab_size]

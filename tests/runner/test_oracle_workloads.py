@@ -122,6 +122,9 @@ class Device:
         self.executor.flip_bit(block, self._flips)
         self.counts["flipped bits"] += 1
 
+    def check_checkpoints(self) -> None:
+        """These models have no states."""
+
     def fail(self, plans: list[StepPlan]) -> None:
         """The scheduler has taken these plans back: nothing may read what they moved."""
         for plan in plans:

@@ -247,6 +247,20 @@ def test_chat_gets_no_second_bos(byte_level):
     assert ids.count(1) == 1
 
 
+def test_turn_openings_are_the_templates_own_tokens(byte_level):
+    tokenizer = Tokenizer(byte_level, chat_templates={"default": CHATML})
+    user, model = tokenizer.turn_openings()
+    assert tokenizer.decode(user, skip_special_tokens=False) == "<|im_start|>user\n"
+    assert tokenizer.decode(model, skip_special_tokens=False) == "<|im_start|>assistant\n"
+    unopened = Tokenizer(byte_level, chat_templates={"default": "{{ messages[0].content }}"})
+    other = Tokenizer(
+        byte_level,
+        chat_templates={"default": "{{ messages[0].content }}{% if add_generation_prompt %}<|im_end|>{% endif %}"},
+    )
+    assert [t.turn_openings() for t in (Tokenizer(byte_level), unopened)] == [((), ())] * 2
+    assert other.turn_openings() == ((), (2,))
+
+
 def test_tools_select_the_tool_use_template(byte_level):
     tokenizer = Tokenizer(byte_level, chat_templates={"default": "plain", "tool_use": "tools"})
     assert tokenizer.encode_chat([{"content": ""}])[0] == "plain"

@@ -17,6 +17,7 @@ from octavo.view.live.external import ExternalPool
 from octavo.view.live.messages import Frame, Snapshot
 from octavo.view.live.publisher import Publisher
 from octavo.view.live.state import PoolState
+from tests.core.lab import Lab
 from tests.view.test_page_state import FilmedWorld
 
 STATIC = Path(octavo.view.__file__).parent / "static"
@@ -166,12 +167,12 @@ def test_a_wait_without_numbers_is_a_phrase() -> None:
     assert run_page(script, waits) == ["", "waits: rows", "needs 1 row: 0 left"]
 
 
-def test_a_wait_for_blocks_tells_those_of_windows() -> None:
+def test_a_wait_for_blocks_tells_those_of_windows_and_states() -> None:
     wait = {"reason": "blocks", "needs": 41, "free": 3, "evictable": 2}
-    waits = [wait | {"in_windows": 21}, wait | {"in_windows": 0}, wait]
+    waits = [wait | {"in_windows": 21, "in_states": 4}, wait | {"in_windows": 0, "in_states": 16}, wait]
     script = 'const { waitText } = await load("panels"); output(input.map(waitText));'
-    alike = "needs 41 blocks: 3 free, 2 cached"
-    assert run_page(script, waits) == ["needs 41 blocks, 21 of them in windows: 3 free, 2 cached", alike, alike]
+    texts = ["41 blocks (21 in windows, 4 in its state)", "41 blocks (16 in its state)", "41 blocks"]
+    assert run_page(script, waits) == [f"needs {text}: 3 free, 2 cached" for text in texts]
 
 
 def test_speed_change_keeps_fetched_frames() -> None:
@@ -407,6 +408,39 @@ def test_block_details_have_the_filled_positions(num_computed: int, positions: s
     output(root.children[0].children.map((each) => each.children.map((part) => part.textContent)));
     """
     assert dict(run_page(script, num_computed))["positions"] == positions
+
+
+def test_block_details_tell_a_state_and_a_checkpoint() -> None:
+    """A full block, its window block, the head of a checkpoint under it, and a block of a state that a sequence has."""
+    lab = Lab(30, 2, rows=4, windows=(4,), max_chunk=8, state_blocks=3, interval=4)
+    lab.add("a", [1, 2, 3, 4, 5, 6, 7], 8)
+    lab.step()
+    lab.step()
+    (sequence,) = lab.scheduler.running[0].sequences
+    full, window, state = sequence.block_ids[2], sequence.windows[0].block_ids[2], sequence.state
+    head = lab.pool.find_state(lab.pool.seal_id[full])[-1]
+    frame = json.loads(msgspec.json.encode(Publisher(lab.scheduler).frame()))
+    script = """
+    const { Pool } = await load("pool");
+    const { describeBlock, showBlock } = await load("panels");
+    const pool = new Pool(input.frame);
+    output(input.blocks.map((block) => {
+      const root = new Element();
+      showBlock(pool, block, root);
+      const facts = root.children[0].children.map((each) => each.children.map((part) => part.textContent));
+      return [describeBlock(pool, block), Object.fromEntries(facts)];
+    }));
+    """
+    shown = run_page(script, {"frame": frame, "blocks": [full, window, head, state[0]]})
+    lab.run()
+    texts, facts = zip(*shown, strict=True)
+    assert texts[2] == f"Block {head}: cached, group state, checkpoint"
+    assert texts[3] == f"Block {state[0]}: used, 1 reference, A, group state"
+    assert [each["group"] for each in facts] == ["full", "w1: last 4", "state", "state"]
+    assert [each.get("part") for each in facts] == [None, None, "3 of 3", "1 of 3"]
+    assert [each.get("checkpoint") for each in facts] == [None, None, f"after block {full}", "no"]
+    assert [each.get("after") for each in facts] == [None, None, "6 tokens", "7 tokens"]
+    assert {"filled slots", "positions"} < facts[0].keys() and "positions" not in facts[2]
 
 
 def test_copy_link_button_restores_its_label() -> None:

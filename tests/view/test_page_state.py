@@ -21,6 +21,7 @@ from octavo.core.in_flight import InFlightStep
 from octavo.view.live.messages import Snapshot
 from octavo.view.live.publisher import Publisher
 from tests.proof.workloads import World
+from tests.view.live.test_state import KINDS
 
 STATIC = Path(octavo.view.__file__).parent / "static"
 
@@ -61,8 +62,8 @@ def run_pool(runs: list[list[Any]]) -> list[dict[str, Any]]:
 class FilmedWorld(World):
     """A workload that keeps its frames as JSON, and the scheduler's state at each."""
 
-    def __init__(self, seed: int, *, groups: bool = False) -> None:
-        super().__init__(seed, Counter(), listen=True, groups=groups)
+    def __init__(self, seed: int, **kinds: bool) -> None:
+        super().__init__(seed, Counter(), listen=True, **kinds)
         self.coin = random.Random(seed + 0.25)
         self.publisher = Publisher(self.scheduler)
         self.frames: list[Any] = []
@@ -101,15 +102,24 @@ def truth(world: World) -> dict[str, Any]:
     groups: dict[int, int] = {}
     holders = [s for request in live if request.status.value != "swapped" for s in request.sequences]
     for sequence in (*holders, *cache.pins.values()):
-        for group, (block_ids, _) in enumerate(sequence.tables):
+        for group, (block_ids, _) in enumerate(sequence.holdings):
             for i, block in enumerate(block_ids):
                 owners[block] += 1
-                filled[block] = min(max(sequence.num_computed - i * size, 0), size)
+                is_state = group == cache.num_groups
+                filled[block] = size if is_state else min(max(sequence.num_computed - i * size, 0), size)
                 groups[block] = group
     for block, seal_id in enumerate(pool.seal_id):
         if seal_id and (key := pool.key_of(block)) is not None:
             groups[block] = group_of(key[1])
     blocks = range(1, pool.num_blocks + 1)
+    sealed = {seal_id: block for block, seal_id in enumerate(pool.seal_id) if seal_id}
+    checkpoints = []
+    for full in sealed.values():
+        state = pool.find_state(pool.seal_id[full]) if cache.state_blocks and not groups[full] else []
+        above, num = pool.key_of(full), 1
+        while above is not None and not isinstance(above[0], bytes):
+            above, num = pool.key_of(sealed.get(above[0], 0)), num + 1
+        checkpoints += [[block, full, part, above and num * size] for part, block in enumerate(state)]
     pinned = [(name, sequence) for name, sequence in cache.pins.items()]
     sequences = [(r.request_id, s) for r in live for s in r.sequences] + pinned
     states = ["used" if pool.refs[b] else "cached" if pool.seal_id[b] else "free" for b in blocks]
@@ -121,22 +131,23 @@ def truth(world: World) -> dict[str, Any]:
         "owned": [owners[b] > 0 for b in blocks],
         "filled": [size if pool.seal_id[b] else filled.get(b, 0) for b in blocks],
         "groups": [groups.get(b, 0) for b in blocks],
+        "checkpoints": sorted(checkpoints),
         "tables": sorted(
             (
                 [name, len(s.token_ids), s.num_computed, list(table)]
                 for name, s in sequences
-                for table in islice(chain((ids for ids, _ in s.tables), repeat([])), cache.num_groups)
+                for table in islice(chain((ids for ids, _ in s.holdings), repeat([])), cache.rows.num_lines)
             ),
             key=itemgetter(0),
         ),
-        "numTables": len(sequences) * cache.num_groups,
+        "numTables": len(sequences) * cache.rows.num_lines,
         "queues": {name: [r.request_id for r in queue] for name, queue in queues.items()},
         "stats": cache.stats().as_dict(),
     }
 
 
-def check_runs(seeds: range, *, groups: bool) -> Counter[str]:
-    worlds = [FilmedWorld(seed, groups=groups) for seed in seeds]
+def check_runs(seeds: range, **kinds: bool) -> Counter[str]:
+    worlds = [FilmedWorld(seed, **kinds) for seed in seeds]
     for world in worlds:
         world.run()
     worlds = [world for world in worlds if world.frames]
@@ -151,20 +162,22 @@ def check_runs(seeds: range, *, groups: bool) -> Counter[str]:
             totals[frame["kind"]] += 1
             totals["swapped"] += bool(expected["queues"]["swapped"])
             totals["shared"] += max(expected["refs"]) > 1
-            totals["in windows"] += sum(map(bool, expected["groups"]))
+            totals["in windows or states"] += sum(map(bool, expected["groups"]))
+            totals["checkpoints"] += len(summary["checkpoints"])
     return totals
 
 
-@pytest.mark.parametrize("groups", [False, True])
-def test_page_state_equals_the_scheduler(groups: bool) -> None:
-    totals = check_runs(range(44, 52), groups=groups)
-    assert bool(totals["in windows"]) == groups
+@pytest.mark.parametrize("kinds", KINDS)
+def test_page_state_equals_the_scheduler(kinds: dict[str, bool]) -> None:
+    totals = check_runs(range(44, 52), **kinds)
+    assert bool(totals["in windows or states"]) == bool(kinds)
+    assert (totals["checkpoints"] > 100) == ("states" in kinds), totals
     assert totals["snapshot"] > 8 and totals["delta"] > 80 and totals["swapped"] > 10 and totals["shared"] > 20, totals
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("first", range(1000, 1300, 100))
-def test_page_state_equals_the_scheduler_for_many_seeds(first: int, groups: bool) -> None:
-    totals = check_runs(range(first, first + 100), groups=groups)
+def test_page_state_equals_the_scheduler_for_many_seeds(first: int, kinds: dict[str, bool]) -> None:
+    totals = check_runs(range(first, first + 100), **kinds)
     assert totals["delta"] > 1000

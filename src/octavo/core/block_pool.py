@@ -9,6 +9,12 @@ Every block is in one of three states:
 A window group's block is sealed under the full block over the same positions. Its key is that block's seal id and the
 group's number. A lookup finds it through the full block alone, so it is unsealed when the full block is evicted.
 
+A checkpoint is the state of a recurrent model after the positions of some full blocks. Its blocks are sealed in a
+chain: the head under the last of those full blocks, each other one under the block before it. Their seal ids follow one
+another. They are used, cached and unsealed together. Of cached ones the head is the oldest, and takes the others along:
+
+    full block  <-  head  <-  block  <-  block
+
 All state is in flat arrays with O(1) operations, without an object per block. Free blocks are a stack and a high-water
 mark, so a new pool of a million blocks fills no list. The LRU links are two arrays with the null block as sentinel.
 
@@ -37,7 +43,12 @@ BLOCKS_PER_SHARD = 4096
 
 
 class BlockPool:
-    """`num_blocks` usable blocks with the ids 1 to num_blocks, for the full group and `num_windows` window groups.
+    """`num_blocks` usable blocks with the ids 1 to num_blocks, for the full group, `num_windows` window groups and
+    states of `state_blocks` blocks.
+
+    num_finders  of each head of a checkpoint: sequences that began with it; 2 more where sequences part
+    mates        of the heads of two checkpoints of one request, at the end of its prompt and in its output: the other.
+                 Its session goes on from one of them
 
     Misuse, such as a double release or an id out of range, is a bug of the core and fails an assertion.
     """
@@ -45,32 +56,39 @@ class BlockPool:
     __slots__ = (
         "_freed",
         "_next",
+        "_num_below",
         "_packed_of",
         "_prev",
         "_shards",
         "_untouched",
         "events",
         "last_seal_id",
+        "mates",
         "num_blocks",
         "num_cached",
         "num_evicted",
+        "num_finders",
         "num_free",
         "num_refs",
         "num_sealed",
         "num_windows",
         "refs",
         "seal_id",
+        "state_blocks",
     )
 
     SAVED = Fields(
         "refs seal_id _prev _next _untouched num_free num_cached num_refs last_seal_id num_sealed num_evicted "
-        "freed=_freed"
+        "num_finders mates freed=_freed"
     )
 
-    def __init__(self, num_blocks: int, events: EventStream | None = None, *, num_windows: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, events: EventStream | None = None, *, num_windows: int = 0, state_blocks: int = 0
+    ) -> None:
         n = num_blocks + 1
         self.num_blocks = num_blocks
-        self.num_windows = num_windows
+        self.num_windows, self.state_blocks = num_windows, state_blocks
+        self._num_below = num_windows + (state_blocks > 0)  # blocks that may be sealed under a full one
         self.events = events or EventStream()
         self.refs = array("i", bytes(4 * n))
         self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
@@ -84,6 +102,7 @@ class BlockPool:
         self.num_refs = 0  # references to all blocks; num_refs - num_used is the number of blocks that sharing saves
         self.last_seal_id = 0
         self.num_sealed, self.num_evicted = 0, 0
+        self.num_finders, self.mates = (array("i", bytes(4 * n if state_blocks else 0)) for _ in range(2))
 
     @property
     def num_available(self) -> int:
@@ -177,7 +196,7 @@ class BlockPool:
         packed = pack_key(key)
         index = self._shard(packed)
         if other := index.get(packed, NULL_BLOCK):
-            if self.num_windows and not self.refs[other]:  # what is sealed under it from now on needs it
+            if self._num_below and not self.refs[other]:  # what is sealed under it from now on needs it
                 self.renew(other)
             return self.seal_id[other]
         if self.seal_id[block]:
@@ -203,9 +222,56 @@ class BlockPool:
         self._unlink(block)
         self._link(block)
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def find_state(self, seal_id: SealId) -> list[BlockId]:
+        """Return the checkpoint under the full block with this seal id, its head last; [] if there is none."""
+        head = self.find(window_key(seal_id, self.num_windows))
+        return self._blocks_of(head) if head else []
+
+    def _blocks_of(self, head: BlockId) -> list[BlockId]:
+        """Return the blocks of a checkpoint, its head last."""
+        seal_id = self.seal_id[head]
+        parents = range(seal_id + self.state_blocks - 2, seal_id - 1, -1)
+        return [*(self.find(window_key(parent, self.num_windows)) for parent in parents), head]
+
+    def seal_state(self, blocks: list[BlockId], seal_id: SealId, *, parts: bool) -> None:
+        """Seal a state, its head last, under the full block with this seal id. Does nothing if there is a checkpoint.
+
+        parts  sequences part here: no single one goes beyond it
+        """
+        if self.find(window_key(seal_id, self.num_windows)):
+            return
+        *others, head = blocks
+        self.num_finders[head] = 2 * parts
+        seal_id = self.seal(head, window_key(seal_id, self.num_windows))
+        for block in reversed(others):  # as `seal` does it; 192 blocks are not rare
+            parent, tokens = seal_id, bytes((self.num_windows,))
+            packed = pack_key((parent, tokens))
+            self.last_seal_id = seal_id = parent + 1
+            self._shard(packed)[packed], self._packed_of[block], self.seal_id[block] = block, packed, seal_id
+            if self.events.blocks:
+                self.events.emit_block(Sealed(block, seal_id, parent, tokens))
+        self.num_sealed += len(others)
+
+    def pass_state(self, head: BlockId) -> None:
+        """Let a checkpoint be evicted before all else, if it is cached and at most one sequence began with it: that one
+        has left a later one."""
+        if not self.refs[head] and self.num_finders[head] < 2:
+            for block in self._blocks_of(head):  # the head last: it becomes the oldest
+                self._unlink(block)
+                self._link(block, self._next[NULL_BLOCK])
+
+    def mate(self, head: BlockId, other: BlockId) -> None:
+        """Make two checkpoints mates. Former ones have none then."""
+        for block in (head, other):
+            self.mates[self.mates[block]] = NULL_BLOCK
+        self.mates[head], self.mates[other] = other, head
+
     def sealed_after(self, mark: SealId) -> list[BlockId]:
-        """Return the blocks whose seal id is greater than `mark`. Scans the whole pool: for rare events only."""
-        return [b for b, seal in enumerate(self.seal_id) if seal > mark]
+        """Return the blocks sealed after `mark`, in order. Scans the whole pool: for rare events only."""
+        newer = (block for block, seal in enumerate(self.seal_id) if seal > mark)
+        return sorted(newer, key=self.seal_id.__getitem__)
 
     def evict_all_cached(self) -> None:
         """Evict all cached blocks."""
@@ -229,9 +295,26 @@ class BlockPool:
         self._packed_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
         if len(packed) != WINDOW_KEY_BYTES:
-            for group in range(self.num_windows):
+            for group in range(self._num_below):
                 if below := self.find(window_key(seal_id, group)):
                     self.unseal(below, why)
+        elif packed[-1] == self.num_windows:
+            self._evict_others(seal_id, why)
+            self.mates[self.mates[block]] = self.mates[block] = NULL_BLOCK
+
+    def _evict_others(self, seal_id: SealId, why: str) -> None:
+        """Unseal the blocks of a checkpoint whose head had this seal id."""
+        for parent in range(seal_id, seal_id + self.state_blocks - 1):
+            packed = pack_key(window_key(parent, self.num_windows))
+            block = self._shard(packed).pop(packed)
+            if not self.refs[block]:
+                self._unlink(block)
+                self._freed.append(block)
+                self.num_free += 1
+            if self.events.blocks:
+                self.events.emit_block(Evicted(block, parent + 1, why, self.num_cached))
+            self._packed_of[block], self.seal_id[block] = None, 0
+        self.num_evicted += self.state_blocks - 1
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +349,7 @@ class BlockPool:
 
 
 def window_key(seal_id: SealId, group: int) -> Key:
-    """The key of a window group's block over the positions of the full block with this seal id."""
+    """The key of a block under the one with this seal id: a window group's, over the same positions, or a state's."""
     return seal_id, bytes((group,))
 
 

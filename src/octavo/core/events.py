@@ -35,7 +35,7 @@ class Waiting(NamedTuple):
     """The reason why a request does not run, emitted when it changes and not once per step. `reason` is one of
 
     blocks                    it needs `needs` blocks; `free` and `evictable` ones are available (less the watermark).
-                              At admission, `in_windows` of them are for window groups
+                              At admission, `in_windows` of them are for window groups, `in_states` for its state
     rows                      it needs `needs` rows; `free` are left
     budget                    it needs `needs` tokens of a step's budget; `free` are left
     in flight                 `needs` of its results are still on the device
@@ -50,6 +50,7 @@ class Waiting(NamedTuple):
     free: int
     evictable: int
     in_windows: int = 0
+    in_states: int = 0
 
 
 class Preempted(NamedTuple):

@@ -5,8 +5,10 @@ A sequence has a table for each group of layers:
     full      | 0 | 1 | 2 | 3 | 4 |     keys of all positions. It carries the chain of seals
     window    | . | . | 2 | 3 | 4 |     of the last `window` positions; there may be several such groups
 
-All tables of a sequence are equally long, and the blocks of all groups are of one pool. A model whose layers are alike
-has one group.
+    state     | s | s |                 what came of all positions: as many blocks at any length
+
+All tables of a sequence but the last are equally long, and all blocks are of one pool. A model whose layers are alike
+has one group and no state.
 
 What a sequence may begin with is `prefixes`, and what moves to the host and back is `swapping`. The scheduler first
 queries whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swap_in_blocks`) and then acts. A query changes
@@ -19,10 +21,12 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
+from itertools import chain
 
 from octavo.core.block_pool import BlockPool, SwapSpace
+from octavo.core.cache.checkpoints import Checkpoints
 from octavo.core.cache.kv_stats import KVStats
-from octavo.core.cache.prefix_index import NEVER, Prefix, PrefixIndex
+from octavo.core.cache.prefix_index import Prefix, PrefixIndex
 from octavo.core.cache.swapping import Swapping
 from octavo.core.commands import CommandTee, ResetPrefixCache
 from octavo.core.events import Copied, EventStream
@@ -30,7 +34,7 @@ from octavo.core.plan import BlockCopy, StepPlan
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.row_table import RowTable
 from octavo.core.snapshot import Fields, Roster, State
-from octavo.core.types import NULL_BLOCK, BlockId, SealId
+from octavo.core.types import NEVER, NULL_BLOCK, BlockId, SealId
 from octavo.integers import cdiv
 
 
@@ -41,6 +45,8 @@ class KVCacheManager:
     attention_window  most keys that a query attends to in the full group, its own included; 0: all
     windows           the same of each window group
     max_chunk         positions of a sequence in a step at most; it bounds what a window group holds
+    state_blocks      blocks of a sequence's state; 0: the model has none
+    checkpoint_interval  tokens between checkpoints of a state, as in `Checkpoints`
     holders           sequences with blocks on the device
     """
 
@@ -57,26 +63,35 @@ class KVCacheManager:
         attention_window: int = 0,
         windows: Seq[int] = (),
         max_chunk: int = 0,
+        state_blocks: int = 0,
+        checkpoint_interval: int = 0,
     ) -> None:
+        assert not (state_blocks and attention_window), "a model with states has no window in its full group"
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         assert 0 <= num_host_blocks <= num_blocks, "the swap space is at most as large as the pool"
         self.events = EventStream()
         self.tee = CommandTee()  # the scheduler's commands
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, self.events, num_windows=len(windows))
+        self.pool = BlockPool(num_blocks, self.events, num_windows=len(windows), state_blocks=state_blocks)
         self.swap_space = SwapSpace(num_host_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self.attention_window = attention_window
         self.windows, self.num_groups = tuple(windows), 1 + len(windows)
         self.max_chunk = max_chunk or NEVER
-        self.rows = RowTable(num_rows, self.events, self.num_groups)
+        self.state_blocks, self.checkpoint_interval = state_blocks, checkpoint_interval
+        self.rows = RowTable(num_rows, self.events, self.num_groups + (state_blocks > 0))
         self.has_windows = bool(attention_window or windows)
         self.holders: dict[Sequence, None] = {}
-        self.prefixes = PrefixIndex(self.pool, block_size, enabled=enable_prefix_caching, windows=self.windows)
+        self.checkpoints = Checkpoints(block_size, checkpoint_interval if state_blocks and enable_prefix_caching else 0)
+        self.prefixes = PrefixIndex(
+            self.pool, block_size, self.checkpoints, enabled=enable_prefix_caching, windows=self.windows
+        )
         self.swapping = Swapping(self.pool, self.swap_space, self.prefixes, self.holders)
         self.pins = self.prefixes.pins
         self.num_pinned = 0  # blocks of pins, and blocks reserved for pins that are being computed
         self.num_copied = self.num_dropped = self.num_corrupt = 0
+        self._unsettled: list[Sequence] = []  # sequences with slices of the plan being made, whose states are sealed
+        self._lent: dict[BlockId, list[list[BlockId]]] = {}  # head -> states that its copies in this plan still hold
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -91,9 +106,10 @@ class KVCacheManager:
         drops  it drops what leaves its windows; see `drop_out_of_window`
         """
         shared, blocks = num_prompt // self.block_size, self.blocks_for(num_prompt + max_tokens - 1)
+        in_states = width * self.state_blocks
         if drops and self.windows:
-            return blocks + self._blocks_in_windows(blocks)
-        return (shared + width * (blocks - shared)) * self.num_groups
+            return blocks + self._blocks_in_windows(blocks) + in_states
+        return (shared + width * (blocks - shared)) * self.num_groups + in_states
 
     def _blocks_in_windows(self, blocks: int) -> int:
         """Return the most that the window groups of a sequence of up to `blocks` blocks hold: the window and a step."""
@@ -101,7 +117,7 @@ class KVCacheManager:
 
     def blocks_to_pin(self, num_prompt: int) -> int:
         """Return the blocks of a pinned prompt, which keeps all."""
-        return self.num_groups * self.blocks_for(num_prompt)
+        return self.num_groups * self.blocks_for(num_prompt) + self.state_blocks
 
     @property
     def num_unpinned_blocks(self) -> int:
@@ -110,8 +126,8 @@ class KVCacheManager:
 
     def max_output_tokens(self, num_prompt: int, width: int = 1, *, drops: bool = True) -> int:
         """Return the largest `max_tokens` that fits: the inverse of `blocks_at_max_length`. Below 1 if none fits."""
-        shared = num_prompt // self.block_size
-        most = (shared + (self.num_unpinned_blocks - shared) // width) * self.block_size - num_prompt + 1
+        shared, num_blocks = num_prompt // self.block_size, self.num_unpinned_blocks - width * self.state_blocks
+        most = (shared + (num_blocks - shared) // width) * self.block_size - num_prompt + 1
         if not self.windows:
             return most
         needs = partial(self.blocks_at_max_length, num_prompt, width=width, drops=drops)
@@ -122,28 +138,29 @@ class KVCacheManager:
     def blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
         """Return the free or cached blocks that admission takes.
 
-        These are the blocks of all known tokens less the hits, the hits that leave the LRU queue, and a copy of a
-        shared tail.
+        These are the blocks of all known tokens less the hits, the hits that leave the LRU queue, a copy of a shared
+        tail, and a state: new, copied, or one that leaves the queue to be written in place.
         """
         revived = sum(not self.pool.refs[b] for b in prefix.block_ids)
         copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
         full = self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids) + revived + copied
-        return full + self.window_blocks_to_admit(sequence, prefix)
+        return full + self.window_blocks_to_admit(sequence, prefix) + self.state_blocks
 
     def blocks_due(self, requests: Iterable[Request]) -> int:
         """Return the blocks that running requests still take for their known tokens, beside those that they hold.
 
-        None but with window groups, whose prompts are computed a chunk a step: others would be admitted meanwhile, only
-        to be preempted.
+        None but with window groups and states, whose prompts are computed a chunk a step: others would be admitted
+        meanwhile, only to be preempted.
         """
         total = 0
-        for request in requests if self.windows else ():
+        for request in requests if self.windows or self.state_blocks else ():
             for sequence in request.sequences:
                 if len(sequence.token_ids) - sequence.num_computed > 1:
                     blocks = self.blocks_for(len(sequence.token_ids))
                     held = [len(ids) - num_dropped for ids, num_dropped in sequence.tables]
                     in_windows = self._blocks_in_windows(blocks) if request.drops else blocks * len(self.windows)
                     total += max(0, blocks - held[0]) + max(0, in_windows - sum(held[1:]))
+                    total += self.state_blocks - len(sequence.state)
         return total
 
     def window_blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
@@ -165,8 +182,14 @@ class KVCacheManager:
         sequence.room = len(prefix.block_ids) * self.block_size
         sequence.num_computed = prefix.num_positions
         newest = max(prefix.seal_ids, default=0)
-        if self.windows:  # their blocks may be sealed later than the full ones
+        if self.windows or self.state_blocks:  # their blocks may be sealed later than the full ones
             newest = max(newest, *(self.pool.seal_id[block] for block in prefix.held), 0)
+        sequence.state, sequence.checkpoint = list(prefix.state), (0, NULL_BLOCK, 0)
+        sequence.marks = self.checkpoints.marks(sequence, prefix)
+        if prefix.state:
+            head = prefix.state[-1]
+            sequence.checkpoint = prefix.num_positions, head, self.pool.seal_id[head]
+            self.pool.num_finders[head] += 1
         sequence.request.newest_prefix_seal = max(sequence.request.newest_prefix_seal, newest)
         self.holders[sequence] = None
         self.prefixes.set_seals(sequence, list(prefix.seal_ids))
@@ -176,7 +199,7 @@ class KVCacheManager:
     def blocks_needed(self, growth: Iterable[tuple[Sequence, int]], *, swapped: bool = False) -> int:
         """Return the blocks that these sequences together need to compute `count` more positions each.
 
-        A tail that several of them share is copied for each but the last, so references are counted down.
+        A tail or a state that several of them share is copied for each but the last, so references are counted down.
         """
         refs = self.swap_space.refs if swapped else self.pool.refs
         total = 0
@@ -190,6 +213,12 @@ class KVCacheManager:
                 if sharers > 1:  # of the tails in all groups
                     total += self.num_groups
                     left[block] = sharers - 1
+            if self.state_blocks:
+                head = sequence.state[-1] if sequence.state else NULL_BLOCK
+                sharers = left.get(head, refs[head] if swapped else self._sharers(head))
+                if not head or sharers > 1:
+                    total += self.state_blocks
+                    left[head] = sharers - 1
         return total
 
     def grow(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
@@ -213,6 +242,56 @@ class KVCacheManager:
                 new = [allocate() for _ in range(num_new)]
                 table.block_ids += new
                 self.rows.write(sequence, held, new, plan, group)
+        if self.state_blocks:
+            self._own_state(sequence, plan)
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def _sharers(self, head: BlockId) -> int:
+        """Return how many use a state. Those that it was copied for in this plan still have a reference."""
+        return self.pool.refs[head] - len(self._lent.get(head, ()))
+
+    def _own_state(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Give a sequence a state that it may write in this plan: of a shared one a copy. Sealed ones: `settle`."""
+        if not sequence.state:
+            sequence.state = [self.pool.allocate() for _ in range(self.state_blocks)]
+        elif self._sharers(sequence.state[-1]) > 1:
+            self._copy_state(sequence, plan)
+        elif self.pool.seal_id[sequence.state[-1]]:
+            self._unsettled.append(sequence)
+
+    def _copy_state(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Copy a state for its writer. The source is released with the plan: until then it is no copy's destination."""
+        old, new = sequence.state, [self.pool.allocate() for _ in range(self.state_blocks)]
+        self._lent.setdefault(old[-1], []).append(old)
+        for src, dst in zip(old, new, strict=True):
+            plan.copies.append(BlockCopy(src, dst))
+            if self.events.blocks:
+                self.events.emit_block(Copied(src, dst))
+        self.num_copied += self.state_blocks
+        sequence.state = new
+        self.rows.write(sequence, 0, new, plan, self.num_groups)
+
+    def settle(self, plan: StepPlan) -> None:
+        """Keep the checkpoints that the plan's slices continue from: each state is copied while there is room. Else it
+        is unsealed and written in place.
+
+        The plan has all its blocks by now, so a checkpoint displaces nothing but older cached blocks.
+        """
+        for sequence in self._unsettled:
+            if not self.pool.seal_id[sequence.state[-1]]:  # its full block was evicted meanwhile
+                continue
+            if self.pool.num_available >= self.state_blocks:
+                self._copy_state(sequence, plan)
+            else:
+                self.pool.unseal(sequence.state[-1], "written")
+        for old in chain.from_iterable(self._lent.values()):
+            for block in reversed(old):
+                self.pool.release(block)
+        self._unsettled.clear()
+        self._lent.clear()
+
+    # -- giving back ---------------------------------------------------------------------------------------------------
 
     def shrink(self, sequence: Sequence, count: int) -> None:
         """Take back the last `count` planned positions: their drafts were rejected.
@@ -310,7 +389,8 @@ class KVCacheManager:
             num_valid = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
             if num_valid < len(ids):
                 self.prefixes.set_seals(sequence, ids[: max(num_valid, sequence.num_dropped)])
-            if num_valid < len(ids) or any(not read.isdisjoint(table.block_ids) for table in sequence.windows):
+            of_groups = [*(table.block_ids for table in sequence.windows), sequence.state]
+            if num_valid < len(ids) or not all(map(read.isdisjoint, of_groups)):
                 affected.append(sequence)
         return affected
 
@@ -321,9 +401,10 @@ class KVCacheManager:
         swapped = parent.request.status is Status.SWAPPED
         child.num_computed, child.block_ids, child.room = parent.num_computed, list(parent.block_ids), parent.room
         child.num_dropped, child.windows = parent.num_dropped, [table.copy() for table in parent.windows]
+        child.state = parent.state[:]
         self.prefixes.set_seals(child, list(parent.seal_ids))
         tier = self.swap_space if swapped else self.pool
-        for block_ids, num_dropped in child.tables:
+        for block_ids, num_dropped in child.holdings:
             for block in block_ids[num_dropped:]:
                 if block > 0:
                     tier.share(block)
@@ -333,12 +414,12 @@ class KVCacheManager:
     def free(self, sequence: Sequence) -> None:
         """Release the sequence's blocks, the tail first so that the head is evicted last. Idempotent."""
         tier = self.swap_space if sequence.request.status is Status.SWAPPED else self.pool
-        for block_ids, num_dropped in reversed([*sequence.tables]):  # the full group, which others hang on, last
+        for block_ids, num_dropped in reversed([*sequence.holdings]):  # the full group, which others hang on, last
             for block in reversed(block_ids[num_dropped:]):
                 if block > 0:
                     tier.release(block)
         sequence.block_ids, sequence.room, sequence.num_computed, sequence.num_dropped = [], 0, 0, 0
-        sequence.windows = self.prefixes.empty_tables()
+        sequence.windows, sequence.state = self.prefixes.empty_tables(), []
         self.holders.pop(sequence, None)
         self.prefixes.set_seals(sequence, [])
 
@@ -350,7 +431,7 @@ class KVCacheManager:
     def unpin(self, name: str) -> int:
         """Release a pin and return its number of blocks. Running requests that began with it keep theirs."""
         sequence = self.pins.pop(name)
-        num_blocks = len(sequence.block_ids) * self.num_groups
+        num_blocks = len(sequence.block_ids) * self.num_groups + len(sequence.state)
         self.num_pinned -= num_blocks
         self.free(sequence)
         return num_blocks
@@ -379,6 +460,8 @@ class KVCacheManager:
             "attention_window": self.attention_window,
             "windows": list(self.windows),
             "max_chunk": self.max_chunk,
+            "state_blocks": self.state_blocks,
+            "checkpoint_interval": self.checkpoint_interval,
         }
 
     @classmethod
@@ -392,6 +475,8 @@ class KVCacheManager:
             attention_window=settings["attention_window"],
             windows=settings.get("windows", ()),  # older recordings have none
             max_chunk=settings.get("max_chunk", 0),
+            state_blocks=settings.get("state_blocks", 0),
+            checkpoint_interval=settings.get("checkpoint_interval", 0),
         )
 
     def snapshot(self, roster: Roster) -> State:

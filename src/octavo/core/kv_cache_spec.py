@@ -25,17 +25,20 @@ class LayerGroups(Protocol):
     @property
     def windows(self) -> tuple[int, ...]: ...
 
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]: ...
+
 
 class KVHeads(Protocol):
     """The sizes of a model that its KV cache depends on."""
 
     @property
-    def num_layers(self) -> int:
-        """Layers with attention."""
+    def layer_groups(self) -> LayerGroups:
+        """How the layers share blocks. The group of layers without K and V is below 0."""
 
     @property
-    def layer_groups(self) -> LayerGroups:
-        """How the layers share blocks."""
+    def state_size(self) -> int:
+        """float32 numbers of a sequence besides, whatever its length."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -52,6 +55,7 @@ class KVCacheSpec:
 
     num_layers  of a block
     windows     of each window group; empty: all layers are one group
+    state_bytes of a sequence besides, whatever its length, in blocks of its own
     draft   of a draft model, whose K and V are in a pool of their own, with the same block ids. Shapes are without it,
             bytes with it
     """
@@ -63,13 +67,15 @@ class KVCacheSpec:
     dtype: str
     draft: KVCacheSpec | None = None
     windows: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     @classmethod
     def of(cls, model: KVHeads, block_size: int, dtype: str, *, max_len: int = 0) -> KVCacheSpec:
         """max_len: of a sequence. Layers are grouped if it then takes fewer bytes; the last block of a window group may
         lack layers. 0: they are one group"""
-        alike = cls(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
-        groups = model.layer_groups
+        groups, state_bytes = model.layer_groups, 4 * model.state_size
+        num_layers = sum(group >= 0 for group, _ in groups.places)
+        alike = cls(num_layers, model.num_kv_heads, model.head_dim, block_size, dtype, state_bytes=state_bytes)
         grouped = replace(alike, num_layers=groups.num_layers, windows=groups.windows)
         uses, used = (kv.blocks_of(max_len, kv.max_chunk) * kv.bytes_per_block for kv in (grouped, alike))
         return grouped if uses < used else alike
@@ -83,11 +89,15 @@ class KVCacheSpec:
         """Blocks that a sequence of this length holds while steps compute `chunk` of its positions."""
         blocks = cdiv(num_tokens, self.block_size)
         in_windows = (1 + cdiv(window + chunk - 2, self.block_size) for window in self.windows)
-        return blocks + sum(min(blocks, most) for most in in_windows)
+        return blocks + sum(min(blocks, most) for most in in_windows) + (self.state_blocks if blocks else 0)
+
+    @property
+    def state_blocks(self) -> int:
+        return cdiv(self.state_bytes, self.bytes_per_block)
 
     def longest(self, num_blocks: int) -> int:
         """Positions of the longest sequence that this many blocks can hold and compute."""
-        if not self.windows:
+        if not self.windows and not self.state_bytes:
             return num_blocks * self.block_size
         needs = partial(self.blocks_of, chunk=self.max_chunk)
         return bisect_right(range(1, num_blocks * self.block_size + 1), num_blocks, key=needs)

@@ -52,7 +52,7 @@ class SwapIn(NamedTuple):
 class TableWrite(NamedTuple):
     """block_tables[line, start : start + len(block_ids)] = block_ids. A new row starts with its whole tables.
 
-    line  a row has one for each group, in their order: row * num_groups + group
+    line  a row has one for each group, in their order, and one for its state: row * num_lines + group
     """
 
     line: int

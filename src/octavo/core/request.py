@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any
 
 from octavo.core.snapshot import Fields, Roster, State
-from octavo.core.types import BlockId, Row, SealId
+from octavo.core.types import NULL_BLOCK, BlockId, Row, SealId
 from octavo.params.sampling_params import SamplingParams
 
 
@@ -60,6 +60,10 @@ class Sequence:
     num_dropped   leading entries of `block_ids` that are the null block: they left the attention window
     room          len(block_ids) * block_size
     windows       its table of each window group
+    state         blocks of its recurrent state after `num_computed` positions, the head of a checkpoint last; [] before
+                  the first one, and for models without states
+    marks         ascending positions where it leaves a checkpoint of its state
+    checkpoint    position, head and seal id of the checkpoint that it began with or left last; zeros: none
     row           row in the device's tables, -1 without one
     row_has_last  the row holds the sequence's last token, so the device can continue without the host
     seal_ids      seal id of each leading sealed block: its own, or that of an equal block
@@ -70,8 +74,10 @@ class Sequence:
 
     __slots__ = (
         "block_ids",
+        "checkpoint",
         "finish_reason",
         "index",
+        "marks",
         "max_length",
         "num_computed",
         "num_dropped",
@@ -83,6 +89,7 @@ class Sequence:
         "row_has_last",
         "seal_at",
         "seal_ids",
+        "state",
         "stop_token",
         "token_ids",
         "windows",
@@ -90,7 +97,7 @@ class Sequence:
 
     SAVED = Fields(
         "block_ids finish_reason index num_computed num_dropped num_pending num_unverified room row row_has_last "
-        "seal_at seal_ids limit=max_length"
+        "seal_at seal_ids limit=max_length state marks checkpoint"
     )
 
     def __init__(self, request: Request, index: int, token_ids: array[int], max_length: int) -> None:
@@ -105,6 +112,9 @@ class Sequence:
         self.num_dropped = 0
         self.room = 0
         self.windows: list[WindowTable] = []
+        self.state: list[BlockId] = []
+        self.marks: list[int] = []
+        self.checkpoint: tuple[int, BlockId, SealId] = (0, NULL_BLOCK, 0)
         self.row: Row = -1
         self.row_has_last = False
         self.seal_ids: list[SealId] = []
@@ -135,6 +145,13 @@ class Sequence:
         yield self.block_ids, self.num_dropped
         for table in self.windows:
             yield table.block_ids, table.num_dropped
+
+    @property
+    def holdings(self) -> Iterator[tuple[list[BlockId], int]]:
+        """`tables` and, if it has one, its state."""
+        yield from self.tables
+        if self.state:
+            yield self.state, 0
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -168,6 +185,8 @@ class Request:
     tenant                 number of its tenant; tenants share steps evenly
     index_in_call          number of earlier prompts of the same call. Other requests may overtake later prompts
     num_draft_tokens       limit of drafts per forward pass of each sequence. No drafts while `needs_result`
+    marks                  lengths of the prompt's beginnings that later requests are likely to share, for models with
+                           states
     pin                    keeps the blocks of its prompt, under its request id, after it has finished with one token
     resume                 outputs so far of each unfinished sample, by index, from an engine that stopped. The request
                            continues as after a preemption. Outputs are not empty, and there is no `select_beams`
@@ -181,6 +200,7 @@ class Request:
         "finished_sequences",
         "forked",
         "index_in_call",
+        "marks",
         "max_tokens",
         "needs_result",
         "newest_prefix_seal",
@@ -213,7 +233,7 @@ class Request:
 
     INPUTS = Fields(
         "pin priority tenant width constrained=use_structured_output num_draws=num_samples rank=index_in_call "
-        "num_draft_tokens"
+        "num_draft_tokens marks"
     )
     """Arguments that are plain data and never change. A restored request is made with them."""
     SAVED = Fields(
@@ -239,6 +259,7 @@ class Request:
         select_beams: SelectBeams | None = None,
         use_structured_output: bool = False,
         num_draft_tokens: int = 0,
+        marks: Iterable[int] = (),
         pin: bool = False,
         resume: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
@@ -260,6 +281,7 @@ class Request:
         )
         self.use_structured_output = use_structured_output
         self.num_draft_tokens = num_draft_tokens
+        self.marks = tuple(marks)
         self.pin = pin
         self.resume = resume
         self.forked = self.width == 1 or select_beams is not None or bool(resume)

@@ -14,17 +14,17 @@ from octavo.core.types import BlockId, Row
 
 
 class RowTable:
-    """The free list of `num_rows` rows. Each has a table for each of `num_groups` groups.
+    """The free list of `num_rows` rows. Each has `num_lines` lines: a table for each group, and one for its state.
 
     A row may be assigned again as soon as it is released, even while a step in flight still uses it: stream order keeps
     the two apart.
     """
 
-    __slots__ = ("_free", "events", "num_groups", "num_rows")
+    __slots__ = ("_free", "events", "num_lines", "num_rows")
 
-    def __init__(self, num_rows: int, events: EventStream, num_groups: int = 1) -> None:
+    def __init__(self, num_rows: int, events: EventStream, num_lines: int = 1) -> None:
         self.num_rows = num_rows
-        self.num_groups = num_groups
+        self.num_lines = num_lines
         self.events = events
         self._free: list[Row] = list(range(num_rows - 1, -1, -1))
 
@@ -53,14 +53,14 @@ class RowTable:
                 salt=request.salt if request.num_draft_tokens else b"",
             )
         )
-        for group, (block_ids, _) in enumerate(sequence.tables):
+        for group, (block_ids, _) in enumerate(sequence.holdings):
             self.write(sequence, 0, block_ids, plan, group)
 
     def write(self, sequence: Sequence, start: int, block_ids: list[BlockId], plan: StepPlan, group: int = 0) -> None:
         """Plan the write of a table change to the device. Does nothing for a sequence without a row."""
         if sequence.row < 0:
             return
-        write = TableWrite(sequence.row * self.num_groups + group, start, tuple(block_ids))
+        write = TableWrite(sequence.row * self.num_lines + group, start, tuple(block_ids))
         plan.table_writes.append(write)
         if self.events.blocks:
             name, index = sequence.request.request_id, sequence.index

@@ -124,6 +124,8 @@ class Scheduler(SchedulerState):
             self.tenants.serve(draft.sequences, draft.counts)
         if self.num_speculative_tokens:
             planning.add_drafts(self, draft)
+        if self.cache.state_blocks:
+            self.cache.settle(draft.plan)
         for sequence in draft.sealable:  # in the index from the next plan on, not within this one
             self.cache.prefixes.seal(sequence)
         step, plan = draft.step, draft.plan

@@ -23,6 +23,8 @@ SealId: TypeAlias = int
 
 NULL_BLOCK: BlockId = 0
 """Never allocated: padding target of the kernels, and sentinel of the LRU links."""
+NEVER = 1 << 62
+"""A position that no sequence reaches."""
 
 
 def _sha256(data: bytes) -> bytes:

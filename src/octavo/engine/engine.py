@@ -16,7 +16,7 @@ from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine.engine_request import EngineRequest, ModelLimits, RequestBuilder
+from octavo.engine.engine_request import NO_OPENINGS, EngineRequest, ModelLimits, RequestBuilder, TurnOpenings
 from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.gc_control import GCPause
@@ -99,6 +99,7 @@ class Engine:
         default_params: SamplingParams | None = None,
         overlap: bool = True,
         drafts_in_grammars: bool = False,
+        turn_openings: TurnOpenings = NO_OPENINGS,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,6 +112,7 @@ class Engine:
             seed,
             num_draft_tokens=scheduler.num_speculative_tokens,
             num_grammar_drafts=scheduler.num_speculative_tokens if drafts_in_grammars else 0,
+            turn_openings=turn_openings,
         )
         self.default_params = default_params or SamplingParams()
         self.stats = EngineStats(num_accepted_per_position=[0] * scheduler.num_speculative_tokens)

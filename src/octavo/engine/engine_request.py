@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from octavo.core.request import Request
 from octavo.engine.beam_search import BeamSearch
@@ -23,6 +24,29 @@ MAX_PRIORITY = 1 << 31
 """Bound on the magnitude of a request's priority."""
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 """Parameters of a request that only computes a pinned prefix."""
+
+
+class TurnOpenings(NamedTuple):
+    """The tokens that open a turn of the user, and of the model, in a chat; empty: not known."""
+
+    user: tuple[int, ...] = ()
+    model: tuple[int, ...] = ()
+
+    def marks(self, prompt: Seq[int]) -> tuple[int, ...]:
+        """Where later prompts are likely to part from this one: after the system prompt and the tools, and before the
+        opening of the answer, which a template may write otherwise once the answer is there."""
+        end = len(prompt) - len(self.model)
+        if not self.model or end <= 0 or tuple(prompt[end:]) != self.model:
+            return ()
+        begin = prompt.index(self.model[0])
+        while self.user and begin < end:
+            if tuple(prompt[begin : begin + len(self.user)]) == self.user:
+                return begin, end
+            begin = prompt.index(self.model[0], begin + 1)
+        return (end,)
+
+
+NO_OPENINGS = TurnOpenings()
 
 
 @dataclass(slots=True)
@@ -94,6 +118,7 @@ class RequestBuilder:
     seed                seeds the generator of seeds for requests without one
     num_draft_tokens    most drafts of requests that speculate
     num_grammar_drafts  likewise, of those with a grammar
+    turn_openings       for models with states, which leave checkpoints between turns
     """
 
     def __init__(
@@ -104,7 +129,9 @@ class RequestBuilder:
         *,
         num_draft_tokens: int = 0,
         num_grammar_drafts: int = 0,
+        turn_openings: TurnOpenings = NO_OPENINGS,
     ) -> None:
+        self._turn_openings = turn_openings
         self._limits = limits
         self._max_output_tokens = max_output_tokens
         self._seeds = random.Random(seed)
@@ -156,6 +183,7 @@ class RequestBuilder:
             pin=new.pin,
             resume=new.resume,
             num_draft_tokens=self._num_drafts(new, params),
+            marks=self._turn_openings.marks(prompt_token_ids),
         )
         # The client finds stop strings, as soon as they are complete.
         wants_all = bool(params.stop_strings) or (new.stream and params.output_kind is not RequestOutputKind.FINAL_ONLY)

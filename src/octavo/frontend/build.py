@@ -20,6 +20,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
+from octavo.engine.engine_request import NO_OPENINGS, TurnOpenings
 from octavo.engine.executor import Capacity, Executor
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
@@ -81,7 +82,9 @@ class ResolvedDraft:
         if (args.max_model_len or -1) > 0:
             wanted_len = min(wanted_len, args.max_model_len or 0)
         window, own_window = target.kv_window, self.spec.kv_window
-        if self.spec.vocab_size != target.vocab_size:
+        if self.spec.recurrent_layers:
+            text, remedy = "recurrent layers, which cannot take back a draft", "use one without"
+        elif self.spec.vocab_size != target.vocab_size:
             text = f"{self.spec.vocab_size} tokens in its vocabulary, and {args.model} {target.vocab_size}"
             remedy = "use one with the same tokenizer"
         elif own_len < wanted_len:
@@ -177,6 +180,8 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
         logger.info("%s", defaults)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     platform = find_platform(args.device)
+    if spec.recurrent_layers:
+        args.check_recurrent(spec.architecture, platform.name)
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
@@ -289,11 +294,12 @@ def _start_executor(
                 max_num_tokens=args.max_num_batched_tokens,
                 max_decode_steps=args.decode_window,
                 vocab_size=resolved.spec.vocab_size,
-                graphs=not args.enforce_eager,
+                graphs=not args.enforce_eager and not config.kv.state_bytes,  # a trial replay would advance the states
                 num_speculative_tokens=args.num_speculative_tokens,
                 shares_suffixes=(speculation := args.speculation()) is not None and speculation.method == "suffix",
                 draft=None if loaded.draft is None else Draft(loaded.draft, pools[1], host_pools[1]),
                 num_groups=1 + len(config.kv.windows),
+                state_blocks=config.kv.state_blocks,
             )
             executor = make_executor(runner, precompile)
             return executor, executor.start()
@@ -321,6 +327,7 @@ def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor,
         default_params=resolved.sampling_defaults.params,
         overlap=args.async_scheduling,
         drafts_in_grammars=resolved.platform.is_host and resolved.draft is None,
+        turn_openings=TurnOpenings(*tokenizer.turn_openings()) if tokenizer and config.kv.state_bytes else NO_OPENINGS,
         seed=args.seed,
     )
     if args.kv_events().is_enabled:
@@ -343,6 +350,8 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         attention_window=config.attention_window,
         windows=config.kv.windows,
         max_chunk=config.kv.max_chunk,
+        state_blocks=config.kv.state_blocks,
+        checkpoint_interval=args.checkpoint_interval if config.kv.state_blocks else 0,
     )
     return Scheduler(
         cache,

@@ -66,6 +66,22 @@ class ModelOps(Protocol):
         self, q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0
     ) -> Tensor: ...
 
+    # -- recurrent layers ----------------------------------------------------------------------------------------------
+
+    def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, first: int, batch: RaggedBatch) -> Tensor: ...
+
+    def gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        first: int,
+        batch: RaggedBatch,
+    ) -> Tensor: ...
+
     # -- fused products of the small-batch path ------------------------------------------------------------------------
 
     def max_small_batch_tokens(self, weight: Tensor) -> int: ...

@@ -44,7 +44,8 @@ IN_PROMPT = 1 << 30
 class RowState:
     """One line a row, and one more for the null row, the target of padding, which is always done.
 
-    block_tables     [num_rows + 1, num_groups * max_blocks] int32, a table for each group of layers
+    block_tables     [num_rows + 1, num_lines * max_blocks] int32, a table for each group of layers, then one of the
+                     recurrent state if there are any
     last_token       [num_rows + 1] int64, the input of the next decode step
     num_computed     [num_rows + 1] int64, the position of that token: all before it are computed
     drafts           [num_rows + 1, MAX_DRAFTS] int64, guesses of the tokens after it, padded with -1
@@ -64,16 +65,26 @@ class RowState:
     done: Tensor
     sampling_params: Tensor
     num_groups: int = 1
+    state_blocks: int = 0
 
     @classmethod
     def empty(
-        cls, num_rows: int, max_blocks: int, device: torch.device | str, *, max_len: int = 0, num_groups: int = 1
+        cls,
+        num_rows: int,
+        max_blocks: int,
+        device: torch.device | str,
+        *,
+        max_len: int = 0,
+        num_groups: int = 1,
+        state_blocks: int = 0,
     ) -> RowState:
+        """state_blocks: of a sequence's recurrent state; 0: there is none"""
+
         def make(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
 
         state = cls(
-            block_tables=make(num_groups * max_blocks, dtype=torch.int32),
+            block_tables=make((num_groups + (state_blocks > 0)) * max(max_blocks, state_blocks), dtype=torch.int32),
             last_token=make(),
             num_computed=make(),
             drafts=make(MAX_DRAFTS) - 1,
@@ -81,6 +92,7 @@ class RowState:
             done=make(dtype=torch.bool),
             sampling_params=make(NUM_COLUMNS),
             num_groups=num_groups,
+            state_blocks=state_blocks,
         )
         state.done[num_rows] = True
         state.sampling_params[:, NUM_LOGPROBS:] = -1
@@ -91,13 +103,23 @@ class RowState:
         return self.done.shape[0] - 1
 
     @property
+    def num_lines(self) -> int:
+        """Tables of a row: of its groups, and of its recurrent state."""
+        return self.num_groups + (self.state_blocks > 0)
+
+    @property
     def max_blocks(self) -> int:
         """Width of a table."""
-        return self.block_tables.shape[1] // self.num_groups
+        return self.block_tables.shape[1] // self.num_lines
 
     def tables_of(self, group: int) -> Tensor:
         """The block tables of a group, [num_rows + 1, max_blocks]."""
         return self.block_tables[:, group * self.max_blocks : (group + 1) * self.max_blocks]
+
+    @property
+    def state_tables(self) -> Tensor:
+        """The blocks of the recurrent states, [num_rows + 1, state_blocks]."""
+        return self.tables_of(self.num_groups)[:, : self.state_blocks]
 
     def sampling(self, rows: Tensor, sample_indices: Tensor, positions: Tensor) -> SamplingTensors:
         """Sampling parameters of the next tokens of rows [num_samples] int64. A sample index of -1 is the row's own."""
@@ -217,6 +239,7 @@ class DecodeInputs:
         max_blocks: int,
         block_size: int,
         num_windows: int = 0,
+        state_blocks: int = 0,
     ) -> DecodeInputs:
         """Inputs with new buffers for the fields that the device fills."""
 
@@ -235,6 +258,7 @@ class DecodeInputs:
             common_prefix_lens=make(n, dtype=torch.int32),
             window_tables=make_of_groups(num_windows, n, max_blocks, dtype=torch.int32, device=rows.device),
             window_slots=make_of_groups(num_windows, n, dtype=torch.int64, device=rows.device),
+            state_tables=make(n, state_blocks, dtype=torch.int32) if state_blocks else None,
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * len(PER_ROW_FIELDS)), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
@@ -259,6 +283,7 @@ class DecodeInputs:
             else None,
             window_tables=None if batch.window_tables is None else batch.window_tables[:, :n],
             window_slots=None if batch.window_slots is None else batch.window_slots[:, :n],
+            state_tables=None if batch.state_tables is None else batch.state_tables[:n],
             lines_per_row=lines_per_row,
         )
         sampling = self.sampling.first(n)

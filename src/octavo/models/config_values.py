@@ -133,6 +133,8 @@ def check_layer_types(config: Config, spec: ModelSpec) -> None:
     """Refuse `layer_types` of a family that does not read them, if they differ from the family's windows."""
     kinds = config.get("layer_types")
     expected = ["sliding_attention" if spec.window_of(layer) else "full_attention" for layer in range(spec.num_layers)]
+    for layer in spec.recurrent_layers:
+        expected[layer] = "linear_attention"
     if kinds is not None and kinds != expected:
         raise UnsupportedModelError(
             f"layer_types {cut(repr(kinds))} is not supported; this model's layers are {cut(repr(expected))}",
@@ -284,7 +286,14 @@ DECODER_KEYS = (
 """Keys that `read_decoder_spec` reads."""
 
 
-def read_decoder_spec(config: Config, common: Config, *, partial_rotary: bool = False, **traits: Any) -> DecoderSpec:
+def read_decoder_spec(
+    config: Config,
+    common: Config,
+    *,
+    partial_rotary: bool = False,
+    spec_class: type[DecoderSpec] = DecoderSpec,
+    **traits: Any,
+) -> DecoderSpec:
     """The spec of a model of the Llama family.
 
     common          fields of all models
@@ -304,7 +313,7 @@ def read_decoder_spec(config: Config, common: Config, *, partial_rotary: bool = 
     if partial_rotary and (rotary_dim := read_rotary_dim(config, head_dim)) < head_dim:
         traits["rotary_dim"] = rotary_dim
     check_rotary_dim(traits["rope_scaling"], traits.get("rotary_dim", head_dim))
-    return DecoderSpec(
+    return spec_class(
         hidden_size=hidden_size,
         intermediate_size=read_size(config, "intermediate_size"),
         num_layers=read_num_layers(config),

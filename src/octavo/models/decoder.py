@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
-from octavo.models.layers import MLP, Attention, GatedMLP, empty_norm
+from octavo.models.layers import MLP, Attention, GatedMLP, Mixer, empty_norm
 from octavo.models.linear import LayerFactory, VocabEmbedding, Weight
 from octavo.models.spec import DecoderSpec
 
@@ -23,7 +23,7 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, spec: DecoderSpec, factory: LayerFactory, attention: Attention, mlp: MLP, norms: dict[str, Tensor]
+        self, spec: DecoderSpec, factory: LayerFactory, attention: Mixer, mlp: MLP, norms: dict[str, Tensor]
     ) -> None:
         """norms: the weights of `spec.norms`."""
         self.shapes, self.norms = spec.norms, norms

@@ -81,6 +81,34 @@ class Attention:
         yield from self.out.weights(prefix)
 
 
+class Mixer(Protocol):
+    """The part of a decoder layer that sees other tokens: attention, or a recurrence."""
+
+    @property
+    def max_small_batch_tokens(self) -> int:
+        """As of `MLP`."""
+        ...
+
+    def __call__(self, x: Tensor, batch: RaggedBatch, memory: Tensor, cos_sin: Tensor, /) -> Tensor:
+        """x [num_tokens, hidden_size] -> the same shape. memory: the layer's K and V, or its states; modified"""
+        ...
+
+    def forward_small_batch(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        batch: RaggedBatch,
+        memory: Tensor,
+        cos_sin: Tensor,
+        next_norm: Tensor,
+        /,
+    ) -> NormedResidual:
+        """Small-batch path: the norm before it, itself, and the addition; next_norm as for `MLP`."""
+        ...
+
+    def weights(self, prefix: str) -> Iterator[Weight]: ...
+
+
 class MLP(Protocol):
     """The part of a decoder layer after attention: a gated MLP, or experts."""
 

@@ -44,6 +44,9 @@ FAMILIES = [
     Entry(f"{_IN}.smollm3:FAMILY", ("SmolLM3ForCausalLM",), ("smollm3",)),
     Entry(f"{_IN}.granite:FAMILY", ("GraniteForCausalLM",), ("granite",)),
     Entry(f"{_IN}.starcoder2:FAMILY", ("Starcoder2ForCausalLM",), ("starcoder2",)),
+    Entry(
+        f"{_IN}.qwen3_5:FAMILY", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5", "qwen3_5_text")
+    ),
     Entry(f"{_IN}.internlm2:FAMILY", ("InternLM2ForCausalLM",), ("internlm2",)),
     Entry(f"{_IN}.internlm3:FAMILY", ("InternLM3ForCausalLM",), ("internlm3",)),
 ]

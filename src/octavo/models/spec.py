@@ -90,11 +90,25 @@ class NormShape:
         return self.size * (1 + self.bias)
 
 
+class LayerKind(NamedTuple):
+    """Layers of the same tensors. num_floats: parameters of each besides, which are float32 in any dtype"""
+
+    num_layers: int
+    linears: Mapping[str, LinearShape]
+    norms: Mapping[str, NormShape]
+    num_floats: int = 0
+
+    @property
+    def num_norm_params(self) -> int:
+        return sum(norm.num_params for norm in self.norms.values())
+
+
 class LayerGroups(NamedTuple):
     """How the layers of a model share blocks. A block of any group has K and V of `num_layers` layers.
 
     windows  of each window group, in tokens
-    places   of each layer: its group, 0 for the full one, and its index in that group's blocks
+    places   of each layer: its group, 0 for the full one, and its index in that group's blocks. Of a recurrent layer,
+             which has no K and V: -1, and its index among these
     """
 
     num_layers: int
@@ -102,21 +116,26 @@ class LayerGroups(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-def group_layers(num_layers: int, windows: Sequence[int]) -> LayerGroups:
+def group_layers(num_layers: int, windows: Sequence[int], recurrent: Sequence[int] = ()) -> LayerGroups:
     """Group layers with these sliding windows; 0: none. Groups have as many layers as there are without a window.
+
+    recurrent: layers that are in no group
 
         layers of Gemma 3    s s s s s f s s s s s f s s s s s f     s: slides, f: full
         group                1 1 1 2 2 0 2 3 3 3 4 0 4 4 5 5 5 0
 
     Layers that are alike, or that all slide, are one group.
     """
-    full = [layer for layer, window in enumerate(windows) if not window]
-    if not windows or len(full) in (0, num_layers):
-        return LayerGroups(num_layers, (), tuple((0, layer) for layer in range(num_layers)))
-    places = {layer: (0, index) for index, layer in enumerate(full)}
+    places = {layer: (-1, index) for index, layer in enumerate(recurrent)}
+    attending = [layer for layer in range(num_layers) if layer not in places]
+    full = [layer for layer in attending if not (windows and windows[layer])]
+    if len(full) in (0, len(attending)):
+        places |= {layer: (0, index) for index, layer in enumerate(attending)}
+        return LayerGroups(len(attending), (), tuple(places[layer] for layer in range(num_layers)))
+    places |= {layer: (0, index) for index, layer in enumerate(full)}
     of_groups: list[int] = []
-    for window in sorted({*windows} - {0}):
-        sliding = [layer for layer, own in enumerate(windows) if own == window]
+    for window in sorted({windows[layer] for layer in attending} - {0}):
+        sliding = [layer for layer in attending if windows[layer] == window]
         for first in range(0, len(sliding), len(full)):
             of_groups.append(window)
             places |= {layer: (len(of_groups), i) for i, layer in enumerate(sliding[first : first + len(full)])}
@@ -134,6 +153,7 @@ class ModelSpec:
     max_position_embeddings  number of positions that were trained
     windows                  sliding window of each layer: the keys that a query sees, its own included. 0: all keys.
                              Empty: no layer has a window
+    recurrent_layers         layers without K and V, which keep a state of a sequence
     logits_scaling           logits are divided by it
     unit_offset_norms        norms multiply by 1 + weight, in float32 for any model dtype
     rope_scaling             of rotary embedding: validated dict with config.json's keys, the argument of `rope_table`;
@@ -155,6 +175,7 @@ class ModelSpec:
     head_dim: int
     max_position_embeddings: int
     windows: tuple[int, ...] = ()
+    recurrent_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     logits_scaling: float = 1.0
     unit_offset_norms: bool = False
@@ -177,9 +198,18 @@ class ModelSpec:
         raise NotImplementedError
 
     @property
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        """The layers, by their tensors."""
+        return (LayerKind(self.num_layers, self.linears, self.norms),)
+
+    @property
     def last_norm(self) -> NormShape | None:
         """The norm after the last layer."""
         return NormShape(self.names.final_norm, self.hidden_size)
+
+    def has_unit_offset(self, name: str) -> bool:
+        """True for a norm's weight, by its name in the checkpoint, if the norm multiplies by 1 + weight."""
+        return self.unit_offset_norms and name.endswith("norm.weight")
 
     @property
     def vocabulary(self) -> tuple[int, int]:
@@ -194,31 +224,45 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         """Number of parameters; a tied head counts once."""
-        layer = sum(linear.num_params for linear in self.linears.values())
+        layers = sum(
+            kind.num_layers * linear.num_params for kind in self.layer_kinds for linear in kind.linears.values()
+        )
         vocabularies = math.prod(self.vocabulary) * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + vocabularies + self._norm_params + sum(map(math.prod, self.others.values()))
+        others = sum(map(math.prod, self.others.values()))
+        return layers + vocabularies + self._norm_params + self._num_floats + others
 
     def weight_bytes(self, itemsize: int, quantization: str | None = None) -> int:
         """Bytes of the weights of one rank in a dtype of `itemsize` bytes. quantization: `EngineArgs.quantization`."""
-        matrices = [(self.num_layers, linear.num_out, linear.in_size) for linear in self.linears.values()]
+        matrices = [
+            (kind.num_layers, linear.num_out, linear.in_size)
+            for kind in self.layer_kinds
+            for linear in kind.linears.values()
+        ]
         packed_bytes = methods.METHODS[quantization].packed_bytes
         saved = sum(
             copies * (num_out * num_in * itemsize - packed_bytes(num_out, num_in, itemsize))
             for copies, num_out, num_in in [*matrices, (1, *self.vocabulary)]
         )
-        norm_itemsize = 4 if self.unit_offset_norms else itemsize
-        return self.num_params * itemsize + self._norm_params * (norm_itemsize - itemsize) - saved
+        num_wide = self._num_floats + (self._norm_params if self.unit_offset_norms else 0)
+        return self.num_params * itemsize + num_wide * (4 - itemsize) - saved
 
     @property
     def _norm_params(self) -> int:
         last = self.last_norm.num_params if self.last_norm else 0
-        return self.num_layers * sum(norm.num_params for norm in self.norms.values()) + last
+        return sum(kind.num_layers * kind.num_norm_params for kind in self.layer_kinds) + last
+
+    @property
+    def _num_floats(self) -> int:
+        return sum(kind.num_layers * kind.num_floats for kind in self.layer_kinds)
 
     @property
     def activation_size(self) -> int:
         """Activations of a token inside attention or MLP: outputs of the first product and inputs of the last."""
-        linears = self.linears
-        pairs = (linears["qkv"], linears["out"]), (linears["mlp_in"], linears["down"])
+        pairs = [
+            (kind.linears[first], kind.linears[last])
+            for kind in self.layer_kinds
+            for first, last in (("qkv", "out"), ("mlp_in", "down"))
+        ]
         return max(first.num_out + last.in_size for first, last in pairs)
 
     # -- lengths -------------------------------------------------------------------------------------------------------
@@ -229,7 +273,12 @@ class ModelSpec:
 
     @property
     def layer_groups(self) -> LayerGroups:
-        return group_layers(self.num_layers, self.windows)
+        return group_layers(self.num_layers, self.windows, self.recurrent_layers)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in the state of a sequence, over all recurrent layers."""
+        return 0
 
     @property
     def kv_window(self) -> int | None:
@@ -291,11 +340,14 @@ class DecoderSpec(ModelSpec):
         names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
-            "qkv": LinearShape(names.qkv, hidden, (q_size, kv_size, kv_size), self.qkv_bias, order=self._qkv_order),
+            "qkv": self._qkv_shape((q_size, kv_size, kv_size)),
             "out": LinearShape((names.out,), q_size, (hidden,), self.o_bias),
             "mlp_in": LinearShape(names.mlp_in, hidden, (inner, inner), self.mlp_bias),
             "down": LinearShape((names.down,), inner, (hidden,), self.mlp_bias),
         }
+
+    def _qkv_shape(self, sizes: tuple[int, int, int]) -> LinearShape:
+        return LinearShape(self.names.qkv, self.hidden_size, sizes, self.qkv_bias, order=self._qkv_order)
 
     @property
     def norms(self) -> dict[str, NormShape]:
@@ -335,6 +387,77 @@ class DecoderSpec(ModelSpec):
             heads += [start + queries + i for i in range(2) for start in first]
         rows = [self._head_order] * (num_heads + num_groups) + [tuple(range(self.head_dim))] * num_groups
         return tuple(head * self.head_dim + row for head, order in zip(heads, rows, strict=True) for row in order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridSpec(DecoderSpec):
+    """Qwen3.5: a decoder of the Llama family with Gated DeltaNets (arXiv 2412.06464) as its recurrent layers.
+
+    The outputs of its other layers' attention are gated: each head of Q has a gate of the same size beside it.
+
+    num_key_heads, key_dim      heads of Q and of K in a recurrent layer, and their size
+    num_value_heads, value_dim  of V
+    conv_size                   tokens that the convolution of Q, K and V sees
+    """
+
+    model: ClassVar[str] = "octavo.models.hybrid:HybridDecoder"
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    def _qkv_shape(self, sizes: tuple[int, int, int]) -> LinearShape:
+        """Of layers with attention: Q with its gates, K and V."""
+        return DecoderSpec._qkv_shape(self, (2 * sizes[0], *sizes[1:]))
+
+    @property
+    def _qkv_order(self) -> tuple[int, ...]:
+        """Rows of Q, of its gates, of K and of V in the checkpoint, where a head's gate follows its Q."""
+        dim, own = self.head_dim, tuple(range(self.head_dim))
+        head = own if self.rotary_dim is None else self._head_order
+        k, v = 2 * self.num_heads, 2 * self.num_heads + self.num_kv_heads
+        parts = [(2 * i, head) for i in range(self.num_heads)]
+        parts += [(2 * i + 1, own) for i in range(self.num_heads)]
+        parts += [(i, head) for i in range(k, v)] + [(i, own) for i in range(v, v + self.num_kv_heads)]
+        return tuple(part * dim + row for part, order in parts for row in order)
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def recurrent_linears(self) -> dict[str, LinearShape]:
+        """Of recurrent layers: "qkv" has Q, K and V, the output's gate, and two numbers for each head of V."""
+        hidden, num_heads, names = self.hidden_size, self.num_value_heads, ("qkv", "z", "b", "a")
+        inner = num_heads * self.value_dim
+        sizes = (self.conv_channels, inner, num_heads, num_heads)
+        return self.linears | {
+            "qkv": LinearShape(tuple(f"linear_attn.in_proj_{name}" for name in names), hidden, sizes),
+            "out": LinearShape(("linear_attn.out_proj",), inner, (hidden,)),
+        }
+
+    @property
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        num_recurrent, norms = len(self.recurrent_layers), self.norms
+        num_floats = self.conv_channels * self.conv_size + 2 * self.num_value_heads + self.value_dim
+        shared = {role: norm for role, norm in norms.items() if role not in ("q", "k")}
+        return (
+            LayerKind(self.num_layers - num_recurrent, self.linears, norms),
+            LayerKind(num_recurrent, self.recurrent_linears, shared, num_floats),
+        )
+
+    def has_unit_offset(self, name: str) -> bool:
+        return ModelSpec.has_unit_offset(self, name) and not name.endswith("linear_attn.norm.weight")
+
+    @property
+    def layer_state_size(self) -> int:
+        """Numbers in the state of a recurrent layer: the last inputs of its convolution, and a matrix for each head."""
+        return self.conv_channels * (self.conv_size - 1) + self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        return len(self.recurrent_layers) * self.layer_state_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,7 @@ ENGINE: tuple[Argument, ...] = (
         " max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config max_logprobs"
         " disable_hybrid_kv_cache_manager scheduling_policy long_prefill_token_threshold max_long_partial_prefills"
         " watermark enforce_eager async_scheduling kv_events_config speculative_config spec_method spec_model"
-        " spec_tokens"),
+        " spec_tokens mamba_block_size"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),
     *_only("engine", "one device computes the whole model", "data_parallel_rank data_parallel_start_rank"
@@ -192,9 +192,12 @@ ENGINE: tuple[Argument, ...] = (
     *_only("engine", "grammars have one backend", "structured_outputs_config reasoning_config"),
     *_only("engine", "K and V stay in this engine", "kv_transfer_config ec_transfer_config weight_transfer_config"),
     *_only("engine", "close the LLM to free its memory", enable_sleep_mode=False, enable_cumem_allocator=False),
-    *_only("engine", "no family here has recurrent layers", "mamba_config mamba_block_size", mamba_cache_dtype="auto",
-        mamba_ssm_cache_dtype="auto", mamba_cache_mode="none", enable_mamba_cache_stochastic_rounding=False),
-    *_any("engine", "no effect without recurrent layers", "mamba_backend mamba_cache_philox_rounds"),
+    *_only("engine", "states of recurrent layers are float32", mamba_cache_dtype=("auto", "float32"),
+        mamba_ssm_cache_dtype=("auto", "float32"), enable_mamba_cache_stochastic_rounding=False),
+    *_only("engine", "checkpoints of states are left where they spare most; set mamba_block_size",
+        mamba_cache_mode=("none", "align", "all")),
+    *_only("engine", "recurrent layers have no options", "mamba_config"),
+    *_any("engine", "there is one implementation of recurrent layers", "mamba_backend mamba_cache_philox_rounds"),
     *_only("engine", "every token is streamed", stream_interval=1),
     *_any("engine", "text is encoded by one thread a core", "renderer_num_workers"),
     *_only("engine", "set skip_tokenizer_init", tokens_only=False),

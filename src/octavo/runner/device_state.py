@@ -45,17 +45,20 @@ class DeviceState:
         keeps_history: bool,
         draft: Draft | None = None,
         num_groups: int = 1,
+        state_blocks: int = 0,
     ) -> None:
         block_size = kv.shape[4]
         max_blocks = cdiv(max_model_len, block_size)
         self.kv, self.draft, self._platform = kv, draft, platform
         max_len = max_model_len + 1 if keeps_history else 0
-        self.rows = RowState.empty(num_rows, max_blocks, platform.device, max_len=max_len, num_groups=num_groups)
+        self.rows = RowState.empty(
+            num_rows, max_blocks, platform.device, max_len=max_len, num_groups=num_groups, state_blocks=state_blocks
+        )
         self._num_known = [0] * num_rows  # tokens of each row's history that came with its setup
         self.processors = LogitsProcessors(self.rows, max_model_len + 1, vocab_size, platform)
         self.swapper = KVSwapper(kv, host_kv, platform, draft and (draft.kv, draft.host_kv))
         token_bytes = kv[0, 0].nbytes // block_size
-        prefixes = SharedPrefixes(num_rows, max_blocks, block_size, token_bytes, num_groups)
+        prefixes = SharedPrefixes(num_rows, self.rows.max_blocks, block_size, token_bytes, self.rows.num_lines)
         self.shared_prefixes = prefixes if platform.has_cascade else None
 
     def pack(self, plan: StepPlan) -> list[np.ndarray]:

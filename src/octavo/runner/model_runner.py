@@ -74,6 +74,7 @@ class ModelRunner:
     shares_suffixes   drafts of the CPU may come from other requests with the same salt
     draft             drafts come from this model; None: from earlier text
     num_groups        groups of layers with block tables of their own
+    state_blocks      blocks of a sequence's recurrent state; 0: there is none
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ModelRunner:
         shares_suffixes: bool = False,
         draft: Draft | None = None,
         num_groups: int = 1,
+        state_blocks: int = 0,
     ) -> None:
         self.platform = platform
         self.num_speculative_tokens = num_speculative_tokens
@@ -106,6 +108,7 @@ class ModelRunner:
             keeps_history=num_speculative_tokens > 0 and draft is None,
             draft=draft,
             num_groups=num_groups,
+            state_blocks=state_blocks,
         )
         drafts_on_host = num_speculative_tokens > 0 and platform.is_host and draft is None
         shared = SharedSuffixes() if shares_suffixes and drafts_on_host else None
@@ -128,6 +131,7 @@ class ModelRunner:
             max_blocks=state.rows.max_blocks,
             block_size=kv.shape[4],
             num_windows=num_groups - 1,
+            state_blocks=state_blocks,
         )
         sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
         self.passes = Passes(

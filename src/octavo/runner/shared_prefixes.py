@@ -26,11 +26,11 @@ class SharedPrefixes:
     cascade attention pays off.
 
     token_bytes   K and V of one token in one layer
-    num_groups    tables of a row, of which only the first, that of the full group, counts
+    num_lines     tables of a row, of which only the first, that of the full group, counts
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int, token_bytes: int, num_groups: int = 1) -> None:
-        self._num_groups = num_groups
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, token_bytes: int, num_lines: int = 1) -> None:
+        self._num_lines = num_lines
         self.min_saved_tokens = cdiv(MIN_SAVED_BYTES, token_bytes)
         self._max_blocks = max_blocks
         max_len = max_blocks * block_size
@@ -43,9 +43,9 @@ class SharedPrefixes:
         """Apply a plan's writes to the block tables. See `input_buffers.table_writes` for indices [num]."""
         line, column = np.divmod(indices, self._max_blocks)
         depth = self._depth_of[column]
-        found = (depth >= 0) & (line % self._num_groups == 0)
+        found = (depth >= 0) & (line % self._num_lines == 0)
         if found.any():
-            self._blocks[line[found] // self._num_groups, depth[found]] = block_ids[found]
+            self._blocks[line[found] // self._num_lines, depth[found]] = block_ids[found]
 
     def order(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
         """An order [num_rows] in which rows with shared prefixes are neighbours; None if they share too few tokens.

@@ -159,6 +159,24 @@ class Tokenizer:
         )
         return rendered.replace(MARK, ""), self._encode([rendered], False, True)[0]
 
+    def turn_openings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that open a turn of the user, and of the model, as the chat template writes them; else empty."""
+
+        def encode(text: str, *, add_generation_prompt: bool = False) -> list[int]:
+            message = {"role": "user", "content": text}
+            return self.encode_chat([message], add_generation_prompt=add_generation_prompt)[1]
+
+        try:
+            turn, other, whole = encode("Hi"), encode("Yes"), encode("Hi", add_generation_prompt=True)
+        except TemplateError:
+            return (), ()
+        if whole[: len(turn)] != turn or len(whole) == len(turn):
+            return (), ()
+        model = whole[len(turn) :]
+        common = turn[: next((i for i, (a, b) in enumerate(zip(turn, other, strict=False)) if a != b), 0)]
+        num_user = common[::-1].index(model[0]) + 1 if model[0] in common else 0
+        return tuple(common[len(common) - num_user :]), tuple(model)
+
     def find_special_token(self, text: str) -> str | None:
         """The first special token spelled in `text`, for a hint in an error message."""
         return self._marker.find(text)

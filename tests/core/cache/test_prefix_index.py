@@ -92,16 +92,16 @@ def test_a_lookup_stops_at_the_first_miss() -> None:
     assert found.block_ids == [1]
 
 
-def test_is_next_block_in_names_the_first_missing_block() -> None:
+def test_is_in_flight_names_the_first_missing_block() -> None:
     cache = KVCacheManager(8, 2)
     seq = settle(cache, [1, 2, 3])
     late = sequence([1, 2, 3, 4, 5])
     found = cache.prefixes.lookup(late)
     key = (seq.seal_ids[0], late.token_ids[2:4].tobytes())
-    assert cache.prefixes.is_next_block_in({key}, late, found)
-    assert not cache.prefixes.is_next_block_in({(9, key[1])}, late, found)
+    assert cache.prefixes.is_in_flight({key: late}, late, found)
+    assert not cache.prefixes.is_in_flight({(9, key[1]): late}, late, found)
     ends = sequence([1, 2, 3, 4])
-    assert not cache.prefixes.is_next_block_in({key}, ends, found)  # its last token is computed anyway
+    assert not cache.prefixes.is_in_flight({key: late}, ends, found)  # its last token is computed anyway
 
 
 # -- Memory 8: freeing -------------------------------------------------------------------------------------------------

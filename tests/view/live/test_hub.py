@@ -259,7 +259,33 @@ def test_wait_for_blocks_tells_those_of_windows() -> None:
     wait, prefix = state.requests["b"].wait, cache.prefixes.lookup(b.sequences[0])
     assert wait is not None and wait.needs == cache.blocks_to_admit(b.sequences[0], prefix) == 6 + 3 + 3
     assert wait.in_windows == 6
-    assert Summary.of(state).first_waiting.startswith("b needs 12 blocks, 6 of them in windows: ")
+    assert Summary.of(state).first_waiting.startswith("b needs 12 blocks (6 in windows): ")
+
+
+def test_wait_for_blocks_tells_those_of_a_state() -> None:
+    lab = Lab(9, 2, rows=4, state_blocks=3)
+    publisher = Publisher(lab.scheduler)
+    state = PoolState(publisher.frame())  # type: ignore[arg-type]
+    assert state.state_blocks == PoolState(state.snapshot()).state_blocks == 3
+    lab.add("a", [1, 2, 3, 4], 6)
+    lab.add("b", [5, 6, 7], 2)
+    lab.step()
+    state.apply(publisher.frame(publisher.last))  # type: ignore[arg-type]
+    wait = state.requests["b"].wait
+    assert wait is not None and (wait.needs, wait.in_windows, wait.in_states) == (6, 0, 3)
+    assert Summary.of(state).first_waiting.startswith("b needs 6 blocks (3 in its state): ")
+    lab.run()
+
+
+def test_content_of_a_checkpoint_is_that_of_the_last_full_block_before_it() -> None:
+    lab = Lab(20, 2, rows=4, state_blocks=3, listen=False)
+    engine = Engine(lab.scheduler, Oracle(lab.scheduler), vocab_size=9, max_model_len=20)
+    lab.add("a", [1, 2, 3, 4, 5, 6, 7], 1)
+    lab.run()
+    blocks = lab.pool.find_state(lab.pool.seal_id[3])
+    assert len(blocks) == 3
+    for block in (3, *blocks):
+        assert GetBlock(block).answer(engine).token_ids == [5, 6]
 
 
 def test_content_of_a_windows_block_is_that_of_the_full_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import chain, islice, repeat
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ from octavo.view.live.state import PoolState
 from tests.core.lab import Lab
 from tests.proof.oracle import Oracle
 from tests.proof.workloads import World
+
+KINDS = [{}, {"groups": True}, {"states": True}, {"groups": True, "states": True}]
 
 
 def through_json(frame: Frame) -> Frame:
@@ -75,11 +78,10 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         assert (view.wait.reason if view.wait else "") == request.wait_reason
         tables = [state.tables[uid] for uid in view.sequences]
         shown = [(t.num_tokens, t.num_computed, t.group, t.block_ids.tolist()) for t in tables]
-        groups = range(cache.num_groups)
         held = [
-            (len(s.token_ids), s.num_computed, group, list(s.tables)[group][0] if s.block_ids else [])
+            (len(s.token_ids), s.num_computed, group, ids)
             for s in sequences
-            for group in groups
+            for group, (ids, _) in enumerate(islice(chain(s.holdings, repeat(([], 0))), cache.rows.num_lines))
         ]
         assert shown == held, request
         if status != "swapped":
@@ -91,8 +93,8 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
 class WatchedWorld(World):
     """A workload with an early and a late viewer, who get frames at random moments."""
 
-    def __init__(self, seed: int, totals: Counter[str], *, groups: bool = False) -> None:
-        super().__init__(seed, totals, listen=True, groups=groups)
+    def __init__(self, seed: int, totals: Counter[str], **kinds: bool) -> None:
+        super().__init__(seed, totals, listen=True, **kinds)
         self.coin = random.Random(seed + 0.125)
         self.publisher = Publisher(self.scheduler)
         self.early: PoolState | None = None
@@ -133,20 +135,20 @@ class WatchedWorld(World):
             check(self.late, self.scheduler)
 
 
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("first", range(0, 30, 10))
-def test_state_equals_the_pool(first: int, groups: bool) -> None:
+def test_state_equals_the_pool(first: int, kinds: dict[str, bool]) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 10):
-        WatchedWorld(seed, totals, groups=groups).run()
+        WatchedWorld(seed, totals, **kinds).run()
     assert totals["Snapshot"] > 5 and totals["Delta"] > 100
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("first", range(1000, 3000, 250))
-def test_state_equals_the_pool_for_many_seeds(first: int, groups: bool) -> None:
+def test_state_equals_the_pool_for_many_seeds(first: int, kinds: dict[str, bool]) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 250):
-        WatchedWorld(seed, totals, groups=groups).run()
+        WatchedWorld(seed, totals, **kinds).run()
     assert totals["Delta"] > 2500

@@ -40,7 +40,7 @@ class Swapping:
         """Split a request's distinct blocks in two.
 
         Returns its private blocks with the positions in each, and the sealed blocks that other requests use too with
-        their seal ids.
+        their seal ids. States count as private: who shares one copies it anyway.
         """
         pool, size = self.pool, self.prefixes.block_size
         refs_within: dict[BlockId, int] = {}
@@ -51,6 +51,7 @@ class Swapping:
                     block = block_ids[i]
                     refs_within[block] = refs_within.get(block, 0) + 1
                     filled[block] = min(size, sequence.num_computed - i * size)  # the same for every sharer
+            filled |= dict.fromkeys(sequence.state, 0)
         shared = {b: pool.seal_id[b] for b, n in refs_within.items() if pool.seal_id[b] and pool.refs[b] > n}
         return {b: n for b, n in filled.items() if b not in shared}, shared
 
@@ -67,7 +68,7 @@ class Swapping:
             return False
         moved: dict[BlockId, HostBlockId] = {}
         for sequence in request.sequences:
-            for block_ids, num_dropped in sequence.tables:
+            for block_ids, num_dropped in sequence.holdings:
                 old = block_ids[num_dropped:]
                 block_ids[num_dropped:] = [-b if b in shared else self._to_host(b, moved) for b in old]
                 for block in reversed(old):
@@ -93,7 +94,7 @@ class Swapping:
         pool = self.pool
         host_ids: dict[HostBlockId, None] = {}
         for sequence in request.sequences:
-            for block_ids, _ in sequence.tables:
+            for block_ids, _ in sequence.holdings:
                 host_ids |= dict.fromkeys(block for block in block_ids if block > 0)
         shared = request.shared_on_device
         if any(pool.seal_id[b] != seal for b, seal in shared.items()):
@@ -105,7 +106,7 @@ class Swapping:
         """Move a swapped request back. Blocks shared on the device come first: allocation might evict them."""
         pool, host = self.pool, self.space
         for sequence in request.sequences:
-            for block_ids, _ in sequence.tables:
+            for block_ids, _ in sequence.holdings:
                 for block in block_ids:
                     if block < 0:
                         pool.share(-block)
@@ -115,7 +116,7 @@ class Swapping:
         self.num_swapped_in += len(to)
         for sequence in request.sequences:
             num_kept = next((i for i, block in enumerate(sequence.block_ids) if block > 0), len(sequence.block_ids))
-            for block_ids, _ in sequence.tables:
+            for block_ids, _ in sequence.holdings:
                 for i, block in enumerate(block_ids):
                     if block <= 0:  # shared on the device, or null
                         block_ids[i] = -block

@@ -143,11 +143,11 @@ def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
     chunk = draft.prefill_chunk(request, due, draft.budget)
     if not chunk:
         return state.set_wait_reason(request, LONG_PREFILL, due)
-    if draft.writes and cache.prefixes.is_next_block_in(draft.writes, seq, prefix):
+    if draft.writes and cache.prefixes.is_in_flight(draft.writes, seq, prefix):
         return state.set_wait_reason(request, "prefix in flight", 0)
     needs = cache.blocks_to_admit(seq, prefix) + state.headroom(request) + cache.blocks_due(state.running)
     if needs > pool.num_available - state.watermark():
-        return state.wait_for_blocks(request, needs, cache.window_blocks_to_admit(seq, prefix))
+        return state.wait_for_blocks(request, needs, cache.window_blocks_to_admit(seq, prefix), cache.state_blocks)
     state.leave_queue(request)
     if request.num_preemptions:
         state.policy.costs.record_return(prefix.num_positions, len(seq.token_ids))

@@ -45,6 +45,8 @@ def plan_running(state: SchedulerState, draft: StepDraft, num_decode_steps: int)
             if start + count > seq.room:
                 if cache.has_windows:
                     cache.drop_out_of_window(seq, plan)
+                if cache.state_blocks:
+                    count = cache.checkpoints.cut(seq, count)
                 needs = (cache.blocks_for(start + count) - len(seq.block_ids)) * cache.num_groups
                 if needs > pool.num_available and not make_room(state, request, [(seq, count)], draft):
                     break

@@ -149,7 +149,14 @@ class SchedulerState:
         return self.cache.blocks_for(positions) * (self.num_rows_taken + request.width)
 
     def set_wait_reason(
-        self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0, in_windows: int = 0
+        self,
+        request: Request,
+        reason: str,
+        needs: int,
+        free: int = 0,
+        evictable: int = 0,
+        in_windows: int = 0,
+        in_states: int = 0,
     ) -> bool:
         """Set the reason why a request waits, and emit it if it changed. Always returns False."""
         if reason in ("blocks", "rows") and request.status is Status.WAITING and request.waits_since < 0:
@@ -157,10 +164,10 @@ class SchedulerState:
         if request.wait_reason != reason:
             request.wait_reason = reason
             if self.events.active:
-                self.events.emit(ev.Waiting(request.request_id, reason, needs, free, evictable, in_windows))
+                self.events.emit(ev.Waiting(request.request_id, reason, needs, free, evictable, in_windows, in_states))
         return False
 
-    def wait_for_blocks(self, request: Request, needs: int, in_windows: int = 0) -> bool:
+    def wait_for_blocks(self, request: Request, needs: int, in_windows: int = 0, in_states: int = 0) -> bool:
         pool = self.cache.pool
         free = max(0, pool.num_free - self.watermark())
-        return self.set_wait_reason(request, "blocks", needs, free, pool.num_cached, in_windows)
+        return self.set_wait_reason(request, "blocks", needs, free, pool.num_cached, in_windows, in_states)

@@ -9,6 +9,7 @@ from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduling.scheduler_state import SchedulerState
+from octavo.core.types import NEVER
 
 
 class ScheduledSlice(NamedTuple):
@@ -35,7 +36,7 @@ class StepDraft:
         self.preempted = False  # a request was preempted for blocks in this step: none is admitted
         self.gave_way: set[Request] = set()  # requests that gave way in this step: they are not resumed in it
         self.sealable: list[Sequence] = []  # sequences with blocks that this plan fills
-        self.writes: set[Key] = set()  # key of the first block that each of those fills
+        self.writes: dict[Key, Sequence] = {}  # key of the first block that each of those fills
         self.longs: dict[int, int] = {}  # tenant -> number of its long prefills in this plan
         self.shares: dict[int, int] | None = None  # tenant -> prefill positions left; None with one tenant
 
@@ -62,6 +63,7 @@ class StepDraft:
         chunk      limit of prefill positions
         """
         sequences, chunk = request.sequences, min(chunk, self.state.cache.max_chunk)
+        checkpoints = self.state.cache.checkpoints
         if request.needs_result and request.num_pending:
             return []
         if len(sequences) > 1:
@@ -81,9 +83,13 @@ class StepDraft:
             if length >= seq.max_length:
                 continue
             due = length - seq.num_computed  # tokens known to the host, or the one that the row holds
-            if due > chunk:
-                return [ScheduledSlice(seq, chunk, 0)]
-            fed = min(num_steps, seq.max_length - length, chunk - due + 1) - 1  # tokens that the device feeds itself
+            stop = checkpoints.next_stop(seq) - seq.num_computed
+            if due > min(chunk, stop):
+                return [ScheduledSlice(seq, min(chunk, stop), 0)]
+            most = (
+                due if stop == due else min(chunk, stop - 1)
+            )  # a step of its own reaches a stop: see `Checkpoints.cut`
+            fed = min(num_steps, seq.max_length - length, most - due + 1) - 1  # tokens that the device feeds itself
             slices.append(ScheduledSlice(seq, due + fed, fed + 1))
         return slices
 
@@ -91,19 +97,34 @@ class StepDraft:
         """Return the next slice of a preempted group's recomputation, None when all its sequences have caught up.
 
         The sequences are recomputed one after another, each up to its last token, so that they share blocks. Computed
-        together without sharing, they might not fit where they fitted after the fork.
+        together without sharing, they might not fit where they fitted after the fork. With states all others begin
+        where the first one has computed what they have in common.
         """
+        cache, prefixes = self.state.cache, self.state.cache.prefixes
         for seq in request.sequences:
             due = len(seq.token_ids) + seq.num_pending - 1 - seq.num_computed
             if due > 0:
                 if request.status is Status.SWAPPED:  # swapped out during recomputation: swap in first
                     return []
-                if not seq.block_ids:
-                    self.state.cache.attach(seq, self.state.cache.prefixes.sibling_prefix(seq))
-                    due = len(seq.token_ids) - 1 - seq.num_computed
+                if cache.state_blocks:
+                    chunk = min(chunk, self._part_group(request), cache.checkpoints.next_stop(seq) - seq.num_computed)
+                elif not seq.block_ids:
+                    cache.attach(seq, prefixes.sibling_prefix(seq))
+                due = len(seq.token_ids) - 1 - seq.num_computed
                 if due > 0:
                     return [ScheduledSlice(seq, min(due, chunk), 0)]
         return None
+
+    def _part_group(self, request: Request) -> int:
+        """Let all sequences of a group begin with what they have in common, once the first one has computed it. Returns
+        the positions until then."""
+        cache, first = self.state.cache, request.sequences[0]
+        common = cache.prefixes.common_length(request)
+        if first.num_computed == common > 0:
+            for seq in request.sequences:
+                if not seq.block_ids:
+                    cache.attach(seq, cache.prefixes.common_prefix(request))
+        return common - first.num_computed if first.num_computed < common else NEVER
 
     def add(self, slices: list[ScheduledSlice]) -> None:
         """Add a request's slices to the plan. The caller has checked that there are enough blocks."""
@@ -132,4 +153,4 @@ class StepDraft:
             seq.row_has_last = num_sampled > 0 and (request.only_sequence is not None or not request.needs_result)
             if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
                 self.sealable.append(seq)
-                self.writes.add(cache.prefixes.next_key(seq, seq.seal_ids))
+                self.writes[cache.prefixes.next_key(seq, seq.seal_ids)] = seq

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import paged_attention
+from octavo.kernels.cpu.recurrent import gated_delta_rule
 from octavo.kernels.cpu.sampling import (
     apply_token_bitmask,
     finite_rows,
@@ -34,6 +35,7 @@ from octavo.kernels.cpu.step import (
 from octavo.kernels.reference import (
     add_linear,
     block_copy,
+    causal_conv,
     kv_write,
     layer_norm,
     make_normed_residual,
@@ -53,8 +55,10 @@ __all__ = [
     "apply_row_logits_processors",
     "apply_token_bitmask",
     "block_copy",
+    "causal_conv",
     "commit_sampled_tokens",
     "finite_rows",
+    "gated_delta_rule",
     "gelu_mul",
     "init_token_counts",
     "kv_write",

@@ -54,6 +54,8 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         np.take(tables[:, :width], rows, axis=0, out=of_group.block_tables.numpy()[:, :width], mode="clip")
         slots = tables[rows, block].astype(np.int64) * block_size + offset
         of_group.slot_mapping.numpy()[:] = slots * live
+    if batch.state_tables is not None:
+        batch.state_tables.numpy()[:] = state.state_tables.numpy()[rows] * live[:, None]
     inputs.live_rows.numpy()[:] = live_rows
     inputs.token_ids.numpy()[:] = np.where(depths > 0, drafts.clip(0), state.last_token.numpy()[rows])
     batch.positions.numpy()[:] = position
@@ -84,6 +86,8 @@ def prepare_prefill_inputs(
         slots = tables[sequence, block].astype(np.int64) * block_size + offset
         batch.group(group).slot_mapping.numpy()[:] = slots * ~is_done[sequence]
         batch.group(group).block_tables.numpy()[:] = tables
+    if batch.state_tables is not None:
+        batch.state_tables.numpy()[:] = state.state_tables.numpy()[row] * ~is_done[:, None]
     token_ids.numpy()[:] = np.where(tokens < 0, state.last_token.numpy()[row][sequence], tokens)
     batch.positions.numpy()[:] = position
     batch.seq_lens.numpy()[:] = start + counts

@@ -46,6 +46,8 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
         batch.group(group).slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
         batch.group(group).block_tables.copy_(tables)
+    if batch.state_tables is not None:
+        batch.state_tables.copy_(state.state_tables[inputs.rows] * live.unsqueeze(1))
     if batch.common_prefix_lens is not None:
         tables = batch.block_tables
         both = torch.where(live[1:] & live[:-1], torch.minimum(position[1:], position[:-1]), 0)
@@ -112,6 +114,8 @@ def prepare_prefill_inputs(
         slots = torch.where(is_done[sequence], 0, block * block_size + position % block_size)
         batch.group(group).slot_mapping.copy_(slots)
         batch.group(group).block_tables.copy_(tables)
+    if batch.state_tables is not None:
+        batch.state_tables.copy_(state.state_tables[rows] * ~is_done.unsqueeze(1))
     state.num_computed[rows[~is_done]] = (start + counts - 1)[~is_done]
 
 

@@ -6,7 +6,9 @@ Only this package imports triton, and only a GPU needs it. `capability` chooses 
 from __future__ import annotations
 
 from octavo.kernels.reference import (
+    causal_conv,
     finite_rows,
+    gated_delta_rule,
     layer_norm,
     rope_table,
 )
@@ -38,8 +40,10 @@ __all__ = [
     "apply_row_logits_processors",
     "apply_token_bitmask",
     "block_copy",
+    "causal_conv",
     "commit_sampled_tokens",
     "finite_rows",
+    "gated_delta_rule",
     "gelu_mul",
     "init_token_counts",
     "kv_write",

@@ -31,6 +31,11 @@ from octavo.models.registry import load
 from octavo.models.spec import ModelSpec
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MB of float32: small enough for the caches, large enough to hide the calls
+NOT_SERVED = (
+    *("vision_tower.", "model.vision_tower.", "model.visual.", "multi_modal_projector.", "model.multi_modal_"),
+    "mtp.",
+)
+"""Prefixes of tensors for images, and for the prediction of several tokens."""
 MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
 
@@ -147,7 +152,7 @@ def _is_redundant(name: str, spec: ModelSpec) -> bool:
     return (
         name in (f"{spec.names.head}.weight", "rope_freqs.weight")
         or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
-        or name.startswith(("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_"))
+        or name.startswith(NOT_SERVED)
     )
 
 

@@ -51,7 +51,8 @@ class MemoryBudget:
 
     def num_requests(self, length: int) -> float:
         """Requests of this many tokens that the pool holds at once."""
-        return self.num_blocks / self.kv.blocks_of(length) if self.kv.windows else self.num_tokens / length
+        is_even = not self.kv.windows and not self.kv.state_bytes
+        return self.num_tokens / length if is_even else self.num_blocks / self.kv.blocks_of(length)
 
     @property
     def longest(self) -> int:
@@ -196,11 +197,13 @@ def _larger_pool(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> str
     if wanted_len < 2:
         return "raise max_model_len to 2 or more: one prompt token and one output token"
     kv, free, room = budget.kv, budget.free, _room(args, budget)
-    if kv.num_blocks(room) < 1:
-        return f"free {gib(kv.pool_bytes(1) - room)} more; {doctor_hint(args)}"
+    if kv.num_blocks(room) < (least := kv.blocks_of(1)):
+        return f"free {gib(kv.pool_bytes(least) - room)} more; {doctor_hint(args)}"
     larger = replace(budget, num_blocks=min(kv.blocks_of(wanted_len - 1, kv.max_chunk), kv.num_blocks(room)))
     remedy = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {larger.pool_bytes}"
-    if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
+    if args.num_gpu_blocks_override is not None:
+        remedy = f"raise num_gpu_blocks_override to {larger.num_blocks}"
+    elif args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
         share = ceil_2((free.weights + larger.pool_bytes) / (free.weights + free.host))
         remedy = f"raise gpu_memory_utilization to {share:g}"
     shorter = args.max_model_len not in (None, -1) and larger.longest < wanted_len

@@ -52,6 +52,8 @@ class MemoryNeeds:
 
 def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryNeeds:
     """The memory needs of a model on a machine, before its KV pool."""
+    if spec.recurrent_layers:
+        args.check_recurrent(spec.architecture, machine.device)
     dtype = args.resolved_dtype(machine.device, spec.dtype, has_bfloat16=has_bfloat16_products())
     size = ITEMSIZE[dtype]
     activations = activation_bytes(args, spec, size)

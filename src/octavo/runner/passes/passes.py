@@ -234,10 +234,8 @@ class Passes:
             return self._decode_lines(self.graphs.decode_logits(self.model, inputs, state.kv), inputs, shape)
         prefill = _unpacked(packed, size)
         rows, starts, host_tokens = prefill.rows, prefill.starts, prefill.host_tokens
-        batch, token_ids = (
-            prefill.batch(size, self._block_size, state.rows.num_groups - 1),
-            torch.zeros_like(host_tokens),
-        )
+        batch = prefill.batch(size, self._block_size, state.rows.num_groups - 1, state.rows.state_blocks)
+        token_ids = torch.zeros_like(host_tokens)
         ops.prepare_prefill_inputs(state.rows, rows, starts, host_tokens, batch, token_ids, self._block_size)
         if self.draft_model is not None:
             self.draft_model.prefill(token_ids, batch)

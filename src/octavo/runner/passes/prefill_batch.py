@@ -238,7 +238,7 @@ class PrefillInputs(NamedTuple):
     sample_rows: Tensor
     sample_indices: Tensor
 
-    def batch(self, size: PrefillSize, block_size: int, num_windows: int = 0) -> RaggedBatch:
+    def batch(self, size: PrefillSize, block_size: int, num_windows: int = 0, state_blocks: int = 0) -> RaggedBatch:
         """The ragged batch, for `prepare_prefill_inputs` to fill. Zeroed where precompilation reads it unfilled."""
         device, width = self.host_tokens.device, cdiv(size.max_seq_len, block_size)
         return RaggedBatch(
@@ -251,6 +251,9 @@ class PrefillInputs(NamedTuple):
             max_seq_len=size.max_seq_len,
             window_tables=make_of_groups(num_windows, size.num_slices, width, dtype=torch.int32, device=device),
             window_slots=make_of_groups(num_windows, size.num_tokens, dtype=torch.int64, device=device),
+            state_tables=torch.zeros(size.num_slices, state_blocks, dtype=torch.int32, device=device)
+            if state_blocks
+            else None,
         )
 
 

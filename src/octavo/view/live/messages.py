@@ -24,7 +24,8 @@ RENAMED = {"removed": "gone", "removed_sequences": "gone_sequences", "queues": "
 class Seals(msgspec.Struct, omit_defaults=True):
     """Nodes of the prefix tree: a block, its seal id, and the seal id of the block before it (0: none).
 
-    A window group's block is below the full block over the same positions. `groups` is empty if all are full ones."""
+    A window group's block is below the full block over the same positions, and so is the head of a checkpoint; each
+    further block of that state is below the one before. `groups` is empty if all are full ones."""
 
     block_ids: bytes = b""  # u32[num]
     seal_ids: bytes = b""  # f64[num]
@@ -51,6 +52,7 @@ class Wait(msgspec.Struct, frozen=True):
     free: int | None = None
     evictable: int | None = None
     in_windows: int = 0
+    in_states: int = 0
 
 
 class RequestView(msgspec.Struct, frozen=True, rename={"wait": "waits"}):
@@ -69,7 +71,7 @@ class RequestView(msgspec.Struct, frozen=True, rename={"wait": "waits"}):
 
 
 class SequenceView(msgspec.Struct, omit_defaults=True):
-    """A sequence and its block table, or a lane: its table of a window group. 0 is the full group."""
+    """A sequence and its block table, or a lane: its table of a window group, or its state. 0 is the full group."""
 
     uid: int
     index: int
@@ -115,7 +117,8 @@ class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
     """The whole state. `epoch` identifies a series of frames, and `frame` counts within it. Sizes are bounded when they
     are decoded, since a file may hold anything.
 
-    windows  of each window group, in tokens
+    windows       of each window group, in tokens
+    state_blocks  of a sequence's state, whose group is the one after those with windows
     """
 
     epoch: str
@@ -135,6 +138,7 @@ class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
     events: list[dict[str, Any]] = []
     cost_s: float = 0.0
     windows: list[int] = []
+    state_blocks: int = 0
 
 
 class Delta(msgspec.Struct, tag_field="kind", tag="delta", omit_defaults=True, rename=RENAMED):

@@ -5,6 +5,7 @@ by comparing the current state with the one published last:
 
     references, seals   the pool's two arrays, compared with copies of the last frame
     block tables        they only grow, except where their head is dropped or an event of the request reports a change
+    states              compared with a copy of the last frame: a step may write into a copy, without an event
 
 A block that changes several times between two frames is published once, in its latest state.
 """
@@ -50,8 +51,8 @@ MAX_OLD_SEALS = 8192
 
 
 class _PublishedTable:
-    """A block table as published last. `block_ids` is a copy, kept for sequences with siblings: beams are reordered and
-    samples diverge without an event for their tables."""
+    """A block table as published last. `block_ids` is a copy, kept for states, and for sequences with siblings: beams
+    are reordered and samples diverge without an event for their tables."""
 
     __slots__ = ("block_ids", "num_dropped", "num_entries", "uid")
 
@@ -75,7 +76,7 @@ class _PublishedTable:
 
 
 class _PublishedSequence:
-    """A sequence as published last, with its table of each group."""
+    """A sequence as published last, with its table of each group and its state."""
 
     __slots__ = ("num_computed", "num_tokens", "tables")
 
@@ -85,8 +86,9 @@ class _PublishedSequence:
 
     def update(self, sequence: Sequence) -> None:
         self.num_tokens, self.num_computed = len(sequence.token_ids), sequence.num_computed
-        for known, table in zip(self.tables, _tables(sequence), strict=False):
-            known.update(*table, copy=sequence.request.only_sequence is None)
+        copied = 0 if sequence.request.only_sequence is None else 1 + len(sequence.windows)  # from this table on
+        for group, (known, table) in enumerate(zip(self.tables, _tables(sequence), strict=False)):
+            known.update(*table, copy=group >= copied)
 
     def is_unchanged(self, sequence: Sequence) -> bool:
         """Whether a sequence that is alone in its request, and has had no event, is as published: its tables grow only
@@ -219,7 +221,7 @@ class Publisher:
         sizes = cache.pool.num_blocks, cache.block_size, cache.swap_space.num_blocks
         blocks = pack_words(self._refs[1:], self._seal_ids[1:]), self._seals([]) or Seals()
         snapshot = Snapshot(*place, *sizes, *blocks, requests, sequences, dict(self._stats), self._counts())
-        snapshot.windows = list(cache.windows)
+        snapshot.windows, snapshot.state_blocks = list(cache.windows), cache.state_blocks
         snapshot.cost_s = round(time.thread_time() - begin, 6)
         return snapshot
 
@@ -348,7 +350,7 @@ class Publisher:
     def _published(self, sequence: Sequence) -> _PublishedSequence:
         known = self._sequences.get(sequence)
         if known is None:
-            first, self._num_uids = self._num_uids + 1, self._num_uids + self._scheduler.cache.num_groups
+            first, self._num_uids = self._num_uids + 1, self._num_uids + self._scheduler.cache.rows.num_lines
             known = self._sequences[sequence] = _PublishedSequence(range(first, self._num_uids + 1))
         return known
 
@@ -415,8 +417,8 @@ def places_of(pool: BlockPool, blocks: Iterable[int]) -> tuple[list[int], list[i
 
 
 def _tables(sequence: Sequence) -> Iterator[tuple[list[int], int]]:
-    """`Sequence.tables`, and further empty ones: a sequence without blocks may have no tables of window groups."""
-    return chain(sequence.tables, repeat(([], 0)))
+    """`Sequence.holdings`, and further empty ones: a sequence without blocks has no state, and may have no windows."""
+    return chain(sequence.holdings, repeat(([], 0)))
 
 
 def _encode(block_ids: list[int]) -> bytes:

@@ -62,8 +62,8 @@ class GetBlock(Query[BlockContent]):
         # The id may come from a frame of the engine before a restart, which may have had more blocks.
         pool, publisher = engine.scheduler.cache.pool, _publishers.get(engine)
         found = pool.key_of(self.block_id) if self.block_id <= pool.num_blocks else None
-        if found is not None and group_of(found[1]) and not isinstance(found[0], bytes):
-            found = pool.key_of(pool.seal_id.index(found[0]))  # its tokens are those of the full block
+        while found is not None and group_of(found[1]) and not isinstance(found[0], bytes):
+            found = pool.key_of(pool.seal_id.index(found[0]))  # its tokens are those of the full block above
         if found is None:
             return BlockContent()
         return BlockContent(

@@ -92,7 +92,7 @@ class PoolState:
         self.seal_ids = np.zeros(snapshot.num_blocks + 1)
         self.parent_ids = np.zeros(snapshot.num_blocks + 1)
         self.groups = np.zeros(snapshot.num_blocks + 1, dtype=np.uint8)  # of sealed blocks
-        self.windows = snapshot.windows
+        self.windows, self.state_blocks = snapshot.windows, snapshot.state_blocks
         self._update_blocks(None, snapshot.seals)
         self.requests: dict[str, RequestView] = {request.id: request for request in snapshot.requests}
         self.tables: dict[int, Table] = {view.uid: _table(view) for view in snapshot.sequences}
@@ -144,7 +144,7 @@ class PoolState:
         ]
         stats, steps, events = dict(self.stats), list(self.steps), list(self.events)
         snapshot = Snapshot(*place, *sizes, words, seals, requests, tables, stats, self.counts, steps, events)
-        snapshot.windows = self.windows
+        snapshot.windows, snapshot.state_blocks = self.windows, self.state_blocks
         return snapshot
 
     @property
@@ -170,7 +170,8 @@ class PoolState:
                 for entry in np.nonzero(table.block_ids == block)[0].tolist():
                     owners.append({"request_id": request.id, "index": table.index, "entry": entry})
                     filled = min(max(table.num_computed - entry * self.block_size, 0), self.block_size)
-                    num_filled, group = max(num_filled, filled), table.group
+                    whole = table.group > len(self.windows)  # a state's
+                    num_filled, group = max(num_filled, self.block_size if whole else filled), table.group
         sealed = bool(self.words[block] & SEALED_BIT)
         return {
             "id": block,

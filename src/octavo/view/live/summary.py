@@ -94,8 +94,10 @@ def describe_first_waiting(state: PoolState) -> str:
         return "" if name is None else f"{name} waits for the next step"
     wait = request.wait
     if wait.reason == "blocks" and wait.needs is not None:
-        windows = f", {wait.in_windows} of them in windows" if wait.in_windows else ""
-        return f"{request.id} needs {wait.needs} blocks{windows}: {wait.free} are free, {wait.evictable} cached"
+        parts = ((wait.in_windows, "in windows"), (wait.in_states, "in its state"))
+        of_them = ", ".join(f"{number} {where}" for number, where in parts if number)
+        blocks = f"{wait.needs} blocks" + (f" ({of_them})" if of_them else "")
+        return f"{request.id} needs {blocks}: {wait.free} are free, {wait.evictable} cached"
     if wait.reason in ("rows", "budget") and wait.needs is not None:
         return f"{request.id} needs {wait.needs} {wait.reason.replace('budget', 'tokens of a step')}: {wait.free} left"
     return f"{request.id} waits: {wait.reason}"

@@ -15,6 +15,11 @@ const MAX_FLASHES = 3000;
 const AGES_S = [1, 3, 10, 30, 100, 300, 1000];
 const RECOLOUR_MS = 500; // between two updates of ages
 
+// The slot whose colour a group of layers has; that of states is theirs alone.
+export const STATE_SLOT = 5;
+const WINDOW_SLOTS = [1, 2, 3, 4, 6, 7];
+export const groupSlot = (pool, group) => (pool.isState(group) ? STATE_SLOT : WINDOW_SLOTS[(group - 1) % 6]);
+
 export class PoolGrid {
   // Draws a `Pool` (see pool.mjs). `onPoint(block)` gets the hovered block, `onPick(block)` the selected one; 0: none.
   constructor(canvas, { onPoint = () => {}, onPick = () => {} } = {}) {
@@ -95,7 +100,7 @@ export class PoolGrid {
     if (mode === "age") return RAMP + 7 - this._ageStep(block);
     if (!refs) return CACHED;
     if (mode === "owner") return OWNER + (pool.owner[block] < 0 ? 7 : pool.owner[block] % 8);
-    if (mode === "group") return pool.groups[block] ? OWNER + (pool.groups[block] % 8) : USED;
+    if (mode === "group") return pool.groups[block] ? OWNER + groupSlot(pool, pool.groups[block]) : USED;
     if (mode === "references") return RAMP + Math.min(7, 2 * refs - 1);
     return USED;
   }
@@ -323,14 +328,15 @@ export class PoolGrid {
     const label = this._label(block, refs);
     const ground = refs || this.mode === "age" ? mix(colour, theme.surface, 0.62) : theme.surface;
     const ink = inkOn(ground);
-    if (!refs && this.mode !== "age") this._plate(c, label, x, y, size);
+    const font = Math.min(14, Math.max(MIN_LABEL, Math.min(0.34, 1.4 / String(label).length) * size)); // fits the cell
+    if (!refs && this.mode !== "age") this._plate(c, label, x, y, size, font);
     this._write(
       c,
       label,
       x + size / 2,
       y + size / 2,
       refs || this.mode === "age" ? ink : css(theme.ink),
-      Math.min(14, Math.max(MIN_LABEL, size * 0.34)),
+      font,
       600,
     );
     if (refs > 1 && this.mode !== "references" && size >= 30) this._badge(c, `×${refs}`, x + size, y, size);
@@ -359,7 +365,7 @@ export class PoolGrid {
   _label(block, refs) {
     if (this.mode === "references" && refs) return `×${refs}`;
     if (this.mode === "owner" && refs) return this._letters(this.pool.ownersOf(block)) || "?";
-    if (this.mode === "group") return this.pool.groups[block] ? `w${this.pool.groups[block]}` : "full";
+    if (this.mode === "group") return this.pool.groupName(this.pool.groups[block]).split(":")[0];
     if (this.mode === "age") return shortAge(this.pool.ageOf(block));
     return block;
   }
@@ -374,9 +380,8 @@ export class PoolGrid {
     c.fillText(label, x, y + size * 0.05);
   }
 
-  _plate(c, label, x, y, size) {
+  _plate(c, label, x, y, size, font) {
     const { theme } = this;
-    const font = Math.min(14, size * 0.34);
     const width = String(label).length * font * 0.62 + 5;
     c.fillStyle = css(theme.surface);
     c.beginPath();

@@ -71,7 +71,7 @@ document.addEventListener("keydown", (event) => {
   const isTyping = event.target.closest("input:not([type=radio]), select, textarea, dialog");
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
   const mode = MODES[Number(event.key) - 1];
-  if (mode && (mode !== "group" || stage.pool?.windows.length)) stage.colourBy(mode);
+  if (mode && (mode !== "group" || stage.pool?.hasGroups)) stage.colourBy(mode);
   else if (!current?.onKey?.(event.key, event.target)) return;
   event.preventDefault();
 });

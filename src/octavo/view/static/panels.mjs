@@ -68,6 +68,8 @@ export function showTables(pool, list, note, title = (sequence) => shorten(seque
   );
 }
 
+const partOf = (pool, i) => `part ${i + 1} of ${pool.stateBlocks} of a state`;
+
 const makeChip = (entry) => (entry ? h("span", { class: "chip" }, "", h("sup")) : h("span", { class: "more" }));
 
 function fillChip(pool, sequence, chip, i, block) {
@@ -79,16 +81,18 @@ function fillChip(pool, sequence, chip, i, block) {
   chip.firstChild.data = block === 0 ? "–" : swapped && block > 0 ? `h${block}` : String(Math.abs(block));
   text(chip.lastChild, refs > 1 ? `×${refs}` : "");
   chip.style.setProperty("--full", `${(100 * filled) / pool.blockSize}%`);
-  chip.title =
-    block === 0 ? "dropped: outside the attention window" : `entry ${i}, ${filled} of ${pool.blockSize} slots`;
+  const part = pool.isState(sequence.group) ? partOf(pool, i) : `entry ${i}, ${filled} of ${pool.blockSize} slots`;
+  chip.title = block === 0 ? "dropped: outside the attention window" : part;
 }
 
 // -- requests ---------------------------------------------------------------------------------------------------------
 
 const WAIT_TEXTS = {
-  blocks: ({ needs, free, evictable, in_windows }) =>
-    `needs ${count(needs, "block")}${in_windows ? `, ${in_windows} of them in windows` : ""}: ${free} free, ` +
-    `${evictable} cached`,
+  blocks: ({ needs, free, evictable, in_windows, in_states }) => {
+    const parts = [in_windows && `${in_windows} in windows`, in_states && `${in_states} in its state`].filter(Boolean);
+    const ofThem = parts.length ? ` (${parts.join(", ")})` : "";
+    return `needs ${count(needs, "block")}${ofThem}: ${free} free, ${evictable} cached`;
+  },
   rows: ({ needs, free }) => `needs ${count(needs, "row")}: ${free} left`,
   budget: ({ needs, free }) => `needs ${count(needs, "token")} of the step's token budget: ${free} left`,
   "in flight": ({ needs }) => `${count(needs, "result")} still on the device`,
@@ -199,7 +203,7 @@ export function describeBlock(pool, block) {
   const owners = ownersOf(pool, block).join(", ");
   const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners}` : "";
   const group = pool.groupOf(block);
-  return `Block ${block}: ${state}${held}${group && `, group ${group}`}`;
+  return `Block ${block}: ${state}${held}${group && `, group ${group}`}${pool.checkpointOf(block) ? ", checkpoint" : ""}`;
 }
 
 // The names of a block's owners. If only a key's own requests are shown, a used block without owner is another key's.
@@ -220,14 +224,19 @@ export function showBlock(pool, block, root, { tokens = null, details = null } =
   const index = sequence ? pool.entry[block] : -1;
   const [start, filled] = [index * pool.blockSize, pool.filledOf(block)];
   const positions = index < 0 || !filled ? "–" : `${start} to ${start + filled - 1}`;
+  const isState = pool.refs[block] + pool.cached[block] && pool.isState(pool.groups[block]);
   const facts = [
     ["block", block],
     ["state", pool.stateOf(block)],
     ["references", pool.refs[block]],
-    ["filled slots", `${filled} of ${pool.blockSize}`],
-    ["positions", positions],
+    ...(isState
+      ? factsOfState(pool, block, sequence)
+      : [
+          ["filled slots", `${filled} of ${pool.blockSize}`],
+          ["positions", positions],
+        ]),
     ["owners", ownersOf(pool, block).join(" ") || "–"],
-    ...(pool.windows.length ? [["group", pool.groupOf(block) || "–"]] : []),
+    ...(pool.hasGroups ? [["group", pool.groupOf(block) || "–"]] : []),
     ["seal", pool.cached[block] ? pool.sealIds[block] || "yes" : "–"],
     [pool.groups[block] ? "found by" : "follows", pool.cached[block] && pool.parentIds[block] ? `seal ${pool.parentIds[block]}` : "–"],
     ["changed", Number.isFinite(age) ? `${pool.ageUnit ? count(age, pool.ageUnit) : shortAge(age)} ago` : "before"],
@@ -242,6 +251,18 @@ export function showBlock(pool, block, root, { tokens = null, details = null } =
     ),
     ...(content ? [h("p", { id: "tokens" }, content)] : []),
   );
+}
+
+// A state's block has no slots: it is a part of what came of all tokens so far. A checkpoint is found by the full block
+// where they end.
+function factsOfState(pool, block, sequence) {
+  const kept = pool.checkpointOf(block);
+  const num = kept ? kept.full && pool.tokensUpTo(kept.full) : sequence?.num_computed;
+  return [
+    ["part", kept || sequence ? `${(kept?.part ?? pool.entry[block]) + 1} of ${pool.stateBlocks}` : "–"],
+    ["checkpoint", kept ? `after ${kept.full ? `block ${kept.full}` : "a block"}` : "no"],
+    ["after", num ? count(num, "token") : "–"],
+  ];
 }
 
 function tokensIn(pool, sequence, index, tokens) {
@@ -276,6 +297,10 @@ function branch(pool, nodes, left) {
         const chip = h("span", { class: cached ? "chip cached" : "chip", "data-block": block }, String(block));
         if (cached) chip.title = "cached: no references, can be found";
         else if (pool.owner[block] >= 0) paint(chip, pool.owner[block]);
+        if (run.find((node) => node.block === block).isKept) {
+          chip.append(h("sup", {}, "s"));
+          chip.title = `${chip.title && `${chip.title}; `}a checkpoint of the state after it is kept`;
+        }
         item.append(chip);
       }
     const rest = run.at(-1).children;
@@ -303,7 +328,10 @@ const EVENT_TEXTS = {
   unpinned: (e) => `${e.request_id} unpinned`,
   recomputed: (e) => `a step failed; ${e.request_id} is recomputed`,
   finished: (e) => `${e.request_id} finished (${e.reason}) at ${count(e.num_tokens, "token")}`,
-  copied: (e) => `shared block ${e.src} copied to ${e.dst} before a write`,
+  copied: (e) =>
+    e.more === undefined
+      ? `shared block ${e.src} copied to ${e.dst} before a write`
+      : `state copied before a write: block ${e.src} to ${e.dst}${e.more ? `, and ${e.more} more` : ""}`,
   evicted: (e) => `block ${e.block_id} evicted from the prefix cache`,
 };
 

@@ -39,7 +39,7 @@ export class Pool {
     this.changed = new Float64Array(n + 1); // time of the last change, in the state's time
     this.sealIds = new Float64Array(n + 1);
     this.parentIds = new Float64Array(n + 1);
-    this.groups = new Uint8Array(n + 1); // of layers; 0: the full one, then those with windows
+    this.groups = new Uint8Array(n + 1); // of layers; 0: the full one, then those with windows, then states
     this.replace(snapshot, names);
     this.changed.fill(-Infinity); // before the first frame
   }
@@ -60,6 +60,7 @@ export class Pool {
     const touched = isFirst || this.numBlocks > MAX_INDEXED ? IGNORE : new Set();
     this.owner.fill(-1);
     this.windows = snapshot.windows ?? []; // in tokens, of each window group
+    this.stateBlocks = snapshot.state_blocks ?? 0; // of a sequence's state
     this.sequences = new Map();
     this.requests = new Map();
     this.slots = [];
@@ -247,7 +248,12 @@ export class Pool {
       const row = { step, time_s, prefill: num_tokens - decode, decode, running, waiting, swapped, used, cached, free };
       this.steps.push({ ...row, accepted, num_blocks: this.numBlocks, numPreempted: 0, numSwaps: 0 });
     }
+    let run = 0;
     for (const event of events) {
+      const ofState = event.event === "copied" && this.isState(this.groups[event.dst]);
+      run = ofState ? run + 1 : 0;
+      if (ofState && run % this.stateBlocks !== 1 % this.stateBlocks) continue; // a state's blocks are one line
+      if (ofState) event.more = this.stateBlocks - 1;
       this.events.push(event);
       const swaps = event.event === "swappedin" || event.how === "swap";
       if (!swaps && event.event !== "preempted") continue;
@@ -272,12 +278,14 @@ export class Pool {
   }
 
   filledIn(sequence, i) {
+    if (this.isState(sequence.group)) return this.blockSize;
     return Math.min(Math.max(sequence.num_computed - i * this.blockSize, 0), this.blockSize);
   }
 
   filledOf(block) {
     const sequence = this.slots[this.owner[block]];
-    if (this.cached[block] || !sequence) return this.cached[block] || this.refs[block] ? this.blockSize : 0;
+    if (this.cached[block] || this.isState(this.groups[block]) || !sequence)
+      return this.cached[block] || this.refs[block] ? this.blockSize : 0;
     return this.filledIn(sequence, this.entry[block]);
   }
 
@@ -288,11 +296,47 @@ export class Pool {
 
   // The group of a block's layers as text, such as "w1: last 1024" (tokens); "" for a free block, and where all layers are one group.
   groupOf(block) {
-    return this.windows.length && this._word(block) ? this.groupName(this.groups[block]) : "";
+    return this.hasGroups && this._word(block) ? this.groupName(this.groups[block]) : "";
   }
 
   groupName(group) {
+    if (this.isState(group)) return "state";
     return group ? `w${group}: last ${this.windows[group - 1]}` : "full";
+  }
+
+  get hasGroups() {
+    return this.windows.length > 0 || this.stateBlocks > 0;
+  }
+
+  isState(group) {
+    return group > this.windows.length;
+  }
+
+  // The checkpoint that a block is part of, { full, part }: the block whose seal it hangs on, 0 if that is gone, and which
+  // block of the state it is, from 0. null: it is part of none.
+  checkpointOf(block) {
+    if (!this.cached[block] || !this.isState(this.groups[block])) return null;
+    let [part, above] = [this.stateBlocks - 1, this._sealed(this.parentIds[block])]; // the head of the chain is the last
+    for (; part > 0 && this.isState(this.groups[above]); part--) above = this._sealed(this.parentIds[above]);
+    return { full: above, part };
+  }
+
+  // Tokens from the start to the end of a sealed block; null if the chain before it is not known.
+  tokensUpTo(block) {
+    let num = 1;
+    for (; this.parentIds[block]; num++) block = this._sealed(this.parentIds[block]);
+    return block ? num * this.blockSize : null;
+  }
+
+  // The block with a seal; 0: none.
+  _sealed(sealId) {
+    if (this.located !== this.version) {
+      this.located = this.version;
+      this.blockOf = new Map();
+      for (let block = 1; block <= this.numBlocks; block++)
+        if (this.sealIds[block]) this.blockOf.set(this.sealIds[block], block);
+    }
+    return this.blockOf.get(sealId) ?? 0;
   }
 
   // Slots of the sequences that have a block.
@@ -309,14 +353,18 @@ export class Pool {
     return this.index?.get(block) ?? (this.owner[block] < 0 ? [] : [this.owner[block]]);
   }
 
-  // The prefix tree, [{ block, children }]: children continue a block's content. null: too large to draw.
+  // The prefix tree, [{ block, children, isKept }]: children continue a block's content. isKept: there is a checkpoint of
+  // the state after it. null: too large to draw.
   tree(maxNodes = 20_000) {
-    const nodes = new Map();
+    const [nodes, kept] = [new Map(), new Set()];
     for (let block = 1; block <= this.numBlocks; block++) {
-      if (!this.sealIds[block] || this.groups[block]) continue; // windows' blocks are found by the full ones
+      if (!this.sealIds[block]) continue;
+      if (this.isState(this.groups[block])) kept.add(this.parentIds[block]);
+      if (this.groups[block]) continue; // found by the full ones
       if (nodes.size === maxNodes) return null;
       nodes.set(this.sealIds[block], { block, children: [] });
     }
+    for (const [sealId, node] of nodes) node.isKept = kept.has(sealId);
     const roots = [];
     for (const node of nodes.values()) (nodes.get(this.parentIds[node.block])?.children ?? roots).push(node);
     return roots;
@@ -337,6 +385,10 @@ export class Pool {
       owned: blocks.map((block) => this.owner[block] >= 0),
       filled: blocks.map((block) => this.filledOf(block)),
       groups: blocks.map((block) => (this._word(block) ? this.groups[block] : 0)),
+      checkpoints: blocks.flatMap((block) => {
+        const { full, part } = this.checkpointOf(block) ?? {};
+        return full == null ? [] : [[block, full, part, full ? this.tokensUpTo(full) : null]];
+      }),
       tables,
       numTables: this.sequences.size,
       queues: this.queues,

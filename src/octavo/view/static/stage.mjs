@@ -2,7 +2,7 @@
 
 import { css, mix, ownerColour, rgb } from "./colours.mjs";
 import { $, format, h, renderList, text } from "./dom.mjs";
-import { MODES, PoolGrid } from "./grid.mjs";
+import { MODES, PoolGrid, STATE_SLOT } from "./grid.mjs";
 import * as panels from "./panels.mjs";
 import { Pool } from "./pool.mjs";
 import { Timeline } from "./timeline.mjs";
@@ -15,7 +15,13 @@ const LEGENDS = {
   owner: { owner: "one sequence's", shared: "shared by two", cached: "cached", free: "free" },
   references: { few: "1 reference", many: "4 or more", cached: "cached", free: "free" },
   age: { many: "just changed", few: "changed long ago", free: "free" },
-  group: { used: "layers that see all tokens", window: "layers with a sliding window", cached: "cached", free: "free" },
+  group: {
+    used: "layers that see all tokens",
+    window: "layers with a sliding window",
+    recurrent: "states of recurrent layers",
+    cached: "cached",
+    free: "free",
+  },
 };
 
 export class Stage {
@@ -50,6 +56,7 @@ export class Stage {
       this.pool.onlyOwn = this.onlyOwn;
       this.grid.show(this.pool);
     }
+    this._showLegend();
     this._refresh();
     this.details = null;
   }
@@ -79,7 +86,7 @@ export class Stage {
     if (!pool) return;
     this.painted = performance.now();
     text($("#pool-title"), `${format(pool.numBlocks)} blocks of ${pool.blockSize}`);
-    this._offerGroups(pool.windows.length > 0);
+    this._offerGroups();
     panels.showNumbers(pool, $("#numbers"), $("#shares"), this.reply?.compare, this.unit);
     panels.showTables(pool, $("#tables > ul"), $("#tables-note"), this.title);
     if (this.reply) this._drawPieces();
@@ -194,28 +201,41 @@ export class Stage {
     this.colourBy("state");
   }
 
-  // Without window groups there is nothing to tell apart.
-  _offerGroups(offered) {
+  // With one group of layers there is nothing to tell apart.
+  _offerGroups() {
+    const offered = this.pool.hasGroups;
     $("#modes input[value=group]").parentElement.hidden = !offered;
+    $("#kept").hidden = !this.pool.stateBlocks;
     if (!offered && this.grid.mode === "group") this.colourBy("state");
   }
 
   colourBy(mode) {
     $(`#modes input[value=${mode}]`).checked = true;
     this.grid.colourBy(mode);
-    const key = ([kind]) => `${mode} ${kind}`;
-    renderList($("#legend"), Object.entries(LEGENDS[mode]), key, ([, meaning]) =>
+    this._showLegend();
+  }
+
+  _showLegend() {
+    const key = ([kind]) => `${this.grid.mode} ${kind}`;
+    renderList($("#legend"), this._legend(), key, ([, meaning]) =>
       h("li", {}, h("canvas", { width: 28, height: 28, "aria-hidden": "true" }), meaning),
     );
     this._drawLegend();
   }
 
+  // [[kind, meaning], ...] of the pool's blocks.
+  _legend() {
+    const { pool } = this;
+    const missing = { window: !pool?.windows.length, recurrent: !pool?.stateBlocks };
+    return Object.entries(LEGENDS[this.grid.mode]).filter(([kind]) => !missing[kind]);
+  }
+
   // As the grid draws such blocks.
   _drawLegend() {
-    const { theme, ramp, hatch, mode } = this.grid;
-    Object.keys(LEGENDS[mode]).forEach((kind, i) => {
+    const { theme, ramp, hatch } = this.grid;
+    this._legend().forEach(([kind], i) => {
       const c = $("#legend").children[i].firstChild.getContext("2d");
-      const owners = { owner: [0], shared: [0, 1], window: [1] }[kind]?.map((slot) => rgb(ownerColour(slot)));
+      const owners = { owner: [0], shared: [0, 1], window: [1], recurrent: [STATE_SLOT] }[kind]?.map((slot) => rgb(ownerColour(slot)));
       const tones = owners ?? [{ few: ramp[1], many: ramp[7], free: theme.line }[kind] ?? theme.accent];
       const isPale = owners || kind === "used" || kind === "partly";
       c.clearRect(0, 0, 28, 28);

@@ -1,0 +1,92 @@
+"""Qwen3.5, dense and text only: three layers with a Gated DeltaNet (arXiv 2412.06464), then one with attention.
+
+Norms multiply by 1 + weight, attention has a gate for its output, and a quarter of each head is rotated.
+"""
+
+from __future__ import annotations
+
+from octavo.errors import UnsupportedModelError, cut
+from octavo.models.config_values import (
+    DECODER_KEYS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    Config,
+    read_activation,
+    read_decoder_spec,
+    read_flag,
+    read_num_layers,
+    read_size,
+    value_error,
+)
+from octavo.models.family import Family
+from octavo.models.spec import DecoderSpec, HybridSpec
+
+
+def read_recurrent_layers(config: Config) -> tuple[int, ...]:
+    """The layers of `layer_types` with "linear_attention"; without the list, all but every interval-th."""
+    num_layers, kinds = read_num_layers(config), config.get("layer_types")
+    interval = read_size(config, "full_attention_interval", default=4)
+    if kinds is None:
+        kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise value_error("layer_types", kinds, f"a list of {num_layers} layer types")
+    if "full_attention" not in kinds:
+        raise UnsupportedModelError(
+            f"layer_types {cut(repr(kinds))} is not supported: no layer has full_attention", param="layer_types"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def read(config: Config, common: Config) -> DecoderSpec:
+    bias = read_flag(config, "attention_bias")
+    num_key_heads, num_value_heads = (
+        read_size(config, f"linear_num_{name}_heads", maximum=MAX_HEADS) for name in ("key", "value")
+    )
+    if num_value_heads % num_key_heads:
+        raise value_error(
+            "linear_num_value_heads", num_value_heads, f"a multiple of linear_num_key_heads, {num_key_heads}"
+        )
+    return read_decoder_spec(
+        config,
+        common,
+        partial_rotary=True,
+        spec_class=HybridSpec,
+        activation=read_activation(config, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        unit_offset_norms=True,
+        recurrent_layers=read_recurrent_layers(config),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=read_size(config, "linear_key_head_dim", maximum=MAX_HEAD_DIM),
+        value_dim=read_size(config, "linear_value_head_dim", maximum=MAX_HEAD_DIM),
+        conv_size=read_size(config, "linear_conv_kernel_dim", maximum=64),
+    )
+
+
+FAMILY = Family(
+    read=read,
+    keys=(
+        *DECODER_KEYS,
+        "attention_bias",
+        "full_attention_interval",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    ),
+    refused={"attn_output_gate": (True,)},
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    renamed=((r"model\.language_model\.", "model."),),
+)

@@ -1,0 +1,130 @@
+"""Decoders with recurrent layers, configured by `HybridSpec`: Gated DeltaNets, and attention whose output is gated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import ParameterError
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference.norms import NormedResidual, accumulation_dtype
+from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.layers import Attention, GatedMLP, Mixer, empty_norm
+from octavo.models.linear import LayerFactory, Linear, Weight
+from octavo.models.spec import HybridSpec
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by the sigmoid of a gate."""
+
+    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+        return self.out(self._attend_gated(self.qkv(x), batch, kv_layer, cos_sin))
+
+    def forward_small_batch(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        batch: RaggedBatch,
+        kv_layer: Tensor,
+        cos_sin: Tensor,
+        next_norm: Tensor,
+    ) -> NormedResidual:
+        x = self._attend_gated(self.qkv.norm_linear(residual, eps), batch, kv_layer, cos_sin)
+        return self.out.add_linear(residual, x, next_norm)
+
+    def _attend_gated(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+        """projected [num_tokens, Q, gates, K and V] -> [num_tokens, num_heads * head_dim]."""
+        kv_size = kv_layer.shape[2] * kv_layer.shape[4]
+        q_size = projected.shape[1] // 2 - kv_size
+        q, gate, k, v = torch.split(projected, [q_size, q_size, kv_size, kv_size], dim=1)
+        q, k, v = (x.view(len(x), -1, kv_layer.shape[4]) for x in (q, k, v))
+        q = self.ops.rope_kv_write(
+            q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
+        )
+        return self._attend(q, batch, kv_layer) * gate.sigmoid()
+
+
+class GatedDeltaNet:
+    """A recurrent layer; see `kernels.reference.recurrent`. index: among the recurrent layers"""
+
+    def __init__(self, spec: HybridSpec, index: int, factory: LayerFactory) -> None:
+        if factory.tp.size > 1:
+            raise ParameterError(
+                f"tensor_parallel_size {factory.tp.size} is not supported for {spec.architecture}: its recurrent "
+                "layers are not split; use 1",
+                param="tensor_parallel_size",
+            )
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=factory.device)
+
+        linears = spec.recurrent_linears
+        self.spec, self.ops = spec, factory.ops
+        self.qkv = Linear(linears["qkv"], factory, split="out")
+        self.out = Linear(linears["out"], factory, split="in")
+        self.conv, self.norm = empty(spec.conv_channels, spec.conv_size), empty(spec.value_dim)
+        self.log_decay, self.step_bias = empty(spec.num_value_heads), empty(spec.num_value_heads)
+        self.first = index * spec.layer_state_size
+        self.first_matrix = self.first + spec.conv_channels * (spec.conv_size - 1)
+
+    def __call__(self, x: Tensor, batch: RaggedBatch, states: Tensor, cos_sin: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; states [num_blocks + 1, numbers of a block]."""
+        return self.out(self._mix(self.qkv(x), batch, states))
+
+    @property
+    def max_small_batch_tokens(self) -> int:
+        return min(self.qkv.max_small_batch_tokens, self.out.max_small_batch_tokens)
+
+    def forward_small_batch(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        batch: RaggedBatch,
+        states: Tensor,
+        cos_sin: Tensor,
+        next_norm: Tensor,
+    ) -> NormedResidual:
+        return self.out.add_linear(residual, self._mix(self.qkv.norm_linear(residual, eps), batch, states), next_norm)
+
+    def _mix(self, projected: Tensor, batch: RaggedBatch, states: Tensor) -> Tensor:
+        """The layer between its projections; see `HybridSpec.recurrent_linears`."""
+        spec, wide = self.spec, accumulation_dtype(projected.dtype)
+        qkv, gate, b, a = torch.split(projected, self.qkv.rows, dim=1)
+        qkv = self.ops.causal_conv(qkv, self.conv, states, self.first, batch)
+        key_size = spec.num_key_heads * spec.key_dim
+        q, k, v = torch.split(qkv, [key_size, key_size, qkv.shape[1] - 2 * key_size], dim=1)
+        q, k = (x.view(len(x), -1, spec.key_dim) for x in (q, k))
+        v = v.view(len(v), -1, spec.value_dim)
+        decay = -self.log_decay.exp() * F.softplus(a.to(wide) + self.step_bias)
+        x = self.ops.gated_delta_rule(q, k, v, decay, b.to(wide).sigmoid(), states, self.first_matrix, batch)
+        x = self.ops.rms_norm(x, self.norm, spec.rms_norm_eps).flatten(1)
+        return (x.to(wide) * F.silu(gate.to(wide))).to(projected.dtype)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        prefix += "linear_attn."
+        yield Weight.whole(f"{prefix}conv1d.weight", self.conv.unsqueeze(1))
+        yield Weight.whole(f"{prefix}norm.weight", self.norm)
+        yield Weight.whole(f"{prefix}A_log", self.log_decay)
+        yield Weight.whole(f"{prefix}dt_bias", self.step_bias)
+        for linear in (self.qkv, self.out):
+            yield from linear.weights(prefix.removesuffix("linear_attn."))
+
+
+class HybridDecoder(Decoder):
+    spec: HybridSpec
+
+    def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
+        spec = self.spec
+        group, index = spec.layer_groups.places[layer]
+        shapes = spec.layer_kinds[1 if group < 0 else 0].norms
+        norms = {role: empty_norm(spec, norm.size, factory) for role, norm in shapes.items()}
+        mixer: Mixer = GatedDeltaNet(spec, index, factory) if group < 0 else GatedAttention(spec, layer, factory, norms)
+        return DecoderLayer(spec, factory, mixer, GatedMLP(spec, factory), norms)
+
+    def _memory_of_layers(self, batch: RaggedBatch, kv: Tensor) -> Iterator[tuple[RaggedBatch, Tensor]]:
+        """As in `Decoder`; of recurrent layers, the pool as float32 numbers."""
+        states = kv.flatten(1).view(torch.float32)
+        return ((batch, states if group < 0 else kv[:, index]) for group, index in self.groups.places)
