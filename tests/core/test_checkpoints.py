@@ -363,7 +363,7 @@ def test_decode_windows_leave_a_checkpoint_at_each_stop(world: Worlds, steps: in
 
 
 def test_no_window_follows_the_step_to_a_stop(world: Worlds) -> None:
-    """A's prompt and output of 16 tokens are computed again, in steps of up to 7. The last one, which also samples, ends
+    """A's prompt and output of 16 tokens are computed again, in steps of up to 7. The last one also samples, and ends
     at a stop. It could decode two tokens more."""
     lab = world(60, state_blocks=2, interval=8, window=4, budget=7, policy=RECOMPUTE)
     a = lab.add("A", prompt(5), 30)
@@ -611,7 +611,7 @@ def test_eight_arrivals_without_marks_compute_their_common_part_once(world: Worl
 def test_each_turn_of_a_chat_computes_what_is_after_the_last_checkpoint(
     world: Worlds, marked: bool, steps: int, depth: int
 ) -> None:
-    """The prompt of a turn is that before, its output and more. That has a checkpoint at the end of its prompt, or where
+    """The prompt of a turn is that before, its output and more. That has a checkpoint at its end, or where
     the generation prompt of 3 tokens begins, and in its output."""
     lab = world(200, state_blocks=2, interval=8, window=steps)
     tokens, last = prompt(9), 0
