@@ -112,11 +112,18 @@ def test_a_pin_keeps_its_state_for_prompts_with_all_of_it(world: Worlds) -> None
 
 
 def test_a_state_on_the_host_is_counted_by_the_hosts_references() -> None:
-    cache = cache_of(num_host_blocks=10)
+    cache, plan = cache_of(num_host_blocks=10), StepPlan()
+    for _ in range(8):
+        cache.pool.allocate()  # so that no block has the same number there
     first = settle(cache, prompt(5), 5)
     group = [first, fork(cache, first)]
-    assert cache.swapping.swap_out(first.request, StepPlan())
+    assert cache.swapping.count_private_blocks(first.request) == (3 + 2, 5)
+    assert cache.swapping.swap_out(first.request, plan)
+    assert len(plan.swap_outs) == 3 + 2 and group[0].state == group[1].state
     assert cache.blocks_needed(((seq, 1) for seq in group), swapped=True) == 1 + 2
+    found = cache.swapping.find_swap_in_blocks(first.request)
+    assert found is not None and found.num_needed == 3 + 2
+    assert [*cache.swap_space.refs].count(2) == 3 + 2
 
 
 # -- who writes a checkpoint copies it ---------------------------------------------------------------------------------
@@ -610,6 +617,16 @@ def test_a_group_that_finds_nothing_computes_once_what_it_has_in_common(world: W
     plan = lab.step()
     assert plan.starts == [4] and len({seq.state[-1] for seq in request.sequences}) == 2
     lab.run()
+
+
+def test_a_rebuilt_group_leaves_the_checkpoints_of_its_prompt(world: Worlds) -> None:
+    lab = world(60, state_blocks=2, interval=4)
+    request = lab.add("A", prompt(11), 8, width=3, marks=(4, 10))
+    for _ in range(5):
+        lab.step()
+    lab.preempt(request)
+    lab.cache.reset_prefix_cache()
+    assert [lab.step().counts for _ in range(2)] == [[4], [6]] and sorted(ends(lab).values()) == [4, 10]
 
 
 def test_a_rebuilt_group_begins_with_no_checkpoint_in_use() -> None:
