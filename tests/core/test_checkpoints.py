@@ -88,12 +88,42 @@ def test_the_need_of_states() -> None:
     assert len(plan.copies) == 3 * 2, "with room the checkpoint stays"
 
 
+def test_admission_takes_a_state() -> None:
+    """A new one, a copy of one in use, or one that leaves the line of cached blocks."""
+    cache, again = cache_of(state_blocks=3), sequence(prompt(7))
+    assert cache.blocks_to_admit(again, cache.prefixes.lookup(again)) == 4 + 3
+    first = settle(cache, prompt(7))
+    found = cache.prefixes.lookup(again)
+    assert found.num_positions == 6 and cache.blocks_to_admit(again, found) == 1 + 3
+    cache.free(first)
+    assert cache.blocks_to_admit(again, found) == 3 + 1 + 3
+
+
+def test_a_pin_keeps_its_state_for_prompts_with_all_of_it(world: Worlds) -> None:
+    lab = world(60, 4, state_blocks=2, interval=4, caching=False)
+    lab.add("P", prompt(6), 1, pin=True)
+    assert lab.cache.num_pinned == 2 + 2
+    lab.step()
+    assert lab.cache.stats().num_pinned == 2 + 2
+    for num, start in ((6, 0), (5, 0), (7, 6)):
+        request = lab.add(f"first {num}", [*prompt(num), 9, 9][: max(num, 6)], 1)
+        assert lab.step().starts == [start] and max(0, request.num_cached_tokens) == start
+    assert lab.scheduler.unpin("P") == 2 + 2 and not lab.cache.num_pinned
+
+
 def test_a_state_on_the_host_is_counted_by_the_hosts_references() -> None:
-    cache = cache_of(num_host_blocks=10)
+    cache, plan = cache_of(num_host_blocks=10), StepPlan()
+    for _ in range(8):
+        cache.pool.allocate()  # so that no block has the same number there
     first = settle(cache, prompt(5), 5)
     group = [first, fork(cache, first)]
-    assert cache.swapping.swap_out(first.request, StepPlan())
+    assert cache.swapping.count_private_blocks(first.request) == (3 + 2, 5)
+    assert cache.swapping.swap_out(first.request, plan)
+    assert len(plan.swap_outs) == 3 + 2 and group[0].state == group[1].state
     assert cache.blocks_needed(((seq, 1) for seq in group), swapped=True) == 1 + 2
+    found = cache.swapping.find_swap_in_blocks(first.request)
+    assert found is not None and found.num_needed == 3 + 2
+    assert [*cache.swap_space.refs].count(2) == 3 + 2
 
 
 # -- who writes a checkpoint copies it ---------------------------------------------------------------------------------
@@ -206,8 +236,14 @@ def test_a_slice_that_ends_elsewhere_leaves_none(world: Worlds) -> None:
     assert len(o.chains(lab.cache)) == 1
 
 
-def test_one_that_parts_within_the_interval_leaves_none(world: Worlds) -> None:
-    lab = world(60, state_blocks=2, interval=8)
+def test_without_a_prefix_cache_no_slice_ends_for_one(world: Worlds) -> None:
+    lab = world(40, state_blocks=2, interval=4, caching=False)
+    lab.add("A", prompt(11), 1, marks=(3, 9))
+    assert lab.step().counts == [11] and not o.chains(lab.cache)
+
+
+def test_one_that_would_spare_too_little_leaves_none(world: Worlds) -> None:
+    lab = world(60, state_blocks=2, interval=32)
     lab.add("A", prompt(14), 1)
     lab.run()
     lab.add("B", [*prompt(6), 4, 4, 4, 4, 4], 1)
@@ -260,6 +296,7 @@ def seq_at(num_prompt: int, computed: int = 0, *, output: int = 0, **options: An
         (30, (), 28, 7, []),
         (30, (13,), 4, 3, [12]),  # 12 - 4 is the interval
         (30, (28,), 8, 3, [28]),  # 12 - 8 is less
+        (30, (28,), 0, 1, [4, 28]),  # where nothing was found, a quarter of the interval is enough
         (30, (28,), 8, 4, [16, 28]),
     ],
 )
@@ -324,13 +361,13 @@ def test_windows_leave_the_last_position_before_a_stop_to_a_step_of_its_own() ->
         (40, 0, 4, [24]),  # the end of the shorter one: a token is left
     ],
 )
-def test_a_request_waits_where_it_spares_an_interval(
+def test_a_request_waits_where_it_spares_enough(
     common: int, found: int, computed: int, marks: list[int] | None
 ) -> None:
     writer, seq = seq_at(30, computed), seq_at(28)
     for i in range(common, 28):
         seq.token_ids[i] = 99
-    points = Checkpoints(SIZE, INTERVAL)
+    points = Checkpoints(SIZE, 4 * INTERVAL)  # 8 tokens are enough
     prefix = Prefix([1] * found, [1] * found, found * SIZE, run=[1] * found)
     for _ in range(2):
         assert points.meet(seq, prefix, writer) == (marks is not None)
@@ -362,8 +399,17 @@ def test_decode_windows_leave_a_checkpoint_at_each_stop(world: Worlds, steps: in
     assert len(a.finished_sequences[0].token_ids) == 45
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+def test_no_checkpoint_is_left_before_its_tokens_are_known(world: Worlds, steps: int) -> None:
+    """With three steps in flight a sequence is at a stop while its last full block is the one before."""
+    lab = world(60, state_blocks=2, interval=8, window=steps)
+    lab.add("A", prompt(5), 40)
+    lab.run(depth=3)
+    assert {4} <= {*ends(lab).values()} <= {4, 16, 24, 32, 40}
+
+
 def test_no_window_follows_the_step_to_a_stop(world: Worlds) -> None:
-    """A's prompt and output of 16 tokens are computed again, in steps of up to 7. The last one, which also samples, ends
+    """A's prompt and output of 16 tokens are computed again, in steps of up to 7. The last one also samples, and ends
     at a stop. It could decode two tokens more."""
     lab = world(60, state_blocks=2, interval=8, window=4, budget=7, policy=RECOMPUTE)
     a = lab.add("A", prompt(5), 30)
@@ -407,6 +453,29 @@ def test_a_checkpoint_of_several_stays(finders: int, parts: bool, goes: bool) ->
     pool.num_finders[state[-1]] += finders
     pool.pass_state(state[-1])
     assert (next(pool.cached()) == state[-1]) == goes
+
+
+def test_a_second_state_after_the_same_positions_is_not_sealed() -> None:
+    pool, state = pool_with(parts=True)
+    more, num = [pool.allocate() for _ in range(3)], pool.num_sealed
+    pool.seal_state(more, pool.seal_id[2], parts=False)
+    assert pool.find_state(pool.seal_id[2]) == state and pool.num_sealed == num and pool.num_finders[state[-1]] == 2
+    assert not any(pool.seal_id[block] for block in more)
+
+
+def test_another_checkpoint_in_its_place_is_not_passed() -> None:
+    """What A left last was evicted, and its head is that of another checkpoint by now."""
+    cache, plan = cache_of(interval=2), StepPlan()
+    a = settle(cache, prompt(7), 2, marks=(2, 6))
+    for first in (1, 2):
+        cache.free(settle(cache, prompt(7, first)))
+    before = heads(cache)
+    a.checkpoint = 2, before[1], a.checkpoint[2]
+    cache.grow(a, 4, plan)
+    cache.settle(plan)
+    a.num_computed = 6
+    cache.prefixes.seal(a)
+    assert a.checkpoint[0] == 6 and heads(cache)[:2] == before
 
 
 def test_a_checkpoint_in_use_is_not_passed() -> None:
@@ -472,7 +541,8 @@ def test_a_checkpoint_without_what_its_window_needs_is_passed_over() -> None:
     again = sequence(prompt(8))
     assert cache.prefixes.lookup(again).num_positions == 6
     cache.pool.unseal(first.windows[0].block_ids[2])
-    assert cache.prefixes.lookup(again).num_positions == 2
+    found = cache.prefixes.lookup(again)
+    assert found.num_positions == 2 and found.state == cache.pool.find_state(first.seal_ids[0])
 
 
 def test_a_checkpoint_goes_as_a_whole() -> None:
@@ -550,6 +620,16 @@ def test_a_group_that_finds_nothing_computes_once_what_it_has_in_common(world: W
     lab.run()
 
 
+def test_a_rebuilt_group_leaves_the_checkpoints_of_its_prompt(world: Worlds) -> None:
+    lab = world(60, state_blocks=2, interval=4)
+    request = lab.add("A", prompt(11), 8, width=3, marks=(4, 10))
+    for _ in range(5):
+        lab.step()
+    lab.preempt(request)
+    lab.cache.reset_prefix_cache()
+    assert [lab.step().counts for _ in range(2)] == [[4], [6]] and sorted(ends(lab).values()) == [4, 10]
+
+
 def test_a_rebuilt_group_begins_with_no_checkpoint_in_use() -> None:
     """Its user may write that state in place in a step in which the group has no slice yet."""
     cache = cache_of(interval=2)
@@ -611,7 +691,7 @@ def test_eight_arrivals_without_marks_compute_their_common_part_once(world: Worl
 def test_each_turn_of_a_chat_computes_what_is_after_the_last_checkpoint(
     world: Worlds, marked: bool, steps: int, depth: int
 ) -> None:
-    """The prompt of a turn is that before, its output and more. That has a checkpoint at the end of its prompt, or where
+    """The prompt of a turn is that before, its output and more. That has a checkpoint at its end, or where
     the generation prompt of 3 tokens begins, and in its output."""
     lab = world(200, state_blocks=2, interval=8, window=steps)
     tokens, last = prompt(9), 0

@@ -379,6 +379,8 @@ class Memory(RuleBasedStateMachine):
     def seal(self, which: int) -> None:
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
+        if self.cache.enable_prefix_caching and min(len(seq.token_ids), seq.num_computed) < seq.seal_at:
+            return  # as the scheduler does: the last full block may be another's, and gone, but not a new one's
         self.cache.prefixes.seal(seq)
         self.note_seals()
         if self.cache.enable_prefix_caching:
