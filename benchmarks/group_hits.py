@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--pools", type=float, nargs="*", default=[0.7, 1.2, 2.2])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state-blocks", type=int, default=0)
-    parser.add_argument("--interval", type=int, default=256)
+    parser.add_argument("--interval", type=int, default=1024)
     parser.add_argument("--unmarked", action="store_true")
     parser.add_argument("--strips", action="store_true")
     options = parser.parse_args()

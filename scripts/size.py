@@ -26,7 +26,7 @@ BUDGETS: dict[str, int] = {
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3325,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 3275,  # replicas behind the router, cost models, traces, planner, the paper's experiments
+    "simulate": 3281,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1072,  # `octavo bench`
     "view": 3650,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
     "view (JavaScript)": 2276,  # the page, without a framework

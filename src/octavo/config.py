@@ -28,7 +28,7 @@ DEFAULT_SWAP_BYTES = 4 * GIB
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 """Share of a GPU's memory that an engine uses by default."""
 
-DEFAULT_CHECKPOINT_INTERVAL = 256
+DEFAULT_CHECKPOINT_INTERVAL = 1024
 """Tokens between two checkpoints of a recurrent state."""
 
 DEFAULT_STEP_LIMITS = {
@@ -174,7 +174,7 @@ class EngineArgs(ValidatedParams):
     max_num_seqs              maximum running sequences; None: 128 on a CPU, 256 on a GPU
     enable_prefix_caching     reuse cached blocks for prompt prefixes computed before
     mamba_block_size          with recurrent layers: tokens between two checkpoints of a sequence's state, from which
-                              later requests go on; a multiple of block_size. None: 256
+                              later requests go on; a multiple of block_size. None: 1024
     preemption_mode           how a preempted request frees its blocks: recompute, swap, or auto for the one that this
                               engine measures as cheaper to undo
     preemption_victim         the preempted request: latest, the last in line; or least_lost, the cheapest to resume

@@ -42,7 +42,7 @@ def picture_pool(engine: Engine) -> PoolPicture:
     states = zip(cache.pool.refs, cache.pool.seal_id, strict=True)
     labels = [HELD if refs else CACHED if seal_id else FREE for refs, seal_id in states]
     for i, (name, sequences) in enumerate(tables.items()):
-        for block in {b for sequence in sequences for ids, _ in sequence.tables for b in ids if b > 0}:
+        for block in {b for sequence in sequences for ids, _ in sequence.holdings for b in ids if b > 0}:
             labels[block] = SHARED if labels[block] != HELD else name if i < len(OWNERS) else OTHERS
     return PoolPicture(list(tables)[: len(OWNERS)], labels[1:], engine.scheduler.stats())  # block 0 is the null block
 

@@ -29,7 +29,7 @@ DOCS = ROOT.parents[1] / "docs"
 TREE = typer.main.get_command(app)
 TEXTS = {"TOKENS": "4k", "ID=BIAS": "198=-5", "JSON": '{"topic": "t"}', "URL": "http://localhost:1"}
 """A value by metavar."""
-SPECIAL = {"log_format": "json", "host": "::1", "block_size": "8", "ssl_ca_certs": "-text"}
+SPECIAL = {"log_format": "json", "host": "::1", "block_size": "8", "mamba_block_size": "512", "ssl_ca_certs": "-text"}
 SPECIAL |= {"spec_method": "ngram", "speculative_config": '{"method": "ngram"}'}
 """A value by name, where the server's validation needs one."""
 WITH = {"ssl_keyfile": ["--ssl-certfile", "x"], "ssl_certfile": ["--ssl-keyfile", "x"]}

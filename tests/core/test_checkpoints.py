@@ -242,8 +242,8 @@ def test_without_a_prefix_cache_no_slice_ends_for_one(world: Worlds) -> None:
     assert lab.step().counts == [11] and not o.chains(lab.cache)
 
 
-def test_one_that_parts_within_the_interval_leaves_none(world: Worlds) -> None:
-    lab = world(60, state_blocks=2, interval=8)
+def test_one_that_would_spare_too_little_leaves_none(world: Worlds) -> None:
+    lab = world(60, state_blocks=2, interval=32)
     lab.add("A", prompt(14), 1)
     lab.run()
     lab.add("B", [*prompt(6), 4, 4, 4, 4, 4], 1)
@@ -296,6 +296,7 @@ def seq_at(num_prompt: int, computed: int = 0, *, output: int = 0, **options: An
         (30, (), 28, 7, []),
         (30, (13,), 4, 3, [12]),  # 12 - 4 is the interval
         (30, (28,), 8, 3, [28]),  # 12 - 8 is less
+        (30, (28,), 0, 1, [4, 28]),  # where nothing was found, a quarter of the interval is enough
         (30, (28,), 8, 4, [16, 28]),
     ],
 )
@@ -360,13 +361,13 @@ def test_windows_leave_the_last_position_before_a_stop_to_a_step_of_its_own() ->
         (40, 0, 4, [24]),  # the end of the shorter one: a token is left
     ],
 )
-def test_a_request_waits_where_it_spares_an_interval(
+def test_a_request_waits_where_it_spares_enough(
     common: int, found: int, computed: int, marks: list[int] | None
 ) -> None:
     writer, seq = seq_at(30, computed), seq_at(28)
     for i in range(common, 28):
         seq.token_ids[i] = 99
-    points = Checkpoints(SIZE, INTERVAL)
+    points = Checkpoints(SIZE, 4 * INTERVAL)  # 8 tokens are enough
     prefix = Prefix([1] * found, [1] * found, found * SIZE, run=[1] * found)
     for _ in range(2):
         assert points.meet(seq, prefix, writer) == (marks is not None)

@@ -748,9 +748,16 @@ def test_unpinned_prefixes_leave_no_live_timeline() -> None:
     assert not engine.timelines.live and engine.timelines.of("forgotten") == []
 
 
-@pytest.mark.parametrize("windows", [{"attention_window": 8}, {"windows": (8, 8), "max_chunk": 8}])
-def test_describe_kv_counts_blocks_per_tier_without_null_blocks(windows: dict[str, Any]) -> None:
-    cache = KVCacheManager(24, 4, 24, num_rows=4, **windows)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"attention_window": 8},
+        {"windows": (8, 8), "max_chunk": 8},
+        {"windows": (8, 8), "max_chunk": 8, "state_blocks": 3, "checkpoint_interval": 4},
+    ],
+)
+def test_describe_kv_counts_blocks_per_tier_without_null_blocks(kinds: dict[str, Any]) -> None:
+    cache = KVCacheManager(24, 4, 24, num_rows=4, **kinds)
     scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
     engine = Engine(scheduler, o.Oracle(scheduler), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
     engine.add_request(EngineRequest("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True)))

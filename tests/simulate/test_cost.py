@@ -14,12 +14,31 @@ from octavo.cli.main import run
 from octavo.config import EngineArgs
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.errors import ModelNotFoundError, ParameterError, UsageError
+from octavo.models.config import spec_from_config
 from octavo.simulate.cost import LinearCost, RooflineCost, StepWork, step_work, work_in_window
 from octavo.simulate.devices import DEVICES, find_device, name_of, this_cpu
 from octavo.simulate.experiments.paper import OPT_13B, OPT_175B
-from octavo.simulate.models import MODELS, find_model
+from octavo.simulate.models import MODELS, ModelShape, find_model
 from octavo.simulate.simulation import SimConfig, simulate
 from octavo.simulate.traces import Arrival
+
+HYBRID = ModelShape.of(
+    "qwen3.5 8 layers",
+    spec_from_config(
+        {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "num_hidden_layers": 8,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "vocab_size": 32000,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "torch_dtype": "bfloat16",
+        }
+    ),
+)
 
 
 def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> StepPlan:
@@ -298,3 +317,12 @@ def test_throughput_that_was_not_fitted_is_within_10_percent(name: str, workload
     records = simulate(SimConfig(MODELS[MEASURED_MODELS[name]], DEVICES["h200"], args), arrivals, interval_s=1e9)
     rate = sum(lengths) / float(records.column("finished_s").max())
     assert rate == pytest.approx(measured()[name][case], rel=0.1)
+
+
+def test_states_cost_a_read_and_a_write() -> None:
+    """By the roofline, as many bytes as states have more are read and written for each of 8 decode tokens."""
+    alike, device = replace(HYBRID, state_size=0), DEVICES["h100"]
+    step = plan_of(*[(100, 1, 1)] * 8)
+    times = [RooflineCost(shape, device, shape.kv_cache(16)).step_s(step) for shape in (HYBRID, alike)]
+    moved_s = 8 * 2 * 4 * HYBRID.state_size / (device.bandwidth * device.bandwidth_share)
+    assert times[0] - times[1] == pytest.approx(moved_s, rel=0.1)

@@ -17,15 +17,18 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.runner.memory.needs import Machine, memory_needs
 from octavo.simulate import report, traces
 from octavo.simulate.cost import LinearCost
-from octavo.simulate.devices import DEVICES
+from octavo.simulate.devices import DEVICES, find_device
 from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.models import MODELS
 from octavo.simulate.plot import Area, Bars, Chart, Line, svg
 from octavo.simulate.report import SLO
 from octavo.simulate.simulation import MAX_POOL_SAMPLES, Records, SimConfig, paged, simulate
 from octavo.simulate.traces import FIRST_TOKEN, Arrival
+from tests.simulate.test_cost import HYBRID
 
 STEP_S = 0.5
+STATE = {"recurrent_layers": tuple(range(30)), "state_size": 3 * 10 * 2 * 40 * 128 * 4 // 2}
+"""Of opt-13b with 10 layers that have K and V: three blocks of 4 tokens, in numbers of float32."""
 
 
 def config(**options: Any) -> SimConfig:
@@ -158,6 +161,31 @@ def test_layers_are_grouped_as_in_the_engine(name: str) -> None:
     assert config.kv == need.kv
     cache = paged(config, 100, 10)
     assert (cache.windows, cache.max_chunk if need.kv.windows else 0) == (need.kv.windows, need.kv.max_chunk)
+
+
+def test_states_take_the_blocks_that_they_take_in_the_engine() -> None:
+    """Two of eight layers have K and V: 2 KiB a token of each, bfloat16. The others have states of float32."""
+    args = EngineArgs(model="x", mamba_block_size=512, num_gpu_blocks_override=9).resolved("cpu")
+    assert HYBRID.spec is not None and HYBRID.num_layers_by_window == {0: 2}
+    simulated = SimConfig(HYBRID, find_device("cpu"), args)
+    need = memory_needs(args, HYBRID.spec, Machine("cpu", 1 << 40, None))
+    assert replace(simulated.kv, dtype=need.kv.dtype) == need.kv
+    assert simulated.kv.bytes_per_block == 2 * 2048 * args.block_size
+    cache = paged(simulated, 1000, 10)
+    assert cache.state_blocks == simulated.kv.state_blocks == -(-4 * HYBRID.state_size // (4096 * args.block_size)) > 10
+    assert (cache.num_groups, cache.checkpoint_interval) == (1, 512)
+
+
+def test_requests_with_states_hit_checkpoints_at_their_marks() -> None:
+    """Five prompts begin with the same 64 tokens, which is where the first leaves a state for all others."""
+    prompts = [((FIRST_TOKEN, 64), (FIRST_TOKEN + 1 + i, 40)) for i in range(5)]
+    found = []
+    for marks in ((64,), ()):
+        server = replace(config(num_gpu_blocks_override=400), model=replace(MODELS["opt-13b"], **STATE))
+        assert paged(server, 400, 0).state_blocks == 3
+        requests = [Arrival(100.0 * i, runs, 4, marks=marks) for i, runs in enumerate(prompts)]
+        found.append(simulate(server, requests).column("num_cached").tolist())
+    assert found == [[0, 64, 64, 64, 64], [0, 0, 0, 0, 0]]
 
 
 def test_layers_that_all_slide_drop_blocks() -> None:

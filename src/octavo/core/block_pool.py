@@ -269,9 +269,12 @@ class BlockPool:
         self.mates[head], self.mates[other] = other, head
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
-        """Return the blocks sealed after `mark`, in order. Scans the whole pool: for rare events only."""
-        newer = (block for block, seal in enumerate(self.seal_id) if seal > mark)
-        return sorted(newer, key=self.seal_id.__getitem__)
+        """Return the blocks whose seal id is greater than `mark`, heads of checkpoints before their other blocks.
+
+        Scans the whole pool: for rare events only.
+        """
+        newer = [block for block, seal in enumerate(self.seal_id) if seal > mark]
+        return sorted(newer, key=self.seal_id.__getitem__) if self.state_blocks else newer
 
     def evict_all_cached(self) -> None:
         """Evict all cached blocks."""

@@ -160,6 +160,7 @@ def _describe_sequence(sequence: Sequence) -> dict[str, Any]:
         "num_in_flight": sequence.num_pending,
         "block_ids": list(sequence.block_ids),
         "window_block_ids": [list(table.block_ids) for table in sequence.windows],
+        "state_block_ids": list(sequence.state),
         "num_blocks_sealed": len(sequence.seal_ids),
     }
 
@@ -172,7 +173,7 @@ def describe_kv(scheduler: Scheduler) -> KVDescription:
 
 def _blocks_of(request: Request) -> HeldBlocks:
     # Ids of 0 and below are not held: the null block before a sliding window, blocks that a swap shares on the device.
-    num_blocks = len({b for s in request.sequences for ids, _ in s.tables for b in ids if b > 0})
+    num_blocks = len({b for s in request.sequences for ids, _ in s.holdings for b in ids if b > 0})
     swapped = request.status is Status.SWAPPED
     return {
         "status": request.status.value,

@@ -26,7 +26,7 @@ from octavo.core.types import BlockId
 class MemorySplit(NamedTuple):
     """Use of a pool's slots, in tokens; the fields add up to the pool. The terms are the paper's (figure 2).
 
-    tokens     K and V of tokens; shared tokens count once
+    tokens     K and V of tokens, and recurrent states; what is shared counts once
     reserved   for tokens that running requests will still generate
     internal   for tokens that will never come; of blocks, the unfilled slots of the last block
     external   lost to rounding chunks up

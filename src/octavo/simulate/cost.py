@@ -8,6 +8,7 @@ A cost is a function of a `StepPlan` alone. The plan's work is summed up in `Ste
                     are read for single queries, which costs bandwidth. Both are of a layer without a sliding window;
                     `work_in_window` are those of a layer with one
     memory          blocks copied on the device, and moved to or from the host
+    states          of recurrent layers: read and written once for a chunk or a decode token, with arithmetic per token
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from octavo.errors import UsageError, naming_file
 from octavo.simulate.devices import Device
 from octavo.simulate.models import ModelShape, find_shape
 
+STATE_FLOPS = 7
+"""Operations of a token on each number of a state, as in a Gated DeltaNet: it fades, is read twice and written once."""
 NUM_FIRST_TOKENS = 8
 """Tokens of a pass that each add to the time of the matrix products, as on a CPU; further tokens cost less."""
 
@@ -162,11 +165,14 @@ class RooflineCost:
         for window, num_layers in model.num_layers_by_window.items():
             pairs, kv_tokens = work_in_window(plan, window) if window else (work.chunk_pairs, work.kv_tokens)
             attention_s += num_layers * (pairs * model.flops_per_pair / flops + kv_tokens * layer_bytes / bandwidth)
+        num_tokens, num_uses = work.num_new + work.num_decoding, work.num_chunks + work.num_decoding
+        states_s = num_tokens * STATE_FLOPS * model.state_size / flops + num_uses * 2 * self.kv.state_bytes / bandwidth
         return (
             max(weights_s, (work.num_new + per_pass) * layers_s + num_rows * head_s)
             + passes * max(weights_s, per_pass * (layers_s + head_s))
-            + (work.num_new + work.num_decoding) * activation_bytes / bandwidth
+            + num_tokens * activation_bytes / bandwidth
             + attention_s
+            + states_s
             + work.num_passes * model.num_layers * device.layer_s
             + (device.chunk_s if work.num_chunks else 0.0)
             + (work.num_slices + work.num_decoding - per_pass) * device.slice_s

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
-from octavo.errors import ModelNotFoundError, UnsupportedModelError
+from octavo.errors import ModelNotFoundError
 from octavo.models.config import read_spec, spec_from_config
 from octavo.models.spec import LayerGroups, ModelSpec, group_layers
 
@@ -24,6 +24,8 @@ class ModelShape:
     num_head_params        of the head, which only tokens to sample from go through
     num_embedding_params   of a separate embedding table, of which a pass reads a few rows
     windows                sliding window of each layer, as of `ModelSpec`
+    recurrent_layers       layers without K and V, as of `ModelSpec`
+    state_size             float32 numbers of these layers' states, of a sequence
     spec                   None: a model by sizes alone, of which nothing but the weights takes memory
     """
 
@@ -39,12 +41,12 @@ class ModelShape:
     num_head_params: int = 0
     num_embedding_params: int = 0
     windows: tuple[int, ...] = ()
+    recurrent_layers: tuple[int, ...] = ()
+    state_size: int = 0
     spec: ModelSpec | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec) -> ModelShape:
-        if spec.recurrent_layers:
-            raise UnsupportedModelError(f"{name} has recurrent layers, whose cost is not known; simulate another model")
         vocabulary = math.prod(spec.vocabulary)
         return cls(
             name,
@@ -59,16 +61,14 @@ class ModelShape:
             vocabulary,
             0 if spec.tie_word_embeddings else vocabulary,
             spec.windows,
+            spec.recurrent_layers,
+            spec.state_size,
             spec,
         )
 
     @property
     def layer_groups(self) -> LayerGroups:
-        return group_layers(self.num_layers, self.windows)
-
-    @property
-    def state_size(self) -> int:
-        return 0
+        return group_layers(self.num_layers, self.windows, self.recurrent_layers)
 
     @property
     def itemsize(self) -> int:
@@ -102,7 +102,9 @@ class ModelShape:
 
     @property
     def num_layers_by_window(self) -> dict[int, int]:
-        return Counter(self.windows) if self.windows else {0: self.num_layers}
+        """Layers with K and V."""
+        windows = self.windows or (0,) * self.num_layers
+        return Counter(window for layer, window in enumerate(windows) if layer not in self.recurrent_layers)
 
 
 def _shape(

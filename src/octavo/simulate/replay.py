@@ -19,6 +19,7 @@ from octavo.core import events as ev
 from octavo.core.in_flight import InFlightStep
 from octavo.core.plan import RowSetup
 from octavo.errors import OctavoError, ParameterError, TraceError
+from octavo.integers import cdiv
 from octavo.simulate.allocators import split_of
 from octavo.simulate.calibrate import MeasuredStep, fit
 from octavo.simulate.cost import CostModel, LinearCost, StepWork, step_work
@@ -203,7 +204,8 @@ def arrivals_from(recording: Recording) -> Iterator[Arrival]:
         tokens = recording.tokens
         prompt = tokens.sample(request, 0)[: request.num_prompt] if request.samples else tokens.prompt(request)
         runs = tuple((token, len(list(same))) for token, same in groupby(prompt))
-        yield Arrival(times.get(request.number, 0.0), runs, max(1, num_output), request.width, request.beam_search)
+        sizes = max(1, num_output), request.width, request.beam_search
+        yield Arrival(times.get(request.number, 0.0), runs, *sizes, tuple(request.marks))
 
 
 def _times(recording: Recording) -> dict[int, float]:
@@ -231,13 +233,16 @@ def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel)
     if recorded.get("num_speculative_tokens"):
         text = "the recorded engine speculates, and a simulated one does not; replay it as recorded, without options"
         raise ParameterError(text, param="replay")
-    block_size = settings.get("block_size", recorded["block_size"])
+    block_size: int = settings.get("block_size") or recorded["block_size"]
     num_tokens = recorded["num_blocks"] * recorded["block_size"]
     windows = recorded.get("windows") or ()  # older recordings have none
+    state_blocks, interval = recorded.get("state_blocks", 0), recorded.get("checkpoint_interval", 0)
     model = replace(MODEL, num_layers=1 + len(windows), windows=(recorded["attention_window"], *windows))
-    block_bytes = model.kv_cache(recorded["block_size"]).bytes_per_block
+    block_bytes = MODEL.kv_cache(recorded["block_size"]).bytes_per_block  # a layer each, of any group
+    model = replace(model, state_size=state_blocks * block_bytes // 4)
     known: dict[str, Any] = {
         "block_size": block_size,
+        "mamba_block_size": cdiv(interval, block_size) * block_size or None,
         "num_gpu_blocks_override": max(1, num_tokens // block_size),
         "max_model_len": engine["max_model_len"],
         "max_num_seqs": recorded["num_rows"],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -27,7 +27,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.engine_request import EngineRequest
+from octavo.engine.engine_request import EngineRequest, TurnOpenings
 from octavo.engine.kv_events import CoreEvent, KVEventTranslator, update_index
 from octavo.engine.request_state import RequestState
 from octavo.engine.request_update import RequestUpdate
@@ -70,6 +70,8 @@ def paged(config: SimConfig, num_blocks: int, num_host_blocks: int) -> KVCacheMa
         attention_window=max(windows) if windows and all(windows) else 0,
         windows=kv.windows,
         max_chunk=kv.max_chunk,
+        state_blocks=kv.state_blocks,
+        checkpoint_interval=args.checkpoint_interval if kv.state_blocks else 0,
     )
 
 
@@ -192,6 +194,15 @@ Report: TypeAlias = tuple[float, CoreEvent | Callable[[Router], None]]
 """What a replica tells the router, and when: an event of its cache, or a call."""
 
 
+class ArrivalMarks(TurnOpenings):
+    """The marks of the arrival that is being submitted, in place of those at the turns of a chat."""
+
+    current: tuple[int, ...] = ()
+
+    def marks(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        return self.current
+
+
 class Replica:
     """One engine with its clock and simulated device.
 
@@ -230,6 +241,7 @@ class Replica:
         )
         longest = config.model.max_len if args.max_model_len in (None, -1) else args.max_model_len
         assert longest is not None
+        self._marks = ArrivalMarks()
         self.engine = Engine(
             self.scheduler,
             self.executor,
@@ -237,6 +249,7 @@ class Replica:
             max_model_len=longest,
             overlap=args.async_scheduling,
             clock=self.clock,
+            turn_openings=self._marks,
         )
         self.records = records
         self._seeded = token_source is not None
@@ -256,7 +269,7 @@ class Replica:
     def submit(self, index: int, arrival: Arrival) -> None:
         """Submit a request at its arrival time. As in a server, requests are accepted between steps."""
         self.clock.advance_to(arrival.time_s)
-        name = str(index)
+        name, self._marks.current = str(index), arrival.marks
         try:
             self.engine.add_request(
                 EngineRequest(name, arrival.prompt(), _params(arrival, index if self._seeded else None))

@@ -49,6 +49,7 @@ class Arrival(NamedTuple):
 
     runs        the prompt as (token, count) pairs
     n           number of samples; with `beams`, the beam width
+    marks       of the prompt, as of `core.request.Request`
     """
 
     time_s: float
@@ -56,6 +57,7 @@ class Arrival(NamedTuple):
     num_output: int
     n: int = 1
     beams: bool = False
+    marks: tuple[int, ...] = ()
 
     @property
     def num_prompt(self) -> int:

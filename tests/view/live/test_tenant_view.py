@@ -19,7 +19,7 @@ from octavo.view.live.state import PoolState
 from octavo.view.live.tenant_view import TenantView
 from tests.view.live.test_hub import StreamReader, aclose, frame_of, run, until
 from tests.view.live.test_hub import World as HubWorld
-from tests.view.live.test_state import WatchedWorld, through_json
+from tests.view.live.test_state import KINDS, WatchedWorld, through_json
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def names_in(value: Any) -> set[str]:
 class TenantWorld(WatchedWorld):
     """A workload with two tenants, each of which sees one half of the requests."""
 
-    def __init__(self, seed: int, totals: Counter[str], *, groups: bool = False) -> None:
-        super().__init__(seed, totals, groups=groups)
+    def __init__(self, seed: int, totals: Counter[str], **kinds: bool) -> None:
+        super().__init__(seed, totals, **kinds)
         self.whole: PoolState | None = None
         self.views: dict[Half, tuple[TenantView, PoolState, set[tuple[int, float]]]] = {}
 
@@ -99,11 +99,11 @@ class TenantWorld(WatchedWorld):
         assert [fresh.seal_ids[b] for b in now] == [whole.seal_ids[b] * ((b, whole.seal_ids[b]) in ever) for b in now]
 
 
-@pytest.mark.parametrize(("first", "groups"), [(0, False), (10, False), (20, True)])
-def test_tenant_view_shows_own_requests_only(first: int, groups: bool) -> None:
+@pytest.mark.parametrize(("first", "kinds"), [(0, {}), (10, {}), (20, {"groups": True}), (30, KINDS[-1])])
+def test_tenant_view_shows_own_requests_only(first: int, kinds: dict[str, bool]) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + 10):
-        TenantWorld(seed, totals, groups=groups).run()
+        TenantWorld(seed, totals, **kinds).run()
     assert min(totals["own"], totals["others'"], totals["names"]) > 100
 
 

@@ -9,6 +9,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -179,8 +180,10 @@ def test_tails_of_pins_are_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [World, PinnedWorld])
-def test_replay_of_a_thousand_workloads(tmp_path: Path, make: type[World]) -> None:
+@pytest.mark.parametrize(
+    "make", [World, PinnedWorld, partial(World, states=True), partial(PinnedWorld, states=True, groups=True)]
+)
+def test_replay_of_a_thousand_workloads(tmp_path: Path, make: Callable[..., World]) -> None:
     num_segments, _ = worlds(range(1000), tmp_path / "f", make)
     assert num_segments > 1500
 
@@ -189,8 +192,8 @@ def test_replay_of_a_thousand_workloads(tmp_path: Path, make: type[World]) -> No
 
 
 def replica_of(token_source: Any = None, **options: Any) -> Replica:
-    options = {"model": "x", "preemption_mode": "recompute"} | COMMON | options
-    config = SimConfig(MODELS["opt-13b"], DEVICES["h100"], EngineArgs(**options), cost=COST)
+    options = {"model": "x", "shape": MODELS["opt-13b"], "preemption_mode": "recompute"} | COMMON | options
+    config = SimConfig(options.pop("shape"), DEVICES["h100"], EngineArgs(**options), cost=COST)
     return Replica(config, Records(), token_source=token_source, interval_s=1e9)
 
 
@@ -276,6 +279,36 @@ def test_what_if_has_the_recorded_window_groups(busy: Path) -> None:
     assert config.num_host_blocks() == min(config.num_blocks(), recording.file.settings["num_host_blocks"])
     recording.file.settings.update(windows=[], attention_window=7)
     assert paged(replay.config_from(recording, {}, COST), 9, 0).attention_window == 7
+
+
+def test_what_if_has_the_recorded_states(busy: Path) -> None:
+    """Of the same bytes with another block size; the interval is then rounded up to whole blocks."""
+    recording, size = Recording.load(busy), COMMON["block_size"]
+    for name in ("state_blocks", "checkpoint_interval"):  # an older recording
+        del recording.file.settings[name]
+    assert paged(replay.config_from(recording, {}, COST), 9, 0).state_blocks == 0
+    for windows in ([], [6, 6, 20]):
+        recording.file.settings.update(state_blocks=5, checkpoint_interval=3 * size, windows=windows, max_chunk=32)
+        for factor, blocks, interval in ((1, 5, 3), (2, 3, 4), (8, 1, 8)):
+            cache = paged(replay.config_from(recording, {"block_size": factor * size}, COST), 99, 0)
+            assert (cache.state_blocks, cache.checkpoint_interval) == (blocks, interval * size)
+            assert cache.windows == tuple(windows)
+        changed = replay.config_from(recording, {"mamba_block_size": 10 * size}, COST)
+        assert paged(changed, 99, 0).checkpoint_interval == 10 * size
+
+
+def test_what_if_finds_checkpoints_at_recorded_marks(tmp_path: Path) -> None:
+    """Prompts with a common beginning, whose end is a mark of each."""
+    runs = [((7, 40), (50 + i, 20)) for i in range(20)]
+    arrivals = [Arrival(2.0 * i, prompt, 4, marks=(40,)) for i, prompt in enumerate(runs)]
+    model = replace(MODELS["opt-13b"], recurrent_layers=tuple(range(30)), state_size=3 * 10 * 4 * 40 * 128)
+    replica, recorded = record(arrivals, shape=model, mamba_block_size=8)
+    assert replica.scheduler.cache.state_blocks == 3
+    assert recorded.replayed(tmp_path / "f") > 3
+    recording = Recording.load(tmp_path / "f")
+    assert list(replica.records.num_cached) == [0] + 19 * [40]
+    again = replay.what_if(recording, {"max_num_seqs": 8}, replay.ExactReplay(recording).cost())
+    assert sorted(again.num_cached) == sorted(replica.records.num_cached)
 
 
 def test_what_if_with_samples_and_beams(tmp_path: Path) -> None:

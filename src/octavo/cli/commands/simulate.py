@@ -27,6 +27,7 @@ SIMULATION_OPTIONS = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "enable_prefix_caching",
+    "mamba_block_size",
     "preemption_mode",
     "swap_space",
     "scheduling_policy",

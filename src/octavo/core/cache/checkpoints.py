@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 class Checkpoints:
     """Positions of checkpoints, in blocks of `block_size` tokens.
 
-    interval  tokens between two in an output. A place where sequences part is worth one if it spares as many. 0: there
-              are none, for lack of states or of a prefix cache
+    interval      tokens between two in an output. 0: there are none, for lack of states or of a prefix cache
+    least_spared  tokens that one spares at least where sequences part
     """
 
     def __init__(self, block_size: int, interval: int) -> None:
         assert interval % block_size == 0, (block_size, interval)
         self.block_size, self.interval = block_size, interval
+        self.least_spared = max(block_size, interval // 4)
 
     def marks(self, sequence: Sequence, prefix: Prefix) -> list[int]:
         """Return where a sequence that begins with a prefix leaves checkpoints, its output aside."""
@@ -40,7 +41,8 @@ class Checkpoints:
         size, begin, run = self.block_size, prefix.num_positions, len(prefix.run) * self.block_size
         last = self._last_mark(sequence.request)
         marks = {last, *(min(mark // size * size, last) for mark in sequence.request.marks)}
-        if run - begin >= self.interval:  # keys and values without a state: others parted there
+        # Keys and values without a state: others parted there. Or a turn goes on, and they are of the output before it.
+        if run - begin >= (self.interval if begin else self.least_spared):
             marks.add(run)
         return sorted(mark for mark in marks if mark > begin)
 
@@ -98,7 +100,7 @@ class Checkpoints:
         while num < limit and tokens[num * size : (num + 1) * size] == others[num * size : (num + 1) * size]:
             num += 1
         part = num * size
-        if part < writer.num_computed or part - prefix.num_positions < self.interval:
+        if part < writer.num_computed or part - prefix.num_positions < self.least_spared:
             return False
         if part not in writer.marks:
             insort(writer.marks, part)

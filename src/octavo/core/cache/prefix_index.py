@@ -217,12 +217,13 @@ class PrefixIndex:
         """Return the longest run of full blocks that an earlier sequence of the same request has in common with this.
 
         A preempted group is recomputed one sequence at a time and takes these blocks from the sibling itself. The index
-        has none of them when prefix caching is off, or where an equal block elsewhere is the canonical one.
+        has none of them when prefix caching is off, or where an equal block elsewhere is the canonical one. With states
+        it has no such run: see `common_prefix`.
         """
         size, tokens = self.block_size, sequence.token_ids
         best, longest = Prefix([], [], 0, self.empty_tables()), 0
         for sibling in sequence.request.sequences:
-            if sibling is sequence:
+            if sibling is sequence or self.pool.state_blocks:
                 break
             max_blocks = min(sibling.num_computed, len(tokens) - 1) // size
             n = 0

@@ -62,8 +62,8 @@ class StepDraft:
         num_steps  limit of tokens to decode per sequence
         chunk      limit of prefill positions
         """
-        sequences, chunk = request.sequences, min(chunk, self.state.cache.max_chunk)
-        checkpoints = self.state.cache.checkpoints
+        cache, sequences = self.state.cache, request.sequences
+        chunk = min(chunk, cache.max_chunk)
         if request.needs_result and request.num_pending:
             return []
         if len(sequences) > 1:
@@ -83,7 +83,9 @@ class StepDraft:
             if length >= seq.max_length:
                 continue
             due = length - seq.num_computed  # tokens known to the host, or the one that the row holds
-            stop = checkpoints.next_stop(seq) - seq.num_computed
+            if not seq.block_ids and seq not in cache.holders:  # the last of a rebuilt group: it has not begun
+                cache.attach(seq, cache.prefixes.sibling_prefix(seq))
+            stop = cache.checkpoints.next_stop(seq) - seq.num_computed
             if due > min(chunk, stop):
                 return [ScheduledSlice(seq, min(chunk, stop), 0)]
             most = (
@@ -107,12 +109,13 @@ class StepDraft:
                 if request.status is Status.SWAPPED:  # swapped out during recomputation: swap in first
                     return []
                 if cache.state_blocks:
-                    chunk = min(chunk, self._part_group(request), cache.checkpoints.next_stop(seq) - seq.num_computed)
-                elif not seq.block_ids:
+                    chunk = min(chunk, self._part_group(request))
+                if not seq.block_ids:
                     cache.attach(seq, prefixes.sibling_prefix(seq))
                 due = len(seq.token_ids) - 1 - seq.num_computed
                 if due > 0:
-                    return [ScheduledSlice(seq, min(due, chunk), 0)]
+                    stop = cache.checkpoints.next_stop(seq) - seq.num_computed
+                    return [ScheduledSlice(seq, min(due, chunk, stop), 0)]
         return None
 
     def _part_group(self, request: Request) -> int:

@@ -53,8 +53,8 @@ class Digests:
     def of_sealed(
         self, keys: list[bytes | None], seal_ids: array[int], digests: dict[int, bytes]
     ) -> list[tuple[int, int, bytes, bytes]]:
-        """For each sealed block the block, the seal id of its parent, the salt if it has none, and the block digest. A
-        block of a window group has the second part of its key, one byte, in place of the digest.
+        """For each sealed block the block, the seal id of its parent, the salt if it has none, and the block digest.
+        Blocks of window groups and of checkpoints have the second part of their key, one byte, in place of the digest.
 
         keys      content of each block, as the pool packs it
         digests   seal id -> block digest, for blocks in sequences

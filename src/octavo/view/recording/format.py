@@ -86,6 +86,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     token_digests  block index of the prompt -> digests of its first tokens, as many as it has in common with the tail
                    of a pin; for the last block of a beam search, of all tokens. A token digest covers a token and those
                    before it in the block
+    marks          as the request's, in tokens of the prompt
     """
 
     number: int
