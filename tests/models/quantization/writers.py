@@ -64,7 +64,7 @@ def integers(low: int, high: int, shape: tuple[int, ...], generator: torch.Gener
 
 
 def random_zeros(rows: int, columns: int, bits: int, generator: torch.Generator) -> Tensor:
-    """Zeros from 0, most of them near the middle, so that weights are around 0; the first are the least and greatest."""
+    """Zeros near the middle, so that weights are around 0, but for three: the least and the greatest."""
     quarter = 2**bits // 8
     zeros = integers(3 * quarter, 5 * quarter, (rows, columns), generator)
     zeros[0, 0], zeros[1, 0], zeros[-1, -1] = 0, 2**bits - 1, 0
@@ -238,31 +238,34 @@ VARIANTS: dict[str, Variant] = {
 
 
 def quantise(
-    directory: Path, variant: Variant, *, seed: int = 0, only: Callable[[str], bool] = lambda module: True
+    directory: Path,
+    variant: Variant,
+    *,
+    choose: Callable[[str], Variant | None] | None = None,
+    head: bool = False,
 ) -> Path:
     """Quantise the linear layers of a model in place -> the twin with dequantised weights, in `directory`/twin.
 
-    only: which modules; the embedding and norms are never among them
+    choose: the variant of a module, None to leave it; `variant` gives the file's configuration
     """
     twin = directory / "twin"
     twin.mkdir()
     config = json.loads((directory / "config.json").read_text())
     (twin / "config.json").write_text(json.dumps(config))
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": variant.config}))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     plain = load_file(directory / "model.safetensors")
     stored: Tensors = {}
     for name, tensor in sorted(plain.items()):
         module, _, part = name.rpartition(".")
-        if tensor.ndim == 2 and part == "weight" and "embed" not in module and module != "lm_head" and only(module):
-            tensors, plain[name] = variant.write(tensor, generator)
-            stored |= {f"{module}.{key}": value for key, value in tensors.items()}
-        else:
+        is_linear = tensor.ndim == 2 and part == "weight" and "embed" not in module
+        one = (choose(module) if choose else variant) if is_linear and (head or module != "lm_head") else None
+        if one is None:
             stored[name] = tensor
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    save_file(
-        {name: tensor.contiguous() for name, tensor in plain.items()},
-        twin / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+        else:
+            tensors, plain[name] = one.write(tensor, generator)
+            stored |= {f"{module}.{key}": value for key, value in tensors.items()}
+    for path, tensors in ((directory, stored), (twin, plain)):
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, path / "model.safetensors", metadata={"format": "pt"})
     return twin

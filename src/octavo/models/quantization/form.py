@@ -37,8 +37,8 @@ class Numbers:
     bits           of an integer in int32 words, from the lowest; 0: each number is an element
     along          the dimension along which the integers of a word are neighbours: 0 in a column, 1 in a row
     is_transposed  stored as [columns, rows]
-    places         place in a word of each of its integers; empty: in order
-    word_offset    added to each word, without a carry out of it; of integers along a column
+    places         place in a word of each of its integers, along a column; empty: in order
+    word_offset    added to each word, without a carry out of it, along a column
     offset         added to each number
     is_exponent    a byte b is 2 ** (b - 127)
     """
