@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.kernels.cpu import ops as cpu
 from octavo.models.linear import TensorParallel
@@ -219,3 +221,19 @@ def test_int8_is_computed_from_the_dequantised_rows(tmp_path: Path) -> None:
     ]
     for actual, expected in zip(*runs, strict=True):
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["awq g32", "gptq 4, order", "fp8 blocks", "ct int4 zeros"])
+def test_an_engine_gives_transformers_greedy_tokens(name: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("qwen3", tmp_path / "model", **VARIANTS[name].sizes)
+    twin = quantise(directory, VARIANTS[name])
+    reference = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
+    with LLM(str(directory), device="cpu", dtype="float32", skip_tokenizer_init=True) as llm:
+        params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        inputs = torch.tensor([prompt])
+        whole = reference.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=20, do_sample=False, eos_token_id=None
+        )
+        assert list(output.outputs[0].token_ids) == whole[0, len(prompt) :].tolist()
