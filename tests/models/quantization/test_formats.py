@@ -210,6 +210,17 @@ def test_biases_of_zero_that_the_model_lacks_change_nothing(tmp_path: Path) -> N
         load_tiny(directory)
 
 
+def test_an_order_of_zeros_is_none(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **VARIANTS["gptq 4, zeros"].sizes)
+    twin = quantise(directory, VARIANTS["gptq 4, zeros"])
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        tensors[name].zero_()
+    save_file(tensors, path)
+    assert_same_weights(directory, twin)
+
+
 def test_int8_is_computed_from_the_dequantised_rows(tmp_path: Path) -> None:
     directory = make_tiny_checkpoint("llama", tmp_path / "model", **VARIANTS["awq g32"].sizes)
     twin = quantise(directory, VARIANTS["awq g32"])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError, ModelError, UnsupportedModelError
 from octavo.models.config import spec_from_config
+from octavo.models.families import mistral
 from tests.models.quantization.writers import VARIANTS, quantise
 from tests.models.tiny import load_tiny, make_tiny_checkpoint
 
@@ -148,6 +149,19 @@ def test_a_module_without_a_group_is_named(tmp_path: Path) -> None:
         load_tiny(directory)
 
 
+def test_mistrals_own_order_of_rows_is_refused(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("mistral", tmp_path / "model")
+    quantise(directory, VARIANTS["fp8 row"])
+    path = directory / "model.safetensors"
+    own = {name.replace("model.layers", "layers"): tensor for name, tensor in load_file(path).items()}
+    for old, new in mistral.PARTS.items():
+        own = {name.replace(new, old): tensor for name, tensor in own.items()}
+    save_file(own, path)
+    message = r"layers\.0\.self_attn\.k_proj\.weight is quantised with its rows in Mistral's own order"
+    with pytest.raises(CheckpointError, match=message):
+        load_tiny(directory)
+
+
 SIZES = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
@@ -230,6 +244,17 @@ def test_keys_that_are_not_supported_are_named(config: Any, message: str) -> Non
         spec_from_config(SIZES | {"quantization_config": config})
     assert caught.value.param and "\n" not in str(caught.value)
     assert isinstance(caught.value, UnsupportedModelError | CheckpointError)
+
+
+def test_the_configuration_of_a_real_file_is_accepted() -> None:
+    """As llm-compressor writes it, with each key at its default."""
+    weights = {"actorder": None, "block_structure": None, "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
+    sparsity = {"format": "dense", "global_sparsity": 0.14, "ignore": [], "sparsity_structure": "unstructured"}
+    keys = {"kv_cache_scheme": None, "transform_config": {}, "global_compression_ratio": 1.2, "version": "0.12"}
+    activations = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+    config = ct({"input_activations": activations}, weights, sparsity_config=sparsity, **keys)
+    spec = spec_from_config(SIZES | {"quantization_config": config})
+    assert spec.stored_as == "compressed-tensors: pack-quantized, 4 bits in groups of 32"
 
 
 def test_patterns_that_real_files_have_are_accepted() -> None:

@@ -67,7 +67,9 @@ def _row_reader(weight: QuantisedWeight) -> Callable[[Rows], Tensor]:
                 blocks -= zeros[:, :, None]
             blocks *= scales[:, :, None]
             return values
-        groups = torch.arange(num_in) // block_columns if weight.groups is None else _groups(weight.groups, num_groups)
+        groups = torch.arange(num_in) // block_columns
+        if weight.groups is not None and (given := _groups(weight.groups, num_groups)).any():
+            groups = given  # else a writer without an order left zeros, as ExLlamaV2 takes them
         if zeros is not None:
             values -= zeros.index_select(1, groups)
         return values.mul_(scales.index_select(1, groups))

@@ -35,10 +35,10 @@ from octavo.models.quantization.form import (
 from octavo.models.quantization.fp8 import read_block
 
 KEYS = KeyTable(
-    read=("quant_method", "config_groups", "format", "ignore"),
+    read=("quant_method", "config_groups", "format", "ignore", "sparsity_config"),
     inert=("quantization_status", "global_compression_ratio", "version", "run_compressed", "dequantize",
            "use_optimized_inference"),
-    refused={"kv_cache_scheme": (), "sparsity_config": ({}, {"format": "dense"}), "transform_config": ({},),
+    refused={"kv_cache_scheme": (), "transform_config": ({},),
              "moe_sparsity_config": ()},
 )  # fmt: skip
 GROUP_KEYS = KeyTable(
@@ -199,6 +199,9 @@ def _read_groups(parts: Parts, scheme: Scheme, num_in: int) -> Numbers | None:
 def read_compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
     """The format of a checkpoint of compressed-tensors. Raises as `formats.read_format`."""
     keys = KEYS.check(config, FILE, REMEDY)
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise unsupported(f"sparsity_config {cut(repr(sparsity))} is not supported; {REMEDY}")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise invalid("config_groups", groups, "an object of groups")
