@@ -315,6 +315,23 @@ def test_command_lists_the_keys_of_the_files(tmp_path: Path, call: Call, free_by
     assert "keys of config.json\n  read " in out and "\n  no effect   use_cache\n  unknown     novelty\n" in out
 
 
+def test_a_quantised_checkpoint_takes_its_dequantised_bytes(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
+    plain = json.loads(call("doctor", write_config(tmp_path, SMOLLM2), "--device", "cpu", "--json").out)
+    quantisation = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "fuse": 1, "backend": "a"}
+    model = write_config(tmp_path, SMOLLM2 | {"quantization_config": quantisation})
+    report = json.loads(call("doctor", model, "--device", "cpu", "--json").out)
+    assert report["weight_bytes"] == plain["weight_bytes"]
+    assert (plain["stored_as"], report["stored_as"]) == (None, "awq, 4 bits in groups of 64")
+    assert report["keys"][1] == {
+        "file": "quantization_config of config.json",
+        "read": ["bits", "group_size", "quant_method", "version"],
+        "inert": ["backend"],
+        "unknown": ["fuse"],
+    }
+    out = call("doctor", model, "--device", "cpu", "--dtype", "float32").out
+    assert "in float32; the files hold awq, 4 bits in groups of 64\n" in out
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [

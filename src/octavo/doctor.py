@@ -26,7 +26,7 @@ from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError, ModelNotFoundError, ParameterError
-from octavo.models.config import config_key_use, read_spec
+from octavo.models.config import config_key_uses, read_spec
 from octavo.models.spec import ModelSpec
 from octavo.runner.memory import needs
 from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
@@ -78,6 +78,7 @@ class Report:
             "machine": asdict(self.machine) | {"device": self.machine.device},
             "dtype": need.kv.dtype,
             "weight_bytes": need.weights,
+            "stored_as": self.spec.stored_as or None,
             "activation_bytes": need.activations,
             "graph_bytes": need.graphs,
             "kv_bytes_per_token": need.kv.bytes_per_token,
@@ -158,7 +159,7 @@ def key_uses(checkpoint: Checkpoint) -> tuple[KeyUse, ...]:
         return gguf_key_use(checkpoint.gguf, checkpoint.path.name), *tokenizer_key_uses(checkpoint)
     generation = checkpoint.generation_config
     return (
-        config_key_use(checkpoint.config),
+        *config_key_uses(checkpoint.config),
         *((generation_config.KEYS.sort(generation, generation_config.FILE),) if generation else ()),
         *tokenizer_key_uses(checkpoint),
     )
@@ -303,7 +304,9 @@ def format_report(report: Report) -> list[str]:
     def row(name: str, num_bytes: int, text: str = "") -> None:
         out.append(f"  {name:<12} {_gib(num_bytes):>12}   {text}".rstrip())
 
-    row("weights", need.weights, "in int8" if report.args.quantization else "")
+    dtype = "int8" if report.args.quantization else need.kv.dtype if spec.stored_as else ""
+    files = f"; the files hold {spec.stored_as}" if spec.stored_as else ""
+    row("weights", need.weights, f"in {dtype}{files}" if dtype else "")
     row("activations", need.activations, f"of a step of {report.args.max_num_batched_tokens:,} tokens; an estimate")
     if need.graphs:
         row("CUDA graphs", need.graphs, "an estimate")

@@ -367,9 +367,10 @@ def test_custom_code_is_rejected_first(keys: dict[str, Any]) -> None:
         spec_from_config({"architectures": ["Anything"], **keys})
 
 
-def test_quantised_weights_are_rejected() -> None:
-    with pytest.raises(UnsupportedModelError, match="quantised by 'gptq'"):
-        spec(quantization_config={"quant_method": "gptq", "bits": 4})
+def test_quantised_weights_are_described() -> None:
+    """Formats and refusals: tests/models/quantization."""
+    assert spec().stored_as == ""
+    assert spec(quantization_config={"quant_method": "gptq", "bits": 4}).stored_as == "gptq, 4 bits in groups of 128"
 
 
 @pytest.mark.parametrize(

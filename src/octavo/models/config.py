@@ -26,6 +26,8 @@ from octavo.models.config_values import (
     read_token_id,
     value_error,
 )
+from octavo.models.quantization.form import KEY, REMEDY, Format
+from octavo.models.quantization.formats import read_format
 from octavo.models.spec import ModelSpec
 
 
@@ -50,13 +52,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     architecture = _architecture(config)
     family = registry.find_family(architecture)
     outer, config = config, family.rename_keys(_text_part(config))
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(
-            f"quantization_config: weights quantised by {cut(repr(method))} are not supported; "
-            "use the unquantised checkpoint or a GGUF file",
-            param="quantization_config",
-        )
+    form = find_format(outer)
     config_keys(family).check(config, "config.json", "use a checkpoint without it")
     eos_token_ids = read_eos_token_ids(generation_config or {}, outer, config)
     config = {**family.defaults, **config}
@@ -67,16 +63,25 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         "eos_token_ids": eos_token_ids or read_eos_token_ids(config),
         "bos_token_id": read_token_id(config, "bos_token_id"),
         "dtype": read_dtype(config),
+        "stored_as": "" if form is None else form.description,
     }
     spec = family.read(config, common)
+    if form is not None and spec.names.is_conv1d:
+        raise UnsupportedModelError(f"quantised weights of {architecture} are not supported; {REMEDY}", param=KEY)
     check_layer_types(config, spec)
     return spec
 
 
-def config_key_use(config: Config) -> KeyUse:
+def find_format(config: Config) -> Format | None:
+    """How a checkpoint with this config.json is quantised. Raises the errors of `formats.read_format`."""
+    return read_format(_text_part(config).get(KEY))
+
+
+def config_key_uses(config: Config) -> tuple[KeyUse, ...]:
     """What becomes of the keys of a config.json whose spec could be read, for `octavo doctor`."""
-    family = registry.find_family(_architecture(config))
-    return config_keys(family).sort(family.rename_keys(_text_part(config)), "config.json")
+    family, form = registry.find_family(_architecture(config)), find_format(config)
+    use = config_keys(family).sort(family.rename_keys(_text_part(config)), "config.json")
+    return (use,) if form is None else (use, form.keys)
 
 
 def _has_other_head(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
@@ -84,6 +89,9 @@ def _has_other_head(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
     as in some fine-tunes."""
     stored = find_tensors(checkpoint)
     places = {registry.find_family(spec.architecture).tensor_name(name): place for name, place in stored.items()}
+    form = find_format(checkpoint.config)
+    if form is not None and any(f"{spec.names.head}.{part}" in places for part in form.parts if part != "weight"):
+        return f"{spec.names.embedding}.weight" in places  # a quantised head
     head, embedding = (places.get(f"{name}.weight") for name in (spec.names.head, spec.names.embedding))
     return head is not None and embedding is not None and not has_equal_bytes(head, embedding)
 

@@ -159,6 +159,7 @@ class ModelSpec:
     rope_scaling             of rotary embedding: validated dict with config.json's keys, the argument of `rope_table`;
                              None: no scaling
     dtype                    the checkpoint's, a name such as "bfloat16"; for quantised GGUF files, "bfloat16"
+    stored_as                how the files of a quantised checkpoint hold the weights, for people; "": they are not
     names                    names of the checkpoint's tensors
     """
 
@@ -183,6 +184,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
+    stored_as: str = ""
     names: TensorNames = field(default=LLAMA_NAMES, repr=False)
 
     # -- tensors -------------------------------------------------------------------------------------------------------

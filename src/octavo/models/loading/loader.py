@@ -22,20 +22,18 @@ from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
+from octavo.models.config import find_format
 from octavo.models.linear import SINGLE_RANK, LayerFactory, TensorParallel, VocabEmbedding, Weight
 from octavo.models.linear_methods import LinearMethod, PlainMethod
+from octavo.models.loading.dequantised import dequantise
 from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.safetensors import read_safetensors
-from octavo.models.loading.stored_tensor import FLOAT_DTYPES, StoredTensor, raise_problems
-from octavo.models.registry import load
+from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, StoredTensor, raise_problems
+from octavo.models.quantization.form import WHOLE, TensorError
+from octavo.models.registry import find_family, load
 from octavo.models.spec import ModelSpec
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MB of float32: small enough for the caches, large enough to hide the calls
-NOT_SERVED = (
-    *("vision_tower.", "model.vision_tower.", "model.visual.", "multi_modal_projector.", "model.multi_modal_"),
-    "mtp.",
-)
-"""Prefixes of tensors for images, and for the prediction of several tokens."""
 MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
 
@@ -88,6 +86,8 @@ def load_model(
     wrong shape or dtype, or that contain NaN or infinity.
     """
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
+    if (form := find_format(checkpoint.config)) is not None:
+        raise_problems(checkpoint, dequantise(stored, form, find_family(spec.architecture)))
     head, embedding = f"{spec.names.head}.weight", f"{spec.names.embedding}.weight"
     if spec.tie_word_embeddings and embedding not in stored and head in stored:
         stored[embedding] = stored.pop(head)  # one name of the tied tensor is as good as the other
@@ -140,7 +140,7 @@ def _mismatches(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
             yield f"{weight.name} has dtype {found.dtype}, expected {', '.join(FLOAT_DTYPES)} or a GGUF type"
     known = {weight.name for weight in weights}
     for name in sorted(stored.keys() - known):
-        if not _is_redundant(name, model.spec):
+        if not _is_redundant(name, model.spec) and not _is_zero_bias(name, stored[name]):
             yield f"{cut(name)} is unexpected: no weight of this configuration has that name"
 
 
@@ -154,6 +154,11 @@ def _is_redundant(name: str, spec: ModelSpec) -> bool:
         or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
         or name.startswith(NOT_SERVED)
     )
+
+
+def _is_zero_bias(name: str, stored: StoredTensor) -> bool:
+    """True for a bias that changes nothing: AutoGPTQ wrote one for each linear layer."""
+    return name.endswith(".bias") and stored.is_supported and not stored.read(WHOLE).any()
 
 
 def _fill(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
@@ -203,10 +208,16 @@ def _copy_jobs(weight: Weight, stored: StoredTensor) -> Iterator[tuple[Weight, S
 
 
 def _copy_rows(weight: Weight, stored: StoredTensor, first: int, last: int) -> str | None:
-    """Copy rows [first, last) of the weight's tensor; returns a problem if they contain NaN or infinity."""
+    """Copy rows [first, last) of the weight's tensor.
+
+    Returns a problem if they contain NaN or infinity, or if a quantised weight cannot be computed.
+    """
     target = weight.tensor.narrow(-len(weight.shape), first, last - first)
     part = slice(weight.start[0] + first, weight.start[0] + last)
-    rows = stored.read(part if weight.order is None else list(weight.order[part]))
+    try:
+        rows = stored.read(part if weight.order is None else list(weight.order[part]))
+    except TensorError as problem:
+        return str(problem)
     for dim in range(1, rows.ndim):
         rows = rows.narrow(dim, weight.start[dim], target.shape[dim - rows.ndim])
     target.copy_(rows if weight.method is None else weight.method.encode(rows))

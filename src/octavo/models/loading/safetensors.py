@@ -45,7 +45,7 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
             heads = spec.num_heads if name.endswith("q_proj.weight") else spec.num_kv_heads
             order = half_rotation_rows(shape[0], heads) if len(shape) == 2 and family.is_interleaved(key) else None
             read = _row_reader(shard, key, order, spec.has_unit_offset(name))
-            stored[name] = StoredTensor(shape, dtype, dtype in FLOAT_DTYPES, read, path.name)
+            stored[name] = StoredTensor(shape, dtype, dtype in FLOAT_DTYPES, read, path.name, key)
     raise_problems(checkpoint, problems)
     return stored
 

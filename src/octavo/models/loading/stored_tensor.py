@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +16,13 @@ from octavo.errors import CheckpointError, cut
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 """Supported dtypes of safetensors files."""
 
-Rows: TypeAlias = slice | list[int]
+NOT_SERVED = (
+    *("vision_tower.", "model.vision_tower.", "model.visual.", "multi_modal_projector.", "model.multi_modal_"),
+    "mtp.",
+)
+"""Prefixes of tensors for images, and for the prediction of several tokens."""
+
+Rows: TypeAlias = slice | list[int] | EllipsisType
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +31,10 @@ class StoredTensor:
 
     dtype         the file format's name of it
     is_supported  `read` supports the dtype
-    read          (slice or list of rows) -> these rows, in any float dtype; may be a view of the mapped file
+    read          (slice or list of rows, or "...": all) -> these rows, in any float dtype; may be a view of the mapped
+                  file. Raises `TensorError` if a quantised weight cannot be computed
     file          name of the file
+    key           name of the tensor in a safetensors file
     """
 
     shape: tuple[int, ...]
@@ -33,6 +42,7 @@ class StoredTensor:
     is_supported: bool
     read: Callable[[Rows], Tensor]
     file: str
+    key: str = ""
 
 
 def half_rotation_rows(num_rows: int, num_heads: int) -> np.ndarray | None:

@@ -1,6 +1,7 @@
-"""Methods of linear layers, by the name of `EngineArgs.quantization`. Imports no torch: memory plans use this table.
+"""Methods of linear layers, by the name of `EngineArgs.quantization`, and the formats of quantised checkpoints.
 
-To add a method: a `linear_methods.LinearMethod`, and a line here.
+Imports no torch: memory plans use the table of methods. To add a method: a `linear_methods.LinearMethod`, and a line
+here. To add a format: a module with a `form.Format`, and a line in `formats.FORMATS`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""Computes rows of quantised weights. Each format of quantised checkpoints is read into one form, `quantization.form`.
+
+The tensors of a module become one tensor, named as that of a checkpoint that is not quantised. So everything after
+this is the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from octavo.errors import cut
+from octavo.models.family import Family
+from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredTensor
+from octavo.models.quantization.form import WHOLE, Format, Numbers, Parts, QuantisedWeight, TensorError
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""The values of the 256 bytes."""
+
+
+def dequantise(stored: dict[str, StoredTensor], form: Format, family: Family) -> Iterator[str]:
+    """Replace the tensors of each quantised module by its weight; yields a problem for each module that has one.
+
+    Only headers and a shape are read: rows are computed when the weight's are.
+    """
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        if part in form.parts and not name.startswith(NOT_SERVED):
+            modules.setdefault(module, {})[part] = tensor
+    for module, tensors in modules.items():
+        if tensors.keys() == {"weight"} and tensors["weight"].dtype in FLOAT_DTYPES:
+            continue
+        for part in tensors:
+            del stored[f"{module}.{part}"]
+        name = f"{module}.weight"
+        try:
+            weight = form.read(Parts(module, tensors))
+        except TensorError as problem:
+            yield str(problem)
+            continue
+        source = weight.values.tensor
+        if family.is_interleaved(source.key):
+            yield f"{cut(name)} is quantised with its rows in Mistral's own order, which is not supported"
+        elif name in stored or ("weight" in tensors and source is not tensors["weight"]):
+            yield f"{cut(name)} is there beside {cut(weight.values.name)}"
+        else:
+            stored[name] = StoredTensor(weight.shape, "F32", True, _row_reader(weight), source.file)
+
+
+def _row_reader(weight: QuantisedWeight) -> Callable[[Rows], Tensor]:
+    (num_out, num_in), (block_rows, block_columns) = weight.shape, weight.block
+    num_groups = weight.num_scales[1]
+
+    def read(rows: Rows) -> Tensor:
+        index = torch.arange(num_out)[rows]
+        values = _take(weight.values, index, num_in)
+        scales = _take(weight.scales, index // block_rows, num_groups)
+        if not scales.isfinite().all() or not scales.all():
+            raise TensorError(f"{cut(weight.scales.name)} contains 0, NaN or infinity")
+        zeros = None if weight.zeros is None else _take(weight.zeros, index // block_rows, num_groups)
+        if weight.groups is None and num_in % block_columns == 0:
+            blocks = values.view(-1, num_groups, block_columns)
+            if zeros is not None:
+                blocks -= zeros[:, :, None]
+            blocks *= scales[:, :, None]
+            return values
+        groups = torch.arange(num_in) // block_columns
+        if weight.groups is not None and (given := _groups(weight.groups, num_groups)).any():
+            groups = given  # else a writer without an order left zeros, as ExLlamaV2 takes them
+        if zeros is not None:
+            values -= zeros.index_select(1, groups)
+        return values.mul_(scales.index_select(1, groups))
+
+    return read
+
+
+def _groups(groups: Numbers, num_groups: int) -> Tensor:
+    """The group of each column, [num_in] int64."""
+    index = groups.tensor.read(WHOLE).long()
+    if index.min() < 0 or index.max() >= num_groups:
+        raise TensorError(f"{cut(groups.name)} has groups {int(index.min())} to {int(index.max())}, of {num_groups}")
+    return index
+
+
+def _take(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
+    """Rows of a matrix, [len(rows), num_columns] float32: a new tensor. rows: as `matrix[rows]`, never empty"""
+    stored = numbers.tensor.read(WHOLE)
+    matrix = stored.reshape(-1, 1) if stored.ndim < 2 else stored.T if numbers.is_transposed else stored
+    if numbers.bits and numbers.along == 0:
+        return _take_along_columns(numbers, matrix, rows)
+    taken = _select(matrix, rows).contiguous()
+    if numbers.bits:
+        octets = taken.view(torch.uint8)
+        fields = octets if numbers.bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+        values = fields[:, :num_columns].to(torch.float32, memory_format=torch.contiguous_format)
+        return values.add_(numbers.offset) if numbers.offset else values
+    if taken.dtype == torch.float8_e4m3fn:  # five times as fast as torch's conversion
+        return E4M3.index_select(0, taken.view(torch.uint8).flatten().int()).view(taken.shape)
+    values = taken.to(torch.float32, copy=True)
+    return (values - 127).exp2_() if numbers.is_exponent else values
+
+
+def _take_along_columns(numbers: Numbers, matrix: Tensor, rows: Tensor) -> Tensor:
+    """As `_take`, for words of neighbours in a column. All words from the first to the last of the rows are decoded."""
+    per_word = 32 // numbers.bits
+    first, last = int(rows.min()) // per_word, int(rows.max()) // per_word
+    words = matrix[first : last + 1].contiguous()  # [num_words, num_columns]
+    if numbers.word_offset:
+        words = words + numbers.word_offset
+    shifts = numbers.bits * torch.tensor(numbers.places or range(per_word), dtype=torch.int32)
+    fields = words[:, None, :] >> shifts[:, None]
+    fields &= (1 << numbers.bits) - 1  # after an arithmetic shift
+    values = _select(fields.flatten(0, 1), rows - per_word * first).float()
+    return values.add_(numbers.offset) if numbers.offset else values
+
+
+def _select(matrix: Tensor, rows: Tensor) -> Tensor:
+    """matrix[rows]; a view if the rows follow each other."""
+    first, last = int(rows[0]), int(rows[-1])
+    is_range = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
+    return matrix[first : last + 1] if is_range else matrix[rows]
