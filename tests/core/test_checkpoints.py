@@ -20,7 +20,7 @@ from octavo.core.policy import Policy
 from octavo.core.request import Sequence
 from octavo.core.types import NEVER
 from octavo.params.sampling_params import SamplingParams
-from tests.core.lab import RECOMPUTE, Lab, Worlds, fork, sequence, settle
+from tests.core.lab import RECOMPUTE, Lab, Worlds, answer, fork, sequence, settle
 from tests.proof import oracle as o
 
 
@@ -628,6 +628,26 @@ def test_a_rebuilt_group_leaves_the_checkpoints_of_its_prompt(world: Worlds) -> 
     lab.preempt(request)
     lab.cache.reset_prefix_cache()
     assert [lab.step().counts for _ in range(2)] == [[4], [6]] and sorted(ends(lab).values()) == [4, 10]
+
+
+@pytest.mark.parametrize("windows", [(), (3,)])
+def test_the_last_of_a_resumed_group_may_have_one_token(world: Worlds, windows: tuple[int, ...]) -> None:
+    """It is due what the others sample next to: nothing is computed before, and it begins with that step."""
+    lab = world(60, state_blocks=2, interval=4, windows=windows, max_chunk=8)
+    request = lab.add("A", [1], 8, width=2, resume={0: answer([1], 3), 1: []})
+    lab.step()
+    lab.step()
+    assert all(seq in lab.cache.holders and len(seq.windows) == len(windows) for seq in request.sequences)
+
+
+def test_two_of_a_resumed_group_share_nothing_that_the_third_lacks(world: Worlds) -> None:
+    """The first has a block of the second, but its state is of more positions."""
+    token = next(i for i in range(50) if answer([i], 1, 0) == answer([i], 1, 1))
+    lab = world(60, state_blocks=2, interval=4)
+    request = lab.add("A", [token], 8, width=3, resume={0: answer([token], 4, 0), 1: answer([token], 4, 1), 2: []})
+    assert [lab.step().counts for _ in range(2)] == [[4], [4]] and len(request.sequences) == 3
+    lab.run()
+    assert o.outputs(request) == o.reference(request)
 
 
 def test_a_rebuilt_group_begins_with_no_checkpoint_in_use() -> None:

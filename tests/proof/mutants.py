@@ -766,7 +766,7 @@ MUTANTS = [
     Mutant("state: a mark where others parted spares an interval", "Checkpoints.marks", "self.interval if begin else self.least_spared", "self.interval"),
     Mutant("state: a turn that goes on leaves a mark in the output before it", "Checkpoints.marks", "self.interval if begin else self.least_spared", "self.least_spared"),
     Mutant("state: a mark spares an interval at least", "Checkpoints.__init__", "max(block_size, interval // 4)", "interval"),
-    Mutant("state: a mark may spare nothing", "Checkpoints.__init__", "max(block_size, interval // 4)", "interval // 4"),
+    Mutant("state: a mark may spare nothing", "Checkpoints.__init__", "max(block_size, interval // 4)", "interval // 4", equivalent="What it would spare is a number of whole blocks, and where that is none the mark is left out."),
     Mutant("state: marks where it begins", "Checkpoints.marks", "mark > begin", "mark >= begin"),
     Mutant("state: marks are in no order", "Checkpoints.marks", "sorted(mark for mark in marks if mark > begin)", "sorted((mark for mark in marks if mark > begin), reverse=True)"),
     Mutant("state: the last mark is the prompt's end", "Checkpoints._last_mark", "len(...) - 1", "len(request.prompt_token_ids)"),
