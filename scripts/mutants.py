@@ -36,7 +36,8 @@ FILES = {
     "": "block_pool kv_cache_manager",
     "cache/": "prefix_index swapping",
     "scheduling/": "scheduler_state admission planning step_draft preemption results failures",
-    "./": "scheduler corrupt_blocks fairness policy pins paper_figures requests speculation plan events snapshot",
+    "./": "checkpoints scheduler corrupt_blocks fairness policy pins paper_figures requests speculation plan events "
+    "snapshot",
 }
 DIRECTED = [f"tests/core/{folder}test_{name}.py" for folder, names in FILES.items() for name in names.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]

@@ -268,8 +268,16 @@ def test_a_request_does_not_wait_for_one_that_is_past(world: Worlds) -> None:
     lab = world(60, state_blocks=2, interval=4)
     a = lab.add("A", prompt(13), 1)
     lab.add("B", [*prompt(6), 4, 4, 4, 4], 1)
-    assert lab.step().counts == [12, 8] and a.sequences[0].marks == [12]
+    assert lab.step().counts == [12, 6] and a.sequences[0].marks == [12]  # B leaves one where they part
     lab.run()
+
+
+def test_a_freed_sequence_has_no_marks() -> None:
+    cache, seq = cache_of(), sequence(prompt(13))
+    cache.attach(seq, cache.prefixes.lookup(seq))
+    assert seq.marks == [12]
+    cache.free(seq)
+    assert seq.marks == []
 
 
 # -- where checkpoints are left ----------------------------------------------------------------------------------------
@@ -704,6 +712,24 @@ def test_eight_arrivals_without_marks_compute_their_common_part_once(world: Worl
     for i in range(8):
         lab.add(str(i), [*prompt(20), *[30 + i] * num_tail], 1)
     assert num_computed(lab) == 20 + 8 * num_tail
+
+
+def test_the_second_of_several_arrivals_leaves_a_checkpoint_where_the_first_is_past(world: Worlds) -> None:
+    """The first one's slice ends at its own last mark. So two compute the common part, not eight."""
+    lab = world(200, state_blocks=2, interval=4)
+    for i in range(8):
+        lab.add(str(i), [*prompt(20), *[30 + i] * 6], 1)
+    assert num_computed(lab) == 2 * 20 + 8 * 6
+
+
+def test_arrivals_after_one_that_left_no_checkpoint_compute_the_common_part_once(world: Worlds) -> None:
+    """They find its keys and values, and wait for the first of them, which computes these again."""
+    lab = world(200, state_blocks=2, interval=4)
+    lab.add("first", [*prompt(20), *[29] * 6], 1)
+    lab.run()
+    for i in range(7):
+        lab.add(str(i), [*prompt(20), *[30 + i] * 6], 1)
+    assert num_computed(lab) == 20 + 7 * 6
 
 
 @pytest.mark.parametrize("marked", [False, True])

@@ -419,7 +419,7 @@ class KVCacheManager:
                 if block > 0:
                     tier.release(block)
         sequence.block_ids, sequence.room, sequence.num_computed, sequence.num_dropped = [], 0, 0, 0
-        sequence.windows, sequence.state = self.prefixes.empty_tables(), []
+        sequence.windows, sequence.state, sequence.marks = self.prefixes.empty_tables(), [], []
         self.holders.pop(sequence, None)
         self.prefixes.set_seals(sequence, [])
 

@@ -35,12 +35,13 @@ class Checkpoints:
         self.least_spared = max(block_size, interval // 4)
 
     def marks(self, sequence: Sequence, prefix: Prefix) -> list[int]:
-        """Return where a sequence that begins with a prefix leaves checkpoints, its output aside."""
+        """Return where a sequence that begins with a prefix leaves checkpoints, its output aside. It may have a mark by
+        now, see `meet`."""
         if not self.interval:
             return []
         size, begin, run = self.block_size, prefix.num_positions, len(prefix.run) * self.block_size
         last = self._last_mark(sequence.request)
-        marks = {last, *(min(mark // size * size, last) for mark in sequence.request.marks)}
+        marks = {last, *(min(mark // size * size, last) for mark in sequence.request.marks), *sequence.marks}
         # Keys and values without a state: others parted there. Or a turn goes on, and they are of the output before it.
         if run - begin >= (self.interval if begin else self.least_spared):
             marks.add(run)
@@ -89,9 +90,10 @@ class Checkpoints:
         return num_steps - (num_steps > 1 and left % num_steps == 0 and self.interval > 0)
 
     def meet(self, sequence: Sequence, prefix: Prefix, writer: Sequence) -> bool:
-        """Whether a sequence waits for another that computes the next block of its prefix.
+        """Whether a sequence waits for another that computes what it lacks.
 
-        With states it waits if the other will leave a checkpoint where the two part, which is made a mark of it.
+        With states it waits if the other will leave a checkpoint where the two part, which is made a mark of it. If the
+        other is past that place, the sequence leaves one itself, for those that come after it.
         """
         if not self.interval:
             return True
@@ -100,7 +102,10 @@ class Checkpoints:
         while num < limit and tokens[num * size : (num + 1) * size] == others[num * size : (num + 1) * size]:
             num += 1
         part = num * size
-        if part < writer.num_computed or part - prefix.num_positions < self.least_spared:
+        if part - prefix.num_positions < self.least_spared:
+            return False
+        if part < writer.num_computed:
+            sequence.marks = [part]
             return False
         if part not in writer.marks:
             insort(writer.marks, part)

@@ -203,15 +203,16 @@ class PrefixIndex:
         return parent, self._tokens_of(sequence, len(seal_ids))
 
     def is_in_flight(self, writes: Mapping[Key, Sequence], sequence: Sequence, prefix: Prefix) -> bool:
-        """True if a sequence waits for another, which computes the first block that `lookup` did not find.
+        """True if a sequence waits for another, which computes the next block, or one that was found without a state.
 
         writes  the next block of each of the others
         """
-        found = prefix.run or prefix.seal_ids
-        if not self._uses_prefix_cache(sequence) or len(found) >= (len(sequence.token_ids) - 1) // self.block_size:
-            return False
-        writer = writes.get(self.next_key(sequence, found))
-        return writer is not None and self.checkpoints.meet(sequence, prefix, writer)
+        found, size = prefix.run or prefix.seal_ids, self.block_size
+        end = min(len(found) + 1, (len(sequence.token_ids) - 1) // size)
+        for num in range(len(prefix.seal_ids), end if self._uses_prefix_cache(sequence) else 0):
+            if writer := writes.get((found[num - 1] if num else sequence.request.salt, self._tokens_of(sequence, num))):
+                return self.checkpoints.meet(sequence, prefix, writer)
+        return False
 
     def sibling_prefix(self, sequence: Sequence) -> Prefix:
         """Return the longest run of full blocks that an earlier sequence of the same request has in common with this.

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import paged_attention
-from octavo.kernels.cpu.recurrent import gated_delta_rule
+from octavo.kernels.cpu.recurrent import causal_conv, gated_delta_rule
 from octavo.kernels.cpu.sampling import (
     apply_token_bitmask,
     finite_rows,
@@ -35,7 +35,6 @@ from octavo.kernels.cpu.step import (
 from octavo.kernels.reference import (
     add_linear,
     block_copy,
-    causal_conv,
     kv_write,
     layer_norm,
     make_normed_residual,

@@ -1,17 +1,41 @@
-"""The recurrence of Gated DeltaNets on the CPU: long slices are computed in chunks, by matrix products."""
+"""Gated DeltaNets on the CPU: slices of one position together, long ones in chunks, by matrix products."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference.norms import accumulation_dtype
 from octavo.kernels.reference.recurrent import delta_rule_step, normalised_heads, read_state, write_state
 
 CHUNK = 64
 """Positions that one set of products computes."""
+
+
+def causal_conv(x: Tensor, weight: Tensor, states: Tensor, first: int, batch: RaggedBatch) -> Tensor:
+    """See `reference.causal_conv`. The inputs of a tap follow each other, so nothing is gathered."""
+    (num_channels, size), dtype = weight.shape, accumulation_dtype(x.dtype)
+    taps, query_start = weight.to(dtype).T, batch.query_start.tolist()
+    before = read_state(states, batch, first, (size - 1) * num_channels).to(dtype)
+    before = before.view(len(query_start) - 1, size - 1, num_channels)
+    if query_start == list(range(len(before) + 1)):  # one position each: [num_seqs, size, num_channels]
+        inputs = torch.cat((before, x.to(dtype).unsqueeze(1)), dim=1)
+        out, after = torch.zeros_like(inputs[:, 0]), inputs[:, 1:]
+        for tap in range(size):
+            out.addcmul_(inputs[:, tap], taps[tap])
+    else:
+        out, after = x.new_zeros(x.shape, dtype=dtype), torch.empty_like(before)
+        for sequence, (begin, end) in enumerate(pairwise(query_start)):
+            inputs = torch.cat((before[sequence], x[begin:end].to(dtype)))
+            for tap in range(size):
+                out[begin:end].addcmul_(inputs[tap : tap + end - begin], taps[tap])
+            after[sequence] = inputs[end - begin :]
+    write_state(states, batch, first, after.flatten(1))
+    return F.silu(out).to(x.dtype)
 
 
 def gated_delta_rule(
