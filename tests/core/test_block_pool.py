@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.block_pool import WINDOW_KEY_BYTES, BlockPool, SwapSpace, pack_key, window_key
+from octavo.core.block_pool import GROUP_KEY_BYTES, BlockPool, SwapSpace, group_key, pack_key
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.types import NULL_BLOCK, SealId
 from tests.core.lab import Lab, sequence
@@ -141,7 +141,7 @@ def windowed(num_windows: int = 2) -> tuple[BlockPool, SealId, list[int]]:
     blocks = [pool.allocate() for _ in range(1 + num_windows)]
     seal = pool.seal(blocks[0], (b"", b"abcd"))
     for group, block in enumerate(blocks[1:]):
-        pool.seal(block, window_key(seal, group))
+        pool.seal(block, group_key(seal, group))
     for block in blocks:
         pool.release(block)
     return pool, seal, blocks
@@ -152,13 +152,13 @@ def test_an_evicted_full_block_takes_its_window_blocks_with_it() -> None:
     other = pool.allocate()
     other_seal = pool.seal(other, (b"", b"efgh"))
     below = pool.allocate()
-    pool.seal(below, window_key(other_seal, 0))
+    pool.seal(below, group_key(other_seal, 0))
     while pool.num_free:
         pool.allocate()
     assert pool.allocate() == blocks[0]
-    assert [pool.find(window_key(seal, group)) for group in range(2)] == [NULL_BLOCK] * 2
+    assert [pool.find(group_key(seal, group)) for group in range(2)] == [NULL_BLOCK] * 2
     assert (pool.num_cached, pool.num_free, pool.num_indexed, pool.num_evicted) == (0, 2, 2, 3)
-    assert pool.find(window_key(other_seal, 0)) == below
+    assert pool.find(group_key(other_seal, 0)) == below
 
 
 def test_a_window_block_in_use_loses_its_seal_alone() -> None:
@@ -174,7 +174,7 @@ def test_a_window_block_in_use_loses_its_seal_alone() -> None:
 def test_an_evicted_window_block_leaves_its_full_block_and_its_siblings() -> None:
     pool, seal, (full, first, second) = windowed()
     pool.unseal(first)
-    assert pool.find((b"", b"abcd")) == full and pool.find(window_key(seal, 1)) == second
+    assert pool.find((b"", b"abcd")) == full and pool.find(group_key(seal, 1)) == second
     assert (pool.num_cached, pool.num_evicted) == (2, 1)
 
 
@@ -188,9 +188,9 @@ def test_a_reset_evicts_window_blocks_once_and_events_have_its_reason() -> None:
 
 
 def test_the_key_of_a_window_block_is_shorter_than_any_other() -> None:
-    assert {len(pack_key(window_key(seal, group))) for seal in (1, 1 << 40) for group in (0, 255)} == {WINDOW_KEY_BYTES}
+    assert {len(pack_key(group_key(seal, group))) for seal in (1, 1 << 40) for group in (0, 255)} == {GROUP_KEY_BYTES}
     others = [(parent, b"abcd" * n) for parent in (7, b"", b"a", b"ab", b"abcde") for n in (1, 2)]
-    assert min(len(pack_key(key)) for key in others) > WINDOW_KEY_BYTES
+    assert min(len(pack_key(key)) for key in others) > GROUP_KEY_BYTES
 
 
 @pytest.mark.parametrize("num_windows", [0, 1])

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from octavo.core import events as ev
-from octavo.core.block_pool import BLOCKS_PER_SHARD, BlockPool, window_key
+from octavo.core.block_pool import BLOCKS_PER_SHARD, BlockPool, group_key
 from octavo.core.cache.prefix_index import Prefix, PrefixIndex
 from octavo.core.cache.swapping import Swapping
 from octavo.core.in_flight import InFlightStep
@@ -299,9 +299,7 @@ class StateWatch:
         need(not passed, Invariant, "a slice passes a mark", seq, start, end, passed)
         parent = seq.seal_ids[end // size - 1] if end in marks and len(seq.seal_ids) >= end // size else 0
         if parent and parent in {*cache.pool.seal_id}:
-            need(
-                cache.pool.find(window_key(parent, len(cache.windows))), Invariant, "no checkpoint at a mark", seq, end
-            )
+            need(cache.pool.find(group_key(parent, len(cache.windows))), Invariant, "no checkpoint at a mark", seq, end)
             self.count("at the end of a slice")
         if request.is_single and end > num and end % cache.checkpoint_interval == 0:
             self.count("a stop in the output")
@@ -871,7 +869,7 @@ def watch_windows(wrap: Callable[..., None], totals: Counter[str]) -> None:
     def evict(pool: BlockPool, block: int, _: str) -> None:
         key = pool.key_of(block)
         if key is not None and len(key[1]) > 1:
-            below = [pool.find(window_key(pool.seal_id[block], group)) for group in range(pool.num_windows)]
+            below = [pool.find(group_key(pool.seal_id[block], group)) for group in range(pool.num_windows)]
             count("evicted with its full block", any(b and not pool.refs[b] for b in below))
             count("unsealed in use with its full block", any(b and pool.refs[b] for b in below))
 
@@ -898,7 +896,7 @@ def watch_windows(wrap: Callable[..., None], totals: Counter[str]) -> None:
         keys = [
             (seal, g) for b, seal in zip(run.block_ids, run.seal_ids, strict=True) for g in range(len(index.windows))
         ]
-        below = [index.pool.find(window_key(*key)) for key in keys]
+        below = [index.pool.find(group_key(*key)) for key in keys]
         count("discarded", any(below))
         theirs = {
             seal for b, seal in zip(run.block_ids, run.seal_ids, strict=True) if others([b]) and index.pool.refs[b]

@@ -36,8 +36,8 @@ Key: TypeAlias = tuple[SealId | bytes, bytes]
 """The content of a block: the seal id of the previous block, or the salt for a first block; and its tokens as int32.
 It is exact, not a digest."""
 
-WINDOW_KEY_BYTES = 9
-"""Bytes of a packed `window_key`. Those of other keys are a multiple of 4 longer than their salt, and at least 12."""
+GROUP_KEY_BYTES = 9
+"""Bytes of a packed `group_key`. Those of other keys are a multiple of 4 longer than their salt, and at least 12."""
 BLOCKS_PER_SHARD = 4096
 """Blocks per dict of the index. Growing a dict of this size takes about 0.2 ms."""
 
@@ -226,25 +226,25 @@ class BlockPool:
 
     def find_state(self, seal_id: SealId) -> list[BlockId]:
         """Return the checkpoint under the full block with this seal id, its head last; [] if there is none."""
-        head = self.find(window_key(seal_id, self.num_windows))
+        head = self.find(group_key(seal_id, self.num_windows))
         return self._blocks_of(head) if head else []
 
     def _blocks_of(self, head: BlockId) -> list[BlockId]:
         """Return the blocks of a checkpoint, its head last."""
         seal_id = self.seal_id[head]
         parents = range(seal_id + self.state_blocks - 2, seal_id - 1, -1)
-        return [*(self.find(window_key(parent, self.num_windows)) for parent in parents), head]
+        return [*(self.find(group_key(parent, self.num_windows)) for parent in parents), head]
 
     def seal_state(self, blocks: list[BlockId], seal_id: SealId, *, parts: bool) -> None:
         """Seal a state, its head last, under the full block with this seal id. Does nothing if there is a checkpoint.
 
         parts  sequences part here: no single one goes beyond it
         """
-        if self.find(window_key(seal_id, self.num_windows)):
+        if self.find(group_key(seal_id, self.num_windows)):
             return
         *others, head = blocks
         self.num_finders[head] = 2 * parts
-        seal_id = self.seal(head, window_key(seal_id, self.num_windows))
+        seal_id = self.seal(head, group_key(seal_id, self.num_windows))
         for block in reversed(others):  # as `seal` does it; 192 blocks are not rare
             parent, tokens = seal_id, bytes((self.num_windows,))
             packed = pack_key((parent, tokens))
@@ -297,9 +297,9 @@ class BlockPool:
         seal_id = self.seal_id[block]
         self._packed_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
-        if len(packed) != WINDOW_KEY_BYTES:
+        if len(packed) != GROUP_KEY_BYTES:
             for group in range(self._num_below):
-                if below := self.find(window_key(seal_id, group)):
+                if below := self.find(group_key(seal_id, group)):
                     self.unseal(below, why)
         elif packed[-1] == self.num_windows:
             self._evict_others(seal_id, why)
@@ -308,7 +308,7 @@ class BlockPool:
     def _evict_others(self, seal_id: SealId, why: str) -> None:
         """Unseal the blocks of a checkpoint whose head had this seal id."""
         for parent in range(seal_id, seal_id + self.state_blocks - 1):
-            packed = pack_key(window_key(parent, self.num_windows))
+            packed = pack_key(group_key(parent, self.num_windows))
             block = self._shard(packed).pop(packed)
             if not self.refs[block]:
                 self._unlink(block)
@@ -351,7 +351,7 @@ class BlockPool:
         self.num_cached -= 1
 
 
-def window_key(seal_id: SealId, group: int) -> Key:
+def group_key(seal_id: SealId, group: int) -> Key:
     """The key of a block under the one with this seal id: a window group's, over the same positions, or a state's."""
     return seal_id, bytes((group,))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_pool import window_key
+from octavo.core.block_pool import group_key
 from octavo.core.cache.prefix_index import Prefix
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
@@ -207,8 +207,8 @@ def test_a_window_block_is_sealed_under_the_full_block_over_the_same_positions()
     cache = KVCacheManager(20, 2, windows=(3, 9))
     seq = settle(cache, [1, 2, 3, 4, 5])
     for group, table in enumerate(seq.windows):
-        assert [cache.pool.key_of(b) for b in table.block_ids] == [window_key(seal, group) for seal in seq.seal_ids]
-        assert [cache.pool.find(window_key(seal, group)) for seal in seq.seal_ids] == table.block_ids
+        assert [cache.pool.key_of(b) for b in table.block_ids] == [group_key(seal, group) for seal in seq.seal_ids]
+        assert [cache.pool.find(group_key(seal, group)) for seal in seq.seal_ids] == table.block_ids
 
 
 def computed_again() -> tuple[KVCacheManager, Sequence, Sequence]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from octavo.core.block_pool import BlockPool, Key, window_key
+from octavo.core.block_pool import BlockPool, Key, group_key
 from octavo.core.cache.checkpoints import Checkpoints
 from octavo.core.request import Request, Sequence, Status, WindowTable
 from octavo.core.snapshot import Fields
@@ -125,7 +125,7 @@ class PrefixIndex:
         tables: list[list[BlockId]] = [[] for _ in groups]  # from the last block on
         while i > min((firsts := [self.first_in_window(group, num * size) for group in groups]), default=num):
             i -= 1
-            found = [find(window_key(run.seal_ids[i], group)) if i >= firsts[group] else -1 for group in groups]
+            found = [find(group_key(run.seal_ids[i], group)) if i >= firsts[group] else -1 for group in groups]
             if NULL_BLOCK in found:
                 num, tables = i, [[] for _ in groups]
                 continue
@@ -143,7 +143,7 @@ class PrefixIndex:
         """
         pool, num = self.pool, len(run.block_ids)
         while num:
-            head = pool.find(window_key(run.seal_ids[num - 1], len(self.windows)))
+            head = pool.find(group_key(run.seal_ids[num - 1], len(self.windows)))
             if not head or (len(request.sequences) > 1 and pool.refs[head]):
                 num -= 1
                 continue
@@ -271,7 +271,7 @@ class PrefixIndex:
             seal_ids.append(seal(sequence.block_ids[i], self.next_key(sequence, seal_ids)))
             for group, table in enumerate(sequence.windows):
                 if block := table.block_ids[i]:
-                    seal(block, window_key(seal_ids[i], group))
+                    seal(block, group_key(seal_ids[i], group))
         self.set_seals(sequence, seal_ids)
         if (
             sequence.state
@@ -288,7 +288,7 @@ class PrefixIndex:
         """
         pool, position = self.pool, sequence.num_computed
         pool.seal_state(sequence.state, sequence.seal_ids[-1], parts=not self.checkpoints.is_own(sequence, position))
-        head = pool.find(window_key(sequence.seal_ids[-1], pool.num_windows))
+        head = pool.find(group_key(sequence.seal_ids[-1], pool.num_windows))
         begin, before, seal_id = sequence.checkpoint
         if seal_id and pool.seal_id[before] == seal_id and before != head:
             num_prompt, mate = len(sequence.request.prompt_token_ids), pool.mates[before]
@@ -318,9 +318,9 @@ class PrefixIndex:
             held = dict.fromkeys(block for block_ids, _ in sequence.tables for block in block_ids)
             held |= dict.fromkeys(sequence.state[-1:])
         run = self._find_sealed_prefix(sequence, len(sequence.token_ids) // self.block_size)
-        below = [pool.find(window_key(seal, g)) for g in range(len(self.windows)) for seal in run.seal_ids]
+        below = [pool.find(group_key(seal, g)) for g in range(len(self.windows)) for seal in run.seal_ids]
         if pool.state_blocks:
-            below += [pool.find(window_key(seal, pool.num_windows)) for seal in run.seal_ids]
+            below += [pool.find(group_key(seal, pool.num_windows)) for seal in run.seal_ids]
         for block in held | dict.fromkeys(below) | dict.fromkeys(run.block_ids):
             if pool.refs[block] == (block in held) and pool.seal_id[block]:
                 pool.unseal(block)
