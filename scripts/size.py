@@ -16,12 +16,12 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 1090,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, groups, states
     "params": 668,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
-    "core": 3390,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
+    "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2700,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2376,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 6980,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, choice by capability
+    "kernels": 6990,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, choice by capability
     "models": 3160,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
     # formats of quantised checkpoints 660: their keys, tensors and the rows that they give
     "router": 246,  # which replica caches what, and the choice of one
