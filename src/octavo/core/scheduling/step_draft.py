@@ -88,9 +88,8 @@ class StepDraft:
             stop = cache.checkpoints.next_stop(seq) - seq.num_computed
             if due > min(chunk, stop):
                 return [ScheduledSlice(seq, min(chunk, stop), 0)]
-            most = (
-                due if stop == due else min(chunk, stop - 1)
-            )  # a step of its own reaches a stop: see `Checkpoints.cut`
+            # A step of its own reaches a stop: see `Checkpoints.cut`.
+            most = due if stop == due else min(chunk, stop - 1)
             fed = min(num_steps, seq.max_length - length, most - due + 1) - 1  # tokens that the device feeds itself
             slices.append(ScheduledSlice(seq, due + fed, fed + 1))
         return slices
