@@ -76,9 +76,8 @@ def _chunk(heads: list[Tensor], state: Tensor) -> Tensor:
     """
     q, k, v, decay, beta = heads
     total = decay.cumsum(1)
-    since = (
-        (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()
-    )  # [num_heads, i, j]: exp(G_i - G_j) for j <= i
+    # [num_heads, i, j]: exp(G_i - G_j) for j <= i
+    since = (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()
     whole = total.exp().unsqueeze(2)
     system = beta.unsqueeze(2) * since * (k @ k.mT)  # its diagonal counts as 1
     added = beta.unsqueeze(2) * (v - whole * (k @ state))
