@@ -70,7 +70,7 @@ def test_running_prompts_are_left_the_blocks_that_they_lack() -> None:
 
 
 def test_the_need_of_states() -> None:
-    """A new state is as large as a copy. The last that shares one needs none: that it is a checkpoint costs nobody."""
+    """A new state takes as many blocks as a copy. The last sequence that shares a state takes none, sealed or not."""
     cache, plan = cache_of(), StepPlan()
     new = sequence(prompt(3))
     cache.attach(new, cache.prefixes.lookup(new))

@@ -146,7 +146,7 @@ def test_tensor_parallel_ranks_are_refused(model: str) -> None:
 
 
 def test_memory_of_states_is_counted(model: str) -> None:
-    """A pool of n sequences' blocks holds n sequences, and the doctor says so."""
+    """`octavo doctor` counts a state for each sequence that a pool holds."""
     report = examine(EngineArgs(model=model, device="cpu", dtype="float32", block_size=4))
     kv = report.need.kv
     assert kv.state_bytes == 4 * report.spec.state_size and kv.state_blocks == -(-kv.state_bytes // kv.bytes_per_block)

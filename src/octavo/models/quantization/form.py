@@ -171,7 +171,9 @@ def invalid(key: str, value: object, expected: str) -> CheckpointError:
 
 
 def check_excluded(parts: Parts, names: tuple[str, ...], key: str) -> None:
-    """Raise `TensorError` if a quantised module is among those that are said not to be, or inside or at the end of
-    one."""
+    """Raise `TensorError` for a quantised module that `key` excludes.
+
+    names  an excluded module's whole name, its first parts or its last ones
+    """
     if any(f".{name}." in f".{module}." for name in names for module in parts.names):
         raise TensorError(f"{cut(parts.module)} is quantised, although {key} lists it")
