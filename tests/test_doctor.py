@@ -120,7 +120,7 @@ def test_weight_bytes_equal_the_model(name: str) -> None:
     packed = [method.weight for method in {w.method for w in model.weights()} - {None} - table]
     saved = sum(weight.numel() - 8 * weight.shape[0] for weight in packed)
     assert spec.weight_bytes(2, "int8") == num_bytes(model) - saved
-    elements = {id(w.tensor.untyped_storage()): w.tensor.untyped_storage().nbytes() // 2 for w in model.weights()}
+    elements = {id(w.target.untyped_storage()): w.target.untyped_storage().nbytes() // 2 for w in model.weights()}
     if name != "gemma3":  # its norms are in float32
         assert spec.num_params == sum(elements.values())
 

@@ -82,7 +82,7 @@ def transformers_model(llm: LLM) -> Any:
     plain = load_model(
         open_checkpoint(llm.config.args.model), spec, dtype=torch.float32, device="cpu", ops=reference, max_len=1
     )
-    weights = {weight.name: weight.tensor for weight in plain.weights()}
+    weights = {weight.name: weight.target for weight in plain.weights()}
     if spec.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)

@@ -280,7 +280,7 @@ def test_only_requested_rows_get_logits(models: Any) -> None:
 def test_half_precision_logits_are_close(models: Any, dtype: torch.dtype, case: str) -> None:
     directory, expected = models[case]
     decoder = load_tiny(directory, cpu, dtype)
-    norms = [w.tensor.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # in float32
+    norms = [w.target.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # in float32
     assert num_bytes(decoder) * 2 - sum(norms) == num_bytes(load_tiny(directory))
     for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=16).run(999), expected, strict=True):
         assert actual.dtype == torch.float32
@@ -370,7 +370,7 @@ def test_each_linear_layer_has_a_method_that_owns_its_weight(models: Any, case: 
     for weight in decoder.weights():
         if weight.method is not None:
             owned = weight.method.weight.untyped_storage().data_ptr()
-            assert weight.tensor.untyped_storage().data_ptr() == owned
+            assert weight.target.untyped_storage().data_ptr() == owned
 
 
 class Ranks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models import config as model_config
+from octavo.models.loading.gguf_groups import KINDS as KINDS_OF_BLOCKS
 from octavo.models.loading.loader import Model, load_model
 from octavo.models.spec import ModelSpec
 
@@ -234,7 +235,7 @@ def load_tiny(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torc
 
 def num_bytes(model: Model) -> int:
     """Bytes of all weights before they are packed; a tied head counts once."""
-    return sum(weight.tensor.nbytes for weight in model.weights())
+    return sum(weight.target.nbytes for weight in model.weights())
 
 
 def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:
@@ -356,15 +357,32 @@ def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return rows.reshape(num_heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def random_blocks(kind: str, rows: np.ndarray, *, scale: float = 0.01) -> np.ndarray:
+    """Random blocks for a matrix, [num_rows, bytes of a row]; their scales and minima are around `scale`."""
+    rng = np.random.default_rng(len(rows) + rows.shape[1])
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (len(rows) * rows.shape[1] // block_size, block_bytes), dtype=np.uint8)
+    start = 0
+    for name, size in KINDS_OF_BLOCKS[kind].fields:
+        if name in ("d", "m", "dmin"):
+            values = rng.uniform(-scale, scale, len(blocks)).astype(np.float16)
+            blocks[:, start : start + 2] = values.view(np.uint8).reshape(-1, 2)
+        start += size
+    return blocks.reshape(len(rows), -1)
+
+
 def write_tiny_gguf(
     directory: Path,
     path: Path,
     *,
-    quantisation: str = "F32",
+    quantisation: str | Callable[[str], str] = "F32",
     arch: str | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the safetensors model as a GGUF file; matrices whose row size is a multiple of 32 are quantised."""
+    """Write the safetensors model as a GGUF file; matrices whose rows are whole blocks are quantised.
+
+    quantisation: a GGUF type, or one for each of llama.cpp's names; K quants have random blocks
+    """
     config = json.loads((directory / "config.json").read_text())
     arch = arch or GGUF_ARCHITECTURES[config["architectures"][0]]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -401,9 +419,11 @@ def write_tiny_gguf(
             rows = interleave(rows, kv_heads)
         if arch == "gemma3" and name.endswith("norm.weight"):
             rows = rows + 1
-        kind = gguf.GGMLQuantizationType[quantisation]
-        if rows.ndim == 2 and kind != gguf.GGMLQuantizationType.F32 and rows.shape[1] % 32 == 0:
-            writer.add_tensor(stored_name, gguf.quants.quantize(rows, kind), raw_dtype=kind)
+        chosen = quantisation if isinstance(quantisation, str) else quantisation(stored_name)
+        kind = gguf.GGMLQuantizationType[chosen]
+        if rows.ndim == 2 and chosen != "F32" and rows.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+            blocks = random_blocks(chosen, rows) if chosen.endswith("_K") else gguf.quants.quantize(rows, kind)
+            writer.add_tensor(stored_name, blocks, raw_dtype=kind)
         else:
             writer.add_tensor(stored_name, rows)
     writer.write_header_to_file()

@@ -9,43 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-SUPER_SIZE = 256
-"""Inputs that share a scale of scales (llama.cpp's K quants)."""
+from octavo.kernels.group_form import SUPER_SIZE, GroupForm
 
-
-@dataclass(frozen=True, slots=True)
-class GroupForm:
-    """What a quantised weight [num_out, num_in] stores.
-
-    bits        of a value: 4, 5, 6 or 8
-    group_size  inputs that share a scale; divides num_in
-    zero        taken off each value
-    is_float    values are float8_e4m3fn, not integers
-    has_zeros   groups have zeros of their own
-    has_minima  groups have minima
-    is_nested   scales and minima are integers, multiples of a super scale and a super minimum
-    """
-
-    bits: int
-    group_size: int
-    zero: int = 0
-    is_float: bool = False
-    has_zeros: bool = False
-    has_minima: bool = False
-    is_nested: bool = False
-
-    def num_bytes(self, num_out: int, num_in: int) -> int:
-        """Bytes of a weight whose scales, if they are not integers, have two bytes."""
-        group_bytes = 1 if self.is_nested else 2
-        group_bytes += self.has_minima * group_bytes + self.has_zeros
-        supers = num_out * num_in // SUPER_SIZE * (2 + 2 * self.has_minima) if self.is_nested else 0
-        return num_out * num_in * self.bits // 8 + num_out * num_in // self.group_size * group_bytes + supers
+__all__ = ["SUPER_SIZE", "GroupForm", "Groups", "PackedWeight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +46,25 @@ class Groups:
         num_out, num_in = self.values.shape
         return num_out, num_in
 
+    @classmethod
+    def empty(cls, form: GroupForm, num_out: int, num_in: int, device: torch.device | str) -> Groups:
+        """An uninitialised weight; scales that are not nested are float32."""
+
+        def plane(per: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(num_out, num_in // per, dtype=dtype, device=device)
+
+        integers = torch.uint8 if form.has_minima else torch.int8
+        minima, supers = torch.uint8 if form.is_nested else torch.float16, torch.float16
+        return cls(
+            form,
+            values=plane(1, torch.float8_e4m3fn if form.is_float else torch.uint8),
+            scales=plane(form.group_size, integers if form.is_nested else torch.float32),
+            zeros=plane(form.group_size, torch.uint8) if form.has_zeros else None,
+            minima=plane(form.group_size, minima) if form.has_minima else None,
+            super_scales=plane(SUPER_SIZE, supers) if form.is_nested else None,
+            super_minima=plane(SUPER_SIZE, supers) if form.is_nested and form.has_minima else None,
+        )
+
     def planes(self) -> Iterator[Tensor]:
         """The tensors that there are, in the order of their declaration."""
         for field in fields(self)[1:]:
@@ -80,21 +72,69 @@ class Groups:
             if plane is not None:
                 yield plane
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Groups:
+        """The same form with each plane changed."""
+        planes = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return Groups(self.form, **{name: change(plane) for name, plane in planes.items() if plane is not None})
+
     def rows(self, first: int, last: int) -> Groups:
         """Rows [first, last), as views."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return replace(self, **{name: part[first:last] for name, part in parts.items() if part is not None})
+        return self.map(lambda plane: plane[first:last])
+
+    def columns(self, first: int, last: int) -> Groups:
+        """Inputs [first, last), whole groups, as views."""
+        num_in = self.shape[1]
+        return self.map(lambda plane: plane[:, first * plane.shape[1] // num_in : last * plane.shape[1] // num_in])
+
+    def copy_(self, source: Groups) -> None:
+        for plane, other in zip(self.planes(), source.planes(), strict=True):
+            plane.copy_(other)
+
+    def is_finite(self) -> bool:
+        """True if no number is NaN or infinite."""
+        for plane in self.planes():
+            if plane.dtype == torch.float8_e4m3fn:
+                if ((plane.view(torch.uint8) & 127) == 127).any():  # its NaN; it has no infinity
+                    return False
+            elif plane.is_floating_point() and not plane.isfinite().all():
+                return False
+        return True
+
+    def with_narrow_scales(self) -> Groups:
+        """float32 scales as float16 or bfloat16, if that changes none of them."""
+        for dtype in (torch.float16, torch.bfloat16):
+            narrow = self.scales.to(dtype)
+            if self.scales.dtype == torch.float32 and torch.equal(narrow.float(), self.scales):
+                return replace(self, scales=narrow)
+        return self
 
     def dequantised(self) -> Tensor:
         """The weight, [num_out, num_in] float32."""
         per_super = SUPER_SIZE // self.form.group_size
 
-        def of_group(plane: Tensor, supers: Tensor | None) -> Tensor:
+        def of_groups(plane: Tensor, supers: Tensor | None) -> Tensor:
             return plane.float() if supers is None else plane.float() * supers.float().repeat_interleave(per_super, 1)
 
-        values = self.values.float().unflatten(1, (self.scales.shape[1], self.form.group_size))
+        num_out, num_in = self.shape
+        values = self.values.float().view(num_out, -1, self.form.group_size)
         values -= self.form.zero if self.zeros is None else self.zeros.float().unsqueeze(2)
-        values *= of_group(self.scales, self.super_scales).unsqueeze(2)
+        values *= of_groups(self.scales, self.super_scales).unsqueeze(2)
         if self.minima is not None:
-            values -= of_group(self.minima, self.super_minima).unsqueeze(2)
-        return values.flatten(1)
+            values -= of_groups(self.minima, self.super_minima).unsqueeze(2)
+        return values.view(num_out, num_in)
+
+
+class PackedWeight(Protocol):
+    """A weight [num_out, num_in] in the layout of its products."""
+
+    @property
+    def num_out(self) -> int: ...
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias; x [num_rows, num_in] -> [num_rows, num_out] in x's dtype, float32 if `float32_out`.
+
+        out  the result's memory; its rows may be further apart
+        """
+        ...

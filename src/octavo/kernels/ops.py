@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo.kernels.groups import GroupForm, Groups, PackedWeight
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
@@ -81,6 +82,12 @@ class ModelOps(Protocol):
         first: int,
         batch: RaggedBatch,
     ) -> Tensor: ...
+
+    # -- quantised weights ---------------------------------------------------------------------------------------------
+
+    def keeps_groups(self, form: GroupForm, num_in: int, dtype: torch.dtype) -> bool: ...
+
+    def pack_groups(self, groups: Groups) -> PackedWeight | None: ...
 
     # -- fused products of the small-batch path ------------------------------------------------------------------------
 

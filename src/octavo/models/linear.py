@@ -7,17 +7,18 @@ into the merged tensors. How a layer stores its weight and multiplies with it is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ParameterError
+from octavo.kernels.groups import Groups
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference.norms import Gate, NormedResidual
-from octavo.models.linear_methods import HeadNorms, LinearMethod, PlainMethod
+from octavo.models.linear_methods import HeadNorms, LinearMethod, PlainMethod, Role
 from octavo.models.spec import LinearShape, ModelSpec
 
 
@@ -47,27 +48,51 @@ SINGLE_RANK = TensorParallel()
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """Rows [first, last) of a linear layer's weight, the place of one tensor of the checkpoint.
+
+    is_transposed  the checkpoint's tensor is [num_in, num_out]
+    """
+
+    method: LinearMethod
+    first: int
+    last: int
+    is_transposed: bool = False
+
+    def rows(self) -> Tensor | Groups:
+        rows = self.method.rows(self.first, self.last)
+        return rows.mT if self.is_transposed and isinstance(rows, Tensor) else rows
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of a checkpoint, and the model's tensor for this rank's part of it.
+    """One tensor of a checkpoint, and the model's memory for this rank's part of it.
 
     name    Transformers' name
     shape   of the whole tensor in the checkpoint
-    tensor  to be filled; a view into the tensor that the model computes with. Its last dimensions are those of `shape`
+    place   to be filled: a tensor of the model, or a linear layer's slot
     start   [len(shape)], first index of this rank's part in the checkpoint's tensor
-    method  encodes the checkpoint's rows, and is finished once it is filled; None: rows are copied
     order   row i is row order[i] of the checkpoint's tensor; None: the same order
     """
 
     name: str
     shape: tuple[int, ...]
-    tensor: Tensor
+    place: Tensor | Slot
     start: tuple[int, ...]
-    method: LinearMethod | None = None
     order: tuple[int, ...] | None = None
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, order: tuple[int, ...] | None = None) -> Weight:
-        return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim, order=order)
+        return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim, order)
+
+    @property
+    def method(self) -> LinearMethod | None:
+        return self.place.method if isinstance(self.place, Slot) else None
+
+    @property
+    def target(self) -> Tensor | Groups:
+        """What is to be filled: once a linear layer has allocated it."""
+        return self.place.rows() if isinstance(self.place, Slot) else self.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +108,8 @@ class LayerFactory:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def method(self, num_out: int, num_in: int, *, is_head: bool = False) -> LinearMethod:
-        return self.linear_method(num_out, num_in, ops=self.ops, dtype=self.dtype, device=self.device, is_head=is_head)
+    def method(self, num_out: int, num_in: int, role: Role = "linear") -> LinearMethod:
+        return self.linear_method(num_out, num_in, ops=self.ops, dtype=self.dtype, device=self.device, role=role)
 
 
 class Linear:
@@ -148,23 +173,23 @@ class Linear:
         shape, method = self.shape, self.method
         is_merged = len(shape.names) < len(shape.out_sizes)
         names = shape.names * (len(shape.out_sizes) if is_merged else 1)
-        first_in = self.rank * method.weight.shape[-1] if self.split == "in" else 0
+        first_in = self.rank * method.weight.shape[1] if self.split == "in" else 0
         biases = [None] * len(names) if self.bias is None else torch.split(self.bias, self.rows)
-        parts = zip(names, shape.out_sizes, torch.split(method.weight, self.rows, dim=-2), biases, strict=True)
-        offset = 0
-        for name, size, weight, bias in parts:
+        offset = row = 0
+        for name, size, num_rows, bias in zip(names, shape.out_sizes, self.rows, biases, strict=True):
             before, order = (offset if is_merged else 0), shape.order
             if order is not None and not is_merged:
-                order = tuple(row - offset for row in order[offset : offset + size])
-            first_out = before + (self.rank * weight.shape[-2] if self.split == "out" else 0)
+                order = tuple(index - offset for index in order[offset : offset + size])
+            first_out = before + (self.rank * num_rows if self.split == "out" else 0)
             whole, start = (shape.num_out if is_merged else size, shape.in_size), (first_out, first_in)
+            slot = Slot(method, row, row + num_rows, shape.is_conv1d)
             if shape.is_conv1d:
-                yield Weight(f"{prefix}{name}.weight", whole[::-1], weight.mT, start[::-1], method)
+                yield Weight(f"{prefix}{name}.weight", whole[::-1], slot, start[::-1])
             else:
-                yield Weight(f"{prefix}{name}.weight", whole, weight, start, method, order)
+                yield Weight(f"{prefix}{name}.weight", whole, slot, start, order)
             if bias is not None:
-                yield Weight(f"{prefix}{name}.bias", whole[:1], bias, start[:1], order=order)
-            offset += size
+                yield Weight(f"{prefix}{name}.bias", whole[:1], bias, start[:1], order)
+            offset, row = offset + size, row + num_rows
 
 
 class VocabEmbedding:
@@ -174,8 +199,8 @@ class VocabEmbedding:
         self.names = spec.names
         self.logits_scaling = spec.logits_scaling
         self.tied = spec.tie_word_embeddings
-        self.head = factory.method(*spec.vocabulary, is_head=True)
-        self.table = self.head if self.tied else replace(factory, linear_method=PlainMethod).method(*spec.vocabulary)
+        self.head = factory.method(*spec.vocabulary, "head")
+        self.table = self.head if self.tied else factory.method(*spec.vocabulary, "table")
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, width]."""
@@ -189,5 +214,5 @@ class VocabEmbedding:
     def weights(self) -> Iterator[Weight]:
         methods = {self.names.embedding: self.table} | ({} if self.tied else {self.names.head: self.head})
         for name, method in methods.items():
-            shape = tuple(method.weight.shape[-2:])
-            yield Weight(f"{name}.weight", shape, method.weight, (0, 0), method)
+            num_out, num_in = method.weight.shape
+            yield Weight(f"{name}.weight", (num_out, num_in), Slot(method, 0, num_out), (0, 0))

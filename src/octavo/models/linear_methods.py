@@ -5,14 +5,17 @@ A layer (`linear.Linear`) owns a method. `quantization.METHODS` names the method
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack, cast
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal, TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
-from octavo.kernels.cpu.packed_linear import PackedHead, PackedWeight, Quantization
+from octavo.kernels.cpu.packed_linear import PackedHead, Quantization
+from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
@@ -28,15 +31,18 @@ class HeadNorms(TypedDict):
     k_norm: Tensor | None
 
 
+Role = Literal["linear", "head", "table"]
+"""What a weight is for: products, logits and maybe embeddings, or embeddings alone."""
+
+
 class LinearMethod:
     """The weight of a linear layer, [num_out, num_in], and its products.
 
-    A subclass defines `apply`, `gather_rows` and `logits`; `empty_weight` and `encode` if it stores other numbers than
-    the checkpoint. `max_small_batch_tokens` offers the small-batch path. The fused products of that path follow from
-    `apply`; a subclass with faster ones overrides them.
+    The loader calls `allocate`, fills `rows`, and calls `finish`. A subclass defines `apply`, `gather_rows` and
+    `logits`; it may convert the weight in `finish`. `max_small_batch_tokens` offers the small-batch path. The fused
+    products of that path follow from `apply`; a subclass with faster ones overrides them.
 
-    weight   [..., num_out, num_in], filled by the loader; leading dimensions are the method's own
-    is_head  products are logits, and rows may be read as embeddings
+    weight  [num_out, num_in], as in the checkpoint; only its shape before it is allocated
     """
 
     def __init__(
@@ -47,21 +53,24 @@ class LinearMethod:
         ops: ModelOps,
         dtype: torch.dtype,
         device: torch.device | str,
-        is_head: bool = False,
+        role: Role = "linear",
     ) -> None:
-        self.ops = ops
-        self.is_head = is_head
-        self.weight = self.empty_weight(num_out, num_in, dtype, device)
+        self.ops, self.role, self.device = ops, role, device
+        self.weight = torch.empty(num_out, num_in, dtype=dtype, device="meta")
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
-    def empty_weight(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """The uninitialised weight; dtype and device are the model's."""
-        return torch.empty(num_out, num_in, dtype=dtype, device=device)
+    def keeps(self, form: GroupForm) -> bool:
+        """True if a weight that is quantised in this form keeps its bits; else it is dequantised while it is loaded."""
+        return False
 
-    def encode(self, rows: Tensor) -> Tensor:
-        """Elements of a checkpoint's tensor -> what `weight` holds of them, [..., *rows.shape], in any float dtype."""
-        return rows
+    def allocate(self, forms: Sequence[tuple[int, GroupForm | None]]) -> None:
+        """Allocate the weight. forms: of consecutive rows, (their number, the form if it is kept)"""
+        self.weight = torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.device)
+
+    def rows(self, first: int, last: int) -> Tensor | Groups:
+        """Rows [first, last) of the weight, to be filled: within one of the forms."""
+        return self.weight[first:last]
 
     def finish(self) -> None:
         """Called once, when the weight is filled: to pack it, for example."""
@@ -160,20 +169,61 @@ class PlainMethod(LinearMethod):
 
 
 class PackedMethod(PlainMethod):
-    """The weight in the layout of its fastest product on a CPU, see `kernels.cpu.packed_linear`; else plain.
+    """The weight in the layout of its fastest products. Quantised parts keep their bits where the platform can.
 
-    Once packed, the plain weight is freed and only its shape remains.
+    On a CPU, `kernels.cpu.packed_linear` packs the rest; else it stays plain. What is packed frees what it was made of.
     """
 
     quantization: Quantization | None = None
     packed: PackedWeight | None = None
+    _parts: list[Tensor | Groups] = []  # noqa: RUF012 - replaced by `allocate`
+
+    def keeps(self, form: GroupForm) -> bool:
+        unit = SUPER_SIZE if form.is_nested else form.group_size
+        num_in = self.weight.shape[1]
+        return num_in % unit == 0 and self.ops.keeps_groups(form, num_in, self.weight.dtype)
+
+    def allocate(self, forms: Sequence[tuple[int, GroupForm | None]]) -> None:
+        self._parts = []
+        num_in, dtype = self.weight.shape[1], self.weight.dtype
+        for form, parts in groupby(forms, key=lambda part: part[1]):
+            num_out = sum(num_rows for num_rows, _ in parts)
+            self._parts.append(
+                torch.empty(num_out, num_in, dtype=dtype, device=self.device)
+                if form is None
+                else Groups.empty(form, num_out, num_in, self.device)
+            )
+
+    def rows(self, first: int, last: int) -> Tensor | Groups:
+        for part in self._parts:
+            if first < (num_rows := part.shape[0]):
+                return part[first:last] if isinstance(part, Tensor) else part.rows(first, last)
+            first, last = first - num_rows, last - num_rows
+        return super().rows(first, last)
 
     def finish(self) -> None:
-        pack = packed_linear.pack_head if self.is_head else packed_linear.pack
-        self.packed = pack(self.weight, self.quantization)
-        if self.packed is not None:
-            # torch.empty_like on "meta" would import sympy first: half a second, two on a slow disk.
-            self.weight = torch.empty(self.weight.shape, dtype=self.weight.dtype, device="meta")
+        parts: list[PackedWeight] = []
+        while self._parts:
+            made = self._pack(self._parts.pop(0))
+            if isinstance(made, Tensor):
+                if not parts and not self._parts:
+                    self.weight = made
+                    return
+                made = PlainWeight(made)
+            parts.append(made)
+        self.packed = parts[0] if len(parts) == 1 else MergedWeight(parts)
+
+    def _pack(self, part: Tensor | Groups) -> PackedWeight | Tensor:
+        """A plain weight is returned as it is where plain torch is as fast."""
+        if isinstance(part, Groups):
+            packed = self.ops.pack_groups(part.with_narrow_scales())
+            if packed is not None:
+                return packed
+            part = part.dequantised().to(self.weight.dtype)
+        if self.role == "table":
+            return part
+        pack = packed_linear.pack_head if self.role == "head" else packed_linear.pack
+        return pack(part, self.quantization) or part
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias) if self.packed is None else self.packed(x, bias)
@@ -193,8 +243,42 @@ class PackedMethod(PlainMethod):
         return super().max_small_batch_tokens if self.packed is None else 0
 
 
+class PlainWeight:
+    """A plain part of a weight whose other parts are packed."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.num_out = len(weight)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        y = F.linear(x, self.weight, bias)
+        y = y.float() if float32_out else y
+        return y if out is None else out.copy_(y)
+
+
+class MergedWeight:
+    """A weight in parts of different kinds, each packed by itself."""
+
+    def __init__(self, parts: Sequence[PackedWeight]) -> None:
+        self.parts = parts
+        self.sizes = [part.num_out for part in parts]
+        self.num_out = sum(self.sizes)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = x.new_empty(len(x), self.num_out, dtype=torch.float32 if float32_out else x.dtype)
+        biases = [None] * len(self.parts) if bias is None else torch.split(bias, self.sizes)
+        for part, part_bias, y in zip(self.parts, biases, torch.split(out, self.sizes, dim=1), strict=True):
+            part(x, part_bias, float32_out=float32_out, out=y)
+        return out
+
+
 class Int8Method(PackedMethod):
-    """The weight rounded to int8, with a scale for each output; x is rounded, too. CPU and bfloat16 only."""
+    """The weight rounded to int8 in groups; x is rounded, too. CPU and bfloat16 only."""
 
     quantization = "int8"
 

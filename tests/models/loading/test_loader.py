@@ -41,7 +41,7 @@ WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "
 
 
 def tensors_of(decoder: Model) -> dict[str, Tensor]:
-    return {weight.name: weight.tensor for weight in decoder.weights()}
+    return {weight.name: weight.target for weight in decoder.weights()}
 
 
 def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
@@ -50,12 +50,12 @@ def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
     assert {weight.name for weight in found} == expected.keys()
     filled: dict[str, Tensor] = {}
     for weight in found:
-        tensor = filled.setdefault(weight.name, torch.full(weight.shape, torch.nan, dtype=weight.tensor.dtype))
-        part = tuple(slice(a, a + size) for a, size in zip(weight.start, weight.tensor.shape, strict=True))
+        tensor = filled.setdefault(weight.name, torch.full(weight.shape, torch.nan, dtype=weight.target.dtype))
+        part = tuple(slice(a, a + size) for a, size in zip(weight.start, weight.target.shape, strict=True))
         if weight.order is not None:
             part = (torch.tensor(weight.order)[part[0]], *part[1:])
         assert tensor[part].isnan().all()  # no two parts of a tensor overlap
-        tensor[part] = weight.tensor
+        tensor[part] = weight.target
     for name, tensor in filled.items():
         adds = plus_one and name.endswith("norm.weight") and "linear_attn" not in name
         stored = expected[name] + 1 if adds else expected[name]

@@ -36,7 +36,7 @@ def stored_weights(directory: Path, **kwargs: Any) -> dict[str, list[torch.Tenso
     """The model's tensors by the checkpoint's names; several may be parts of one."""
     found: dict[str, list[torch.Tensor]] = {}
     for weight in load_tiny(directory, **kwargs).weights():
-        found.setdefault(weight.name, []).append(weight.tensor)
+        found.setdefault(weight.name, []).append(weight.target)
     return found
 
 
@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_dequantised_weights(
     model = load_tiny(directory)
     plain = load_file(twin / "model.safetensors")
     for weight in model.weights():
-        assert torch.equal(weight.tensor, plain[weight.name]), weight.name  # not one rounding apart
+        assert torch.equal(weight.target, plain[weight.name]), weight.name  # not one rounding apart
     for actual, logits in zip(PagedRun(model, PROMPTS, block_size=4).run(7), expected, strict=True):
         assert_close(actual, logits)
         assert torch.equal(actual.argmax(-1), logits.argmax(-1))
@@ -101,9 +101,9 @@ def test_tensor_parallel_ranks_have_parts_of_the_same_weights(name: str, tmp_pat
     for rank in range(2):
         for weight in load_tiny(directory, tp=TensorParallel(rank, 2)).weights():
             part = tuple(
-                slice(first, first + size) for first, size in zip(weight.start, weight.tensor.shape, strict=True)
+                slice(first, first + size) for first, size in zip(weight.start, weight.target.shape, strict=True)
             )
-            assert torch.equal(weight.tensor, plain[weight.name][part]), weight.name
+            assert torch.equal(weight.target, plain[weight.name][part]), weight.name
 
 
 @pytest.mark.parametrize("name", ["awq g32", "fp8 blocks", "ct int4 group"])

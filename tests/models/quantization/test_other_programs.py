@@ -29,7 +29,7 @@ def assert_loads_as(variant: Variant, tmp_path: Path, **sizes: Any) -> None:
     linear = sorted((w for w in load_tiny(directory).weights() if "proj" in w.name), key=lambda weight: weight.name)
     assert len(linear) == len(expected) == 21
     for weight, plain in zip(linear, expected.values(), strict=True):
-        assert torch.equal(weight.tensor, plain), weight.name
+        assert torch.equal(weight.target, plain), weight.name
 
 
 @pytest.mark.parametrize("block", [(16, 24), (128, 128)])

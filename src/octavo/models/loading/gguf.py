@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
-from octavo.models.loading.stored_tensor import Rows, StoredTensor, duplicate, half_rotation_rows, raise_problems
+from octavo.kernels.groups import Groups
+from octavo.models.loading.gguf_groups import KINDS, read_blocks
+from octavo.models.loading.stored_tensor import (
+    Rows,
+    StoredGroups,
+    StoredTensor,
+    duplicate,
+    half_rotation_rows,
+    raise_problems,
+)
 from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 
@@ -44,10 +53,13 @@ def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor
         order = None if heads is None else half_rotation_rows(shape[0], heads)
         read = _dequantised_row_reader(tensor, shape, order)
         kind = tensor.tensor_type
+        groups = None
+        if kind.name in KINDS:
+            groups = StoredGroups(KINDS[kind.name].form, _block_reader(tensor, order))
         name = _transformers_name(tensor.name, form.parts)
         if name in stored:
             problems.append(duplicate(name))
-        stored[name] = StoredTensor(shape, kind.name, _is_supported(kind), read, checkpoint.path.name)
+        stored[name] = StoredTensor(shape, kind.name, _is_supported(kind), read, checkpoint.path.name, groups=groups)
     raise_problems(checkpoint, problems)
     return stored
 
@@ -71,5 +83,13 @@ def _dequantised_row_reader(
         # Decoded as one long row: gguf decodes sixteen rows at a time, and its Python costs more than its arithmetic.
         values = gguf.quants.dequantize(data.reshape(1, -1), tensor.tensor_type)
         return torch.from_numpy(np.require(values, requirements="W").reshape(len(data), *shape[1:]))
+
+    return read
+
+
+def _block_reader(tensor: gguf.ReaderTensor, order: np.ndarray | None) -> Callable[[Rows], Groups]:
+    def read(rows: Rows) -> Groups:
+        data = np.asarray(tensor.data[rows if order is None else order[rows]])
+        return read_blocks(KINDS[tensor.tensor_type.name], data)
 
     return read

@@ -1,9 +1,9 @@
 """Loads a checkpoint's tensors into a model. Each number is read once and copied once.
 
 The model lists its weights, a file format (safetensors or GGUF) its tensors. The two lists are compared before any data
-is read. Then a few threads copy chunks of rows from the mapped file into the model's tensors, so loading needs the
-model's memory plus a chunk a thread. A linear method is finished as soon as its weight is filled: at most one weight is
-plain and packed at a time.
+is read. Then a few threads copy chunks of rows from the mapped file into the model's tensors. A linear method allocates
+its weight just before it is filled, and is finished as soon as it is: loading needs the model's memory and a few
+layers'.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
+from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.models.config import find_format
-from octavo.models.linear import SINGLE_RANK, LayerFactory, TensorParallel, VocabEmbedding, Weight
+from octavo.models.linear import SINGLE_RANK, LayerFactory, Slot, TensorParallel, VocabEmbedding, Weight
 from octavo.models.linear_methods import LinearMethod, PlainMethod
-from octavo.models.loading.dequantised import dequantise
+from octavo.models.loading.quantised import read_quantised
 from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.safetensors import read_safetensors
-from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, StoredTensor, raise_problems
+from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredTensor, raise_problems
 from octavo.models.quantization.form import WHOLE, TensorError
 from octavo.models.registry import find_family, load
 from octavo.models.spec import ModelSpec
@@ -62,7 +63,7 @@ def empty_model(
     linear_method: type[LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
-    """The model of `spec` with uninitialised weights; on "meta", only its shapes."""
+    """The model of `spec`. Its linear layers have no memory yet; other weights are uninitialised."""
     return cast("Model", load(spec.model)(spec, LayerFactory(ops, dtype, device, tp, linear_method), max_len=max_len))
 
 
@@ -87,11 +88,11 @@ def load_model(
     """
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
     if (form := find_format(checkpoint.config)) is not None:
-        raise_problems(checkpoint, dequantise(stored, form, find_family(spec.architecture)))
+        raise_problems(checkpoint, read_quantised(stored, form, find_family(spec.architecture)))
     head, embedding = f"{spec.names.head}.weight", f"{spec.names.embedding}.weight"
     if spec.tie_word_embeddings and embedding not in stored and head in stored:
         stored[embedding] = stored.pop(head)  # one name of the tied tensor is as good as the other
-    # The comparison uses a model on "meta": a mismatch must not cost a model's memory.
+    # The comparison uses a model on "meta": a mismatch must not cost the memory of tables.
     shapes = empty_model(spec, ops=ops, dtype=dtype, device="meta", linear_method=linear_method, max_len=1)
     raise_problems(checkpoint, dict.fromkeys(_mismatches(shapes, stored)))  # each problem once
     model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
@@ -112,12 +113,14 @@ def dummy_model(
     model = empty_model(spec, ops=ops, dtype=dtype, device=device, linear_method=linear_method, max_len=max_len)
     generator = torch.Generator(device).manual_seed(0)
     for method, weights in _weights_by_method(model):
+        if method is not None:
+            method.allocate([(method.weight.shape[0], None)])
         for weight in weights:
+            target = cast("Tensor", weight.target)
             if len(weight.shape) == 1 and not weight.name.endswith("bias"):
-                weight.tensor.fill_(1.0)  # a norm
+                target.fill_(1.0)  # a norm
             else:
-                weight.tensor.normal_(0.0, 0.02, generator=generator)
-        weights.clear()
+                target.normal_(0.0, 0.02, generator=generator)
         if method is not None:
             method.finish()
     return model
@@ -176,10 +179,10 @@ def _fill(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
 
     with ThreadPoolExecutor(num_threads) as threads:
         for method, weights in _weights_by_method(model):
+            if method is not None:
+                method.allocate([_form_of(weight, stored[weight.name]) for weight in weights])
             jobs = [job for weight in weights for job in _copy_jobs(weight, stored[weight.name])]
             pending.append((method, [threads.submit(_copy_rows, *job) for job in jobs]))
-            jobs.clear()
-            weights.clear()
             if len(pending) > num_threads:
                 finish_oldest()
         while pending:
@@ -187,41 +190,51 @@ def _fill(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
     yield from problems
 
 
-def _weights_by_method(model: Model) -> Iterator[tuple[LinearMethod | None, list[Weight]]]:
-    """Group the model's weights by the linear method that they fill; None: weights outside of linear layers.
+def _form_of(weight: Weight, stored: StoredTensor) -> tuple[int, GroupForm | None]:
+    """Rows of a linear layer's weight, and the form in which they are kept."""
+    slot = cast("Slot", weight.place)
+    form = None if slot.is_transposed or stored.groups is None else stored.groups.form
+    return slot.last - slot.first, form if form is not None and slot.method.keeps(form) else None
 
-    Weights are views and keep the memory of a method's weight alive. The caller clears each list before it finishes the
-    method.
-    """
+
+def _weights_by_method(model: Model) -> Iterator[tuple[LinearMethod | None, list[Weight]]]:
+    """Group the model's weights by the linear method that they fill; None: weights outside of linear layers."""
     groups: dict[LinearMethod | None, list[Weight]] = {None: []}
     for weight in model.weights():
         groups.setdefault(weight.method, []).append(weight)
-    for method in list(groups):
-        yield method, groups.pop(method)
+    yield from groups.items()
 
 
 def _copy_jobs(weight: Weight, stored: StoredTensor) -> Iterator[tuple[Weight, StoredTensor, int, int]]:
-    num_rows = weight.tensor.shape[-len(weight.shape)]
+    num_rows = weight.target.shape[0]
     chunk = max(1, CHUNK_ELEMENTS // math.prod(weight.shape[1:]))
     for first in range(0, num_rows, chunk):
         yield weight, stored, first, min(first + chunk, num_rows)
 
 
 def _copy_rows(weight: Weight, stored: StoredTensor, first: int, last: int) -> str | None:
-    """Copy rows [first, last) of the weight's tensor.
+    """Copy rows [first, last) of the weight's target.
 
     Returns a problem if they contain NaN or infinity, or if a quantised weight cannot be computed.
     """
-    target = weight.tensor.narrow(-len(weight.shape), first, last - first)
-    part = slice(weight.start[0] + first, weight.start[0] + last)
+    target = weight.target
+    chosen = slice(weight.start[0] + first, weight.start[0] + last)
+    part: Rows = chosen if weight.order is None else list(weight.order[chosen])
     try:
-        rows = stored.read(part if weight.order is None else list(weight.order[part]))
+        if isinstance(target, Groups):
+            assert stored.groups is not None
+            start, num_in = weight.start[1], target.shape[1]
+            kept = target.rows(first, last)
+            kept.copy_(stored.groups.read(part).columns(start, start + num_in))
+            return None if kept.is_finite() else f"{weight.name} contains NaN or infinity"
+        rows = stored.read(part)
     except TensorError as problem:
         return str(problem)
+    target = target[first:last]
     for dim in range(1, rows.ndim):
-        rows = rows.narrow(dim, weight.start[dim], target.shape[dim - rows.ndim])
-    target.copy_(rows if weight.method is None else weight.method.encode(rows))
+        rows = rows.narrow(dim, weight.start[dim], target.shape[dim])
+    target.copy_(rows)
     # The sum is not finite if any element is not: one cheap pass. It may also overflow, so then check each element.
     if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
-        return f"{weight.name} contains NaN or infinity (as {str(weight.tensor.dtype).removeprefix('torch.')})"
+        return f"{weight.name} contains NaN or infinity (as {str(target.dtype).removeprefix('torch.')})"
     return None

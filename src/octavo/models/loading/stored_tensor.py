@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint, join_problems
 from octavo.errors import CheckpointError, cut
+from octavo.kernels.groups import GroupForm, Groups
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 """Supported dtypes of safetensors files."""
@@ -25,6 +26,13 @@ NOT_SERVED = (
 Rows: TypeAlias = slice | list[int] | EllipsisType
 
 
+class StoredGroups(NamedTuple):
+    """A quantised weight in a file, in a form that can be kept. read: as of `StoredTensor`"""
+
+    form: GroupForm
+    read: Callable[[Rows], Groups]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file.
@@ -35,6 +43,7 @@ class StoredTensor:
                   file. Raises `TensorError` if a quantised weight cannot be computed
     file          name of the file
     key           name of the tensor in a safetensors file
+    groups        of a quantised weight, whose values `read` computes; None: no form has it
     """
 
     shape: tuple[int, ...]
@@ -43,6 +52,7 @@ class StoredTensor:
     read: Callable[[Rows], Tensor]
     file: str
     key: str = ""
+    groups: StoredGroups | None = None
 
 
 def half_rotation_rows(num_rows: int, num_heads: int) -> np.ndarray | None:

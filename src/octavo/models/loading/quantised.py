@@ -1,7 +1,7 @@
-"""Computes rows of quantised weights. Each format of quantised checkpoints is read into one form, `quantization.form`.
+"""Reads rows of quantised weights. Each format of quantised checkpoints is read into one form, `quantization.form`.
 
-The tensors of a module become one tensor, named as that of a checkpoint that is not quantised. So everything after
-this is the same for both.
+The tensors of a module become one tensor, named as that of a checkpoint that is not quantised: `read` computes its
+values, and `groups` has its bits where `kernels.groups` has a form for them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from octavo.errors import cut
+from octavo.kernels.groups import GroupForm, Groups
 from octavo.models.family import Family
-from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredTensor
+from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredGroups, StoredTensor
 from octavo.models.quantization.form import WHOLE, Format, Numbers, Parts, QuantisedWeight, TensorError
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The values of the 256 bytes."""
 
 
-def dequantise(stored: dict[str, StoredTensor], form: Format, family: Family) -> Iterator[str]:
+def read_quantised(stored: dict[str, StoredTensor], form: Format, family: Family) -> Iterator[str]:
     """Replace the tensors of each quantised module by its weight; yields a problem for each module that has one.
 
     Only headers and a shape are read: rows are computed when the weight's are.
@@ -47,7 +48,9 @@ def dequantise(stored: dict[str, StoredTensor], form: Format, family: Family) ->
         elif name in stored or ("weight" in tensors and source is not tensors["weight"]):
             yield f"{cut(name)} is there beside {cut(weight.values.name)}"
         else:
-            stored[name] = StoredTensor(weight.shape, "F32", True, _row_reader(weight), source.file)
+            stored[name] = StoredTensor(
+                weight.shape, "F32", True, _row_reader(weight), source.file, groups=_stored_groups(weight)
+            )
 
 
 def _row_reader(weight: QuantisedWeight) -> Callable[[Rows], Tensor]:
@@ -57,9 +60,7 @@ def _row_reader(weight: QuantisedWeight) -> Callable[[Rows], Tensor]:
     def read(rows: Rows) -> Tensor:
         index = torch.arange(num_out)[rows]
         values = _take(weight.values, index, num_in)
-        scales = _take(weight.scales, index // block_rows, num_groups)
-        if not scales.isfinite().all() or not scales.all():
-            raise TensorError(f"{cut(weight.scales.name)} contains 0, NaN or infinity")
+        scales = _take_scales(weight, index)
         zeros = None if weight.zeros is None else _take(weight.zeros, index // block_rows, num_groups)
         if weight.groups is None and num_in % block_columns == 0:
             blocks = values.view(-1, num_groups, block_columns)
@@ -77,6 +78,50 @@ def _row_reader(weight: QuantisedWeight) -> Callable[[Rows], Tensor]:
     return read
 
 
+def _stored_groups(weight: QuantisedWeight) -> StoredGroups | None:
+    """The weight with its bits, unless its groups are in another order or differ in size."""
+    (num_out, num_in), (block_rows, block_columns) = weight.shape, weight.block
+    values, zeros, size = weight.values, weight.zeros, min(block_columns, num_in)
+    if num_in % size or (weight.groups is not None and not _is_in_order(weight.groups, size)):
+        return None
+    is_float = values.tensor.dtype == "F8_E4M3"
+    if zeros is not None and (is_float or zeros.offset != values.offset or zeros.tensor.dtype not in ("I32", "I8")):
+        return None
+    # Signed integers are stored without their sign: 128 more.
+    zero = 0 if is_float else -values.offset if values.bits else 128
+    form = GroupForm(values.bits or 8, size, zero, is_float=is_float, has_zeros=zeros is not None)
+
+    def unsigned(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
+        taken = _take_stored(numbers, rows, num_columns)
+        return taken.view(torch.uint8) ^ 128 if taken.dtype == torch.int8 else taken.to(torch.uint8)
+
+    def read(rows: Rows) -> Groups:
+        index = torch.arange(num_out)[rows]
+        scales = _take_scales(weight, index)
+        return Groups(
+            form,
+            values=_take_stored(values, index, num_in) if is_float else unsigned(values, index, num_in),
+            scales=scales,
+            zeros=None if zeros is None else unsigned(zeros, index // block_rows, scales.shape[1]),
+        )
+
+    return StoredGroups(form, read)
+
+
+def _is_in_order(groups: Numbers, size: int) -> bool:
+    """True if each column is in the group of its place. A writer without an order may have left zeros."""
+    index = groups.tensor.read(WHOLE).long()
+    return not index.any() or torch.equal(index, torch.arange(len(index)) // size)
+
+
+def _take_scales(weight: QuantisedWeight, rows: Tensor) -> Tensor:
+    """The scales of rows of the weight, [len(rows), num_groups] float32. Raises `TensorError` for 0 and NaN."""
+    scales = _take(weight.scales, rows // weight.block[0], weight.num_scales[1])
+    if not scales.isfinite().all() or not scales.all():
+        raise TensorError(f"{cut(weight.scales.name)} contains 0, NaN or infinity")
+    return scales
+
+
 def _groups(groups: Numbers, num_groups: int) -> Tensor:
     """The group of each column, [num_in] int64."""
     index = groups.tensor.read(WHOLE).long()
@@ -87,24 +132,30 @@ def _groups(groups: Numbers, num_groups: int) -> Tensor:
 
 def _take(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
     """Rows of a matrix, [len(rows), num_columns] float32: a new tensor. rows: as `matrix[rows]`, never empty"""
+    taken = _take_stored(numbers, rows, num_columns)
+    if taken.dtype == torch.float8_e4m3fn:  # five times as fast as torch's conversion
+        return E4M3.index_select(0, taken.contiguous().view(torch.uint8).flatten().int()).view(taken.shape)
+    values = taken.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    if numbers.is_exponent:
+        return (values - 127).exp2_()
+    return values.add_(numbers.offset) if numbers.offset else values
+
+
+def _take_stored(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
+    """As `_take`, as they are stored: without offset, integers of words as they are packed."""
     stored = numbers.tensor.read(WHOLE)
     matrix = stored.reshape(-1, 1) if stored.ndim < 2 else stored.T if numbers.is_transposed else stored
-    if numbers.bits and numbers.along == 0:
+    if not numbers.bits:
+        return _select(matrix, rows)
+    if numbers.along == 0:
         return _take_along_columns(numbers, matrix, rows)
-    taken = _select(matrix, rows).contiguous()
-    if numbers.bits:
-        octets = taken.view(torch.uint8)
-        fields = octets if numbers.bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
-        values = fields[:, :num_columns].to(torch.float32, memory_format=torch.contiguous_format)
-        return values.add_(numbers.offset) if numbers.offset else values
-    if taken.dtype == torch.float8_e4m3fn:  # five times as fast as torch's conversion
-        return E4M3.index_select(0, taken.view(torch.uint8).flatten().int()).view(taken.shape)
-    values = taken.to(torch.float32, copy=True)
-    return (values - 127).exp2_() if numbers.is_exponent else values
+    octets = _select(matrix, rows).contiguous().view(torch.uint8)
+    fields = octets if numbers.bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+    return fields[:, :num_columns]
 
 
 def _take_along_columns(numbers: Numbers, matrix: Tensor, rows: Tensor) -> Tensor:
-    """As `_take`, for words of neighbours in a column. All words from the first to the last of the rows are decoded."""
+    """As `_take_stored`, for words of neighbours in a column. All words from the first row's to the last's are read."""
     per_word = 32 // numbers.bits
     first, last = int(rows.min()) // per_word, int(rows.max()) // per_word
     words = matrix[first : last + 1].contiguous()  # [num_words, num_columns]
@@ -113,8 +164,7 @@ def _take_along_columns(numbers: Numbers, matrix: Tensor, rows: Tensor) -> Tenso
     shifts = numbers.bits * torch.tensor(numbers.places or range(per_word), dtype=torch.int32)
     fields = words[:, None, :] >> shifts[:, None]
     fields &= (1 << numbers.bits) - 1  # after an arithmetic shift
-    values = _select(fields.flatten(0, 1), rows - per_word * first).float()
-    return values.add_(numbers.offset) if numbers.offset else values
+    return _select(fields.flatten(0, 1), rows - per_word * first)
 
 
 def _select(matrix: Tensor, rows: Tensor) -> Tensor:

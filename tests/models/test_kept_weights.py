@@ -1,0 +1,141 @@
+"""Quantised weights that keep their bits, with a platform that keeps all forms and multiplies in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.groups import GroupForm, Groups
+from octavo.models.linear import TensorParallel
+from octavo.models.linear_methods import MergedWeight, PackedMethod
+from tests.models.quantization.writers import VARIANTS, quantise
+from tests.models.tiny import PagedRun, assert_close, load_tiny, make_tiny_checkpoint, random_prompts, write_tiny_gguf
+
+PROMPTS = random_prompts(23, 9)
+WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+NESTED = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
+
+
+class Kept:
+    """A weight that is dequantised for each product."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.num_out = groups.shape[0]
+        self.nbytes = sum(plane.nbytes for plane in groups.planes())
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        y = torch.nn.functional.linear(x, self.groups.dequantised(), bias)
+        return y if out is None else out.copy_(y)
+
+    def gather_rows(self, indices: Tensor) -> Tensor:
+        return self.groups.map(lambda plane: plane[indices]).dequantised()
+
+
+class KeepingOps:
+    """The reference's operations, of a platform that keeps all forms; `packed` are those that it was given."""
+
+    def __init__(self, *, rounds: bool = False) -> None:
+        self.packed: list[GroupForm] = []
+        self.rounds = rounds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+    def keeps_groups(self, form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
+        return True
+
+    def pack_groups(self, groups: Groups) -> Kept | None:
+        assert groups.is_finite()
+        self.packed.append(groups.form)
+        return None if self.rounds else Kept(groups)
+
+
+def assert_same_logits(path: Path, ops: Any, **kwargs: Any) -> None:
+    expected = PagedRun(load_tiny(path), PROMPTS, block_size=4).run(7)
+    model = load_tiny(path, ops, linear_method=PackedMethod, **kwargs)
+    for actual, wanted in zip(PagedRun(model, PROMPTS, block_size=4).run(7), expected, strict=True):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("quantisation", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_gguf_blocks_are_kept(kind: str, quantisation: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint(kind, tmp_path / "model", **WIDE)
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=quantisation)
+    ops = KeepingOps()
+    assert_same_logits(path, ops)
+    assert {form.bits for form in ops.packed} == {int(quantisation[1])}
+    assert len(ops.packed) >= 4 * 3
+
+
+@pytest.mark.parametrize("quantisation", ["Q4_K", "Q5_K", "Q6_K"])
+def test_nested_gguf_blocks_are_kept(quantisation: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **NESTED)
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=quantisation)
+    ops = KeepingOps()
+    assert_same_logits(path, ops)
+    assert {(form.bits, form.is_nested) for form in ops.packed} == {(int(quantisation[1]), True)}
+
+
+DEQUANTISED = {"gptq 4, order", "gptq 8 v2, order", "ct int4 order", "gptq 4, rest", "ct int4 tensor"}
+"""Columns in another order, a last group of another size, and zeros of another offset than the values have no form."""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_of_other_formats_are_kept_or_dequantised(name: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("qwen3", tmp_path / "model", **VARIANTS[name].sizes)
+    quantise(directory, VARIANTS[name])
+    ops = KeepingOps()
+    assert_same_logits(directory, ops)
+    assert bool(ops.packed) == (name not in DEQUANTISED), ops.packed
+
+
+def test_what_would_be_rounded_is_dequantised(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **WIDE)
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation="Q8_0")
+    ops = KeepingOps(rounds=True)
+    assert_same_logits(path, ops)
+    assert ops.packed
+
+
+def test_parts_of_several_forms(tmp_path: Path) -> None:
+    """As in llama.cpp's mixed files: V has other blocks than Q and K, and one layer's K has none."""
+    directory = make_tiny_checkpoint("qwen2", tmp_path / "model", **WIDE)
+
+    def choose(name: str) -> str:
+        if name == "blk.1.attn_k.weight":
+            return "F16"
+        return "Q8_0" if "attn_v" in name else "Q4_0"
+
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=choose)
+    ops = KeepingOps()
+    assert_same_logits(path, ops)
+    model = load_tiny(path, ops, linear_method=PackedMethod)  # type: ignore[arg-type]
+    merged = [layer.attention.qkv.method.packed for layer in model.layers]  # type: ignore[attr-defined]
+    assert [len(weight.parts) for weight in merged if isinstance(weight, MergedWeight)] == [2, 3, 2]
+
+
+@pytest.mark.parametrize("name", ["awq g32", "fp8 blocks", "ct int4 zeros"])
+def test_ranks_keep_their_parts(name: str, tmp_path: Path) -> None:
+    sizes = VARIANTS[name].sizes | {"intermediate_size": 128}
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **sizes)
+    quantise(directory, VARIANTS[name])
+    for rank in range(2):
+        tp = TensorParallel(rank, 2, lambda part: part)
+        plain = load_tiny(directory, tp=tp).layers[1]  # type: ignore[attr-defined]
+        kept = load_tiny(directory, KeepingOps(), tp=tp, linear_method=PackedMethod).layers[1]  # type: ignore[attr-defined, arg-type]
+        for linear, other in zip(
+            (plain.attention.qkv, plain.attention.out, plain.mlp.gate_up, plain.mlp.down),
+            (kept.attention.qkv, kept.attention.out, kept.mlp.gate_up, kept.mlp.down),
+            strict=True,
+        ):
+            x = torch.randn(3, linear.method.weight.shape[1])
+            assert_close(other.method.apply(x, None), linear.method.apply(x, None))
