@@ -11,9 +11,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
+
+
+class GroupedProduct(Protocol):
+    """A quantised weight [num_out, num_in] in the layout of its product."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias; x [num_rows, num_in] bfloat16 -> [num_rows, num_out].
+
+        It is written to `out` if given, whose rows may be further apart.
+        """
+        ...
+
+    def gather_rows(self, indices: Tensor) -> Tensor:
+        """weight[indices], [num_indices, num_in] bfloat16."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class ModelOps(Protocol):
@@ -81,6 +102,12 @@ class ModelOps(Protocol):
         first: int,
         batch: RaggedBatch,
     ) -> Tensor: ...
+
+    # -- quantised weights ---------------------------------------------------------------------------------------------
+
+    def keeps_groups(self, form: GroupForm, num_in: int, dtype: torch.dtype) -> bool: ...
+
+    def pack_groups(self, groups: Groups) -> GroupedProduct | None: ...
 
     # -- fused products of the small-batch path ------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ from octavo.kernels.reference import (
     causal_conv,
     finite_rows,
     gated_delta_rule,
+    keeps_groups,
     layer_norm,
+    pack_groups,
     rope_table,
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
@@ -46,11 +48,13 @@ __all__ = [
     "gated_delta_rule",
     "gelu_mul",
     "init_token_counts",
+    "keeps_groups",
     "kv_write",
     "layer_norm",
     "make_normed_residual",
     "max_small_batch_tokens",
     "norm_linear",
+    "pack_groups",
     "packed_top_logprobs",
     "paged_attention",
     "prepare_decode_inputs",
