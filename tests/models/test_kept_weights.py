@@ -26,7 +26,6 @@ class Kept:
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self.num_out = groups.shape[0]
         self.nbytes = sum(plane.nbytes for plane in groups.planes())
 
     def __call__(

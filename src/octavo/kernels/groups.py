@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.kernels.group_form import SUPER_SIZE, GroupForm
 
-__all__ = ["SUPER_SIZE", "GroupForm", "Groups", "PackedWeight"]
+__all__ = ["SUPER_SIZE", "GroupForm", "Groups", "PackedHead", "PackedWeight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +125,27 @@ class Groups:
 
 
 class PackedWeight(Protocol):
-    """A weight [num_out, num_in] in the layout of its products."""
-
-    @property
-    def num_out(self) -> int: ...
+    """A weight [num_out, num_in] in the layout of its product."""
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """x @ weight.T + bias; x [num_rows, num_in] -> [num_rows, num_out] in x's dtype, float32 if `float32_out`.
+        """x @ weight.T + bias; x [num_rows, num_in] -> [num_rows, num_out].
 
-        out  the result's memory; its rows may be further apart
+        x has the model's dtype. The result has it, too, or float32 if `float32_out`. It is written to `out` if given,
+        whose rows may be further apart.
         """
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        ...
+
+
+class PackedHead(PackedWeight, Protocol):
+    """The weight of an LM head: its `float32_out` results are unrounded, and its rows can be read as embeddings."""
+
+    def gather_rows(self, indices: Tensor) -> Tensor:
+        """weight[indices], [num_indices, num_in] in x's dtype."""
         ...

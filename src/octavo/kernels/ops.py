@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.groups import GroupForm, Groups, PackedWeight
+from octavo.kernels.groups import GroupForm, Groups, PackedHead
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
@@ -87,7 +87,7 @@ class ModelOps(Protocol):
 
     def keeps_groups(self, form: GroupForm, num_in: int, dtype: torch.dtype) -> bool: ...
 
-    def pack_groups(self, groups: Groups) -> PackedWeight | None: ...
+    def pack_groups(self, groups: Groups) -> PackedHead | None: ...
 
     # -- fused products of the small-batch path ------------------------------------------------------------------------
 

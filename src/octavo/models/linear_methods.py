@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
-from octavo.kernels.cpu.packed_linear import PackedHead, Quantization
-from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups, PackedWeight
+from octavo.kernels.cpu.packed_linear import Quantization
+from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
@@ -203,6 +203,7 @@ class PackedMethod(PlainMethod):
 
     def finish(self) -> None:
         parts: list[PackedWeight] = []
+        sizes = [part.shape[0] for part in self._parts]
         while self._parts:
             made = self._pack(self._parts.pop(0))
             if isinstance(made, Tensor):
@@ -211,7 +212,7 @@ class PackedMethod(PlainMethod):
                     return
                 made = PlainWeight(made)
             parts.append(made)
-        self.packed = parts[0] if len(parts) == 1 else MergedWeight(parts)
+        self.packed = parts[0] if len(parts) == 1 else MergedWeight(parts, sizes)
 
     def _pack(self, part: Tensor | Groups) -> PackedWeight | Tensor:
         """A plain weight is returned as it is where plain torch is as fast."""
@@ -248,7 +249,6 @@ class PlainWeight:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self.num_out = len(weight)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
@@ -257,24 +257,30 @@ class PlainWeight:
         y = y.float() if float32_out else y
         return y if out is None else out.copy_(y)
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
 
 class MergedWeight:
-    """A weight in parts of different kinds, each packed by itself."""
+    """A weight in parts of different kinds, each packed by itself. sizes: their outputs"""
 
-    def __init__(self, parts: Sequence[PackedWeight]) -> None:
-        self.parts = parts
-        self.sizes = [part.num_out for part in parts]
-        self.num_out = sum(self.sizes)
+    def __init__(self, parts: Sequence[PackedWeight], sizes: list[int]) -> None:
+        self.parts, self.sizes = parts, sizes
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
-            out = x.new_empty(len(x), self.num_out, dtype=torch.float32 if float32_out else x.dtype)
+            out = x.new_empty(len(x), sum(self.sizes), dtype=torch.float32 if float32_out else x.dtype)
         biases = [None] * len(self.parts) if bias is None else torch.split(bias, self.sizes)
         for part, part_bias, y in zip(self.parts, biases, torch.split(out, self.sizes, dim=1), strict=True):
             part(x, part_bias, float32_out=float32_out, out=y)
         return out
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 class Int8Method(PackedMethod):

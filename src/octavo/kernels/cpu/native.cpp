@@ -194,7 +194,6 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // lanes.
 //
 //     bfloat16, 32 or 64 outputs a tile     input 0 1 of output 0, 0 1 of output 1, ...; then inputs 2 3; ...
-//     int8, 64 outputs a tile               input 0 1 2 3 of output 0, ... of output 63; then inputs 4 5 6 7; ...
 //
 // A step reads one word of 4 bytes of each output and of each row of x. The sums of a row are added in the order of its
 // inputs in every batch, so its result always has the same bits.
@@ -203,7 +202,6 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // several. Meanwhile, the next ones are prefetched.
 constexpr long FEW_STEP_BYTES = 8 << 10, STEP_BYTES = 32 << 10;
 constexpr long MAX_CHUNK = 256;  // rows of x at a time: their sums stay in the second-level cache
-constexpr int INT8_TILE = 64;
 
 // Words of a register, and registers of outputs in one pass over the rows.
 #if defined(__AVX512BW__)
@@ -218,92 +216,38 @@ typedef int32_t IntWords __attribute__((vector_size(4 * WORDS)));
 typedef uint32_t UintWords __attribute__((vector_size(4 * WORDS)));
 typedef int16_t ShortWords __attribute__((vector_size(4 * WORDS)));
 
-// Each of these structs defines the product of words of weights and a word of x for one dtype and instruction set.
+// The product of words of weights and a word of x, for one instruction set.
 
 #ifdef __AVX512BF16__
 #define BFLOAT16_INSTRUCTIONS "vdpbf16ps"
 struct Bfloat16Words {
     typedef bfloat16 Weight;
-    typedef FloatWords Sum;
     typedef uint32_t X;
     typedef __m512bh Weights, Factor;
-    static constexpr int ROWS = 6, INPUTS = 2;
+    static constexpr int ROWS = 6;
 
     static Weights weights(const char *line) { return (Weights)load<IntWords>(line); }
     static Factor factor(X x) { return (Factor)(IntWords{} + int32_t(x)); }
-    static Sum add(Sum sum, Weights w, Factor x) { return (Sum)_mm512_dpbf16_ps((__m512)sum, w, x); }
+    static FloatWords add(FloatWords sum, Weights w, Factor x) { return (FloatWords)_mm512_dpbf16_ps((__m512)sum, w, x); }
 };
 #else
 #define BFLOAT16_INSTRUCTIONS "float32"
 struct Bfloat16Words {
     typedef bfloat16 Weight;
-    typedef FloatWords Sum;
     typedef struct {
         float first, second;
     } X;
     typedef struct {
         FloatWords first, second;
     } Weights, Factor;
-    static constexpr int ROWS = 5, INPUTS = 2;
+    static constexpr int ROWS = 5;
 
     static Weights weights(const char *line) {
         auto pairs = load<UintWords>(line);
         return {(FloatWords)(pairs << 16), (FloatWords)(pairs & 0xffff0000u)};
     }
     static Factor factor(X x) { return {x.first - FloatWords{}, x.second - FloatWords{}}; }
-    static Sum add(Sum sum, Weights w, Factor x) { return sum + w.first * x.first + w.second * x.second; }
-};
-#endif
-
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-// The instruction needs one unsigned factor: weight + 128. The initial sums subtract the difference.
-#define INT8_INSTRUCTIONS "vpdpbusd"
-struct Int8Words {
-    typedef int8_t Weight;
-    typedef IntWords Sum;
-    typedef int32_t X;
-    typedef IntWords Weights, Factor;
-    static constexpr int ROWS = WORDS == 16 ? 6 : 4, INPUTS = 4, OFFSET = 128;
-
-    static Weights weights(const char *line) { return load<IntWords>(line) ^ int32_t(0x80808080); }
-    static Factor factor(X x) { return IntWords{} + x; }
-    static Sum add(Sum sum, Weights w, Factor x) {
-#ifdef __AVX512VNNI__
-        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#else
-        return (Sum)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-#endif
-    }
-};
-#else
-// Bytes are extended to 16 bits first. Products of two signed bytes fit 16 bits, products of unsigned ones might not.
-#define INT8_INSTRUCTIONS "int16"
-struct Int8Words {
-    typedef int8_t Weight;
-    typedef IntWords Sum;
-    typedef int32_t X;
-    typedef struct {
-        ShortWords even, odd;
-    } Weights, Factor;
-    static constexpr int ROWS = 4, INPUTS = 4, OFFSET = 0;
-
-    static Weights spread_bytes(IntWords words) {
-        return {(ShortWords)words << 8 >> 8, (ShortWords)words >> 8};
-    }
-    static Weights weights(const char *line) { return spread_bytes(load<IntWords>(line)); }
-    static Factor factor(X x) { return spread_bytes(IntWords{} + x); }
-    static IntWords pairs(ShortWords a, ShortWords b) {
-#if defined(__AVX512BW__)
-        return (IntWords)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-        return (IntWords)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#else
-        auto low = [](ShortWords v) { return (IntWords)v << 16 >> 16; };
-        auto high = [](ShortWords v) { return (IntWords)v >> 16; };
-        return low(a) * low(b) + high(a) * high(b);
-#endif
-    }
-    static Sum add(Sum sum, Weights w, Factor x) { return sum + pairs(w.even, x.even) + pairs(w.odd, x.odd); }
+    static FloatWords add(FloatWords sum, Weights w, Factor x) { return sum + w.first * x.first + w.second * x.second; }
 };
 #endif
 
@@ -313,9 +257,9 @@ template <class K> constexpr int FEW_ROWS = WORDS == 16 ? 14 : K::ROWS;
 // Add `count` steps of ROWS rows and NUM registers of outputs to sums [ROWS, TILE]. Each step prefetches `lines` cache
 // lines of 64 bytes from `ahead` on.
 template <class K, int TILE, int ROWS, int NUM>
-void take_steps(const char *tile, const typename K::X *x, long x_stride, long count, typename K::Sum *sums,
+void take_steps(const char *tile, const typename K::X *x, long x_stride, long count, FloatWords *sums,
                 const char *ahead, long lines) {
-    typename K::Sum total[ROWS][NUM];
+    FloatWords total[ROWS][NUM];
     for (int row = 0; row < ROWS; row++) memcpy(total[row], sums + row * (TILE / WORDS), sizeof total[row]);
     for (long k = 0; k < count; k++, tile += 4 * TILE) {
         for (long i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead);
@@ -331,7 +275,7 @@ void take_steps(const char *tile, const typename K::X *x, long x_stride, long co
 
 // `take_steps` for all outputs of a tile and up to FEW_ROWS rows. The passes over the outputs share the prefetch.
 template <class K, int TILE, int ROWS = FEW_ROWS<K>>
-void take_rows(int rows, const char *tile, const typename K::X *x, long x_stride, long count, typename K::Sum *sums,
+void take_rows(int rows, const char *tile, const typename K::X *x, long x_stride, long count, FloatWords *sums,
                const char *ahead, long lines) {
     constexpr int NUM = std::min(ROWS <= K::ROWS ? GROUPS : 2, TILE / WORDS), PASSES = TILE / WORDS / NUM;
     if constexpr (ROWS > 1)
@@ -343,26 +287,23 @@ void take_rows(int rows, const char *tile, const typename K::X *x, long x_stride
 
 struct Linear {
     const void *tiles;
-    const bfloat16 *x;   // [num_rows, num_in]
-    const float *scale;  // [num_out], for int8
+    const bfloat16 *x;  // [num_rows, num_in]
     const bfloat16 *bias;
-    void *y;  // [num_rows, num_out], float32 or bfloat16
-    long num_rows, num_in, padded_in, num_out;
+    void *y;  // [num_rows, num_out] with y_stride numbers from row to row, float32 or bfloat16
+    long num_rows, num_in, padded_in, num_out, y_stride;
     int float32_out, num_threads;
 };
 
-// Rows of x as words for a product: row i begins at words + i * stride, and its sums begin at start[i].
+// Rows of x as words for a product: row i begins at words + i * stride.
 template <class K> struct Rows {
     const typename K::X *words;
     long stride;
-    const float *scale;    // for int8
-    const int32_t *start;  // for int8
 };
 
-// y = x @ w.T * scale * x_scale + bias, rows [first, last).
+// y = x @ w.T + bias, rows [first, last).
 template <class K, int TILE, class Y> void tiled_product(const Linear &a, const Rows<K> &x, long first, long last, Y *y) {
     constexpr long LINES = TILE * 4 / 64;
-    long num_tiles = (a.num_out + TILE - 1) / TILE, num_steps = (a.num_in + K::INPUTS - 1) / K::INPUTS;
+    long num_tiles = (a.num_out + TILE - 1) / TILE, num_steps = (a.num_in + 1) / 2;
     long num_rows = last - first, block_rows = num_rows <= FEW_ROWS<K> ? FEW_ROWS<K> : K::ROWS;
     long num_blocks = (num_rows + block_rows - 1) / block_rows;
     bool reads_once = num_rows <= K::ROWS && TILE / WORDS <= GROUPS;
@@ -370,18 +311,14 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
 #pragma omp parallel for num_threads(a.num_threads)
     for (long t = 0; t < num_tiles; t++) {
-        auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * long(sizeof(typename K::Weight));
-        alignas(64) typename K::Sum few[FEW_ROWS<K> * TILE / WORDS];
-        typename K::Sum *sums = few;
+        auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * 2;
+        alignas(64) FloatWords few[FEW_ROWS<K> * TILE / WORDS];
+        FloatWords *sums = few;
         if (num_blocks > 1) {
             auto memory = reinterpret_cast<uintptr_t>(scratch<3>(num_rows * TILE + 16));
-            sums = reinterpret_cast<typename K::Sum *>((memory + 63) / 64 * 64);
+            sums = reinterpret_cast<FloatWords *>((memory + 63) / 64 * 64);
         }
-        for (long row = 0; row < num_rows; row++) {
-            typename K::Sum start = {};
-            if constexpr (K::INPUTS == 4) start += x.start[row];
-            std::fill_n(sums + row * (TILE / WORDS), TILE / WORDS, start);
-        }
+        std::fill_n(sums, num_rows * (TILE / WORDS), FloatWords{});
         for (long k = 0; k < num_steps; k += max_count) {
             long count = std::min(max_count, num_steps - k);
             const char *now = tile + k * 4 * TILE;
@@ -396,60 +333,34 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
             }
         }
         long width = std::min<long>(TILE, a.num_out - t * TILE);
-        const float *scale = a.scale ? a.scale + t * TILE : nullptr;
         const bfloat16 *bias = a.bias ? a.bias + t * TILE : nullptr;
         for (long row = 0; row < num_rows; row++) {
-            alignas(64) std::remove_reference_t<decltype(sums[0][0])> values[TILE];
+            alignas(64) float values[TILE];
             memcpy(values, sums + row * (TILE / WORDS), sizeof values);
-            float row_scale = scale ? x.scale[row] : 1.0f;
-            Y *out = y + (first + row) * a.num_out + t * TILE;
-            for (long i = 0; i < width; i++) {
-                float value = values[i];
-                if (scale) value *= scale[i] * row_scale;
-                if (bias) value += wide(bias[i]);
-                out[i] = narrow<Y>(value);
-            }
+            Y *out = y + (first + row) * a.y_stride + t * TILE;
+            for (long i = 0; i < width; i++) out[i] = narrow<Y>(bias ? values[i] + wide(bias[i]) : values[i]);
         }
     }
 }
 
-// Quantise a row to int8, its largest magnitude to 127 -> the scale.
-inline float quantize_row(const bfloat16 *x, long size, int8_t *out) {
-    uint16_t bits = 0;  // unsigned bits have the order of magnitudes; NaN is the largest, and its row gets a NaN scale
-    for (long i = 0; i < size; i++) bits = std::max(bits, uint16_t(x[i].bits & 0x7fff));
-    float max_abs = wide(bfloat16{bits});
-    float inverse = max_abs > 0 ? 127 / max_abs : 0;
-    for (long i = 0; i < size; i++) out[i] = int8_t(std::nearbyint(wide(x[i]) * inverse));
-    return max_abs / 127;
-}
-
 // Convert rows of x to words in scratch memory, `stride` words each, padded with zeros.
 template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num_rows) {
-    long stride = (a.num_in + K::INPUTS - 1) / K::INPUTS;
+    long stride = (a.num_in + 1) / 2;
     constexpr long FLOATS = sizeof(typename K::X) / sizeof(float);
-    if constexpr (std::is_same_v<typename K::X, uint32_t>)
-        if (a.num_in % 2 == 0) return {reinterpret_cast<const typename K::X *>(x), stride, nullptr, nullptr};
-    float *memory = scratch<2>(num_rows * (stride * FLOATS + 2));  // then the scale and the start of each row
-    float *scale = memory + num_rows * stride * FLOATS;
-    auto *start = reinterpret_cast<int32_t *>(scale + num_rows);
+    if constexpr (FLOATS == 1)
+        if (a.num_in % 2 == 0) return {reinterpret_cast<const typename K::X *>(x), stride};
+    float *memory = scratch<2>(num_rows * stride * FLOATS);
 #pragma omp parallel for num_threads(a.num_threads) if (num_rows * a.num_in > WORTH_A_THREAD)
     for (long row = 0; row < num_rows; row++) {
         const bfloat16 *from = x + row * a.num_in;
         float *to = memory + row * stride * FLOATS;
         if (stride) memset(to + (stride - 1) * FLOATS, 0, FLOATS * sizeof(float));
-        if constexpr (K::INPUTS == 4) {
-            auto *bytes = reinterpret_cast<int8_t *>(to);
-            scale[row] = quantize_row(from, a.num_in, bytes);
-            int32_t total = 0;
-            for (long i = 0; i < a.num_in; i++) total += bytes[i];
-            start[row] = -K::OFFSET * total;
-        } else if constexpr (FLOATS == 2)
+        if constexpr (FLOATS == 2)
             widen(from, a.num_in, to);
         else
             memcpy(to, from, a.num_in * sizeof *from);
     }
-    bool bytes = K::INPUTS == 4;
-    return {reinterpret_cast<const typename K::X *>(memory), stride, bytes ? scale : nullptr, bytes ? start : nullptr};
+    return {reinterpret_cast<const typename K::X *>(memory), stride};
 }
 
 template <class K, int TILE> void linear(const Linear &a) {
@@ -463,36 +374,23 @@ template <class K, int TILE> void linear(const Linear &a) {
     }
 }
 
-struct Quantize {
-    const bfloat16 *x;  // [num_rows, size]
-    int8_t *out;
-    float *scale;  // [num_rows]
-    long num_rows, size;
-    int num_threads;
-};
-
 struct Embed {
     const int64_t *token_ids;
-    const void *tiles;
-    const float *scale;  // for int8
-    bfloat16 *out;       // [num_tokens, size]
+    const bfloat16 *tiles;
+    bfloat16 *out;  // [num_tokens, size]
     long num_tokens, size, padded;
 };
 
 // Read rows of a tiled weight.
-template <class W, int TILE, int INPUTS> void embed(const Embed &a) {
+template <int TILE> void embed(const Embed &a) {
     for (long t = 0; t < a.num_tokens; t++) {
         long token = a.token_ids[t];
-        const W *tile = static_cast<const W *>(a.tiles) + token / TILE * TILE * a.padded + token % TILE * INPUTS;
-        for (long i = 0; i < a.size; i++) {
-            W value = tile[i / INPUTS * TILE * INPUTS + i % INPUTS];
-            if constexpr (std::is_same_v<W, int8_t>)
-                a.out[t * a.size + i] = narrow<bfloat16>(value * a.scale[token]);
-            else
-                a.out[t * a.size + i] = value;
-        }
+        const bfloat16 *tile = a.tiles + token / TILE * TILE * a.padded + token % TILE * 2;
+        for (long i = 0; i < a.size; i++) a.out[t * a.size + i] = tile[i / 2 * TILE * 2 + i % 2];
     }
 }
+
+#include "grouped.h"
 
 // -- norms, activations, rope -----------------------------------------------------------------------------------------
 
@@ -883,17 +781,16 @@ template <class T> void sample(const Sample &a) {
 
 EXPORT linear_bf16_32(const Linear *a) { linear<Bfloat16Words, 32>(*a); }
 EXPORT linear_bf16_64(const Linear *a) { linear<Bfloat16Words, 64>(*a); }
-EXPORT linear_int8_64(const Linear *a) { linear<Int8Words, INT8_TILE>(*a); }
-EXPORT embed_bf16_32(const Embed *a) { embed<bfloat16, 32, 2>(*a); }
-EXPORT embed_bf16_64(const Embed *a) { embed<bfloat16, 64, 2>(*a); }
-EXPORT embed_plain(const Embed *a) { embed<bfloat16, 1, 2>(*a); }  // a plain table has tiles of one row
-EXPORT embed_int8_64(const Embed *a) { embed<int8_t, INT8_TILE, 4>(*a); }
+EXPORT embed_bf16_32(const Embed *a) { embed<32>(*a); }
+EXPORT embed_bf16_64(const Embed *a) { embed<64>(*a); }
+EXPORT embed_plain(const Embed *a) { embed<1>(*a); }  // a plain table has tiles of one row
 
-EXPORT quantize_rows(const Quantize *a) {
-#pragma omp parallel for num_threads(a->num_threads) if (a->num_rows * a->size > WORTH_A_THREAD)
-    for (long row = 0; row < a->num_rows; row++)
-        a->scale[row] = quantize_row(a->x + row * a->size, a->size, a->out + row * a->size);
-}
+#define EXPORT_KIND(BITS, NAME, SCALES)                                                                             \
+    EXPORT grouped_linear_##BITS##_##NAME(const Grouped *a) { grouped_linear<Kind<BITS, SCALES>>(*a); }             \
+    EXPORT pack_groups_##BITS##_##NAME(const PackGroups *a) { pack_groups<Kind<BITS, SCALES>>(*a); }                \
+    EXPORT embed_groups_##BITS##_##NAME(const EmbedGroups *a) { embed_groups<Kind<BITS, SCALES>>(*a); }
+
+FOR_EACH_KIND(EXPORT_KIND)
 
 #define EXPORT_FOR(T, NAME)                                                         \
     EXPORT add_rms_norm_##NAME(const Norm *a) {                                     \

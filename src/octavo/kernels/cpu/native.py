@@ -25,7 +25,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from octavo.checkpoint.catalog import cache_dir
 logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+INCLUDED = (SOURCE.with_name("grouped.h"),)
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     *("-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -53,12 +54,24 @@ def _struct(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
 _Linear = _struct(
     "Linear",
-    (POINTER, "tiles x scale bias y"),
-    (LONG, "num_rows num_in padded_in num_out"),
+    (POINTER, "tiles x bias y"),
+    (LONG, "num_rows num_in padded_in num_out y_stride"),
     (INT, "float32_out num_threads"),
 )
-_Quantize = _struct("Quantize", (POINTER, "x out scale"), (LONG, "num_rows size"), (INT, "num_threads"))
-_Embed = _struct("Embed", (POINTER, "token_ids tiles scale out"), (LONG, "num_tokens size padded"))
+_Embed = _struct("Embed", (POINTER, "token_ids tiles out"), (LONG, "num_tokens size padded"))
+_Grouped = _struct(
+    "Grouped",
+    (POINTER, "blocks x bias y"),
+    (LONG, "num_rows num_in num_out y_stride"),
+    (INT, "zero float32_out num_threads"),
+)
+_PackGroups = _struct(
+    "PackGroups",
+    (POINTER, "values scales seconds supers super_minima blocks"),
+    (LONG, "num_out num_in"),
+    (INT, "num_threads"),
+)
+_EmbedGroups = _struct("EmbedGroups", (POINTER, "token_ids blocks out"), (LONG, "num_tokens size"), (INT, "zero"))
 _Norm = _struct(
     "Norm",
     (POINTER, "x residual weight out residual_out"),
@@ -93,9 +106,38 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _weight(tiles: Tensor) -> str:
-    """native.cpp's suffix for tiles: their dtype and their number of outputs."""
-    return f"{'int8' if tiles.dtype == torch.int8 else 'bf16'}_{tiles.shape[2]}"
+def make_out(x: Tensor, num_out: int, float32_out: bool, out: Tensor | None) -> Tensor:
+    """`out`, or a new tensor for the products of x [num_rows, num_in] bfloat16."""
+    if out is not None:
+        return out
+    return torch.empty(len(x), num_out, dtype=torch.float32 if float32_out else torch.bfloat16)
+
+
+GROUPED_BLOCKS = MappingProxyType(
+    {
+        "4_plain": (64, 576),
+        "4_minima": (64, 640),
+        "4_zeros": (128, 1216),
+        "4_wide_zeros": (128, 1088),
+        "4_nested": (256, 2368),
+        "5_plain": (64, 704),
+        "5_minima": (64, 768),
+        "5_nested": (256, 2880),
+        "6_nested_16": (256, 3392),
+        "8_plain": (64, 1088),
+        "8_zeros": (128, 2240),
+    }
+)
+"""Inputs and bytes of a block of each kind of grouped.h."""
+
+
+class GroupedWeight(Protocol):
+    """A weight in blocks of grouped.h, its shape [num_out, num_in], its zero if it has one for all groups."""
+
+    kind: str
+    blocks: Tensor
+    shape: tuple[int, int]
+    zero: int
 
 
 class RecordedCalls:
@@ -127,9 +169,13 @@ class Library:
     def __init__(self, path: Path) -> None:
         without_gil, with_gil = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype | None], tuple[Any, int]] = {}
-        tiled = [f"{name}_{weight}" for name in ("linear", "embed") for weight in ("bf16_32", "bf16_64", "int8_64")]
-        for name in (*tiled, "embed_plain", "quantize_rows"):
-            self._functions[name, None] = _function(without_gil if name.startswith("linear") else with_gil, name)
+        for name in ("linear_bf16_32", "linear_bf16_64"):
+            self._functions[name, None] = _function(without_gil, name)
+        for name in ("embed_bf16_32", "embed_bf16_64", "embed_plain"):
+            self._functions[name, None] = _function(with_gil, name)
+        for kind in GROUPED_BLOCKS:
+            for name, opened in (("grouped_linear", without_gil), ("pack_groups", without_gil), ("embed_groups", with_gil)):
+                self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
         for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "sample"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(with_gil, f"{name}_{suffix}")
@@ -157,50 +203,69 @@ class Library:
         if recording is not None:
             recording.add(address, arguments, tensors)
 
-    def linear(
-        self, tiles: Tensor, scale: Tensor | None, x: Tensor, bias: Tensor | None, num_out: int, *, float32_out: bool
-    ) -> Tensor:
-        """x @ w.T + bias; x [num_rows, num_in] bfloat16 -> [num_rows, num_out], bfloat16, or float32 if `float32_out`.
+    def linear(self, tiles: Tensor, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """out = x @ w.T + bias; x [num_rows, num_in] bfloat16, out [num_rows, num_out] bfloat16 or float32.
 
         The bits of a row's result do not depend on the other rows.
 
-        tiles  w in tiles of outputs, padded with zeros: [num_tiles, padded_in / 2, 32 or 64, 2] bfloat16, or
-               [num_tiles, padded_in / 4, 64, 4] int8
-        scale  [num_out] float32, for int8: w is tiles * scale, and each row of x is rounded to int8 first
+        tiles  w in tiles of outputs, padded with zeros: [num_tiles, padded_in / 2, 32 or 64, 2] bfloat16
+        out    its rows may be further apart
         """
-        num_rows, num_in = x.shape
-        y = torch.empty(num_rows, num_out, dtype=torch.float32 if float32_out else torch.bfloat16)
         arguments = _Linear(
             tiles.data_ptr(),
             x.data_ptr(),
-            _pointer(scale),
             _pointer(bias),
-            y.data_ptr(),
-            num_rows,
-            num_in,
-            tiles.shape[1] * tiles.shape[3],
-            num_out,
-            float32_out,
+            out.data_ptr(),
+            *x.shape,
+            tiles.shape[1] * 2,
+            out.shape[1],
+            out.stride(0),
+            out.dtype == torch.float32,
             torch.get_num_threads(),
         )
-        self._call(f"linear_{_weight(tiles)}", None, arguments, tiles, scale, x, bias, y)
-        return y
+        self._call(f"linear_bf16_{tiles.shape[2]}", None, arguments, tiles, x, bias, out)
+        return out
 
-    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [num_rows, size] bfloat16 -> (int8 of the same shape, scales [num_rows] float32), x = int8 * scale."""
-        num_rows, size = x.shape
-        out, scale = torch.empty(num_rows, size, dtype=torch.int8), torch.empty(num_rows)
-        pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr()
-        self._call("quantize_rows", None, _Quantize(*pointers, num_rows, size, torch.get_num_threads()), x, out, scale)
-        return out, scale
+    def grouped_linear(self, weight: GroupedWeight, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """The same for a weight in groups."""
+        arguments = _Grouped(
+            weight.blocks.data_ptr(),
+            x.data_ptr(),
+            _pointer(bias),
+            out.data_ptr(),
+            *x.shape,
+            out.shape[1],
+            out.stride(0),
+            weight.zero,
+            out.dtype == torch.float32,
+            torch.get_num_threads(),
+        )
+        self._call(f"grouped_linear_{weight.kind}", None, arguments, weight.blocks, x, bias, out)
+        return out
 
-    def embed(self, table: Tensor, scale: Tensor | None, token_ids: Tensor, size: int) -> Tensor:
+    def pack_groups(self, kind: str, values: Tensor, *planes: Tensor | None, blocks: Tensor) -> None:
+        """Write a weight's values and scales, minima or zeros, super scales and super minima to blocks of zeros."""
+        tensors = [None if plane is None else plane.contiguous() for plane in (values, *planes)]
+        num_out, num_in = values.shape
+        pointers = map(_pointer, tensors)
+        arguments = _PackGroups(*pointers, blocks.data_ptr(), num_out, num_in, torch.get_num_threads())
+        self._call(f"pack_groups_{kind}", None, arguments, *tensors, blocks)
+
+    def embed(self, table: Tensor, token_ids: Tensor, size: int) -> Tensor:
         """Rows [num_tokens, size] bfloat16 of a weight in tiles, as for `linear`, or of a plain weight."""
         out = torch.empty(len(token_ids), size, dtype=torch.bfloat16)
-        pointers = token_ids.data_ptr(), table.data_ptr(), _pointer(scale), out.data_ptr()
-        padded = size if table.ndim == 2 else table.shape[1] * table.shape[3]
-        name = "embed_plain" if table.ndim == 2 else f"embed_{_weight(table)}"
-        self._call(name, None, _Embed(*pointers, len(token_ids), size, padded), token_ids, table, scale, out)
+        padded = size if table.ndim == 2 else table.shape[1] * 2
+        name = "embed_plain" if table.ndim == 2 else f"embed_bf16_{table.shape[2]}"
+        pointers = token_ids.data_ptr(), table.data_ptr(), out.data_ptr()
+        self._call(name, None, _Embed(*pointers, len(token_ids), size, padded), token_ids, table, out)
+        return out
+
+    def embed_groups(self, weight: GroupedWeight, token_ids: Tensor) -> Tensor:
+        """Rows [num_tokens, num_in] bfloat16 of a weight in groups."""
+        out = torch.empty(len(token_ids), weight.shape[1], dtype=torch.bfloat16)
+        pointers = token_ids.data_ptr(), weight.blocks.data_ptr(), out.data_ptr()
+        arguments = _EmbedGroups(*pointers, *out.shape, weight.zero)
+        self._call(f"embed_groups_{weight.kind}", None, arguments, token_ids, weight.blocks, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -418,7 +483,8 @@ def _digest(compiler: str, march: str) -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor += next((line for line in lines if line.startswith("flags")), "")
     stat = os.stat(compiler)
-    parts = (SOURCE.read_text(), *FLAGS, march, os.path.realpath(compiler), str(stat.st_mtime_ns), processor)
+    sources = (path.read_text() for path in (SOURCE, *INCLUDED))
+    parts = (*sources, *FLAGS, march, os.path.realpath(compiler), str(stat.st_mtime_ns), processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import paged_attention
+from octavo.kernels.cpu.grouped_linear import keeps_groups, pack_groups
 from octavo.kernels.cpu.recurrent import causal_conv, gated_delta_rule
 from octavo.kernels.cpu.sampling import (
     apply_token_bitmask,
@@ -35,13 +36,11 @@ from octavo.kernels.cpu.step import (
 from octavo.kernels.reference import (
     add_linear,
     block_copy,
-    keeps_groups,
     kv_write,
     layer_norm,
     make_normed_residual,
     max_small_batch_tokens,
     norm_linear,
-    pack_groups,
     project_qkv,
     propose_drafts,
     rope_table,

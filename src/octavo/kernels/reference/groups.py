@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.kernels.groups import GroupForm, Groups, PackedWeight
+from octavo.kernels.groups import GroupForm, Groups, PackedHead
 
 
 def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
@@ -12,6 +12,6 @@ def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
     return False
 
 
-def pack_groups(groups: Groups) -> PackedWeight | None:
+def pack_groups(groups: Groups) -> PackedHead | None:
     """The weight in the layout of its products; None if that would round its scales."""
     return None

@@ -1,0 +1,415 @@
+// Products of weights kept in 4, 5, 6 or 8 bits, in groups that share a scale: `kernels/groups.py` has their arithmetic.
+//
+// Part of native.cpp. A tile is 16 outputs and all inputs, one stream of blocks. A block is some inputs, in whole cache
+// lines: a header of scales, then a group of 32 inputs after the other. Outputs are padded to tiles and inputs to blocks,
+// with scales of 0.
+//
+//     words     a vector has 4 inputs of each of 16 outputs; a group has 8 such words
+//     4 bits    4 vectors: vector j has word 2j in its low nibbles, word 2j + 1 in its high ones
+//     5 bits    then a vector of the fifth bits: bit w is of word w
+//     6 bits    then two vectors of the fifth and sixth bits, of 4 words each
+//     8 bits    8 vectors
+//
+// x is rounded to int8 in groups of 32. Sums are integers within a group and float32 across groups, in the order of the
+// inputs. So the bits of a row's result do not depend on the other rows.
+
+constexpr long TILE_OUT = 16, X_GROUP = 32;
+
+// plain       a float16 scale for 32 inputs; `zero` is a number of the whole weight
+// minima      the same, with float16 minima
+// zeros       the same, with uint8 zeros
+// wide_zeros  a float16 scale and a uint8 zero for 128 inputs
+// nested      uint8 scales and minima for 32 inputs, a float16 scale and minimum of these for 256
+// nested_16   int8 scales for 16 inputs, a float16 scale of these for 256
+enum Scales { PLAIN, MINIMA, ZEROS, WIDE_ZEROS, NESTED, NESTED_16 };
+
+template <int NUM_BITS, Scales SCALES> struct Kind {
+    static constexpr int BITS = NUM_BITS;
+    static constexpr bool NESTS = SCALES == NESTED || SCALES == NESTED_16, HAS_MINIMA = SCALES == MINIMA || SCALES == NESTED;
+    static constexpr bool HAS_ZEROS = SCALES == ZEROS || SCALES == WIDE_ZEROS, IS_SIGNED = SCALES == NESTED_16;
+    static constexpr long SPAN = SCALES == NESTED_16 ? 16 : SCALES == WIDE_ZEROS ? 128 : 32;  // inputs that share a scale
+    static constexpr long PARTS = SPAN == 16 ? 2 : 1;                                         // sums of a group of x
+    static constexpr long INPUTS = NESTS ? 256 : HAS_ZEROS ? 128 : 64, NUM_SCALES = INPUTS / SPAN;
+    static constexpr long SCALE_SIZE = NESTS ? 1 : 2;
+    static constexpr long SCALES_AT = NESTS ? 64 : 0, SECOND_AT = SCALES_AT + NUM_SCALES * TILE_OUT * SCALE_SIZE;
+    static constexpr long SECOND_SIZE = HAS_MINIMA ? SCALE_SIZE : HAS_ZEROS;  // of a minimum or a zero
+    static constexpr long HEADER = (SECOND_AT + NUM_SCALES * TILE_OUT * SECOND_SIZE + 63) / 64 * 64;
+    static constexpr long GROUP_BYTES = X_GROUP * TILE_OUT * BITS / 8, BYTES = HEADER + INPUTS / X_GROUP * GROUP_BYTES;
+
+    static constexpr long scale_index(long group, long part) { return (group * X_GROUP + part * 16) / SPAN; }
+};
+
+// -- vectors ----------------------------------------------------------------------------------------------------------
+
+typedef uint16_t Halves __attribute__((vector_size(2 * WORDS)));
+typedef uint8_t Bytes __attribute__((vector_size(WORDS)));
+typedef int8_t SignedBytes __attribute__((vector_size(WORDS)));
+
+#if WORDS == 16
+inline FloatWords half_to_float(Halves h) { return (FloatWords)_mm512_cvtph_ps((__m256i)h); }
+#elif WORDS == 8
+inline FloatWords half_to_float(Halves h) { return (FloatWords)_mm256_cvtph_ps((__m128i)h); }
+#else
+inline FloatWords half_to_float(Halves h) {  // finite numbers
+    auto bits = __builtin_convertvector(h, UintWords);
+    FloatWords magnitude = (FloatWords)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (FloatWords)((UintWords)magnitude | (bits & 0x8000) << 16);
+}
+#endif
+
+template <class V> inline FloatWords to_floats(V v) { return __builtin_convertvector(v, FloatWords); }
+
+inline FloatWords bytes_to_floats(const uint8_t *from) {
+    return to_floats(__builtin_convertvector(load<Bytes>(from), IntWords));
+}
+
+// Adds the products of two words of unsigned BITS bits and of int8 x to a sum.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define INT8_INSTRUCTIONS "vpdpbusd"
+template <int BITS> inline void add_products(IntWords &sum, const UintWords *words, IntWords x0, IntWords x1) {
+#ifdef __AVX512VNNI__
+    auto dot = [](IntWords sum, UintWords w, IntWords x) { return (IntWords)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); };
+#else
+    auto dot = [](IntWords sum, UintWords w, IntWords x) { return (IntWords)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x); };
+#endif
+    sum = dot(dot(sum, words[0], x0), words[1], x1);
+}
+#elif defined(__SSSE3__)
+#define INT8_INSTRUCTIONS "pmaddubsw"
+#if defined(__AVX512BW__)
+#define X86_VECTOR __m512i
+#define X86(NAME) _mm512_##NAME##_epi16
+#elif defined(__AVX2__)
+#define X86_VECTOR __m256i
+#define X86(NAME) _mm256_##NAME##_epi16
+#else
+#define X86_VECTOR __m128i
+#define X86(NAME) _mm_##NAME##_epi16
+#endif
+// Four products of 6 bits fit 16 bits. 8 bits are two numbers of 4.
+template <int BITS> inline void add_products(IntWords &sum, const UintWords *words, IntWords x0, IntWords x1) {
+    auto add = [&](UintWords a, UintWords b, int16_t factor) {
+        ShortWords pairs = (ShortWords)X86(maddubs)((X86_VECTOR)a, (X86_VECTOR)x0) + (ShortWords)X86(maddubs)((X86_VECTOR)b, (X86_VECTOR)x1);
+        sum += (IntWords)X86(madd)((X86_VECTOR)pairs, (X86_VECTOR)(ShortWords{} + factor));
+    };
+    if constexpr (BITS == 8) {
+        add(words[0] & 0x0f0f0f0f, words[1] & 0x0f0f0f0f, 1);
+        add(words[0] >> 4 & 0x0f0f0f0f, words[1] >> 4 & 0x0f0f0f0f, 16);
+    } else
+        add(words[0], words[1], 1);
+}
+#else
+#define INT8_INSTRUCTIONS "int16"
+template <int BITS> inline void add_products(IntWords &sum, const UintWords *words, IntWords x0, IntWords x1) {
+    auto add = [&](ShortWords a, ShortWords x) {  // a product of bytes fits 16 bits
+        IntWords pairs = (IntWords)(a * x);
+        sum += (pairs << 16 >> 16) + (pairs >> 16);
+    };
+    for (IntWords x : {x0, x1}) {
+        UintWords w = *words++;
+        add((ShortWords)(w & 0x00ff00ff), (ShortWords)x << 8 >> 8);
+        add((ShortWords)(w >> 8 & 0x00ff00ff), (ShortWords)x >> 8);
+    }
+}
+#endif
+
+// Keeps the compiler from reordering sums: all of them grow in turn, so none waits for itself.
+#ifdef __AVX512F__
+#define IN_TURN(sum) asm volatile("" : "+v"(sum))
+#else
+#define IN_TURN(sum)
+#endif
+
+// Words 2j and 2j + 1 of a group, of WORDS outputs.
+template <int BITS> inline void load_words(const uint8_t *group, int j, UintWords *words) {
+    words[0] = load<UintWords>(group + (BITS == 8 ? 128 : 64) * j);
+    if constexpr (BITS == 8)
+        words[1] = load<UintWords>(group + 128 * j + 64);
+    else
+        words[1] = words[0] >> 4 & 0x0f0f0f0f, words[0] &= 0x0f0f0f0f;
+    if constexpr (BITS == 5 || BITS == 6) {
+        constexpr int HIGH = BITS - 4, A_PLANE = 8 / HIGH;  // words
+        constexpr uint32_t MASK = 0x10101010u * ((1 << HIGH) - 1);
+        for (int s = 0; s < 2; s++) {
+            int word = 2 * j + s, bit = word % A_PLANE * HIGH;
+            auto plane = load<UintWords>(group + 256 + 64 * (word / A_PLANE));
+            words[s] |= (bit < 4 ? plane << (4 - bit) : plane >> (bit - 4)) & MASK;
+        }
+    }
+}
+
+// Scales of WORDS outputs, and their minima or zeros.
+template <class K> inline void load_scales(const uint8_t *block, long lane, long index, FloatWords &scale, FloatWords &second) {
+    const uint8_t *first = block + K::SCALES_AT + (index * TILE_OUT + lane) * K::SCALE_SIZE;
+    const uint8_t *other = block + K::SECOND_AT + (index * TILE_OUT + lane) * K::SECOND_SIZE;
+    if constexpr (K::NESTS) {
+        scale = K::IS_SIGNED ? to_floats(__builtin_convertvector(load<SignedBytes>(first), IntWords)) : bytes_to_floats(first);
+        scale *= half_to_float(load<Halves>(block + 2 * lane));
+        if (K::HAS_MINIMA) second = bytes_to_floats(other) * half_to_float(load<Halves>(block + 32 + 2 * lane));
+    } else {
+        scale = half_to_float(load<Halves>(first));
+        if constexpr (K::HAS_MINIMA) second = half_to_float(load<Halves>(other));
+        if constexpr (K::HAS_ZEROS) second = bytes_to_floats(other);
+    }
+}
+
+// -- products ---------------------------------------------------------------------------------------------------------
+
+// A group of R rows of x.
+template <int R> struct XGroup {
+    int32_t words[R][8];  // int8
+    float scale[R];
+    int32_t start[2][R];  // -zero * the sum of 32 inputs, or of 16 and 16
+    float sum[R];         // of the 32 inputs: with the scale for minima, without it for zeros
+};
+constexpr long X_GROUP_BYTES = sizeof(XGroup<1>);
+
+// Add `count` blocks of T tiles, WORDS outputs each, times R rows to sums [R, T, 16]. With each block, prefetches `lines`
+// cache lines of each tile from `ahead` on.
+template <class K, int R, int T>
+__attribute__((noinline)) void multiply_blocks(const uint8_t *tile, long tile_stride, long lane, const XGroup<R> *x, long count,
+                                               float *sums, const uint8_t *ahead, long lines) {
+    FloatWords total[R][T];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) total[r][t] = load<FloatWords>(sums + (r * T + t) * TILE_OUT);
+    for (long block = 0; block < count; block++, tile += K::BYTES) {
+        for (long i = 0; i < lines; i++, ahead += 64)
+            for (int t = 0; t < T; t++) __builtin_prefetch(ahead + t * tile_stride);
+#pragma GCC unroll 2
+        for (long group = 0; group < K::INPUTS / X_GROUP; group++, x++) {
+#pragma GCC unroll 2
+            for (int part = 0; part < K::PARTS; part++) {
+                IntWords sum[R][T];
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                    for (int t = 0; t < T; t++) sum[r][t] = IntWords{} + (K::HAS_MINIMA || K::HAS_ZEROS ? 0 : x->start[part][r]);
+#pragma GCC unroll 4
+                for (int j = part * 4 / K::PARTS; j < (part + 1) * 4 / K::PARTS; j++) {
+                    UintWords words[T][2];
+#pragma GCC unroll 2
+                    for (int t = 0; t < T; t++)
+                        load_words<K::BITS>(tile + t * tile_stride + K::HEADER + group * K::GROUP_BYTES + lane * 4, j, words[t]);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) {
+                        IntWords x0 = IntWords{} + x->words[r][2 * j], x1 = IntWords{} + x->words[r][2 * j + 1];
+#pragma GCC unroll 2
+                        for (int t = 0; t < T; t++) {
+                            add_products<K::BITS>(sum[r][t], words[t], x0, x1);
+                            IN_TURN(sum[r][t]);
+                        }
+                    }
+                }
+                FloatWords scale[T], second[T];
+#pragma GCC unroll 2
+                for (int t = 0; t < T; t++) load_scales<K>(tile + t * tile_stride, lane, K::scale_index(group, part), scale[t], second[t]);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                    for (int t = 0; t < T; t++) {
+                        FloatWords value = to_floats(sum[r][t]);
+                        if constexpr (K::HAS_ZEROS) value -= second[t] * x->sum[r];  // exact
+                        total[r][t] += value * (scale[t] * x->scale[r]);
+                        if constexpr (K::HAS_MINIMA) total[r][t] -= second[t] * x->sum[r];
+                    }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) memcpy(sums + (r * T + t) * TILE_OUT, &total[r][t], sizeof total[r][t]);
+}
+
+// `multiply_blocks` for `rows` rows, from LEAST to R.
+template <class K, int R, int T, int LEAST, class... Rest>
+void multiply_rows(long rows, const uint8_t *tile, long tile_stride, long lane, const void *x, Rest... rest) {
+    if constexpr (R > LEAST)
+        if (rows < R) return multiply_rows<K, R - 1, T, LEAST>(rows, tile, tile_stride, lane, x, rest...);
+    multiply_blocks<K, R, T>(tile, tile_stride, lane, static_cast<const XGroup<R> *>(x), rest...);
+}
+
+struct Grouped {
+    const uint8_t *blocks;
+    const bfloat16 *x;  // [num_rows, num_in]
+    const bfloat16 *bias;
+    void *y;  // [num_rows, num_out] with y_stride numbers from row to row, float32 or bfloat16
+    long num_rows, num_in, num_out, y_stride;
+    int zero, float32_out, num_threads;
+};
+
+// Round row r of a block of R rows of x to int8. x is padded with zeros to `num_groups`.
+template <class K, int R> void round_row(const bfloat16 *x, long num_in, long num_groups, int zero, int r, XGroup<R> *out) {
+    for (long g = 0; g < num_groups; g++, out++) {
+        bfloat16 padded[X_GROUP] = {};
+        const bfloat16 *from = x + g * X_GROUP;
+        if ((g + 1) * X_GROUP > num_in) {
+            if (g * X_GROUP < num_in) memcpy(padded, from, (num_in - g * X_GROUP) * sizeof *x);
+            from = padded;
+        }
+        uint16_t bits = 0;  // unsigned bits have the order of magnitudes; NaN is the largest, and its group gets a NaN scale
+        for (long i = 0; i < X_GROUP; i++) bits = std::max(bits, uint16_t(from[i].bits & 0x7fff));
+        float max_abs = wide(bfloat16{bits}), inverse = max_abs > 0 ? 127 / max_abs : 0;
+        int8_t rounded[X_GROUP];
+        for (long i = 0; i < X_GROUP; i++) rounded[i] = int8_t(std::nearbyint(wide(from[i]) * inverse));
+        int first = 0, second = 0;
+        for (long i = 0; i < X_GROUP / 2; i++) first += rounded[i], second += rounded[i + X_GROUP / 2];
+        memcpy(out->words[r], rounded, sizeof rounded);
+        out->scale[r] = max_abs / 127;
+        out->start[0][r] = -zero * (K::PARTS == 2 ? first : first + second), out->start[1][r] = -zero * second;
+        out->sum[r] = (K::HAS_MINIMA ? out->scale[r] : 1.0f) * (first + second);
+    }
+}
+
+template <class K, int R> void round_rows(long rows, const bfloat16 *x, const Grouped &a, long num_groups, void *out) {
+    if constexpr (R > 1)
+        if (rows < R) return round_rows<K, R - 1>(rows, x, a, num_groups, out);
+    for (int r = 0; r < R; r++)
+        round_row<K, R>(x + r * a.num_in, a.num_in, num_groups, a.zero, r, static_cast<XGroup<R> *>(out));
+}
+
+// Memory of x in int8, which a core's second-level cache keeps; of the weights of a step, which all rows use while its
+// first-level cache keeps them; and how far ahead of its use a single block of rows has memory read.
+constexpr long X_BYTES = 384 << 10, GROUPED_STEP_BYTES = 8 << 10, AHEAD_BYTES = 4 << 10;
+
+// Rows in blocks of LEAST to MOST, of which no two differ by more than a row; tiles in runs of T.
+template <class K, int LEAST, int MOST, int T, class Y> void grouped_product(const Grouped &a) {
+    long num_blocks = (a.num_in + K::INPUTS - 1) / K::INPUTS, num_groups = num_blocks * (K::INPUTS / X_GROUP);
+    long num_tiles = (a.num_out + TILE_OUT - 1) / TILE_OUT, tile_bytes = num_blocks * K::BYTES;
+    long num_runs = (a.num_rows + MOST - 1) / MOST, less = a.num_rows / num_runs, more = a.num_rows % num_runs;
+    auto row_of = [&](long run) { return run * less + std::min(run, more); };
+    long row_bytes = num_groups * X_GROUP_BYTES, chunk = std::max(1L, X_BYTES / (row_bytes * MOST));
+    auto *x = reinterpret_cast<char *>(scratch<2>(a.num_rows * row_bytes / sizeof(float)));
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_rows * a.num_in > WORTH_A_THREAD)
+    for (long run = 0; run < num_runs; run++) {
+        long row = row_of(run);
+        round_rows<K, MOST>(row_of(run + 1) - row, a.x + row * a.num_in, a, num_groups, x + row * row_bytes);
+    }
+    constexpr long PASSES = TILE_OUT / WORDS;
+    for (long begin = 0; begin < num_runs; begin += chunk) {
+        long end = std::min(num_runs, begin + chunk), first_row = row_of(begin), is_one = end - begin == 1;
+        long step = is_one && T * PASSES == 1 ? num_blocks : std::max(1L, GROUPED_STEP_BYTES / (T * K::BYTES));
+        long lines = (K::BYTES / 64 + end - begin - 1) / (end - begin);
+#pragma omp parallel for num_threads(a.num_threads)
+        for (long first_tile = 0; first_tile < num_tiles; first_tile += T) {
+            const uint8_t *tile = a.blocks + first_tile * tile_bytes;
+            long tile_stride = first_tile + T <= num_tiles ? tile_bytes : 0;  // an odd tile is computed twice
+            long num_sums = (row_of(end) - first_row) * T * TILE_OUT;
+            float *sums = scratch<3>(num_sums);
+            std::fill_n(sums, num_sums, 0.0f);
+            for (long block = 0; block < num_blocks; block += step) {
+                long count = std::min(step, num_blocks - block);
+                const uint8_t *now = tile + block * K::BYTES, *next = now + count * K::BYTES;
+                if (block + count == num_blocks) next += (T - 1) * tile_stride;
+                for (long run = begin; run < end; run++) {
+                    long row = row_of(run), done = (run - begin) * lines;
+                    const uint8_t *ahead = is_one ? now + AHEAD_BYTES : next + done * count * 64;
+                    for (long pass = 0; pass < PASSES; pass++)
+                        multiply_rows<K, MOST, T, LEAST>(row_of(run + 1) - row, now, tile_stride, pass * WORDS,
+                                                         x + row * row_bytes + block * (K::INPUTS / X_GROUP) * X_GROUP_BYTES * (row_of(run + 1) - row),
+                                                         count, sums + (row - first_row) * T * TILE_OUT + pass * WORDS, ahead,
+                                                         pass || done * 64 >= K::BYTES ? 0 : lines);
+                }
+            }
+            for (long row = first_row; row < row_of(end); row++)
+                for (long t = 0; t < T; t++) {
+                    long out = (first_tile + t) * TILE_OUT, width = std::min(TILE_OUT, a.num_out - out);
+                    const float *from = sums + ((row - first_row) * T + t) * TILE_OUT;
+                    Y *to = static_cast<Y *>(a.y) + row * a.y_stride + out;
+                    for (long i = 0; i < width; i++) to[i] = narrow<Y>(from[i] + (a.bias ? wide(a.bias[out + i]) : 0.0f));
+                }
+        }
+    }
+}
+
+template <class K> void grouped_linear(const Grouped &a) {
+    auto product = [&](auto type) {
+        typedef decltype(type) Y;
+        if constexpr (WORDS == 16)
+            if (a.num_rows > 4) return grouped_product<K, 3, 5, 2, Y>(a);
+        grouped_product<K, 1, 4, 1, Y>(a);
+    };
+    a.float32_out ? product(float()) : product(bfloat16());
+}
+
+// -- packing, embeddings ----------------------------------------------------------------------------------------------
+
+struct PackGroups {
+    const uint8_t *values;  // [num_out, num_in]
+    const void *scales, *seconds;           // [num_out, num_in / SPAN]; seconds are minima or zeros
+    const uint16_t *supers, *super_minima;  // [num_out, num_in / 256]
+    uint8_t *blocks;                        // zeros
+    long num_out, num_in;
+    int num_threads;
+};
+
+template <class K> void pack_groups(const PackGroups &a) {
+    long num_tiles = (a.num_out + TILE_OUT - 1) / TILE_OUT, num_blocks = (a.num_in + K::INPUTS - 1) / K::INPUTS;
+    long num_scales = a.num_in / K::SPAN;
+#pragma omp parallel for num_threads(a.num_threads)
+    for (long tile = 0; tile < num_tiles; tile++)
+        for (long out = tile * TILE_OUT; out < std::min(a.num_out, (tile + 1) * TILE_OUT); out++) {
+            uint8_t *block = a.blocks + tile * num_blocks * K::BYTES;
+            long lane = out % TILE_OUT;
+            auto copy = [&](const void *from, long index, long size, uint8_t *to) {
+                memcpy(to + lane * size, static_cast<const uint8_t *>(from) + index * size, size);
+            };
+            for (long i = 0; i < num_scales; i++) {
+                uint8_t *to = block + i / K::NUM_SCALES * K::BYTES;
+                long at = i % K::NUM_SCALES * TILE_OUT;
+                copy(a.scales, out * num_scales + i, K::SCALE_SIZE, to + K::SCALES_AT + at * K::SCALE_SIZE);
+                if (K::SECOND_SIZE) copy(a.seconds, out * num_scales + i, K::SECOND_SIZE, to + K::SECOND_AT + at * K::SECOND_SIZE);
+            }
+            for (long i = 0; K::NESTS && i < num_blocks; i++) {
+                copy(a.supers, out * num_blocks + i, 2, block + i * K::BYTES);
+                if (K::HAS_MINIMA) copy(a.super_minima, out * num_blocks + i, 2, block + i * K::BYTES + 32);
+            }
+            for (long g = 0; g < a.num_in / X_GROUP; g++) {
+                constexpr long GROUPS = K::INPUTS / X_GROUP;
+                auto *to = reinterpret_cast<uint32_t *>(block + g / GROUPS * K::BYTES + K::HEADER + g % GROUPS * K::GROUP_BYTES) + lane;
+                auto *words = reinterpret_cast<const uint32_t *>(a.values + out * a.num_in + g * X_GROUP);
+                for (int w = 0; w < 8; w++) {
+                    if (K::BITS == 8) {
+                        to[w * TILE_OUT] = words[w];
+                        continue;
+                    }
+                    to[w / 2 * TILE_OUT] |= (words[w] & 0x0f0f0f0f) << w % 2 * 4;
+                    constexpr int HIGH = K::BITS - 4, A_PLANE = HIGH ? 8 / HIGH : 1;
+                    if (HIGH) to[(4 + w / A_PLANE) * TILE_OUT] |= (words[w] >> 4 & 0x0f0f0f0f) << w % A_PLANE * HIGH;
+                }
+            }
+        }
+}
+
+struct EmbedGroups {
+    const int64_t *token_ids;
+    const uint8_t *blocks;
+    bfloat16 *out;  // [num_tokens, size]
+    long num_tokens, size;
+    int zero;
+};
+
+// Computes WORDS outputs to keep one.
+template <class K> void embed_groups(const EmbedGroups &a) {
+    long num_blocks = (a.size + K::INPUTS - 1) / K::INPUTS;
+    for (long t = 0; t < a.num_tokens; t++) {
+        long token = a.token_ids[t], lane = token % TILE_OUT / WORDS * WORDS, at = token % WORDS;
+        const uint8_t *tile = a.blocks + token / TILE_OUT * num_blocks * K::BYTES;
+        for (long g = 0; g * X_GROUP < a.size; g++) {
+            constexpr long GROUPS = K::INPUTS / X_GROUP;
+            const uint8_t *block = tile + g / GROUPS * K::BYTES, *group = block + K::HEADER + g % GROUPS * K::GROUP_BYTES;
+            for (long i = 0; i < std::min(X_GROUP, a.size - g * X_GROUP); i++) {
+                FloatWords scale, second = {};
+                UintWords words[2];
+                load_scales<K>(block, lane, K::scale_index(g % GROUPS, K::PARTS == 2 ? i / 16 : 0), scale, second);
+                load_words<K::BITS>(group + lane * 4, i / 8, words);
+                float value = words[i / 4 % 2][at] >> i % 4 * 8 & 0xff;
+                value = scale[at] * (value - (K::HAS_ZEROS ? second[at] : a.zero));
+                a.out[t * a.size + g * X_GROUP + i] = narrow<bfloat16>(K::HAS_MINIMA ? value - second[at] : value);
+            }
+        }
+    }
+}
+
+#define FOR_EACH_KIND(DO)                                                                                        \
+    DO(4, plain, PLAIN) DO(4, minima, MINIMA) DO(4, zeros, ZEROS) DO(4, wide_zeros, WIDE_ZEROS)                  \
+    DO(4, nested, NESTED) DO(5, plain, PLAIN) DO(5, minima, MINIMA) DO(5, nested, NESTED)                        \
+    DO(6, nested_16, NESTED_16) DO(8, plain, PLAIN) DO(8, zeros, ZEROS)

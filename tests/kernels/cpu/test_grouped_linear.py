@@ -1,0 +1,194 @@
+"""Weights in groups: packed, their products are those of the rounded x with exactly the weights that they came with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu import native
+from octavo.kernels.cpu.grouped_linear import GroupedWeight, keeps_groups, pack_groups, quantise_groups
+from octavo.kernels.groups import GroupForm, Groups
+from tests.kernels.cpu.backends import MARCHES, use_backend
+from tests.kernels.cpu.groups import make_groups
+
+FORMS = {
+    "Q4_0": GroupForm(4, 32, zero=8),
+    "Q4_1": GroupForm(4, 32, has_minima=True),
+    "Q5_0": GroupForm(5, 32, zero=16),
+    "Q5_1": GroupForm(5, 32, has_minima=True),
+    "Q8_0": GroupForm(8, 32, zero=128),
+    "Q4_K": GroupForm(4, 32, has_minima=True, is_nested=True),
+    "Q5_K": GroupForm(5, 32, has_minima=True, is_nested=True),
+    "Q6_K": GroupForm(6, 16, zero=32, is_nested=True),
+    "AWQ 32": GroupForm(4, 32, has_zeros=True),
+    "AWQ 64": GroupForm(4, 64, has_zeros=True),
+    "AWQ 128": GroupForm(4, 128, has_zeros=True),
+    "GPTQ 64": GroupForm(4, 64, zero=8),
+    "GPTQ 128": GroupForm(4, 128, zero=8),
+    "8 bits, zeros": GroupForm(8, 64, has_zeros=True),
+    "8 bits, channels": GroupForm(8, 0, zero=128),  # 0: num_in
+}
+LIMITS = {"Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.625}
+
+
+@pytest.fixture(params=["native", *MARCHES])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    torch.manual_seed(0)
+    use_backend(request.param, monkeypatch)
+    return request.param
+
+
+def packed(name: str, num_out: int, num_in: int) -> tuple[Groups, GroupedWeight]:
+    form = FORMS[name]
+    form = form if form.group_size else replace(form, group_size=num_in)
+    assert keeps_groups(form, num_in, torch.bfloat16)
+    groups = make_groups(form, num_out, num_in)
+    weight = pack_groups(groups)
+    assert weight is not None
+    return groups, weight
+
+
+def sizes(name: str) -> list[tuple[int, int]]:
+    """Tiles and blocks that are not full, where the form allows them."""
+    unit = 256 if FORMS[name].is_nested else FORMS[name].group_size or 32
+    return [(37, unit), (16, 3 * unit), (100, -(-1100 // unit) * unit)]
+
+
+def make_x(num_rows: int, num_in: int) -> Tensor:
+    """With large channels, and a row of zeros if there are several rows."""
+    x = torch.randn(num_rows, num_in)
+    x[:, :: num_in // 8] *= 20
+    x[1:2] = 0
+    return x.bfloat16()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x as products see it, float64: int8 times a float32 scale, in groups of 32."""
+    groups = x.float().unflatten(1, (-1, 32))
+    most = groups.abs().amax(2, keepdim=True)
+    values = (groups * torch.where(most > 0, torch.tensor(127.0) / most, 0.0)).round()
+    return (values.double() * (most / 127).double()).flatten(1)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_products(backend: str, name: str) -> None:
+    for num_out, num_in in sizes(name):
+        groups, weight = packed(name, num_out, num_in)
+        bias = torch.randn(num_out).bfloat16()
+        for num_rows in (1, 3, 4, 5, 23):
+            x = make_x(num_rows, num_in)
+            expected = rounded(x) @ groups.dequantised().double().T + bias.double()
+            actual = weight(x, bias, float32_out=True)
+            assert float((actual - expected).norm() / expected.norm()) < 3e-6, (num_out, num_in, num_rows)
+            assert torch.equal(weight(x, bias), actual.bfloat16())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(backend: str, name: str) -> None:
+    num_in = 1280  # several steps
+    _, weight = packed(name, 48, num_in)
+    x = make_x(512, num_in)
+    together = weight(x, None, float32_out=True)
+    for num_rows in range(1, 41):
+        assert torch.equal(weight(x[-num_rows:], None, float32_out=True), together[-num_rows:]), num_rows
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_of_the_weight(backend: str, name: str) -> None:
+    for num_out, num_in in sizes(name):
+        groups, weight = packed(name, num_out, num_in)
+        indices = torch.tensor([num_out - 1, 0, 5, 5])
+        assert torch.equal(weight.gather_rows(indices), groups.dequantised()[indices].bfloat16())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_memory(name: str) -> None:
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    groups, weight = packed(name, 64, 2048)
+    assert weight.nbytes <= 1.1 * groups.form.num_bytes(64, 2048)
+    assert weight.nbytes * 8 / (64 * 2048) == LIMITS.get(name, weight.nbytes * 8 / (64 * 2048))
+
+
+def test_results_are_written_among_others(backend: str) -> None:
+    _, weight = packed("Q4_0", 40, 96)
+    for num_rows in (1, 9):
+        x, merged = make_x(num_rows, 96), torch.full((num_rows, 100), 7.0).bfloat16()
+        out = merged[:, 30:70]
+        assert weight(x, None, out=out) is out and torch.equal(out, weight(x, None))
+        assert bool((merged[:, :30] == 7).all()) and bool((merged[:, 70:] == 7).all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_stay_so(backend: str, value: float) -> None:
+    for name in ("Q4_1", "Q6_K", "Q8_0", "AWQ 128"):
+        _, weight = packed(name, 40, 256)
+        for num_rows in (3, 17):
+            x = torch.randn(num_rows, 256).bfloat16()
+            x[2, 7] = value
+            finite = weight(x, None, float32_out=True).isfinite()
+            assert not finite[2].any() and bool(finite[:2].all()) and bool(finite[3:].all())
+
+
+def test_recorded_products_follow_their_inputs() -> None:
+    if (library := native.library()) is None:
+        pytest.skip("no C++ compiler")
+    _, weight = packed("Q5_K", 40, 256)
+    x, indices = make_x(3, 256), torch.tensor([1, 2])
+    with library.record() as calls:
+        y, rows = weight(x, None), weight.gather_rows(indices)
+    x.copy_(torch.randn(3, 256)), indices.copy_(torch.tensor([39, 17]))
+    calls.replay()
+    assert torch.equal(y, weight(x, None)) and torch.equal(rows, weight.gather_rows(indices))
+
+
+def test_what_is_not_kept() -> None:
+    assert not keeps_groups(GroupForm(8, 128, is_float=True), 256, torch.bfloat16)
+    assert not keeps_groups(FORMS["Q4_0"], 256, torch.float32)
+    assert not keeps_groups(GroupForm(4, 16, zero=8), 256, torch.bfloat16)
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    groups = make_groups(FORMS["Q4_0"], 16, 64)
+    fine = replace(groups, scales=torch.full((16, 2), 2.0**-14, dtype=torch.bfloat16))
+    assert pack_groups(fine) is not None
+    assert pack_groups(replace(fine, scales=fine.scales * 2.0**-20)) is None  # below float16's smallest number
+
+
+# -- quantisation -----------------------------------------------------------------------------------------------------
+
+
+def squared_error(groups: Groups, weight: Tensor) -> float:
+    return float((groups.dequantised()[:, : weight.shape[1]] - weight.float()).square().mean())
+
+
+def test_8_bits_are_those_of_q8_0() -> None:
+    weight = torch.randn(50, 96).bfloat16()
+    groups = quantise_groups(weight, 8)
+    assert groups.form == FORMS["Q8_0"]
+    error = (groups.dequantised() - weight.float()).abs().unflatten(1, (-1, 32))
+    assert bool((error <= 0.502 * groups.scales.float().unsqueeze(2)).all())
+
+
+def test_4_bits_have_a_small_error() -> None:
+    """Less than that of either simple choice: the whole range, or a scale by the largest magnitude."""
+    weight = torch.randn(64, 320)
+    groups = quantise_groups(weight, 4)
+    rows = weight.unflatten(1, (-1, 32))
+    low, high = rows.amin(2, keepdim=True), rows.amax(2, keepdim=True)
+    ranged = ((rows - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    scale = rows.gather(2, rows.abs().argmax(2, keepdim=True)) / -8
+    signed = (rows / scale).round().clamp(-8, 7) * scale
+    simple = min(float((ranged - rows).square().mean()), float((signed - rows).square().mean()))
+    assert squared_error(groups, weight) < 0.85 * simple
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantising_constant_and_padded_groups(bits: int) -> None:
+    weight = torch.cat([torch.zeros(2, 40), torch.full((2, 40), -0.5), torch.eye(4, 40)]).bfloat16()
+    groups = quantise_groups(weight, bits)
+    assert groups.shape == (8, 64)
+    assert squared_error(groups, weight) < 1e-6
