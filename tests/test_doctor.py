@@ -115,11 +115,13 @@ def test_weight_bytes_equal_the_model(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = empty_model(spec, ops=reference, dtype=dtype, device="meta", max_len=1)
         assert spec.weight_bytes(dtype.itemsize) == num_bytes(model)
-    # int8 elements, and for each output a scale and what oneDNN may keep; an untied table stays as it is
+    # Linear layers and the head are quantised; an untied table stays as it is.
     table = {model.vocabulary.table} - {model.vocabulary.head}
     packed = [method.weight for method in {w.method for w in model.weights()} - {None} - table]
-    saved = sum(weight.numel() - 8 * weight.shape[0] for weight in packed)
-    assert spec.weight_bytes(2, "int8") == num_bytes(model) - saved
+    num_packed = sum(weight.numel() for weight in packed)
+    for method, bits in (("int8", 8), ("int4", 4)):
+        group_bytes = num_packed // 32 * (2 if bits == 8 else 4)
+        assert spec.weight_bytes(2, method) == num_bytes(model) - num_packed * (16 - bits) // 8 + group_bytes
     elements = {id(w.target.untyped_storage()): w.target.untyped_storage().nbytes() // 2 for w in model.weights()}
     if name != "gemma3":  # its norms are in float32
         assert spec.num_params == sum(elements.values())
@@ -315,12 +317,14 @@ def test_command_lists_the_keys_of_the_files(tmp_path: Path, call: Call, free_by
     assert "keys of config.json\n  read " in out and "\n  no effect   use_cache\n  unknown     novelty\n" in out
 
 
-def test_a_quantised_checkpoint_takes_its_dequantised_bytes(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
+def test_a_quantised_checkpoint_takes_the_bytes_of_its_form(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
     plain = json.loads(call("doctor", write_config(tmp_path, SMOLLM2), "--device", "cpu", "--json").out)
     quantisation = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "fuse": 1, "backend": "a"}
     model = write_config(tmp_path, SMOLLM2 | {"quantization_config": quantisation})
     report = json.loads(call("doctor", model, "--device", "cpu", "--json").out)
-    assert report["weight_bytes"] == plain["weight_bytes"]
+    matrices = plain["weight_bytes"] // 2 - 49152 * 576 - 61 * 576  # without the tied table and the norms
+    saved = plain["weight_bytes"] - report["weight_bytes"]
+    assert saved == 2 * matrices - matrices // 2 - 3 * matrices // 64  # 4 bits, and for each 64 a scale and a zero
     assert (plain["stored_as"], report["stored_as"]) == (None, "awq, 4 bits in groups of 64")
     assert report["keys"][1] == {
         "file": "quantization_config of config.json",
@@ -328,6 +332,7 @@ def test_a_quantised_checkpoint_takes_its_dequantised_bytes(tmp_path: Path, call
         "inert": ["backend"],
         "unknown": ["fuse"],
     }
+    assert "as the files hold them: awq, 4 bits in groups of 64\n" in call("doctor", model, "--device", "cpu").out
     out = call("doctor", model, "--device", "cpu", "--dtype", "float32").out
     assert "in float32; the files hold awq, 4 bits in groups of 64\n" in out
 

@@ -40,7 +40,7 @@ DEFAULT_LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 """Default of `long_prefill_token_threshold`, by device; at most half of `max_num_batched_tokens`."""
 
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """Other names of dtypes."""
 DType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
@@ -159,8 +159,8 @@ class EngineArgs(ValidatedParams):
     dtype                     auto: on a GPU the checkpoint's dtype, bfloat16 for float32 checkpoints; on a CPU bfloat16
                               for 16-bit or quantised checkpoints if the processor has bfloat16 products, else float32
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download
-    quantization              int8: int8 weights and activations in matrix products, on a CPU; one scale per output
-                              channel and per token
+    quantization              int8, int4: round the weights of matrix products to so many bits while they are loaded, in
+                              groups of 32 with a scale each, and activations to int8 likewise; on a CPU
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
     num_gpu_blocks_override   usable blocks on any device; None: derived from `kv_cache_memory_bytes`
@@ -261,7 +261,7 @@ class EngineArgs(ValidatedParams):
         self._check_choice("device", ("auto", "cpu", "cuda"))
         self._check_choice("load_format", ("auto", "dummy"))
         if self.quantization is not None:
-            self._check_choice("quantization", ("int8",))
+            self._check_choice("quantization", ("int8", "int4"))
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._check_choice("preemption_mode", ("auto", "recompute", "swap"))
         self._check_choice("preemption_victim", ("latest", "least_lost"))

@@ -304,9 +304,7 @@ def format_report(report: Report) -> list[str]:
     def row(name: str, num_bytes: int, text: str = "") -> None:
         out.append(f"  {name:<12} {_gib(num_bytes):>12}   {text}".rstrip())
 
-    dtype = "int8" if report.args.quantization else need.kv.dtype if spec.stored_as else ""
-    files = f"; the files hold {spec.stored_as}" if spec.stored_as else ""
-    row("weights", need.weights, f"in {dtype}{files}" if dtype else "")
+    row("weights", need.weights, _weights_text(report.args, spec, need.kv.dtype, machine.device))
     row("activations", need.activations, f"of a step of {report.args.max_num_batched_tokens:,} tokens; an estimate")
     if need.graphs:
         row("CUDA graphs", need.graphs, "an estimate")
@@ -333,6 +331,13 @@ def format_report(report: Report) -> list[str]:
         lines = [_wrapped(f"  {title:<11} ", names) for title, names in kinds if names]
         out += ["", f"keys of {use.file}", *lines] if lines else []
     return out
+
+
+def _weights_text(args: EngineArgs, spec: ModelSpec, dtype: str, device: str) -> str:
+    if dtype != "float32" and spec.forms and all(form.is_kept_on(device) for form, _ in spec.forms):
+        return f"as the files hold them: {spec.stored_as}"
+    files = f"; the files hold {spec.stored_as}" if spec.stored_as else ""
+    return f"in {args.quantization or dtype}{files}" if args.quantization or files else ""
 
 
 def _group_lines(kv: KVCacheSpec, spec: ModelSpec) -> list[str]:

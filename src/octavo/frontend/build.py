@@ -124,7 +124,7 @@ class ResolvedModel:
     def weight_bytes(self) -> int:
         """Bytes of the weights once they are loaded and packed."""
         return sum(
-            each.spec.weight_bytes(ITEMSIZE[each.dtype], self.args.quantization)
+            each.spec.weight_bytes(ITEMSIZE[each.dtype], self.args.quantization, self.platform.name)
             for each in (self, self.draft)
             if each is not None
         )

@@ -29,9 +29,29 @@ class GroupForm:
     has_minima: bool = False
     is_nested: bool = False
 
-    def num_bytes(self, num_out: int, num_in: int) -> int:
-        """Bytes of a weight whose scales, if they are not integers, have two bytes."""
+    def num_bytes(self, num_weights: int) -> int:
+        """Bytes of so many weights whose scales, if they are not integers, have two bytes."""
         group_bytes = 1 if self.is_nested else 2
         group_bytes += self.has_minima * group_bytes + self.has_zeros
-        supers = num_out * num_in // SUPER_SIZE * (2 + 2 * self.has_minima) if self.is_nested else 0
-        return num_out * num_in * self.bits // 8 + num_out * num_in // self.group_size * group_bytes + supers
+        super_bytes = 2 * (1 + self.has_minima) if self.is_nested else 0
+        groups, supers = num_weights // self.group_size, num_weights // SUPER_SIZE
+        return num_weights * self.bits // 8 + groups * group_bytes + supers * super_bytes
+
+    def is_kept_on(self, device: str) -> bool:
+        """True if the products of "cpu" or "cuda" keep weights of this form in their bits."""
+        if device == "cpu":
+            return not self.is_float and (self.is_nested or self.group_size % 32 == 0)
+        return not (self.is_nested or self.has_minima) and self.bits in (4, 8)
+
+
+GGUF_FORMS: dict[str, GroupForm] = {
+    "Q4_0": GroupForm(4, 32, zero=8),
+    "Q4_1": GroupForm(4, 32, has_minima=True),
+    "Q5_0": GroupForm(5, 32, zero=16),
+    "Q5_1": GroupForm(5, 32, has_minima=True),
+    "Q8_0": GroupForm(8, 32, zero=128),
+    "Q4_K": GroupForm(4, 32, has_minima=True, is_nested=True),
+    "Q5_K": GroupForm(5, 32, has_minima=True, is_nested=True),
+    "Q6_K": GroupForm(6, 16, zero=32, is_nested=True),
+}
+"""llama.cpp's types whose numbers have a form."""

@@ -6,7 +6,8 @@ A family in `families` reads what is special in its models.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from octavo.checkpoint.keys import KeyUse
 from octavo.checkpoint.resolve import CUSTOM_CODE_KEYS, Checkpoint
 from octavo.checkpoint.safetensors_header import find_tensors, has_equal_bytes
 from octavo.errors import UnsupportedModelError, cut
+from octavo.kernels.group_form import GGUF_FORMS, GroupForm
 from octavo.models import registry
 from octavo.models.config_keys import OUTER_KEYS, config_keys
 from octavo.models.config_values import (
@@ -34,9 +36,12 @@ from octavo.models.spec import ModelSpec
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The spec of a checkpoint. Raises the errors of `spec_from_config`."""
     if checkpoint.format == "gguf":
-        from octavo.models.gguf_config import read_gguf_config  # imports numpy
+        from octavo.models.gguf_config import read_gguf_config, stored_kinds  # imports numpy
 
-        return spec_from_config(read_gguf_config(checkpoint.gguf, checkpoint.path.name), checkpoint.generation_config)
+        spec = spec_from_config(read_gguf_config(checkpoint.gguf, checkpoint.path.name), checkpoint.generation_config)
+        kinds = stored_kinds(checkpoint.gguf)
+        forms = tuple((GGUF_FORMS[kind], count) for kind, count in kinds.items() if kind in GGUF_FORMS)
+        return replace(spec, stored_as=", ".join(kinds), forms=forms)
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     if spec.tie_word_embeddings and _has_other_head(checkpoint, spec):
         return replace(spec, tie_word_embeddings=False)
@@ -69,7 +74,20 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     if form is not None and spec.names.is_conv1d:
         raise UnsupportedModelError(f"quantised weights of {architecture} are not supported; {REMEDY}", param=KEY)
     check_layer_types(config, spec)
-    return spec
+    return spec if form is None else replace(spec, forms=tuple(_forms(spec, form)))
+
+
+def _forms(spec: ModelSpec, form: Format) -> Iterator[tuple[GroupForm, int]]:
+    """The forms of a model's linear layers, and the number of weights in each. Layers of a kind are alike."""
+    for kind in spec.layer_kinds:
+        for linear in kind.linears.values():
+            num_merged = len(linear.out_sizes) // len(linear.names)
+            for index, name in enumerate(linear.names):
+                num_out = sum(linear.out_sizes[index * num_merged : (index + 1) * num_merged])
+                if (found := form.form(spec.names.layer.format(0) + name, linear.in_size)) is not None:
+                    yield found, kind.num_layers * num_out * linear.in_size
+    if not spec.tie_word_embeddings and (found := form.form(spec.names.head, spec.vocabulary[1])) is not None:
+        yield found, math.prod(spec.vocabulary)
 
 
 def find_format(config: Config) -> Format | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,15 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
     }
     config |= family.gguf.config(config, get)
     return {key: value for key, value in config.items() if config_keys(family).reads(key)}
+
+
+def stored_kinds(reader: GGUFFile) -> Counter[str]:
+    """The types of a file's quantised weights, the most frequent first, and the number of weights in each."""
+    kinds = Counter[str]()
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name not in ("F32", "F16", "BF16"):
+            kinds[tensor.tensor_type.name] += int(np.prod(tensor.shape))
+    return Counter(dict(kinds.most_common()))
 
 
 def _vocab_size(reader: GGUFFile, arch: str, name: str) -> int:

@@ -284,9 +284,15 @@ class MergedWeight:
 
 
 class Int8Method(PackedMethod):
-    """The weight rounded to int8 in groups; x is rounded, too. CPU and bfloat16 only."""
+    """The weight rounded to 8 bits in groups of 32; x is rounded, too. CPU and bfloat16 only."""
 
     quantization = "int8"
+
+
+class Int4Method(PackedMethod):
+    """The weight rounded to 4 bits in groups of 32; x is rounded to 8. CPU and bfloat16 only."""
+
+    quantization = "int4"
 
 
 def find_linear_method(quantization: str | None) -> type[LinearMethod]:

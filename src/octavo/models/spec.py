@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from octavo.kernels.group_form import GroupForm
 from octavo.models import quantization as methods
 
 
@@ -160,6 +161,7 @@ class ModelSpec:
                              None: no scaling
     dtype                    the checkpoint's, a name such as "bfloat16"; for quantised GGUF files, "bfloat16"
     stored_as                how the files of a quantised checkpoint hold the weights, for people; "": they are not
+    forms                    of those weights, and the number of weights in each
     names                    names of the checkpoint's tensors
     """
 
@@ -185,6 +187,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     dtype: str = "float32"
     stored_as: str = ""
+    forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
     names: TensorNames = field(default=LLAMA_NAMES, repr=False)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
@@ -233,20 +236,29 @@ class ModelSpec:
         others = sum(map(math.prod, self.others.values()))
         return layers + vocabularies + self._norm_params + self._num_floats + others
 
-    def weight_bytes(self, itemsize: int, quantization: str | None = None) -> int:
-        """Bytes of the weights of one rank in a dtype of `itemsize` bytes. quantization: `EngineArgs.quantization`."""
-        matrices = [
-            (kind.num_layers, linear.num_out, linear.in_size)
+    def weight_bytes(self, itemsize: int, quantization: str | None = None, device: str = "cpu") -> int:
+        """Bytes of the weights of one rank in a dtype of `itemsize` bytes. quantization: `EngineArgs.quantization`.
+
+        Quantised weights keep their bits where the device's products do, in 16-bit dtypes.
+        """
+        kept = [(form, count) for form, count in self.forms if itemsize == 2 and form.is_kept_on(device)]
+        num_kept = sum(count for _, count in kept)
+        num_bytes = sum(form.num_bytes(count) for form, count in kept)
+        if (form := methods.METHODS[quantization].form) is not None and itemsize == 2:
+            rest = self._num_matrix_weights - num_kept
+            num_kept, num_bytes = num_kept + rest, num_bytes + form.num_bytes(rest)
+        num_wide = self._num_floats + (self._norm_params if self.unit_offset_norms else 0)
+        return (self.num_params - num_kept) * itemsize + num_wide * (4 - itemsize) + num_bytes
+
+    @property
+    def _num_matrix_weights(self) -> int:
+        """Weights of the linear layers and the head."""
+        layers = sum(
+            kind.num_layers * linear.num_out * linear.in_size
             for kind in self.layer_kinds
             for linear in kind.linears.values()
-        ]
-        packed_bytes = methods.METHODS[quantization].packed_bytes
-        saved = sum(
-            copies * (num_out * num_in * itemsize - packed_bytes(num_out, num_in, itemsize))
-            for copies, num_out, num_in in [*matrices, (1, *self.vocabulary)]
         )
-        num_wide = self._num_floats + (self._norm_params if self.unit_offset_norms else 0)
-        return self.num_params * itemsize + num_wide * (4 - itemsize) - saved
+        return layers + math.prod(self.vocabulary)
 
     @property
     def _norm_params(self) -> int:

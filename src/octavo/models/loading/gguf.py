@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
+from octavo.kernels.group_form import GGUF_FORMS
 from octavo.kernels.groups import Groups
-from octavo.models.loading.gguf_groups import KINDS, read_blocks
+from octavo.models.loading.gguf_groups import read_blocks
 from octavo.models.loading.stored_tensor import (
     Rows,
     StoredGroups,
@@ -54,8 +55,8 @@ def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor
         read = _dequantised_row_reader(tensor, shape, order)
         kind = tensor.tensor_type
         groups = None
-        if kind.name in KINDS:
-            groups = StoredGroups(KINDS[kind.name].form, _block_reader(tensor, order))
+        if kind.name in GGUF_FORMS:
+            groups = StoredGroups(GGUF_FORMS[kind.name], _block_reader(tensor, order))
         name = _transformers_name(tensor.name, form.parts)
         if name in stored:
             problems.append(duplicate(name))
@@ -90,6 +91,6 @@ def _dequantised_row_reader(
 def _block_reader(tensor: gguf.ReaderTensor, order: np.ndarray | None) -> Callable[[Rows], Groups]:
     def read(rows: Rows) -> Groups:
         data = np.asarray(tensor.data[rows if order is None else order[rows]])
-        return read_blocks(KINDS[tensor.tensor_type.name], data)
+        return read_blocks(tensor.tensor_type.name, data)
 
     return read

@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.group_form import GGUF_FORMS
+from octavo.kernels.groups import Groups
 
 Blocks = NDArray[np.uint8]
 
 
 class BlockKind(NamedTuple):
-    """form: of its weights    fields: (name, bytes) of a block    values: fields -> the values of a block's inputs"""
+    """fields: (name, bytes) of a block    values: fields -> the values of a block's inputs"""
 
-    form: GroupForm
     fields: tuple[tuple[str, int], ...]
     values: Callable[[dict[str, Blocks]], Blocks]
 
@@ -52,40 +52,26 @@ def _fifth_bits(octets: Blocks) -> Blocks:
 
 _D, _M, _DMIN, _SUB = ("d", 2), ("m", 2), ("dmin", 2), ("sub", 12)
 KINDS: dict[str, BlockKind] = {
-    "Q4_0": BlockKind(GroupForm(4, 32, zero=8), (_D, ("qs", 16)), lambda f: _nibbles(f["qs"], 16)),
-    "Q4_1": BlockKind(GroupForm(4, 32, has_minima=True), (_D, _M, ("qs", 16)), lambda f: _nibbles(f["qs"], 16)),
-    "Q5_0": BlockKind(
-        GroupForm(5, 32, zero=16),
-        (_D, ("qh", 4), ("qs", 16)),
-        lambda f: _nibbles(f["qs"], 16) | _fifth_bits(f["qh"]),
-    ),
-    "Q5_1": BlockKind(
-        GroupForm(5, 32, has_minima=True),
-        (_D, _M, ("qh", 4), ("qs", 16)),
-        lambda f: _nibbles(f["qs"], 16) | _fifth_bits(f["qh"]),
-    ),
-    "Q8_0": BlockKind(GroupForm(8, 32, zero=128), (_D, ("qs", 32)), lambda f: f["qs"] ^ np.uint8(128)),
-    "Q4_K": BlockKind(
-        GroupForm(4, 32, has_minima=True, is_nested=True),
-        (_D, _DMIN, _SUB, ("qs", 128)),
-        lambda f: _nibbles(f["qs"], 32),
-    ),
+    "Q4_0": BlockKind((_D, ("qs", 16)), lambda f: _nibbles(f["qs"], 16)),
+    "Q4_1": BlockKind((_D, _M, ("qs", 16)), lambda f: _nibbles(f["qs"], 16)),
+    "Q5_0": BlockKind((_D, ("qh", 4), ("qs", 16)), lambda f: _nibbles(f["qs"], 16) | _fifth_bits(f["qh"])),
+    "Q5_1": BlockKind((_D, _M, ("qh", 4), ("qs", 16)), lambda f: _nibbles(f["qs"], 16) | _fifth_bits(f["qh"])),
+    "Q8_0": BlockKind((_D, ("qs", 32)), lambda f: f["qs"] ^ np.uint8(128)),
+    "Q4_K": BlockKind((_D, _DMIN, _SUB, ("qs", 128)), lambda f: _nibbles(f["qs"], 32)),
     "Q5_K": BlockKind(
-        GroupForm(5, 32, has_minima=True, is_nested=True),
         (_D, _DMIN, _SUB, ("qh", 32), ("qs", 128)),
         lambda f: _nibbles(f["qs"], 32) | _fields_of_bits(f["qh"], 1) * np.uint8(16),
     ),
     "Q6_K": BlockKind(
-        GroupForm(6, 16, zero=32, is_nested=True),
         (("qs", 128), ("qh", 64), ("sc", 16), _D),
         lambda f: _nibbles(f["qs"], 64) | _fields_of_bits(f["qh"], 2) * np.uint8(16),
     ),
 }
 
 
-def read_blocks(kind: BlockKind, data: Blocks) -> Groups:
-    """Rows of a weight. data [num_rows, bytes of a row]"""
-    form, num_rows = kind.form, len(data)
+def read_blocks(name: str, data: Blocks) -> Groups:
+    """Rows of a weight of one of GGUF_FORMS. data [num_rows, bytes of a row]"""
+    form, kind, num_rows = GGUF_FORMS[name], KINDS[name], len(data)
     block_bytes = sum(size for _, size in kind.fields)
     blocks = np.ascontiguousarray(data).reshape(-1, block_bytes)
     fields, start = {}, 0

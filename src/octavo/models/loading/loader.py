@@ -26,8 +26,8 @@ from octavo.kernels.ops import ModelOps
 from octavo.models.config import find_format
 from octavo.models.linear import SINGLE_RANK, LayerFactory, Slot, TensorParallel, VocabEmbedding, Weight
 from octavo.models.linear_methods import LinearMethod, PlainMethod
-from octavo.models.loading.quantised import read_quantised
 from octavo.models.loading.gguf import read_gguf
+from octavo.models.loading.quantised import read_quantised
 from octavo.models.loading.safetensors import read_safetensors
 from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredTensor, raise_problems
 from octavo.models.quantization.form import WHOLE, TensorError

@@ -6,27 +6,25 @@ here. To add a format: a module with a `form.Format`, and a line in `formats.FOR
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from octavo.kernels.group_form import GroupForm
 
 
 class MethodEntry(NamedTuple):
     """A method of linear layers.
 
-    method        the `LinearMethod` as "module:class"
-    packed_bytes  (num_out, num_in, itemsize of the dtype) -> bytes of a weight [num_out, num_in], without padding
+    method  the `LinearMethod` as "module:class"
+    form    to which it quantises weights that are not yet; None: it does not
     """
 
     method: str
-    packed_bytes: Callable[[int, int, int], int]
+    form: GroupForm | None = None
 
 
 METHODS: Mapping[str | None, MethodEntry] = {
-    None: MethodEntry(
-        "octavo.models.linear_methods:PackedMethod", lambda num_out, num_in, itemsize: num_out * num_in * itemsize
-    ),
-    # For each output, a scale and what oneDNN may keep.
-    "int8": MethodEntry(
-        "octavo.models.linear_methods:Int8Method", lambda num_out, num_in, itemsize: num_out * (num_in + 8)
-    ),
+    None: MethodEntry("octavo.models.linear_methods:PackedMethod"),
+    "int8": MethodEntry("octavo.models.linear_methods:Int8Method", GroupForm(8, 32, zero=128)),
+    "int4": MethodEntry("octavo.models.linear_methods:Int4Method", GroupForm(4, 32, has_minima=True)),
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.checkpoint.keys import KeyTable, KeyUse
+from octavo.kernels.group_form import GroupForm
 from octavo.models.quantization.form import (
     FILE,
     FLOATS,
@@ -20,6 +21,7 @@ from octavo.models.quantization.form import (
     check_excluded,
     choose,
     in_groups,
+    is_excluded,
     read_group_size,
     read_names,
 )
@@ -45,6 +47,11 @@ class AWQ:
     @property
     def description(self) -> str:
         return f"awq, 4 bits in {in_groups(self.group_size)}"
+
+    def form(self, module: str, num_in: int) -> GroupForm | None:
+        size = num_in if self.group_size == -1 else self.group_size
+        is_plain = module.endswith("lm_head") or is_excluded(module, self.excluded) or num_in % size
+        return None if is_plain else GroupForm(4, size, has_zeros=True)
 
     def read(self, parts: Parts) -> QuantisedWeight:
         check_excluded(parts, self.excluded, "modules_to_not_convert")

@@ -16,6 +16,7 @@ from typing import Any
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.errors import cut
 from octavo.integers import cdiv
+from octavo.kernels.group_form import GroupForm
 from octavo.models.quantization.form import (
     FILE,
     FLOATS,
@@ -96,18 +97,33 @@ class CompressedTensors:
     def description(self) -> str:
         return f"compressed-tensors: {'; '.join(scheme.description for scheme in self.schemes)}"
 
-    def read(self, parts: Parts) -> QuantisedWeight:
-        if any(_matches(name, parts) for name in self.ignored):
-            raise TensorError(f"{cut(parts.module)} is quantised, although ignore lists it")
-        return _read_weight(parts, self._scheme_of(parts))
+    def form(self, module: str, num_in: int) -> GroupForm | None:
+        scheme = None if any(_matches(name, (module,)) for name in self.ignored) else self._find_scheme((module,))
+        if scheme is None or scheme.has_order:
+            return None
+        size = min(num_in, scheme.block[1]) if scheme.block else scheme.group_size if scheme.group_size > 0 else num_in
+        if num_in % size:
+            return None
+        is_float = scheme.kind == "float"
+        zero = 0 if is_float else 1 << (scheme.bits - 1)
+        bits = scheme.bits if scheme.format == PACKED else 8
+        return GroupForm(bits, size, zero, is_float=is_float, has_zeros=not scheme.symmetric)
 
-    def _scheme_of(self, parts: Parts) -> Scheme:
+    def read(self, parts: Parts) -> QuantisedWeight:
+        if any(_matches(name, parts.names) for name in self.ignored):
+            raise TensorError(f"{cut(parts.module)} is quantised, although ignore lists it")
+        scheme = self._find_scheme(parts.names)
+        if scheme is None:
+            raise TensorError(f"{cut(parts.module)} is quantised, but no config_groups has it as a target")
+        return _read_weight(parts, scheme)
+
+    def _find_scheme(self, names: tuple[str, ...]) -> Scheme | None:
         """The scheme with the most specific target: a name, a pattern, or a class of modules."""
         for kind in (_is_name, _is_pattern, _is_class):
             for scheme in self.schemes:
-                if any(kind(target) and _matches(target, parts) for target in scheme.targets):
+                if any(kind(target) and _matches(target, names) for target in scheme.targets):
                     return scheme
-        raise TensorError(f"{cut(parts.module)} is quantised, but no config_groups has it as a target")
+        return None
 
 
 def _is_pattern(target: str) -> bool:
@@ -122,12 +138,13 @@ def _is_name(target: str) -> bool:
     return not _is_pattern(target) and not _is_class(target)
 
 
-def _matches(target: str, parts: Parts) -> bool:
+def _matches(target: str, names: tuple[str, ...]) -> bool:
+    """names: of a module"""
     if _is_pattern(target):
-        return any(re.match(target.removeprefix("re:"), name) for name in parts.names)
+        return any(re.match(target.removeprefix("re:"), name) for name in names)
     if _is_class(target):
-        return (target == "Embedding") == ("embed" in parts.module.rpartition(".")[2])
-    return target in parts.names
+        return (target == "Embedding") == ("embed" in names[0].rpartition(".")[2])
+    return target in names
 
 
 def _read_weight(parts: Parts, scheme: Scheme) -> QuantisedWeight:

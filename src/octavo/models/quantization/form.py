@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from octavo.checkpoint.keys import KeyUse
 from octavo.errors import CheckpointError, UnsupportedModelError, cut
 from octavo.integers import cdiv
+from octavo.kernels.group_form import GroupForm
 
 if TYPE_CHECKING:
     from octavo.models.loading.stored_tensor import StoredTensor
@@ -126,6 +127,10 @@ class Format(Protocol):
         """The weight of a module. Raises `TensorError`."""
         ...
 
+    def form(self, module: str, num_in: int) -> GroupForm | None:
+        """How the file keeps a module of this name; None: not quantised, or of no form. For plans of memory."""
+        ...
+
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -170,10 +175,12 @@ def invalid(key: str, value: object, expected: str) -> CheckpointError:
     return CheckpointError(f"{KEY}: {key} {found}; expected {expected}", param=KEY)
 
 
-def check_excluded(parts: Parts, names: tuple[str, ...], key: str) -> None:
-    """Raise `TensorError` for a quantised module that `key` excludes.
+def is_excluded(module: str, names: tuple[str, ...]) -> bool:
+    """names: an excluded module's whole name, its first parts or its last ones"""
+    return any(f".{name}." in f".{module}." for name in names)
 
-    names  an excluded module's whole name, its first parts or its last ones
-    """
-    if any(f".{name}." in f".{module}." for name in names for module in parts.names):
+
+def check_excluded(parts: Parts, names: tuple[str, ...], key: str) -> None:
+    """Raise `TensorError` for a quantised module that `key` excludes."""
+    if any(is_excluded(module, names) for module in parts.names):
         raise TensorError(f"{cut(parts.module)} is quantised, although {key} lists it")

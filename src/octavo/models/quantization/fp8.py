@@ -12,6 +12,7 @@ from typing import Any
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.errors import cut
 from octavo.integers import cdiv
+from octavo.kernels.group_form import GroupForm
 from octavo.models.quantization.form import (
     FILE,
     FLOATS,
@@ -24,6 +25,7 @@ from octavo.models.quantization.form import (
     check_excluded,
     choose,
     invalid,
+    is_excluded,
     read_names,
 )
 
@@ -50,6 +52,11 @@ class FP8:
     def description(self) -> str:
         blocks = "" if self.block is None else f" in blocks of {self.block[0]}x{self.block[1]}"
         return f"fp8 (e4m3){blocks}"
+
+    def form(self, module: str, num_in: int) -> GroupForm | None:
+        size = num_in if self.block is None else min(num_in, self.block[1])
+        is_plain = module.endswith("lm_head") or is_excluded(module, self.excluded) or num_in % size
+        return None if is_plain else GroupForm(8, size, is_float=True)
 
     def read(self, parts: Parts) -> QuantisedWeight:
         check_excluded(parts, self.excluded, "modules_to_not_convert")

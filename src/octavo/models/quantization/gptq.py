@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.integers import cdiv
+from octavo.kernels.group_form import GroupForm
 from octavo.models.quantization.form import (
     FILE,
     FLOATS,
@@ -22,6 +23,7 @@ from octavo.models.quantization.form import (
     choose,
     in_groups,
     invalid,
+    is_excluded,
     read_group_size,
     read_names,
     unsupported,
@@ -56,6 +58,11 @@ class GPTQ:
     def description(self) -> str:
         order = ", by order of activation" if self.desc_act else ""
         return f"gptq, {self.bits} bits in {in_groups(self.group_size)}{order}"
+
+    def form(self, module: str, num_in: int) -> GroupForm | None:
+        size = num_in if self.group_size == -1 else self.group_size
+        is_plain = module.endswith("lm_head") or is_excluded(module, self.excluded) or num_in % size
+        return None if is_plain or self.desc_act else GroupForm(self.bits, size, has_zeros=True)
 
     def read(self, parts: Parts) -> QuantisedWeight:
         check_excluded(parts, self.excluded, "modules_to_not_convert")

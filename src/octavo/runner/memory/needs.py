@@ -60,7 +60,7 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
     graphs = 0
     if machine.device == "cuda" and not args.enforce_eager:
         graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
-    weights = spec.weight_bytes(size, args.quantization)
+    weights = spec.weight_bytes(size, args.quantization, machine.device)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
     kv = KVCacheSpec.of(spec, args.block_size, dtype, max_len=max_len)
     return MemoryNeeds(kv, weights, activations, graphs)
