@@ -15,12 +15,13 @@ from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.linear import grouped
 from octavo.kernels.triton.linear.grouped import GroupedWeight
+from octavo.kernels.triton.linear.grouped_kernels import quantise
 from octavo.kernels.triton.linear.tuning import GroupedTuning
-from tests.kernels.pool import relative_error
-from tests.kernels.triton.device import DEVICE, DTYPES
+from tests.kernels.pool import norm_error, relative_error
+from tests.kernels.triton.device import DEVICE, DTYPES, INTERPRETED
 
 HALF = DTYPES[-1]  # float16 in the interpreter, else bfloat16
-TOLERANCE = 1e-3 if HALF == torch.float16 else 6e-3
+TOLERANCE = 1e-3 if INTERPRETED else 6e-3
 INT4 = GroupForm(4, 128, zero=8)
 FLOAT8 = GroupForm(8, 128, is_float=True)
 
@@ -41,14 +42,14 @@ def pack(groups: Groups) -> GroupedWeight:
     return weight
 
 
-def check(groups: Groups, num_rows: int, tolerance: float = TOLERANCE, **kwargs: Any) -> Tensor:
+def check(groups: Groups, num_rows: int, **kwargs: Any) -> Tensor:
     num_out, num_in = groups.shape
     weight, wide = pack(groups), groups.dequantised().double()
     x, bias = torch.randn(num_rows, num_in + 8, device=DEVICE).to(HALF)[:, :num_in], torch.randn(num_out, device=DEVICE)
     bias = bias.to(HALF)
     y = weight(x, bias, **kwargs)
     assert y.shape == (num_rows, num_out)
-    assert relative_error(y, x.double() @ wide.T + bias) < tolerance
+    assert relative_error(y, x.double() @ wide.T + bias) < TOLERANCE
     return y
 
 
@@ -88,13 +89,19 @@ def test_products_of_any_number_of_rows(form: GroupForm, num_rows: int) -> None:
 
 @pytest.mark.parametrize("size", [128, 384])
 def test_with_many_rows_x_is_rounded_to_float8(size: int) -> None:
-    """Up to 64 rows it is not. A float8 has 3 bits after its first: an error of 2^-4 at most, in the norm 3 % or less."""
+    """Up to 64 rows it is not. Rounding x, whose numbers keep 4 bits, changes results by 2.6 % of their norm."""
     groups = make_groups(GroupForm(8, size, is_float=True), 200, 384)
-    check(groups, 64)
-    y = check(groups, 130, 0.06)
-    with pytest.raises(AssertionError):
-        check(groups, 130)
-    assert y.isfinite().all()
+    weight, wide = pack(groups), groups.dequantised().double()
+    x = torch.randn(130, 384, device=DEVICE).to(HALF)
+    assert relative_error(weight(x[:64], None), x[:64].double() @ wide.T) < TOLERANCE
+    values, scales = quantise(x)
+    rounded = values.double().view(130, 24, 4, 2, 2).permute(0, 1, 4, 2, 3).reshape(130, 3, 128)  # half, lane, odd
+    rounded = (rounded * scales.T.unsqueeze(2)).flatten(1)
+    y = weight(x, None)
+    assert relative_error(y, rounded @ wide.T) < TOLERANCE
+    # The interpreter rounds some numbers up to half of the next power of two.
+    assert norm_error(rounded, x.double()) < (0.06 if INTERPRETED else 0.028)
+    assert norm_error(y, x.double() @ wide.T) < (0.06 if INTERPRETED else 0.03)
 
 
 @pytest.mark.parametrize(("form", "num_out", "num_in"), FORMS, ids=str)

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from octavo.integers import cdiv
@@ -39,6 +37,7 @@ from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import or_placeholder, pdl_options
 from octavo.kernels.triton.linear.grouped_kernels import (
     FLOAT8_GROUP,
+    INTERPRETED,
     TILE_OUTPUTS,
     dequantise,
     grouped_product,
@@ -305,6 +304,7 @@ class GroupedWeight:
             eps,
             **self.constants() | ({"FORMAT": "float8 product"} if x_scales is not None else {}),
             EVEN=x.shape[1] % step_inputs == 0,
+            CHUNK=min(tuning.chunk, self.columns),
             PAIRS=pairs,
             TOKENS=tuning.tokens,
             SPLITS=tuning.splits,
@@ -314,7 +314,7 @@ class GroupedWeight:
             WITH_BIAS=bias is not None,
             WITH_RESIDUAL=residual is not None,
             WITH_NORM=norm is not None,
-            NATIVE=x.is_cuda and out.dtype != torch.float16,
+            NATIVE=not INTERPRETED and out.dtype != torch.float16,
             num_warps=tuning.num_warps,
             **pdl_options(x.device),
         )

@@ -18,13 +18,16 @@ FLOAT8_GROUP = 128
 GROUP = tl.constexpr(FLOAT8_GROUP)
 MAX_FLOAT8 = tl.constexpr(448.0)
 GROUPS_PER_PROGRAM = tl.constexpr(8)
+INTERPRETED = triton.knobs.runtime.interpret
+"""Triton's interpreter has no assembler."""
 PREFETCH_BYTES = tl.constexpr(32768)
 """Of the weight, by a program before its predecessor has ended."""
 
-# Words -> the values of a word, each less its zero, in bfloat16; exact. $0 ... are results, then words, then zeros.
+# Words -> the values of a word, each less its zero, in bfloat16; exact. Results, then the word and its zero.
 UNPACK_INT4 = tl.constexpr("""{
-.reg .b32 a, s, t, u, p, q;
+.reg .b32 a, s, t, u, p, q, z;
 mov.b32 a, 0x3F803F80;
+or.b32 z, $9, 0xC300C300;
 lop3.b32 p, $8, 0x000F000F, 0x43004300, 0xEA;
 shr.u32 s, $8, 4;
 lop3.b32 q, s, 0x000F000F, 0x43004300, 0xEA;
@@ -32,20 +35,21 @@ shr.u32 s, $8, 8;
 lop3.b32 t, s, 0x000F000F, 0x43004300, 0xEA;
 shr.u32 s, $8, 12;
 lop3.b32 u, s, 0x000F000F, 0x43004300, 0xEA;
-fma.rn.bf16x2 p, p, a, $9;
-fma.rn.bf16x2 q, q, a, $9;
-fma.rn.bf16x2 t, t, a, $9;
-fma.rn.bf16x2 u, u, a, $9;
+fma.rn.bf16x2 p, p, a, z;
+fma.rn.bf16x2 q, q, a, z;
+fma.rn.bf16x2 t, t, a, z;
+fma.rn.bf16x2 u, u, a, z;
 mov.b32 {$0, $4}, p;
 mov.b32 {$1, $5}, q;
 mov.b32 {$2, $6}, t;
 mov.b32 {$3, $7}, u;
 }""")
-"""128 + a value has the bits 0x4300 | value; a zero is -(128 + zero), twice."""
+"""128 + a value has the bits 0x4300 | value. A zero comes twice."""
 UNPACK_INT8 = tl.constexpr("""{
 .reg .b32 t, p;
 .reg .f32 z, a, b, c, d;
-mov.b32 z, $5;
+or.b32 t, $5, 0xCB000000;
+mov.b32 z, t;
 prmt.b32 t, $4, 0x4B000000, 0x7440;
 mov.b32 a, t;
 prmt.b32 t, $4, 0x4B000000, 0x7441;
@@ -63,7 +67,7 @@ mov.b32 {$0, $2}, p;
 cvt.rn.bf16x2.f32 p, d, b;
 mov.b32 {$1, $3}, p;
 }""")
-"""2^23 + a value has the bits 0x4B000000 | value, in float32; a zero is -(2^23 + zero)."""
+"""2^23 + a value has the bits 0x4B000000 | value, in float32."""
 UNPACK_FLOAT8 = tl.constexpr("""{
 .reg .b32 s, u, p, m, z;
 mov.b32 m, 0x7B807B80;
@@ -86,12 +90,13 @@ mov.b32 {$1, $3}, p;
 @triton.jit
 def _value(words, zero, n: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Value n of each word, less its zero."""
-    if FORMAT == "int4":
-        return (((words >> (4 * n)) & 15) - zero).to(DTYPE)
-    byte = (words >> (8 * n)) & 255
-    if FORMAT == "int8":
-        return (byte - zero).to(DTYPE)
-    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    bits: tl.constexpr = 4 if FORMAT == "int4" else 8
+    value = (words >> (bits * n)) & ((1 << bits) - 1)
+    if FORMAT == "float8":
+        moved = (value & 127) << 7 | (value & 128) << 8  # a float16, times 2^-8
+        return (moved.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+    else:
+        return (value - zero).to(DTYPE)
 
 
 @triton.jit
@@ -103,7 +108,7 @@ def _unpack(
     if FORMAT == "int4":
         words = words.reshape(BLOCKS, 4, 8, 4, 2, 2).permute(4, 1, 5, 2, 0, 3).reshape(OUTPUTS, BLOCKS * 4)
         if NATIVE:
-            zeros = tl.broadcast_to((zero * 0x00010001) | 0xC300C300, [OUTPUTS, BLOCKS * 4]).to(tl.int32)
+            zeros = tl.zeros([OUTPUTS, BLOCKS * 4], tl.int32) + zero * 0x00010001
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
                 UNPACK_INT4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 8, True, 1
             )
@@ -115,22 +120,23 @@ def _unpack(
         even, odd = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
         values = tl.join(even, odd).reshape(OUTPUTS, BLOCKS, 4, 2, 2, 2)  # ..., lane, half, step, odd
         return values.permute(0, 1, 4, 3, 2, 5).reshape(OUTPUTS, COLUMNS)
-    words = words.reshape(BLOCKS, 2, 4, 8, 4, 2, 2).permute(1, 2, 5, 3, 0, 6, 4).reshape(OUTPUTS, BLOCKS * 8)
-    if NATIVE:
-        if FORMAT == "int8":
-            zeros = tl.broadcast_to(zero | 0xCB000000, [OUTPUTS, BLOCKS * 8]).to(tl.int32)
-            a, b, c, d = tl.inline_asm_elementwise(
-                UNPACK_INT8, "=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 4, True, 1
-            )
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                UNPACK_FLOAT8, "=h,=h,=h,=h,r", [words], (tl.bfloat16,) * 4, True, 1
-            )
     else:
-        a, b = _value(words, zero, 0, FORMAT, DTYPE), _value(words, zero, 1, FORMAT, DTYPE)
-        c, d = _value(words, zero, 2, FORMAT, DTYPE), _value(words, zero, 3, FORMAT, DTYPE)
-    values = tl.join(tl.join(a, b), tl.join(c, d)).reshape(OUTPUTS, BLOCKS * 2, 4, 2, 2)  # ..., lane, half, odd
-    return values.permute(0, 1, 3, 2, 4).reshape(OUTPUTS, COLUMNS)
+        words = words.reshape(BLOCKS, 2, 4, 8, 4, 2, 2).permute(1, 2, 5, 3, 0, 6, 4).reshape(OUTPUTS, BLOCKS * 8)
+        if NATIVE:
+            if FORMAT == "int8":
+                zeros = tl.zeros([OUTPUTS, BLOCKS * 8], tl.int32) + zero
+                a, b, c, d = tl.inline_asm_elementwise(
+                    UNPACK_INT8, "=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 4, True, 1
+                )
+            else:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    UNPACK_FLOAT8, "=h,=h,=h,=h,r", [words], (tl.bfloat16,) * 4, True, 1
+                )
+        else:
+            a, b = _value(words, zero, 0, FORMAT, DTYPE), _value(words, zero, 1, FORMAT, DTYPE)
+            c, d = _value(words, zero, 2, FORMAT, DTYPE), _value(words, zero, 3, FORMAT, DTYPE)
+        values = tl.join(tl.join(a, b), tl.join(c, d)).reshape(OUTPUTS, BLOCKS * 2, 4, 2, 2)  # ..., lane, half, odd
+        return values.permute(0, 1, 3, 2, 4).reshape(OUTPUTS, COLUMNS)
 
 
 @triton.jit
@@ -139,43 +145,37 @@ def _half(words, i: tl.constexpr, SCALES: tl.constexpr):
     bits = (words >> (16 * i)) & 0xFFFF
     if SCALES == "bfloat16":
         return (bits << 16).to(tl.float32, bitcast=True)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _scale_and_zero(planes, i: tl.constexpr, PLANES: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr):
-    """A word of the planes for each output -> its scale in float32, and its zero for broadcasting; i: group of a pair."""
+    """A word of the planes for each output -> scales in float32, and a zero or those of the outputs, for broadcasting.
+
+    i  group of a pair
+    """
     if PLANES == "wide":
         return planes.to(tl.float32, bitcast=True), ZERO
-    if PLANES == "zero":
+    elif PLANES == "zero":
         return _half(planes, 0, SCALES), ((planes >> 16) & 255)[:, None]
-    return _half(planes, i, SCALES), ZERO
+    elif PLANES == "pair":
+        return _half(planes, i, SCALES), ZERO
+    else:
+        return planes, ZERO
 
 
 @triton.jit
-def _add_product(
-    acc, xs, x_scale, ptrs, planes, i: tl.constexpr,
-    FORMAT: tl.constexpr, PLANES: tl.constexpr, COLUMNS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
-    DTYPE: tl.constexpr, NATIVE: tl.constexpr,
+def _dot(
+    acc, xs, ptrs, zero, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """acc + the product of a group's inputs.
-
-    xs       [COLUMNS, tokens]
-    x_scale  of xs in float8, [tokens]
-    """
+    """acc + the product of some columns of a tile; xs [COLUMNS, tokens]."""
     words = tl.load(ptrs)
-    if PLANES == "row":
-        scale, zero = 1.0, ZERO
-    else:
-        scale, zero = _scale_and_zero(planes, i, PLANES, ZERO, SCALES)
-        scale = scale[:, None]
     if FORMAT == "float8 product":
         values = words.reshape(COLUMNS // 32, 2, 4, 8, 4, 2, 2, 4).permute(1, 2, 5, 3, 0, 6, 4, 7)
-        return acc + tl.dot(values.reshape(OUTPUTS, COLUMNS), xs) * (scale * x_scale[None, :])
-    values = _unpack(words, zero, FORMAT, COLUMNS, DTYPE, NATIVE)
-    if PLANES == "row":
-        return tl.dot(values, xs, acc)
-    return acc + tl.dot(values, xs) * scale
+        return tl.dot(values.reshape(OUTPUTS, COLUMNS), xs, acc)
+    else:
+        return tl.dot(_unpack(words, zero, FORMAT, COLUMNS, DTYPE, NATIVE), xs, acc)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_squares"])
@@ -206,6 +206,7 @@ def grouped_product(
     ZERO: tl.constexpr,
     SCALES: tl.constexpr,
     EVEN: tl.constexpr,
+    CHUNK: tl.constexpr,
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -220,21 +221,21 @@ def grouped_product(
 ):
     """A tile of outputs (with a gate, of each half), TOKENS tokens, and one of SPLITS ranges of their inputs."""
     DTYPE: tl.constexpr = x.dtype.element_ty
+    IN_PLACE: tl.constexpr = PLANES == "row" and FORMAT != "float8 product"
     WORDS: tl.constexpr = OUTPUTS * COLUMNS // (8 if FORMAT == "int4" else 1 if FORMAT == "float8 product" else 4)
     token_tiles = (num_tokens + TOKENS - 1) // TOKENS
     tile = tl.program_id(0) // token_tiles
     split = tl.program_id(1)
     row = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(0) % token_tiles * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, CHUNK)
     num_steps = (num_in + COLUMNS * PAIRS - 1) // (COLUMNS * PAIRS)
     begin = split * num_steps // SPLITS
     end = (split + 1) * num_steps // SPLITS
     halves = 2 if GATE != "" else 1
     stride = (halves * num_out + OUTPUTS - 1) // OUTPUTS * OUTPUTS
-    up_tiles = num_out // OUTPUTS
     words += tile.to(tl.int64) * (num_steps * PAIRS * WORDS)
-    up = words + up_tiles.to(tl.int64) * (num_steps * PAIRS * WORDS)
+    up_offset = (num_out // OUTPUTS).to(tl.int64) * (num_steps * PAIRS * WORDS)
     if USE_PDL:
         LINE: tl.constexpr = 128 // (words.dtype.element_ty.primitive_bitwidth // 8)
         ahead = begin * PAIRS * WORDS + tl.arange(0, PREFETCH_BYTES // 128) * LINE
@@ -242,15 +243,17 @@ def grouped_product(
         PREFETCH: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(PREFETCH, "=r,l", [(words + ahead).to(tl.int64, bitcast=True)], tl.int32, False, 1)
         if GATE != "":
-            tl.inline_asm_elementwise(PREFETCH, "=r,l", [(up + ahead).to(tl.int64, bitcast=True)], tl.int32, False, 1)
+            ahead += up_offset
+            tl.inline_asm_elementwise(
+                PREFETCH, "=r,l", [(words + ahead).to(tl.int64, bitcast=True)], tl.int32, False, 1
+            )
     wait_for_predecessor(USE_PDL)
     first_squares = load_squares(squares, token, num_squares, TOKENS, SCALED)
     acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-    word = tl.arange(0, WORDS)
+    word = tl.arange(0, WORDS * CHUNK // COLUMNS)
     plane = row
     up_plane = row
-    x_scale = token
     for step in tl.range(begin, end, num_stages=STAGES):
         if PLANES != "row":
             plane = tl.load(planes + step * stride + row)
@@ -258,22 +261,29 @@ def grouped_product(
                 up_plane = tl.load(planes + step * stride + num_out + row)
         for i in tl.static_range(PAIRS):
             group = step * PAIRS + i
-            columns = group * COLUMNS + column
-            valid = (token < num_tokens)[None, :]
-            if not EVEN:
-                valid = valid & (columns < num_in)[:, None]
-            xs = tl.load(x + token[None, :] * x_stride + columns[:, None], mask=valid, other=0.0)
+            scale, zero = _scale_and_zero(plane, i, PLANES, ZERO, SCALES)
+            up_scale, up_zero = _scale_and_zero(up_plane, i, PLANES, ZERO, SCALES)
+            part = acc if IN_PLACE else tl.zeros([OUTPUTS, TOKENS], tl.float32)
+            up_part = acc_up if IN_PLACE else tl.zeros([OUTPUTS, TOKENS], tl.float32)
+            for chunk in tl.static_range(COLUMNS // CHUNK):
+                columns = group * COLUMNS + chunk * CHUNK + column
+                valid = (token < num_tokens)[None, :]
+                if not EVEN:
+                    valid = valid & (columns < num_in)[:, None]
+                xs = tl.load(x + token[None, :] * x_stride + columns[:, None], mask=valid, other=0.0)
+                ptrs = words + group * WORDS + chunk * (WORDS * CHUNK // COLUMNS) + word
+                part = _dot(part, xs, ptrs, zero, FORMAT, CHUNK, DTYPE, NATIVE)
+                if GATE != "":
+                    up_part = _dot(up_part, xs, ptrs + up_offset, up_zero, FORMAT, CHUNK, DTYPE, NATIVE)
             if FORMAT == "float8 product":
                 x_scale = tl.load(x_scales + group * num_tokens + token, mask=token < num_tokens, other=0.0)
-            acc = _add_product(
-                acc, xs, x_scale, words + group * WORDS + word, plane, i,
-                FORMAT, PLANES, COLUMNS, ZERO, SCALES, DTYPE, NATIVE,
-            )  # fmt: skip
-            if GATE != "":
-                acc_up = _add_product(
-                    acc_up, xs, x_scale, up + group * WORDS + word, up_plane, i,
-                    FORMAT, PLANES, COLUMNS, ZERO, SCALES, DTYPE, NATIVE,
-                )  # fmt: skip
+                part *= x_scale[None, :]
+            if PLANES == "row":
+                acc = part if IN_PLACE else acc + part
+                acc_up = up_part
+            else:
+                acc += part * scale[:, None]
+                acc_up += up_part * up_scale[:, None]
     if PLANES == "row":
         acc *= tl.load(planes + row, mask=row < num_out, other=0.0)[:, None]
         if GATE != "":
@@ -300,7 +310,7 @@ def dequantise(words: Tensor, planes: Tensor, weight: Tensor, first: int, consta
         planes.stride(0),
         **constants,
         PAIRS=2 if constants["PLANES"] == "pair" else 1,
-        NATIVE=weight.dtype == torch.bfloat16 and weight.is_cuda,
+        NATIVE=weight.dtype == torch.bfloat16 and not INTERPRETED,
         num_warps=4,
     )
 
@@ -334,7 +344,7 @@ def _dequantise(
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [num_tokens, num_in] -> float8 in the words' order [num_tokens, num_in rounded up], scales [groups, num_tokens].
+    """x [num_tokens, num_in] -> float8 in the words' order, num_in rounded up, and scales [groups, num_tokens].
 
     Each FLOAT8_GROUP inputs of a token have a scale, of their largest magnitude.
     """

@@ -319,7 +319,9 @@ def finish_tile(
             for other_split in tl.static_range(SPLITS):
                 acc += tl.load(partial_sums + other_split * size + offsets, mask=mask, other=0.0, cache_modifier=".cg")
                 if GATE != "":
-                    acc_up += tl.load(up_sums + other_split * size + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+                    acc_up += tl.load(
+                        up_sums + other_split * size + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+                    )
             tl.store(counters + tile, 0)
     if is_last:
         if SCALED:

@@ -78,12 +78,14 @@ class GroupedTuning:
     tokens  of a program
     splits  programs that share a tile
     stages  steps in shared memory
+    chunk   inputs of a matrix instruction's operand in registers
     """
 
     tokens: int
     splits: int
     stages: int
     num_warps: int = 4
+    chunk: int = 64
 
 
 def supports_hopper(weight: Tensor) -> bool:
