@@ -150,6 +150,7 @@ STACK = {
     "_skinny_hopper": 48,
     "_prefill": 64,
     "_apply_filters": 24,
+    "grouped_product": 128,
 }
 """Bytes of a thread's stack, where some variants have any: for spilled registers, but of no inner loop."""
 

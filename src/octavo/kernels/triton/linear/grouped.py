@@ -314,7 +314,7 @@ class GroupedWeight:
             WITH_BIAS=bias is not None,
             WITH_RESIDUAL=residual is not None,
             WITH_NORM=norm is not None,
-            NATIVE=not INTERPRETED and out.dtype != torch.float16,
+            NATIVE=not INTERPRETED and x.dtype == torch.bfloat16,
             num_warps=tuning.num_warps,
             **pdl_options(x.device),
         )

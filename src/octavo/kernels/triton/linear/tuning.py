@@ -197,6 +197,7 @@ def grouped_tuning(num_out: int, num_steps: int, step_inputs: int, num_tokens: i
     tiles = cdiv(num_out, 128) * cdiv(num_tokens, tokens)
     max_programs = NUM_MULTIPROCESSORS * (3 if tokens == 16 else 2)
     splits = 1
-    while splits < 16 and 2 * splits * tiles <= max_programs and num_steps >= 4 * splits:
+    while splits < (16 if tokens == 16 else 4) and 2 * splits * tiles <= max_programs and num_steps >= 4 * splits:
         splits *= 2
-    return GroupedTuning(tokens, splits, stages=max(3, min(8, 1024 // step_inputs)))
+    stages = max(3, min(8, 1024 // step_inputs))
+    return GroupedTuning(tokens, splits, stages, chunk=64 if tokens == 16 else 32)
