@@ -131,7 +131,7 @@ def small_layer(
 
 
 def quantised() -> None:
-    """Each form, at each number of tokens that has a tile of its own; fused, and with x in float8 where a GPU has it."""
+    """Each form, for each tile of tokens; fused, by the library, and with x in float8 where a GPU has it."""
     for form in (
         GroupForm(4, 128, zero=8),
         GroupForm(4, 32, has_zeros=True),

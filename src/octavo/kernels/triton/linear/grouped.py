@@ -180,16 +180,16 @@ class GroupedWeight:
         if self.form.bits == 4:  # [rows, inputs / 32, lane, odd, step, half]
             words = self.words.view(len(self.words), -1, 4, 8, 4, 2, 2)[tile, :, block, line, :, rep, upper]
             values = words.unsqueeze(-1) >> torch.arange(0, 32, 4, device=words.device) & 15
-            values = values.unflatten(-1, (2, 2, 2)).permute(0, 1, 4, 5, 2, 3)
+            values = values.reshape(*words.shape, 2, 2, 2).permute(0, 1, 4, 5, 2, 3)
         else:  # [rows, inputs / 32, lane, step, odd, half]
             words = self.words.view(len(self.words), -1, 2, 4, 8, 4, 2, 2)[tile, :, rep, block, line, :, upper]
-            values = words.contiguous().view(torch.uint8).unflatten(-1, (2, 2, 2)).permute(0, 1, 3, 5, 2, 4)
+            values = words.contiguous().view(torch.uint8).reshape(*words.shape, 2, 2).permute(0, 1, 3, 5, 2, 4)
         values = values.reshape(len(indices), -1)
         wide = values.view(torch.float8_e4m3fn).float() if self.form.is_float else values.float() - self.form.zero
         if self.kind == "row":
             return (wide[:, : self.num_in] * self.planes[indices, None]).bfloat16()
         planes = self.planes[:, indices].T.contiguous()
-        wide = wide.unflatten(1, (-1, self.columns))
+        wide = wide.view(len(wide), -1, self.columns)
         if self.kind == "zero":
             wide += self.form.zero - (planes >> 16).unsqueeze(2)
             scales = planes.to(torch.int16).view(self.scales_dtype)  # the lower half
