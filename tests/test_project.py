@@ -148,6 +148,7 @@ COVERED_BY = {
     "cpu/sampling.py": "reference/test_sampling.py",
     "triton/launch.py": "triton/test_precompile.py",
     "triton/rope.py": "triton/kv/test_write.py",
+    "triton/linear/grouped_kernels.py": "triton/linear/test_grouped.py",
     "triton/linear/tuning.py": "triton/linear/test_skinny_hopper.py",
     "triton/attention/kv_tile.py": "triton/attention/test_paged_attention.py",
     "triton/attention/softmax.py": "triton/attention/test_paged_attention.py",

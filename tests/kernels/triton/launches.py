@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.integers import cdiv
+from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
@@ -129,6 +130,32 @@ def small_layer(
         ops.add_linear(residual, torch.empty(num_tokens, inner, dtype=dtype), *down, norm)
 
 
+def quantised() -> None:
+    """Each form, for each tile of tokens; fused, by the library, and with x in float8 where a GPU has it."""
+    for form in (
+        GroupForm(4, 128, zero=8),
+        GroupForm(4, 32, has_zeros=True),
+        GroupForm(8, 64, zero=128),
+        GroupForm(8, 1024, zero=128),
+        GroupForm(8, 128, is_float=True),
+        GroupForm(8, 1024, is_float=True),
+    ):
+        values = torch.zeros(512, 1024, dtype=torch.uint8)
+        scales = torch.empty(512, 1024 // form.group_size, dtype=F32 if form.is_float else F16)
+        zeros = torch.zeros(scales.shape, dtype=torch.uint8) if form.has_zeros else None
+        values = values.view(torch.float8_e4m3fn) if form.is_float else values
+        weight = ops.pack_groups(Groups(form, values, scales, zeros))
+        assert weight is not None
+        for num_tokens in (1, 17, 33, 200, 2000):
+            weight(torch.empty(num_tokens, 1024, dtype=BF16), None)
+            if num_tokens <= weight.max_small_batch_tokens:
+                residual = ops.make_normed_residual(torch.empty(num_tokens, 1024, dtype=BF16), torch.empty(1024))
+                weight.norm_linear(residual, 1e-5, torch.empty(512, dtype=BF16), "silu")
+                stream = ops.make_normed_residual(torch.empty(num_tokens, 512, dtype=BF16), torch.empty(512))
+                weight.add_linear(stream, residual.x, None, torch.empty(512))
+        weight(torch.empty(5, 1024, dtype=F16), None, float32_out=True)
+
+
 def norms_and_activations() -> None:
     for size, dtype in ((64, BF16), (4096, BF16), (896, F32)):
         x, weight = torch.empty(300, size, dtype=dtype), torch.empty(size, dtype=dtype)
@@ -197,9 +224,10 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     cascade,
     prefill,
     linear,
+    quantised,
     norms_and_activations,
     kv_copies,
     sampling,
 )
-TILED = (prefill, linear)
+TILED = (prefill, linear, quantised)
 """Those whose kernels need the most shared memory."""

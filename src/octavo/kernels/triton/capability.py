@@ -30,25 +30,28 @@ class KernelChoice:
     dependent_launch  a kernel may start while its predecessor runs; see `launch`
     shared_bytes      limit of a program's shared memory; tunings with more have fewer stages
     reason            for people: the kernels, and why
+    float8            it multiplies matrices of float8_e4m3fn
     """
 
     hopper: bool
     dependent_launch: bool
     shared_bytes: int
     reason: str
+    float8: bool
 
 
 def choose_kernels(capability: tuple[int, int] | None) -> KernelChoice:
     """The kernels for a compute capability; None: not on a GPU, but in Triton's interpreter."""
     if capability is None:
-        return KernelChoice(False, False, LARGE_SHARED, "portable kernels: no GPU")
+        return KernelChoice(False, False, LARGE_SHARED, "portable kernels: no GPU", True)
     name = "sm_{}{}".format(*capability)
     if capability == (9, 0):
-        return KernelChoice(True, True, LARGE_SHARED, f"Hopper's kernels: {name} has wgmma")
+        return KernelChoice(True, True, LARGE_SHARED, f"Hopper's kernels: {name} has wgmma", True)
     shared = {(8, 0): 163 << 10, (8, 7): 163 << 10}.get(
         capability, LARGE_SHARED if 9 <= capability[0] < 12 else 99 << 10
     )
-    return KernelChoice(False, capability >= (9, 0), shared, f"portable kernels: {name} has no wgmma")
+    portable = f"portable kernels: {name} has no wgmma"
+    return KernelChoice(False, capability >= (9, 0), shared, portable, capability >= (8, 9))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.kv.block_copy import block_copy
 from octavo.kernels.triton.kv.swap import swap_in, swap_out
 from octavo.kernels.triton.kv.write import kv_write, rope_kv_write
+from octavo.kernels.triton.linear.grouped import keeps_groups, pack_groups
 from octavo.kernels.triton.linear.skinny import add_linear, make_normed_residual, norm_linear, project_qkv
 from octavo.kernels.triton.linear.tuning import max_small_batch_tokens
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm

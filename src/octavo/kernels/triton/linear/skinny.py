@@ -117,7 +117,7 @@ def project_qkv(
 
 
 @functools.cache
-def _finished_counters(device: torch.device) -> Tensor:
+def finished_counters(device: torch.device) -> Tensor:
     """For each tile of rows, how many programs have stored their partial sums; zeros between launches."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
@@ -158,7 +158,7 @@ def _launch(
         weight,
         *or_placeholder(y, bias, squares, residual, norm, y, *(norm_outputs or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
-        _finished_counters(x.device),
+        finished_counters(x.device),
         num_tokens,
         num_out,
         num_in,
@@ -258,9 +258,7 @@ def _skinny(
         if GATE != "":
             _prefetch_weight(up_ptrs, begin, tl.minimum(end, num_in))
     wait_for_predecessor(USE_PDL)
-    part = tl.arange(0, SQUARES_PER_LOAD)
-    if SCALED:  # loaded early, used at the end
-        first_squares = tl.load(squares + part[:, None] * TOKENS + token, mask=(part < num_squares)[:, None], other=0.0)
+    first_squares = load_squares(squares, token, num_squares, TOKENS, SCALED)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):
@@ -278,21 +276,56 @@ def _skinny(
             else:
                 w = tl.load(up_ptrs + columns[None, :], mask=(columns < num_in)[None, :], other=0.0)
             acc_up = tl.dot(w, xs, acc_up, input_precision=PRECISION)
+    finish_tile(
+        acc, acc_up, first_squares, tile, split, row, token, bias, squares, residual, norm, y, weighted, out_squares,
+        partial_sums, counters, num_tokens, num_out, num_in, num_out, num_squares, eps,
+        TOKENS, SPLITS, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_squares(squares, token, num_squares, TOKENS: tl.constexpr, SCALED: tl.constexpr):
+    """The first parts of the sums of squares: loaded early, used by `finish_tile`."""
+    part = tl.arange(0, SQUARES_PER_LOAD)
+    mask = (part < num_squares)[:, None]
+    return tl.load(squares + part[:, None] * TOKENS + token, mask=mask, other=0.0) if SCALED else mask
+
+
+@triton.jit
+def finish_tile(
+    acc, acc_up, first_squares, tile, split, row, token, bias, squares, residual, norm, y, weighted, out_squares,
+    partial_sums, counters, num_tokens, num_out, num_in, y_stride, num_squares, eps,
+    TOKENS: tl.constexpr, SPLITS: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, WITH_BIAS: tl.constexpr,
+    WITH_RESIDUAL: tl.constexpr, WITH_NORM: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of all splits, apply scale, bias, gate, residual and norm, and store: the last program of a tile.
+
+    acc, acc_up  [rows, tokens], this split's sums; acc_up only with a gate
+    """
     mask = (row < num_out)[:, None] & (token < num_tokens)[None, :]
     offsets = token[None, :] * num_out + row[:, None]
     is_last = True
     if SPLITS > 1:
         size = num_tokens * num_out
+        up_sums = partial_sums + SPLITS * size
         tl.store(partial_sums + split * size + offsets, acc, mask=mask)
+        if GATE != "":
+            tl.store(up_sums + split * size + offsets, acc_up, mask=mask)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
-            acc = tl.zeros([ROWS, TOKENS], tl.float32)
+            acc = tl.zeros_like(acc)
+            acc_up = tl.zeros_like(acc_up)
             for other_split in tl.static_range(SPLITS):
                 acc += tl.load(partial_sums + other_split * size + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+                if GATE != "":
+                    acc_up += tl.load(
+                        up_sums + other_split * size + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+                    )
             tl.store(counters + tile, 0)
     if is_last:
         if SCALED:
+            part = tl.arange(0, SQUARES_PER_LOAD)
             total = tl.sum(first_squares, 0)
             for base in range(SQUARES_PER_LOAD, num_squares, SQUARES_PER_LOAD):
                 valid = (base + part < num_squares)[:, None]
@@ -311,7 +344,7 @@ def _skinny(
         if WITH_RESIDUAL:
             acc += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = acc.to(y.dtype.element_ty)
-        tl.store(y + offsets, rounded, mask=mask)
+        tl.store(y + token[None, :] * y_stride + row[:, None], rounded, mask=mask)
         if WITH_NORM:
             wide = tl.where(mask, rounded.to(tl.float32), 0.0)
             tl.store(out_squares + tile * TOKENS + token, tl.sum(wide * wide, 0))

@@ -27,6 +27,13 @@ NUM_MULTIPROCESSORS = 132
 QKV_HEAD_DIMS = (64, 128)
 """Head sizes that `qkv_hopper` supports: the rows of a tile."""
 
+MAX_SMALL_BATCH_GROUPED = 32
+"""Up to so many tokens the fused products of a quantised weight are faster than separate operations."""
+MAX_ROWS_16_BITS = 64
+"""Up to so many rows a product with a float8 weight keeps x in 16 bits; with more, x is rounded to float8, too."""
+MIN_ROWS_CUBLAS = 1024
+"""From so many rows on, an integer weight is dequantised for the library's product."""
+
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTuning:
@@ -62,6 +69,23 @@ class HopperTuning:
 
 
 Tuning = SkinnyTuning | HopperTuning
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTuning:
+    """Launch parameters of a quantised weight's product.
+
+    tokens  of a program
+    splits  programs that share a tile
+    stages  steps in shared memory
+    chunk   inputs of a matrix instruction's operand in registers
+    """
+
+    tokens: int
+    splits: int
+    stages: int
+    num_warps: int = 4
+    chunk: int = 64
 
 
 def supports_hopper(weight: Tensor) -> bool:
@@ -165,3 +189,15 @@ def qkv_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) -> H
         columns, stages = (128, 4) if num_in // splits >= 512 else (64, 8)
         return HopperTuning(head_dim, columns, splits, stages)
     return HopperTuning(head_dim, 128, splits, max(2, min(4, cdiv(num_in, 128 * splits))), registers=232)
+
+
+def grouped_tuning(num_out: int, num_steps: int, step_inputs: int, num_tokens: int) -> GroupedTuning:
+    """num_out: with a gate, of a half. num_steps: of step_inputs each."""
+    tokens = min(padded_tokens(num_tokens), TILE_TOKENS)
+    tiles = cdiv(num_out, 128) * cdiv(num_tokens, tokens)
+    max_programs = NUM_MULTIPROCESSORS * (3 if tokens == 16 else 2)
+    splits = 1
+    while splits < (16 if tokens == 16 else 4) and 2 * splits * tiles <= max_programs and num_steps >= 4 * splits:
+        splits *= 2
+    stages = max(3, min(8, 1024 // step_inputs))
+    return GroupedTuning(tokens, splits, stages, chunk=64 if tokens == 16 else 32)

@@ -1,0 +1,345 @@
+"""Products with quantised weights on a GPU, checked, then compared with bfloat16.
+
+    PYTHONPATH=src python benchmarks/kernels/bench_grouped.py [--sweep] [--rows 1,16,256] [--seconds N]
+
+Microseconds, from replays of a CUDA graph over so many weights that none is found in the cache. Shapes are those of
+Llama-3-8B: 32 layers and the head. `bf16` is cuBLAS, `ours` the project's own product of small batches, and `e4m3` the
+library's float8 product with one scale for each row of x and of the weight, without rounding x. `fp8` keeps x in 16
+bits; `fp8 e4m3 x` rounds x, too. GB/s up to 64 rows, TFLOP/s for more, and how many times as fast as bf16.
+
+--sweep    time many tunings of each product, and print the fastest, from which `grouped_tuning` was chosen
+--seconds  stop a sweep after so many
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.integers import cdiv
+from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.triton import precompile
+from octavo.kernels.triton.linear import tuning
+from octavo.kernels.triton.linear.grouped import GroupedWeight, pack_groups
+from octavo.kernels.triton.linear.grouped_kernels import quantise
+from octavo.kernels.triton.linear.skinny import make_normed_residual, norm_linear
+from octavo.kernels.triton.linear.tuning import GroupedTuning
+
+SHAPES = {
+    "qkv": (6144, 4096),
+    "out": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+NUM_LAYERS = 32
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
+FORMS = {
+    "int4": GroupForm(4, 128, zero=8),
+    "int4 zeros": GroupForm(4, 128, has_zeros=True),
+    "int4 g32": GroupForm(4, 32, zero=8),
+    "int8": GroupForm(8, 128, zero=128),
+    "fp8": GroupForm(8, 128, is_float=True),
+}
+BEYOND_CACHE = 160 << 20
+CALLS = 24
+Call = Callable[[Any], object]
+DRY: list[bool] = []
+"""Not empty: kernels are listed, and none is launched."""
+
+
+def make_groups(form: GroupForm, num_out: int, num_in: int) -> Groups:
+    shape, size = (num_out, num_in // form.group_size), (num_out, num_in)
+    if form.is_float:
+        values = torch.randn(size, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    else:
+        values = torch.randint(0, 1 << form.bits, size, device="cuda", dtype=torch.uint8)
+    zeros = torch.randint(0, 1 << form.bits, shape, device="cuda", dtype=torch.uint8) if form.has_zeros else None
+    scales = torch.rand(shape, device="cuda") / 64 + 0.001
+    return Groups(form, values, scales if form.is_float else scales.bfloat16(), zeros)
+
+
+def norm_error(y: Tensor, expected: Tensor) -> float:
+    return float((y.float() - expected).norm() / expected.norm())
+
+
+def by_float8(weight: GroupedWeight, tuned: GroupedTuning | None = None) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        y = torch.empty(len(x), weight.num_out, dtype=x.dtype, device=x.device)
+        weight._launch(*quantise(x), None, out=y, tuning=tuned)
+        return y
+
+    return run
+
+
+def in_16_bits(weight: GroupedWeight, tuned: GroupedTuning | None = None) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        y = torch.empty(len(x), weight.num_out, dtype=x.dtype, device=x.device)
+        weight._launch(x, None, None, out=y, tuning=tuned)
+        return y
+
+    return run
+
+
+def check() -> bool:
+    """Every kernel against float32; the largest errors of each form."""
+    good = True
+    for name, form in [
+        *FORMS.items(),
+        ("int8 row", GroupForm(8, 896, zero=128)),
+        ("fp8 row", GroupForm(8, 896, is_float=True)),
+    ]:
+        errors: dict[str, float] = {}
+        for num_out, num_in in ((1000, 896), (512, 896)):
+            groups = make_groups(form, num_out, num_in)
+            weight, wide = pack_groups(groups), groups.dequantised()
+            assert weight is not None
+            exact = [torch.equal(weight.gather_rows(torch.arange(300, device="cuda")), wide[:300].bfloat16())]
+            exact.append(norm_error(weight.dequantised(0, num_out, torch.bfloat16), wide.bfloat16().float()) == 0)
+            for rows, dtype in itertools.product((1, 9, 16, 33, 64, 100, 300), (torch.bfloat16, torch.float16)):
+                x = torch.randn(rows, num_in, device="cuda").to(dtype)
+                expected = x.float() @ wide.T
+                results = {
+                    f"16 {dtype}"[:12]: in_16_bits(weight)(x),
+                    "cublas": weight._by_cublas(x, None, torch.empty_like(expected, dtype=dtype)),
+                }
+                if form.is_float:
+                    results["e4m3 x"] = by_float8(weight)(x)
+                if rows <= tuning.MAX_SMALL_BATCH_GROUPED and dtype == torch.bfloat16:
+                    residual = make_normed_residual(x, torch.ones(num_in, device="cuda", dtype=dtype))
+                    normed = residual.x.float() * residual.scale(1e-6)
+                    gate, up = (normed @ wide.T).chunk(2, 1)
+                    expected_gate, y = F.silu(gate) * up, weight.norm_linear(residual, 1e-6, None, "silu")
+                    errors["gate"] = max(errors.get("gate", 0), norm_error(y, expected_gate))
+                    stream = make_normed_residual(
+                        torch.randn_like(expected).to(dtype), torch.ones(num_out, device="cuda", dtype=dtype)
+                    )
+                    added = weight.add_linear(stream, x, None, torch.ones(num_out, device="cuda", dtype=dtype))
+                    errors["add"] = max(errors.get("add", 0), norm_error(added.x, expected + stream.x.float()))
+                for key, y in results.items():
+                    errors[key] = max(errors.get(key, 0), norm_error(y, expected))
+        right = all(exact) and all(error < (0.035 if key == "e4m3 x" else 0.006) for key, error in errors.items())
+        good &= right
+        print(
+            f"{'right' if right else 'WRONG':<6}{name:<12}",
+            exact,
+            {k: f"{e:.1e}" for k, e in errors.items()},
+            flush=True,
+        )
+    x = torch.randn(64, 4096, device="cuda").bfloat16()
+    square = pack_groups(make_groups(FORMS["int4"], 4096, 4096))
+    assert square is not None
+    same = [torch.equal(in_16_bits(square)(x[:n])[:1], in_16_bits(square)(x[:1])) for n in (2, 17, 64)]
+    print("a row has the same bits alone and with 1, 16, 63 others:", same)
+    return good
+
+
+def graph_us(run: Call, weights: list[Any], calls: int = CALLS) -> float:
+    """Microseconds of a call."""
+    run(weights[0])
+    if DRY:
+        return 1.0
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            run(weights[i % len(weights)])
+    best = float("inf")
+    for _ in range(4):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3)
+    return best / calls
+
+
+def copies(weight: Any) -> list[Any]:
+    """So many weights that they do not fit into the cache; their contents do not matter."""
+    num = 1 if DRY else min(CALLS, cdiv(BEYOND_CACHE, weight.nbytes))
+    if isinstance(weight, Tensor):
+        return [weight] + [weight.clone() for _ in range(num - 1)]
+    fields = {name: getattr(weight, name) for name in weight.__dataclass_fields__}
+    return [weight] + [
+        GroupedWeight(**fields | {"words": weight.words.clone(), "planes": weight.planes.clone()})
+        for _ in range(num - 1)
+    ]
+
+
+VARIANTS = ("bf16", "ours", "e4m3", *FORMS, "fp8 e4m3 x", "int4 cublas")
+
+
+def make_call(name: str, x: Tensor, weight: Any) -> Call | None:
+    """A product with such a weight; None where there is none, or where it is of no interest."""
+    n = len(x)
+    if name == "bf16":
+        return lambda w: F.linear(x, w)
+    if name == "ours":
+        residual = NormedResidual(x, x, torch.ones(32, tuning.padded_tokens(n), device="cuda"))
+        few = n <= tuning.max_small_batch_tokens(weight)
+        return (lambda w: norm_linear(residual, 1e-6, w)) if few else None
+    if name == "e4m3":
+        rounded, scale = x.to(torch.float8_e4m3fn), torch.ones(n, 1, device="cuda")
+        scales = torch.ones(1, len(weight), device="cuda")
+        few = n < 16 or DRY
+        return None if few else lambda w: torch._scaled_mm(rounded, w.T, scale, scales, out_dtype=torch.bfloat16)
+    if name == "fp8 e4m3 x":
+        return (lambda w: by_float8(w)(x)) if n >= 16 else None
+    if name == "int4 cublas":
+        y = x.new_empty(n, weight.num_out)
+        return (lambda w: w._by_cublas(x, None, y)) if n >= 256 else None
+    return lambda w: in_16_bits(w)(x)
+
+
+def timings(rows: tuple[int, ...]) -> None:
+    totals: dict[tuple[str, int], float] = {}
+    for (shape, (num_out, num_in)), name in itertools.product(SHAPES.items(), VARIANTS):
+        if shape == "head" and name not in ("bf16", "int4", "fp8"):
+            continue
+        form = FORMS.get(name.removesuffix(" e4m3 x").removesuffix(" cublas"))
+        weight: Any
+        if form is None:
+            weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
+            weight = weight.to(torch.float8_e4m3fn) if name == "e4m3" else weight
+        else:
+            weight = pack_groups(make_groups(form, num_out, num_in))
+        if name == "bf16":
+            base: dict[int, float] = {}
+            print(f"\n{shape} {num_out} x {num_in}\n{'':<12}" + "".join(f"{n:>20}" for n in rows), flush=True)
+        weights, line = copies(weight), f"{name:<12}"
+        for n in rows:
+            call = make_call(name, torch.randn(n, num_in, device="cuda").bfloat16(), weight)
+            if call is None or (shape == "head" and n > 256):
+                line += " " * 20
+                continue
+            try:
+                us = graph_us(call, weights, CALLS if n < 2048 else 6)
+            except Exception as error:
+                line += f"{type(error).__name__[:19]:>20}"
+                continue
+            base.setdefault(n, us)
+            rate = weight.nbytes / us / 1e3 if n <= 64 else 2 * n * num_out * num_in / us / 1e6
+            line += f"{us:>8.1f}{rate:>5.0f}{'G' if n <= 64 else 'T'}{base[n] / us:>5.2f}x"
+            key = f"{name} head" if shape == "head" else name
+            totals[key, n] = totals.get((key, n), 0) + us * (1 if shape == "head" else NUM_LAYERS) / 1e3
+        print(line, flush=True)
+        del weights
+    print(f"\nms of {NUM_LAYERS} layers, and of the head\n{'':<12}" + "".join(f"{n:>9}" for n in rows))
+    for name in dict.fromkeys(name for name, _ in totals):
+        print(f"{name:<12}" + "".join(f"{totals[name, n]:>9.3f}" if (name, n) in totals else " " * 9 for n in rows))
+
+
+def fused(rows: tuple[int, ...]) -> None:
+    """The four products of a layer, fused with norms, gate and sums, one after another: ms of all layers."""
+    print(f"\nfused products, ms of {NUM_LAYERS} layers\n{'':<12}" + "".join(f"{n:>9}" for n in rows))
+    for name, form in FORMS.items():
+        layers = []
+        for _ in range(4):
+            packed = [pack_groups(make_groups(form, *SHAPES[part])) for part in ("qkv", "out", "gate_up", "down")]
+            layers.append(packed)
+        line, norm = f"{name:<12}", torch.ones(4096, device="cuda").bfloat16()
+        for n in rows:
+            if n > tuning.MAX_SMALL_BATCH_GROUPED:
+                continue
+            x = torch.randn(n, 4096, device="cuda").bfloat16() / 64
+
+            def step(layer: Any, x: Tensor = x, norm: Tensor = norm) -> None:
+                qkv, out, gate_up, down = layer
+                residual = make_normed_residual(x, norm)
+                attended = qkv.norm_linear(residual, 1e-6)[:, :4096]
+                residual = out.add_linear(residual, attended, None, norm)
+                down.add_linear(residual, gate_up.norm_linear(residual, 1e-6, None, "silu"), None, norm)
+
+            line += f"{graph_us(step, layers) * NUM_LAYERS / 1e3:>9.3f}"
+        print(line, flush=True)
+
+
+def tunings(num_out: int, steps: int, rows: int) -> Iterator[GroupedTuning]:
+    tokens = min(tuning.padded_tokens(rows), 64)
+    for splits, stages, chunk in itertools.product((1, 2, 4, 8, 16), (2, 3, 4, 6), (32, 64, 128)):
+        programs = cdiv(num_out, 128) * cdiv(rows, tokens) * splits
+        usual = steps >= splits and (splits == 1 or programs <= 1100) and (programs >= 60 or splits == 16)
+        if usual and (chunk != 32 if tokens == 16 else chunk != 128 or stages == 3) and (stages <= 4 or tokens < 64):
+            yield GroupedTuning(tokens, splits, stages, 4, chunk)
+            if rows >= 128 and splits <= 2 and chunk == 64:
+                yield GroupedTuning(128, splits, stages, 8, chunk)
+
+
+def compile_all(*passes: Callable[[], object]) -> None:
+    """Compile in parallel what the passes launch."""
+    begin = time.monotonic()
+    DRY.append(True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        lines = precompile.list_kernels(*passes)
+    DRY.clear()
+    compilers = precompile.CompilerPool(len(os.sched_getaffinity(0)))
+    print(
+        f"{compilers.compile(lines)} of {len(lines)} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True
+    )
+    compilers.close()
+
+
+def sweep(rows: tuple[int, ...], seconds: float) -> None:
+    end = time.monotonic() + (1e9 if DRY else seconds)
+    kinds = {
+        "int4": (FORMS["int4"], in_16_bits),
+        "fp8": (FORMS["fp8"], in_16_bits),
+        "fp8 e4m3 x": (FORMS["fp8"], by_float8),
+    }
+    for n, (name, (form, variant)) in itertools.product(rows, kinds.items()):
+        if (n < 64) if name == "fp8 e4m3 x" else (name == "fp8" and n > 64):
+            continue
+        for shape in ("qkv", "out", "gate_up", "down"):
+            num_out, num_in = SHAPES[shape]
+            packed = pack_groups(make_groups(form, num_out, num_in))
+            assert packed is not None
+            weights, x, timed = copies(packed), torch.randn(n, num_in, device="cuda").bfloat16(), []
+            default = graph_us(lambda w, x=x, v=variant: v(w)(x), weights, 12)
+            for tuned in tunings(num_out, num_in // 256, n):
+                if time.monotonic() > end:
+                    print("time is over")
+                    return
+                try:
+                    timed.append((graph_us(lambda w, x=x, v=variant, t=tuned: v(w, t)(x), weights, 12), tuned))
+                except Exception as error:
+                    print(tuned, repr(error)[:90])
+            timed.sort(key=lambda pair: pair[0])
+            best = "".join(
+                f" | {us:.1f} n{t.tokens} s{t.splits} st{t.stages} w{t.num_warps} c{t.chunk}" for us, t in timed[:5]
+            )
+            print(f"{n:>5} {name:<11}{shape:<8} default {default:.1f}{best}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
+    parser.add_argument("--seconds", type=float, default=200)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    print(torch.cuda.get_device_name())
+    passes: list[Callable[[], object]] = [lambda: fused(args.rows), lambda: timings(args.rows)]
+    if args.sweep:
+        passes = [lambda: sweep(args.rows, args.seconds)]
+    compile_all(check, *passes)
+    good = check()
+    for timed in passes:
+        timed()
+    print("all right" if good else "SOMETHING IS WRONG")
+
+
+if __name__ == "__main__":
+    main()

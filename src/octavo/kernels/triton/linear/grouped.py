@@ -1,0 +1,321 @@
+"""Products with quantised weights: few numbers are read, and turned into the model's dtype in registers.
+
+    form                           up to a limit of rows     more rows
+    4 bits, 8 bits                 `_grouped`                `_dequantise` a part of the weight, cuBLAS
+    float8_e4m3fn, on Hopper, Ada  `_grouped`                x in float8, too: `_quantise`, `_grouped`
+    float8_e4m3fn, elsewhere       `_grouped`                as 4 bits
+
+A value less its zero is exact in bfloat16 and float16. A group's scale multiplies the sum over its inputs, in float32.
+
+The weight is stored in the order in which the matrix instructions hold it in registers, so that a thread reads 16 bytes
+and uses them itself. A tile has 128 outputs and 32 inputs; a 32-bit word has values of one output:
+
+    output  64 * rep + 16 * block + 8 * upper + line
+    input   16 * step + 8 * half + 2 * lane + odd
+    4 bits  words [block 4, line 8, lane 4, rep 2, upper 2], values in a word [odd 2, step 2, half 2]
+    8 bits  words [rep 2, block 4, line 8, lane 4, upper 2, step 2], values in a word [odd 2, half 2]
+
+Inputs in float8 are stored in the words' order: the product of two float8 matrices then needs no other layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.integers import cdiv
+from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference import split_heads
+from octavo.kernels.reference.norms import Gate, NormedResidual
+from octavo.kernels.triton.activation import gelu_mul, silu_mul
+from octavo.kernels.triton.capability import kernels_for
+from octavo.kernels.triton.kv.write import rope_kv_write
+from octavo.kernels.triton.launch import or_placeholder, pdl_options
+from octavo.kernels.triton.linear.grouped_kernels import (
+    FLOAT8_GROUP,
+    INTERPRETED,
+    TILE_OUTPUTS,
+    dequantise,
+    grouped_product,
+    quantise,
+)
+from octavo.kernels.triton.linear.skinny import finished_counters
+from octavo.kernels.triton.linear.tuning import (
+    MAX_ROWS_16_BITS,
+    MAX_SMALL_BATCH_GROUPED,
+    MIN_ROWS_CUBLAS,
+    GroupedTuning,
+    grouped_tuning,
+)
+
+GROUP_SIZES = (32, 64, 128)
+CUBLAS_WEIGHT_BYTES = 64 << 20
+"""Of a dequantised part of a weight."""
+
+
+def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
+    """True if `pack_groups` packs such a weight for a model of this dtype."""
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and form.bits in (4, 8)
+        and not (form.has_minima or form.is_nested)
+        and (form.group_size in GROUP_SIZES or form.group_size == num_in)
+        and num_in % 32 == 0
+    )
+
+
+def pack_groups(groups: Groups) -> GroupedWeight | None:
+    """The weight for products in bfloat16 or float16; None if `keeps_groups` does not name its form, or for its scales.
+
+    Scales have 16 bits, or 32 bits and their groups no zeros.
+    """
+    form, (num_out, num_in) = groups.form, groups.shape
+    scales, zeros = groups.scales.float() if form.is_float else groups.scales, groups.zeros
+    if not keeps_groups(form, num_in, torch.bfloat16) or (zeros is not None and scales.itemsize != 2):
+        return None
+    size = form.group_size
+    if zeros is not None and size not in GROUP_SIZES:  # one group: repeated, so that there are several
+        size = next(s for s in reversed(GROUP_SIZES) if num_in % s == 0)
+        scales, zeros = (plane.repeat_interleave(num_in // size, 1) for plane in (scales, zeros))
+    by_row = size not in GROUP_SIZES
+    paired = zeros is None and scales.itemsize == 2 and not by_row
+    columns = 128 if by_row else size
+    rows, width = cdiv(num_out, TILE_OUTPUTS) * TILE_OUTPUTS, columns * (2 if paired else 1)
+    width = cdiv(num_in, width) * width
+
+    def padded(plane: Tensor, num: int) -> Tensor:
+        return F.pad(plane, (0, num - plane.shape[1], 0, rows - num_out))
+
+    values = padded(groups.values.view(torch.uint8), width)
+    values = values.view(-1, 2, 4, 2, 8, width // 32, 2, 2, 4, 2)  # tile, rep, block, upper, line; inputs, step, ...
+    if form.bits == 4:
+        low, high = values.permute(0, 5, 2, 4, 8, 1, 3, 9, 6, 7).unbind(-1)
+        values = low | high << 4
+    else:
+        values = values.permute(0, 5, 1, 2, 4, 8, 3, 6, 9, 7)
+    words = values.reshape(rows // TILE_OUTPUTS, -1).view(torch.int32)
+    if by_row:
+        planes = scales.float().view(-1).contiguous()
+    elif paired:
+        planes = padded(scales, width // columns).view(torch.int32).T.contiguous()
+    elif zeros is not None:
+        bits = padded(scales, width // columns).view(torch.int16).int() & 0xFFFF
+        planes = (bits | padded(zeros, width // columns).int() << 16).T.contiguous()
+    else:
+        planes = padded(scales.float(), width // columns).view(torch.int32).T.contiguous()
+    kind = "row" if by_row else "pair" if paired else "zero" if zeros is not None else "wide"
+    return GroupedWeight(form, num_out, num_in, words, planes, kind, columns, scales.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A quantised weight [num_out, num_in] on a GPU, and its products.
+
+    words    [tiles, words of a tile's columns] int32, see above
+    planes   what each group or pair of groups of an output has, [groups or pairs, outputs] int32, or [num_out] float32
+    kind     of the planes:
+             row   one group: scales in float32
+             pair  the scales of two groups
+             zero  a scale, and a zero in the upper half
+             wide  a scale in float32
+    columns  inputs of a group; with one group, inputs of a step
+    """
+
+    form: GroupForm
+    num_out: int
+    num_in: int
+    words: Tensor
+    planes: Tensor
+    kind: str
+    columns: int
+    scales_dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.planes.nbytes
+
+    @property
+    def format(self) -> str:
+        return "float8" if self.form.is_float else f"int{self.form.bits}"
+
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        *,
+        float32_out: bool = False,
+        out: Tensor | None = None,
+        tuning: GroupedTuning | None = None,
+    ) -> Tensor:
+        """x @ weight.T + bias; x [num_rows, num_in] -> [num_rows, num_out] in x's dtype, float32 if `float32_out`.
+
+        out  rows of it may be further apart than num_out; written and returned
+        """
+        num_rows = len(x)
+        if out is None:
+            out = torch.empty(num_rows, self.num_out, dtype=torch.float32 if float32_out else x.dtype, device=x.device)
+        if self.form.is_float and self.columns == FLOAT8_GROUP and kernels_for(x.device).float8:
+            if num_rows > MAX_ROWS_16_BITS:
+                self._launch(*quantise(x), bias, out=out, tuning=tuning)
+                return out
+        elif num_rows >= MIN_ROWS_CUBLAS and not float32_out:
+            return self._by_cublas(x, bias, out)
+        self._launch(x, None, bias, out=out, tuning=tuning)
+        return out
+
+    def dequantised(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Outputs [first, last) of the weight, rounded to dtype; first is a multiple of 128."""
+        weight = torch.empty(last - first, self.num_in, dtype=dtype, device=self.words.device)
+        dequantise(self.words, self.planes, weight, first, self.constants())
+        return weight
+
+    def gather_rows(self, indices: Tensor) -> Tensor:
+        """weight[indices], [num_indices, num_in] in bfloat16."""
+        tile, rep, block = indices // 128, indices // 64 % 2, indices // 16 % 4
+        upper, line = indices // 8 % 2, indices % 8
+        if self.form.bits == 4:  # [rows, inputs / 32, lane, odd, step, half]
+            words = self.words.view(len(self.words), -1, 4, 8, 4, 2, 2)[tile, :, block, line, :, rep, upper]
+            values = words.unsqueeze(-1) >> torch.arange(0, 32, 4, device=words.device) & 15
+            values = values.reshape(*words.shape, 2, 2, 2).permute(0, 1, 4, 5, 2, 3)
+        else:  # [rows, inputs / 32, lane, step, odd, half]
+            words = self.words.view(len(self.words), -1, 2, 4, 8, 4, 2, 2)[tile, :, rep, block, line, :, upper]
+            values = words.contiguous().view(torch.uint8).reshape(*words.shape, 2, 2).permute(0, 1, 3, 5, 2, 4)
+        values = values.reshape(len(indices), -1)
+        wide = values.view(torch.float8_e4m3fn).float() if self.form.is_float else values.float() - self.form.zero
+        if self.kind == "row":
+            return (wide[:, : self.num_in] * self.planes[indices, None]).bfloat16()
+        planes = self.planes[:, indices].T.contiguous()
+        wide = wide.view(len(wide), -1, self.columns)
+        if self.kind == "zero":
+            wide += self.form.zero - (planes >> 16).unsqueeze(2)
+            scales = planes.to(torch.int16).view(self.scales_dtype)  # the lower half
+        else:
+            scales = planes.view(self.scales_dtype if self.kind == "pair" else torch.float32)
+        return (wide * scales.float().unsqueeze(2)).bfloat16().flatten(1)[:, : self.num_in]
+
+    # -- small-batch path, see `skinny` --------------------------------------------------------------------------------
+
+    @property
+    def max_small_batch_tokens(self) -> int:
+        return MAX_SMALL_BATCH_GROUPED
+
+    def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """`reference.norm_linear` for at most `max_small_batch_tokens`."""
+        if gate and self.num_out % (2 * TILE_OUTPUTS) != 0:
+            y = self.norm_linear(residual, eps, bias)
+            return silu_mul(y) if gate == "silu" else gelu_mul(y)
+        y = residual.x.new_empty(len(residual.x), self.num_out // (2 if gate else 1))
+        self._launch(residual.weighted, None, bias, gate, out=y, squares=residual.squares, eps=eps)
+        return y
+
+    def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
+        """`reference.add_linear` for at most `max_small_batch_tokens`."""
+        y = torch.empty_like(residual.x)
+        norm_outputs = self._launch(x, None, bias, out=y, residual=residual.x, norm=norm)
+        assert norm_outputs is not None
+        return NormedResidual(y, *norm_outputs)
+
+    def project_qkv(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        bias: Tensor | None,
+        kv_layer: Tensor,
+        batch: RaggedBatch,
+        cos_sin: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 0.0,
+    ) -> Tensor:
+        """`reference.project_qkv` for at most `max_small_batch_tokens`."""
+        q, k, v = split_heads(self.norm_linear(residual, eps, bias), kv_layer)
+        return rope_kv_write(
+            q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
+        )
+
+    # -- launches ------------------------------------------------------------------------------------------------------
+
+    def constants(self) -> dict[str, object]:
+        """What the kernels know of the weight when they are compiled."""
+        return {
+            "FORMAT": self.format,
+            "PLANES": self.kind,
+            "COLUMNS": self.columns,
+            "ZERO": self.form.zero,
+            "SCALES": "bfloat16" if self.scales_dtype == torch.bfloat16 else "float16",
+        }
+
+    def _by_cublas(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        step = max(CUBLAS_WEIGHT_BYTES // (2 * self.num_in * TILE_OUTPUTS), 1) * TILE_OUTPUTS
+        for first in range(0, self.num_out, step):
+            last = min(first + step, self.num_out)
+            weight = self.dequantised(first, last, x.dtype)
+            out[:, first:last] = F.linear(x, weight, None if bias is None else bias[first:last])
+        return out
+
+    def _launch(
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        bias: Tensor | None,
+        gate: Gate = "",
+        *,
+        out: Tensor,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+        tuning: GroupedTuning | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Writes out; with a norm -> (weighted, squares). Launches on a device must not overlap, see `skinny`."""
+        num_tokens, num_out = len(x), self.num_out // (2 if gate else 1)
+        pairs = 2 if self.kind == "pair" else 1
+        step_inputs = self.columns * pairs
+        tuning = tuning or grouped_tuning(num_out, cdiv(self.num_in, step_inputs), step_inputs, num_tokens)
+        tiles, token_tiles = cdiv(num_out, TILE_OUTPUTS), cdiv(num_tokens, tuning.tokens)
+        norm_outputs = None
+        if norm is not None:
+            assert token_tiles == 1
+            norm_outputs = torch.empty_like(out), out.new_empty(tiles, tuning.tokens, dtype=torch.float32)
+        num_sums = tuning.splits * num_tokens * self.num_out if tuning.splits > 1 else 0
+        bits = TILE_OUTPUTS * self.form.bits * (2 if gate else 1) + tuning.tokens * x.itemsize * 8
+        stage_bytes = bits // 8 * step_inputs + 1024
+        stages = max(1, min(tuning.stages, kernels_for(x.device).shared_bytes // stage_bytes))
+        grouped_product[(token_tiles * tiles, tuning.splits)](
+            x,
+            self.words.view(torch.float8_e4m3fn) if x_scales is not None else self.words,
+            self.planes,
+            *or_placeholder(out, x_scales, bias, squares, residual, norm),
+            out,
+            *or_placeholder(out, *(norm_outputs or (None, None))),
+            torch.empty(num_sums, dtype=torch.float32, device=x.device),
+            finished_counters(x.device),
+            num_tokens,
+            num_out,
+            self.num_in,
+            x.stride(0),
+            out.stride(0),
+            0 if squares is None else len(squares),
+            eps,
+            **self.constants() | ({"FORMAT": "float8 product"} if x_scales is not None else {}),
+            EVEN=x.shape[1] % step_inputs == 0,
+            CHUNK=min(tuning.chunk, self.columns),
+            PAIRS=pairs,
+            TOKENS=tuning.tokens,
+            SPLITS=tuning.splits,
+            STAGES=stages,
+            GATE=gate,
+            SCALED=squares is not None,
+            WITH_BIAS=bias is not None,
+            WITH_RESIDUAL=residual is not None,
+            WITH_NORM=norm is not None,
+            NATIVE=not INTERPRETED and x.dtype == torch.bfloat16,
+            num_warps=tuning.num_warps,
+            **pdl_options(x.device),
+        )
+        return norm_outputs

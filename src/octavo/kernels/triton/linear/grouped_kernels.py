@@ -1,0 +1,374 @@
+"""The kernels of `grouped`, which also describes the order of a weight's words."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.integers import cdiv
+from octavo.kernels.triton.launch import pdl_options, wait_for_predecessor
+from octavo.kernels.triton.linear.skinny import finish_tile, load_squares
+
+TILE_OUTPUTS = 128
+OUTPUTS = tl.constexpr(TILE_OUTPUTS)
+FLOAT8_GROUP = 128
+"""Inputs of a token that share a scale, where x is quantised."""
+GROUP = tl.constexpr(FLOAT8_GROUP)
+MAX_FLOAT8 = tl.constexpr(448.0)
+GROUPS_PER_PROGRAM = tl.constexpr(8)
+INTERPRETED = triton.knobs.runtime.interpret
+"""Triton's interpreter has no assembler."""
+PREFETCH_BYTES = tl.constexpr(32768)
+"""Of the weight, by a program before its predecessor has ended."""
+
+# Words -> the values of a word, each less its zero, in bfloat16; exact. Results, then the word and its zero.
+UNPACK_INT4 = tl.constexpr("""{
+.reg .b32 a, s, t, u, p, q, z;
+mov.b32 a, 0x3F803F80;
+or.b32 z, $9, 0xC300C300;
+lop3.b32 p, $8, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 s, $8, 4;
+lop3.b32 q, s, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 s, $8, 8;
+lop3.b32 t, s, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 s, $8, 12;
+lop3.b32 u, s, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 p, p, a, z;
+fma.rn.bf16x2 q, q, a, z;
+fma.rn.bf16x2 t, t, a, z;
+fma.rn.bf16x2 u, u, a, z;
+mov.b32 {$0, $4}, p;
+mov.b32 {$1, $5}, q;
+mov.b32 {$2, $6}, t;
+mov.b32 {$3, $7}, u;
+}""")
+"""128 + a value has the bits 0x4300 | value. A zero comes twice."""
+UNPACK_INT8 = tl.constexpr("""{
+.reg .b32 t, p;
+.reg .f32 z, a, b, c, d;
+or.b32 t, $5, 0xCB000000;
+mov.b32 z, t;
+prmt.b32 t, $4, 0x4B000000, 0x7440;
+mov.b32 a, t;
+prmt.b32 t, $4, 0x4B000000, 0x7441;
+mov.b32 b, t;
+prmt.b32 t, $4, 0x4B000000, 0x7442;
+mov.b32 c, t;
+prmt.b32 t, $4, 0x4B000000, 0x7443;
+mov.b32 d, t;
+add.rn.f32 a, a, z;
+add.rn.f32 b, b, z;
+add.rn.f32 c, c, z;
+add.rn.f32 d, d, z;
+cvt.rn.bf16x2.f32 p, c, a;
+mov.b32 {$0, $2}, p;
+cvt.rn.bf16x2.f32 p, d, b;
+mov.b32 {$1, $3}, p;
+}""")
+"""2^23 + a value has the bits 0x4B000000 | value, in float32."""
+UNPACK_FLOAT8 = tl.constexpr("""{
+.reg .b32 s, u, p, m, z;
+mov.b32 m, 0x7B807B80;
+mov.b32 z, 0x80008000;
+shl.b32 u, $4, 8;
+shr.u32 s, u, 4;
+and.b32 s, s, 0x07F007F0;
+lop3.b32 p, u, 0x80008000, s, 0xEA;
+fma.rn.bf16x2 p, p, m, z;
+mov.b32 {$0, $2}, p;
+shr.u32 s, $4, 4;
+and.b32 s, s, 0x07F007F0;
+lop3.b32 p, $4, 0x80008000, s, 0xEA;
+fma.rn.bf16x2 p, p, m, z;
+mov.b32 {$1, $3}, p;
+}""")
+"""The bits of a float8, moved to those of a bfloat16, are the value times 2^-120."""
+
+
+@triton.jit
+def _value(words, zero, n: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Value n of each word, less its zero."""
+    bits: tl.constexpr = 4 if FORMAT == "int4" else 8
+    value = (words >> (bits * n)) & ((1 << bits) - 1)
+    if FORMAT == "float8":
+        moved = (value & 127) << 7 | (value & 128) << 8  # a float16, times 2^-8
+        return (moved.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+    else:
+        return (value - zero).to(DTYPE)
+
+
+@triton.jit
+def _unpack(
+    words, zero, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """A tile's words in memory order, and a zero or those of its outputs -> values less zeros [OUTPUTS, COLUMNS]."""
+    BLOCKS: tl.constexpr = COLUMNS // 32
+    if FORMAT == "int4":
+        words = words.reshape(BLOCKS, 4, 8, 4, 2, 2).permute(4, 1, 5, 2, 0, 3).reshape(OUTPUTS, BLOCKS * 4)
+        if NATIVE:
+            zeros = tl.zeros([OUTPUTS, BLOCKS * 4], tl.int32) + zero * 0x00010001
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                UNPACK_INT4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 8, True, 1
+            )
+        else:
+            a, b = _value(words, zero, 0, FORMAT, DTYPE), _value(words, zero, 1, FORMAT, DTYPE)
+            c, d = _value(words, zero, 2, FORMAT, DTYPE), _value(words, zero, 3, FORMAT, DTYPE)
+            e, f = _value(words, zero, 4, FORMAT, DTYPE), _value(words, zero, 5, FORMAT, DTYPE)
+            g, h = _value(words, zero, 6, FORMAT, DTYPE), _value(words, zero, 7, FORMAT, DTYPE)
+        even, odd = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
+        values = tl.join(even, odd).reshape(OUTPUTS, BLOCKS, 4, 2, 2, 2)  # ..., lane, half, step, odd
+        return values.permute(0, 1, 4, 3, 2, 5).reshape(OUTPUTS, COLUMNS)
+    else:
+        words = words.reshape(BLOCKS, 2, 4, 8, 4, 2, 2).permute(1, 2, 5, 3, 0, 6, 4).reshape(OUTPUTS, BLOCKS * 8)
+        if NATIVE:
+            if FORMAT == "int8":
+                zeros = tl.zeros([OUTPUTS, BLOCKS * 8], tl.int32) + zero
+                a, b, c, d = tl.inline_asm_elementwise(
+                    UNPACK_INT8, "=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 4, True, 1
+                )
+            else:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    UNPACK_FLOAT8, "=h,=h,=h,=h,r", [words], (tl.bfloat16,) * 4, True, 1
+                )
+        else:
+            a, b = _value(words, zero, 0, FORMAT, DTYPE), _value(words, zero, 1, FORMAT, DTYPE)
+            c, d = _value(words, zero, 2, FORMAT, DTYPE), _value(words, zero, 3, FORMAT, DTYPE)
+        values = tl.join(tl.join(a, b), tl.join(c, d)).reshape(OUTPUTS, BLOCKS * 2, 4, 2, 2)  # ..., lane, half, odd
+        return values.permute(0, 1, 3, 2, 4).reshape(OUTPUTS, COLUMNS)
+
+
+@triton.jit
+def _half(words, i: tl.constexpr, SCALES: tl.constexpr):
+    """The 16 bits of half i of each word, a number of type SCALES, in float32."""
+    bits = (words >> (16 * i)) & 0xFFFF
+    if SCALES == "bfloat16":
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scale_and_zero(planes, i: tl.constexpr, PLANES: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr):
+    """A word of the planes for each output -> scales in float32, and a zero or those of the outputs, for broadcasting.
+
+    i  group of a pair
+    """
+    if PLANES == "wide":
+        return planes.to(tl.float32, bitcast=True), ZERO
+    elif PLANES == "zero":
+        return _half(planes, 0, SCALES), ((planes >> 16) & 255)[:, None]
+    elif PLANES == "pair":
+        return _half(planes, i, SCALES), ZERO
+    else:
+        return planes, ZERO
+
+
+@triton.jit
+def _dot(
+    acc, xs, ptrs, zero, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """acc + the product of some columns of a tile; xs [COLUMNS, tokens]."""
+    words = tl.load(ptrs)
+    if FORMAT == "float8 product":
+        values = words.reshape(COLUMNS // 32, 2, 4, 8, 4, 2, 2, 4).permute(1, 2, 5, 3, 0, 6, 4, 7)
+        return tl.dot(values.reshape(OUTPUTS, COLUMNS), xs, acc)
+    else:
+        return tl.dot(_unpack(words, zero, FORMAT, COLUMNS, DTYPE, NATIVE), xs, acc)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_squares"])
+def grouped_product(
+    x,
+    words,
+    planes,
+    x_scales,
+    bias,
+    squares,
+    residual,
+    norm,
+    y,
+    weighted,
+    out_squares,
+    partial_sums,
+    counters,
+    num_tokens,
+    num_out,
+    num_in,
+    x_stride,
+    y_stride,
+    num_squares,
+    eps,
+    FORMAT: tl.constexpr,
+    PLANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALES: tl.constexpr,
+    EVEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATE: tl.constexpr,
+    SCALED: tl.constexpr,
+    WITH_BIAS: tl.constexpr,
+    WITH_RESIDUAL: tl.constexpr,
+    WITH_NORM: tl.constexpr,
+    NATIVE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """A tile of outputs (with a gate, of each half), TOKENS tokens, and one of SPLITS ranges of their inputs."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    IN_PLACE: tl.constexpr = PLANES == "row" and FORMAT != "float8 product"
+    WORDS: tl.constexpr = OUTPUTS * COLUMNS // (8 if FORMAT == "int4" else 1 if FORMAT == "float8 product" else 4)
+    token_tiles = (num_tokens + TOKENS - 1) // TOKENS
+    tile = tl.program_id(0) // token_tiles
+    split = tl.program_id(1)
+    row = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = tl.program_id(0) % token_tiles * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, CHUNK)
+    num_steps = (num_in + COLUMNS * PAIRS - 1) // (COLUMNS * PAIRS)
+    begin = split * num_steps // SPLITS
+    end = (split + 1) * num_steps // SPLITS
+    halves = 2 if GATE != "" else 1
+    stride = (halves * num_out + OUTPUTS - 1) // OUTPUTS * OUTPUTS
+    words += tile.to(tl.int64) * (num_steps * PAIRS * WORDS)
+    up_offset = (num_out // OUTPUTS).to(tl.int64) * (num_steps * PAIRS * WORDS)
+    if USE_PDL:
+        LINE: tl.constexpr = 128 // (words.dtype.element_ty.primitive_bitwidth // 8)
+        ahead = begin * PAIRS * WORDS + tl.arange(0, PREFETCH_BYTES // 128) * LINE
+        ahead = tl.minimum(ahead, tl.maximum(end * PAIRS * WORDS - 1, 0))
+        PREFETCH: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(PREFETCH, "=r,l", [(words + ahead).to(tl.int64, bitcast=True)], tl.int32, False, 1)
+        if GATE != "":
+            ahead += up_offset
+            tl.inline_asm_elementwise(
+                PREFETCH, "=r,l", [(words + ahead).to(tl.int64, bitcast=True)], tl.int32, False, 1
+            )
+    wait_for_predecessor(USE_PDL)
+    first_squares = load_squares(squares, token, num_squares, TOKENS, SCALED)
+    acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    word = tl.arange(0, WORDS * CHUNK // COLUMNS)
+    plane = row
+    up_plane = row
+    for step in tl.range(begin, end, num_stages=STAGES):
+        if PLANES != "row":
+            plane = tl.load(planes + step * stride + row)
+            if GATE != "":
+                up_plane = tl.load(planes + step * stride + num_out + row)
+        for i in tl.static_range(PAIRS):
+            group = step * PAIRS + i
+            scale, zero = _scale_and_zero(plane, i, PLANES, ZERO, SCALES)
+            up_scale, up_zero = _scale_and_zero(up_plane, i, PLANES, ZERO, SCALES)
+            part = acc if IN_PLACE else tl.zeros([OUTPUTS, TOKENS], tl.float32)
+            up_part = acc_up if IN_PLACE else tl.zeros([OUTPUTS, TOKENS], tl.float32)
+            for chunk in tl.static_range(COLUMNS // CHUNK):
+                columns = group * COLUMNS + chunk * CHUNK + column
+                valid = (token < num_tokens)[None, :]
+                if not EVEN:
+                    valid = valid & (columns < num_in)[:, None]
+                xs = tl.load(x + token[None, :] * x_stride + columns[:, None], mask=valid, other=0.0)
+                ptrs = words + group * WORDS + chunk * (WORDS * CHUNK // COLUMNS) + word
+                part = _dot(part, xs, ptrs, zero, FORMAT, CHUNK, DTYPE, NATIVE)
+                if GATE != "":
+                    up_part = _dot(up_part, xs, ptrs + up_offset, up_zero, FORMAT, CHUNK, DTYPE, NATIVE)
+            if FORMAT == "float8 product":
+                x_scale = tl.load(x_scales + group * num_tokens + token, mask=token < num_tokens, other=0.0)
+                part *= x_scale[None, :]
+            if PLANES == "row":
+                acc = part if IN_PLACE else acc + part
+                acc_up = up_part
+            else:
+                acc += part * scale[:, None]
+                acc_up += up_part * up_scale[:, None]
+    if PLANES == "row":
+        acc *= tl.load(planes + row, mask=row < num_out, other=0.0)[:, None]
+        if GATE != "":
+            acc_up *= tl.load(planes + num_out + row, mask=row < num_out, other=0.0)[:, None]
+    finish_tile(
+        acc, acc_up, first_squares, tl.program_id(0), split, row, token, bias, squares, residual, norm, y, weighted,
+        out_squares, partial_sums, counters, num_tokens, num_out, num_in, y_stride, num_squares, eps,
+        TOKENS, SPLITS, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+    )  # fmt: skip
+
+
+def dequantise(words: Tensor, planes: Tensor, weight: Tensor, first: int, constants: dict[str, object]) -> None:
+    """Write weight [outputs, num_in], which are those from `first` on; see `GroupedWeight`."""
+    num_out, num_in = weight.shape
+    columns = constants["COLUMNS"]
+    assert isinstance(columns, int)
+    _dequantise[(cdiv(num_out, TILE_OUTPUTS), cdiv(num_in, columns))](
+        words[first // TILE_OUTPUTS :],
+        planes[..., first:],
+        weight,
+        num_out,
+        num_in,
+        words.shape[1],
+        planes.stride(0),
+        **constants,
+        PAIRS=2 if constants["PLANES"] == "pair" else 1,
+        NATIVE=weight.dtype == torch.bfloat16 and not INTERPRETED,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _dequantise(
+    words, planes, weight, num_out, num_in, words_stride, planes_stride,
+    FORMAT: tl.constexpr, PLANES: tl.constexpr, COLUMNS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
+    PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A tile of outputs and COLUMNS inputs."""
+    WORDS: tl.constexpr = OUTPUTS * COLUMNS // (8 if FORMAT == "int4" else 4)
+    DTYPE: tl.constexpr = weight.dtype.element_ty
+    group = tl.program_id(1)
+    row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = group * COLUMNS + tl.arange(0, COLUMNS)
+    words += tl.program_id(0).to(tl.int64) * words_stride + group * WORDS
+    zero = ZERO
+    if PLANES == "row":
+        scale = tl.load(planes + row, mask=row < num_out, other=0.0)
+    else:
+        plane = tl.load(planes + group // PAIRS * planes_stride + row)
+        if PLANES == "pair":
+            scale = _half(plane >> (group % 2 * 16), 0, SCALES)
+        else:
+            scale, zero = _scale_and_zero(plane, 0, PLANES, ZERO, SCALES)
+    values = _unpack(tl.load(words + tl.arange(0, WORDS)), zero, FORMAT, COLUMNS, DTYPE, NATIVE)
+    mask = (row < num_out)[:, None] & (column < num_in)[None, :]
+    scaled = (values.to(tl.float32) * scale[:, None]).to(DTYPE)
+    tl.store(weight + row.to(tl.int64)[:, None] * num_in + column[None, :], scaled, mask=mask)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [num_tokens, num_in] -> float8 in the words' order, num_in rounded up, and scales [groups, num_tokens].
+
+    Each FLOAT8_GROUP inputs of a token have a scale, of their largest magnitude.
+    """
+    num_tokens, num_in = x.shape
+    groups = cdiv(num_in, FLOAT8_GROUP)
+    values = torch.empty(num_tokens, groups * FLOAT8_GROUP, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(groups, num_tokens, dtype=torch.float32, device=x.device)
+    grid = (num_tokens, cdiv(groups, GROUPS_PER_PROGRAM.value))
+    _quantise[grid](x, values, scales, num_tokens, num_in, groups, x.stride(0), num_warps=4, **pdl_options(x.device))
+    return values, scales
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantise(x, values, scales, num_tokens, num_in, groups, x_stride, USE_PDL: tl.constexpr):
+    """GROUPS_PER_PROGRAM groups of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS_PER_PROGRAM + tl.arange(0, GROUPS_PER_PROGRAM)
+    place = tl.arange(0, GROUP)  # [step, lane, odd, half] of a column [step, half, lane, odd]
+    column = (place & ~15) + (place & 1) * 8 + (place >> 2 & 3) * 2 + (place >> 1 & 1)
+    columns = group[:, None] * GROUP + column[None, :]
+    wait_for_predecessor(USE_PDL)
+    wide = tl.load(x + token * x_stride + columns, mask=columns < num_in, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 1), 1e-10) / MAX_FLOAT8
+    mask = group < groups
+    offsets = token * groups * GROUP + group[:, None] * GROUP + place[None, :]
+    tl.store(values + offsets, (wide / scale[:, None]).to(tl.float8e4nv), mask=mask[:, None])
+    tl.store(scales + group * num_tokens + token, scale, mask=mask)

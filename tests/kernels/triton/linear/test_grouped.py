@@ -1,0 +1,178 @@
+"""Products with quantised weights, against the dequantised weight in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.linear import grouped
+from octavo.kernels.triton.linear.grouped import GroupedWeight
+from octavo.kernels.triton.linear.grouped_kernels import quantise
+from octavo.kernels.triton.linear.tuning import GroupedTuning
+from tests.kernels.pool import norm_error, relative_error
+from tests.kernels.triton.device import DEVICE, DTYPES, INTERPRETED
+
+HALF = DTYPES[-1]  # float16 in the interpreter, else bfloat16
+TOLERANCE = 1e-3 if INTERPRETED else 6e-3
+INT4 = GroupForm(4, 128, zero=8)
+FLOAT8 = GroupForm(8, 128, is_float=True)
+
+
+def make_groups(form: GroupForm, num_out: int, num_in: int, scales: torch.dtype = torch.float16) -> Groups:
+    shape = num_out, num_in // form.group_size
+    values = torch.randint(0, 1 << form.bits, (num_out, num_in), device=DEVICE).to(torch.uint8)
+    if form.is_float:
+        values, scales = torch.randn(num_out, num_in, device=DEVICE).to(torch.float8_e4m3fn), torch.float32
+    zeros = torch.randint(0, 1 << form.bits, shape, device=DEVICE).to(torch.uint8) if form.has_zeros else None
+    return Groups(form, values, (torch.rand(shape, device=DEVICE) / 8 + 0.01).to(scales), zeros)
+
+
+def pack(groups: Groups) -> GroupedWeight:
+    assert cuda.keeps_groups(groups.form, groups.shape[1], HALF)
+    weight = cuda.pack_groups(groups)
+    assert weight is not None
+    return weight
+
+
+def check(groups: Groups, num_rows: int, **kwargs: Any) -> Tensor:
+    num_out, num_in = groups.shape
+    weight, wide = pack(groups), groups.dequantised().double()
+    x, bias = torch.randn(num_rows, num_in + 8, device=DEVICE).to(HALF)[:, :num_in], torch.randn(num_out, device=DEVICE)
+    bias = bias.to(HALF)
+    y = weight(x, bias, **kwargs)
+    assert y.shape == (num_rows, num_out)
+    assert relative_error(y, x.double() @ wide.T + bias) < TOLERANCE
+    return y
+
+
+FORMS = [
+    (INT4, 200, 640),
+    (GroupForm(4, 32, zero=8), 129, 96),
+    (GroupForm(4, 64, zero=7), 128, 192),
+    (GroupForm(4, 288, zero=8), 40, 288),
+    (GroupForm(4, 128, has_zeros=True), 200, 384),
+    (GroupForm(4, 32, has_zeros=True), 65, 160),
+    (GroupForm(4, 160, has_zeros=True), 65, 160),
+    (GroupForm(8, 32, zero=128), 200, 160),
+    (GroupForm(8, 128, has_zeros=True), 30, 256),
+    (GroupForm(8, 288, zero=128), 300, 288),
+    (FLOAT8, 200, 640),
+    (GroupForm(8, 288, is_float=True), 129, 288),
+]
+
+
+@pytest.mark.parametrize(("form", "num_out", "num_in"), FORMS, ids=str)
+def test_products_of_few_rows(form: GroupForm, num_out: int, num_in: int) -> None:
+    groups = make_groups(form, num_out, num_in)
+    check(groups, 3)
+    check(groups, 33, float32_out=True, tuning=GroupedTuning(16, 3, 2))
+
+
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
+def test_scales_of_other_dtypes(scales: torch.dtype) -> None:
+    check(make_groups(INT4, 129, 384, scales), 2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 130])
+@pytest.mark.parametrize("form", [INT4, GroupForm(8, 128, zero=128)], ids=str)
+def test_products_of_any_number_of_rows(form: GroupForm, num_rows: int) -> None:
+    check(make_groups(form, 136, 512), num_rows)
+
+
+@pytest.mark.parametrize("size", [128, 384])
+def test_with_many_rows_x_is_rounded_to_float8(size: int) -> None:
+    """Up to 64 rows it is not. Rounding x, whose numbers keep 4 bits, changes results by 2.6 % of their norm."""
+    groups = make_groups(GroupForm(8, size, is_float=True), 200, 384)
+    weight, wide = pack(groups), groups.dequantised().double()
+    x = torch.randn(130, 384, device=DEVICE).to(HALF)
+    assert relative_error(weight(x[:64], None), x[:64].double() @ wide.T) < TOLERANCE
+    values, scales = quantise(x)
+    rounded = values.double().view(130, 24, 4, 2, 2).permute(0, 1, 4, 2, 3).reshape(130, 3, 128)  # half, lane, odd
+    rounded = (rounded * scales.T.unsqueeze(2)).flatten(1)
+    y = weight(x, None)
+    assert relative_error(y, rounded @ wide.T) < TOLERANCE
+    # The interpreter rounds some numbers up to half of the next power of two.
+    assert norm_error(rounded, x.double()) < (0.06 if INTERPRETED else 0.028)
+    assert norm_error(y, x.double() @ wide.T) < (0.06 if INTERPRETED else 0.03)
+
+
+@pytest.mark.parametrize(("form", "num_out", "num_in"), FORMS, ids=str)
+def test_many_rows_by_the_library(form: GroupForm, num_out: int, num_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of 128 outputs."""
+    monkeypatch.setattr(grouped, "MIN_ROWS_CUBLAS", 5)
+    monkeypatch.setattr(grouped, "CUBLAS_WEIGHT_BYTES", 1)
+    groups = make_groups(form, num_out, num_in)
+    check(groups, 5)
+    weight, wide = pack(groups), groups.dequantised()
+    assert relative_error(weight.dequantised(0, num_out, HALF), wide.double()) < TOLERANCE
+    rows = torch.randint(0, num_out, (7,), device=DEVICE)
+    assert torch.equal(weight.gather_rows(rows), wide[rows].bfloat16())
+    assert weight.nbytes < 1.6 * (1 + 128 / num_out) * form.num_bytes(num_out, max(num_in, 256)) + 2000
+
+
+def test_an_out_with_a_stride_is_written_between_its_neighbours() -> None:
+    whole = torch.full((5, 300), 7.0, device=DEVICE, dtype=HALF)
+    y = check(make_groups(INT4, 200, 256), 5, out=whole[:, 64:264])
+    assert y.data_ptr() == whole[:, 64:].data_ptr() and (whole[:, :64] == 7).all() and (whole[:, 264:] == 7).all()
+
+
+def test_a_rows_result_does_not_depend_on_the_other_rows() -> None:
+    weight = pack(make_groups(INT4, 200, 1024))
+    x = torch.randn(64, 1024, device=DEVICE).to(HALF)
+    alone = weight(x[:1], None, tuning=GroupedTuning(16, 2, 3))
+    assert torch.equal(weight(x, None, tuning=GroupedTuning(64, 2, 3))[:1], alone)
+
+
+def test_other_forms_are_refused() -> None:
+    minima = GroupForm(4, 32, has_minima=True)
+    assert not cuda.keeps_groups(minima, 64, HALF) and not cuda.keeps_groups(INT4, 128, torch.float32)
+    for form in (minima, GroupForm(5, 32), GroupForm(6, 16, zero=32, is_nested=True), GroupForm(4, 16)):
+        assert not cuda.keeps_groups(form, 256, HALF)
+        assert cuda.pack_groups(make_groups(form, 32, 256)) is None
+    assert cuda.pack_groups(make_groups(GroupForm(4, 32, has_zeros=True), 32, 64, torch.float32)) is None
+
+
+def to_double(residual: NormedResidual) -> NormedResidual:
+    return NormedResidual(residual.x.double(), residual.weighted.double(), residual.squares.double())
+
+
+@pytest.mark.parametrize("form", [INT4, GroupForm(4, 128, has_zeros=True), FLOAT8], ids=str)
+@pytest.mark.parametrize("num_out", [256, 264])
+def test_fused_products_match_the_reference(form: GroupForm, num_out: int) -> None:
+    """A gate's halves that are tiles, and others."""
+    groups = make_groups(form, num_out, 256)
+    weight, wide = pack(groups), groups.dequantised().double()
+    norm, bias = torch.rand(256, device=DEVICE).to(HALF), torch.randn(num_out, device=DEVICE).to(HALF)
+    residual = cuda.make_normed_residual(torch.randn(5, 256, device=DEVICE).to(HALF) / 64, norm)
+    expected = reference.norm_linear(to_double(residual), 1e-5, wide, bias.double())
+    assert relative_error(weight.norm_linear(residual, 1e-5, bias), expected) < 2 * TOLERANCE
+    expected = reference.norm_linear(to_double(residual), 1e-5, wide, bias.double(), "silu")
+    assert relative_error(weight.norm_linear(residual, 1e-5, bias, "silu"), expected) < 3 * TOLERANCE
+    begin, next_norm = torch.randn(5, num_out, device=DEVICE).to(HALF), torch.rand(num_out, device=DEVICE).to(HALF)
+    stream = cuda.make_normed_residual(begin, next_norm)
+    actual = weight.add_linear(stream, residual.x, bias, next_norm)
+    total = reference.add_linear(to_double(stream), residual.x.double(), wide, bias.double(), next_norm.double())
+    assert relative_error(actual.x, total.x) < TOLERANCE
+    assert relative_error(actual.weighted, total.weighted) < 2 * TOLERANCE
+    assert relative_error(actual.squares.sum(0)[:5], total.squares.sum(0)) < 2 * TOLERANCE
+
+
+def test_project_qkv_matches_the_reference() -> None:
+    groups = make_groups(INT4, 128, 256)
+    weight, wide = pack(groups), groups.dequantised().double()
+    batch = RaggedBatch.from_lists([1] * 3, [3, 30, 17], [[4, 7], [1, 5], [3, 6]], 16, device=DEVICE)
+    table = reference.rope_table(32, 64, 10000.0, device=DEVICE)
+    residual = cuda.make_normed_residual(torch.randn(3, 256, device=DEVICE).to(HALF), torch.ones(256, device=DEVICE))
+    kv = torch.zeros(9, 2, 1, 16, 32, device=DEVICE, dtype=HALF)
+    wide_kv = kv.double()
+    q = weight.project_qkv(residual, 0.5, None, kv, batch, table)
+    expected = reference.project_qkv(to_double(residual), 0.5, wide, None, wide_kv, batch, table.double())
+    assert relative_error(q, expected) < 3 * TOLERANCE and relative_error(kv, wide_kv) < 3 * TOLERANCE
