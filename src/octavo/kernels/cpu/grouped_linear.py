@@ -38,7 +38,11 @@ def _kind(form: GroupForm) -> str | None:
         scales = "wide_zeros" if _is_wide(form) else scales
         fits = form.group_size % GROUP == 0
     kind = f"{form.bits}_{scales}"
-    return kind if fits and not form.is_float and not (form.has_zeros and form.has_minima) and kind in native.GROUPED_BLOCKS else None
+    return (
+        kind
+        if fits and not form.is_float and not (form.has_zeros and form.has_minima) and kind in native.GROUPED_BLOCKS
+        else None
+    )
 
 
 def _is_wide(form: GroupForm) -> bool:
@@ -116,7 +120,7 @@ def quantise_groups(weight: Tensor, bits: int) -> Groups:
     parts = []
     for begin in range(0, num_out, step):
         rows = F.pad(weight[begin : begin + step].float(), (0, -num_in % GROUP))
-        parts.append(quantise(rows.unflatten(1, (-1, GROUP))))
+        parts.append(quantise(rows.view(len(rows), -1, GROUP)))
     values, *planes = (torch.cat(plane) for plane in zip(*parts, strict=True))
     if bits == 8:
         return Groups(GroupForm(8, GROUP, zero=128), values, *planes)

@@ -54,7 +54,8 @@ BLOCK_BYTES = 1 << 20
 class PackedWeight(Protocol):
     """A weight [num_out, num_in] in the layout of its matrix product."""
 
-    backend: MatmulBackend
+    @property
+    def backend(self) -> MatmulBackend: ...
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
