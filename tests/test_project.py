@@ -147,6 +147,8 @@ COVERED_BY = {
     "cpu/recurrent.py": "reference/test_recurrent.py",
     "cpu/sampling.py": "reference/test_sampling.py",
     "triton/launch.py": "triton/test_precompile.py",
+    "groups.py": "cpu/test_grouped_linear.py",
+    "reference/groups.py": "cpu/test_grouped_linear.py",
     "triton/rope.py": "triton/kv/test_write.py",
     "triton/linear/tuning.py": "triton/linear/test_skinny_hopper.py",
     "triton/attention/kv_tile.py": "triton/attention/test_paged_attention.py",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.cpu import native
-from octavo.kernels.cpu.large_pages import empty_pages
+from octavo.kernels.cpu.huge_memory import empty_huge
 from octavo.kernels.groups import GroupForm, Groups
 
 TILE, GROUP, WIDE_GROUP = 16, 32, 128  # outputs; inputs, as in grouped.h
@@ -73,7 +73,7 @@ class GroupedWeight:
         assert kind is not None
         self.kind, self.zero, self.shape = kind, form.zero, (num_out, num_in)
         inputs, num_bytes = native.GROUPED_BLOCKS[kind]
-        self.blocks = empty_pages(cdiv(num_out, TILE) * cdiv(num_in, inputs) * num_bytes).zero_()
+        self.blocks = empty_huge(cdiv(num_out, TILE) * cdiv(num_in, inputs) * num_bytes).zero_()
         second = groups.minima if form.has_minima else groups.zeros
         if _is_wide(form) and second is None:
             second = torch.full(scales.shape, form.zero, dtype=torch.uint8)

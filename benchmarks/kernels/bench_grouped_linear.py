@@ -1,9 +1,9 @@
-"""Matrix products of a decode step on the CPU, with quantised weights kept in their bits, beside bfloat16 and int8.
+"""Matrix products of a decode step on the CPU, with quantised weights kept in their bits and with bfloat16.
 
-The matrices are those of Qwen2.5-0.5B, 24 layers with weights of their own. The kinds take turns, each after a pass that
+The matrices are those of Qwen2.5-0.5B, 24 layers with weights of their own. Each step takes turns with a pass that
 only reads the same bytes. Figures are processor time of one thread: the median of the layers' best.
 
-    OMP_NUM_THREADS=1 python benchmarks/kernels/bench_grouped.py --rows 1 16 512
+    OMP_NUM_THREADS=1 python benchmarks/kernels/bench_grouped_linear.py --rows 1 16 512
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
             begin = time.perf_counter()
             while time.perf_counter() - begin < args.seconds:
                 for i in range(args.layers):
-                    best[0][i] = min(best[0][i], elapsed(lambda i=i: [m.sum() for m in words[i]]))
+                    best[0][i] = min(best[0][i], elapsed(lambda layer=words[i]: [m.sum() for m in layer]))
                 for i in range(args.layers):
                     best[1][i] = min(best[1][i], elapsed(steps[i].replay))
             reading, product = (statistics.median(times) * args.layers for times in best)
