@@ -147,6 +147,8 @@ COVERED_BY = {
     "cpu/recurrent.py": "reference/test_recurrent.py",
     "cpu/sampling.py": "reference/test_sampling.py",
     "triton/launch.py": "triton/test_precompile.py",
+    "groups.py": "cpu/test_grouped_linear.py",
+    "reference/groups.py": "cpu/test_grouped_linear.py",
     "triton/rope.py": "triton/kv/test_write.py",
     "triton/linear/grouped_kernels.py": "triton/linear/test_grouped.py",
     "triton/linear/tuning.py": "triton/linear/test_skinny_hopper.py",

@@ -70,7 +70,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     files = {path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()}
     info = {name for name in names if name.startswith("octavo-")}
     assert names - info == {name for name in files if "__pycache__" not in name}
-    assert {"octavo/py.typed", "octavo/kernels/cpu/native.cpp", "octavo/view/static/index.html"} <= names
+    assert {
+        "octavo/py.typed",
+        "octavo/kernels/cpu/native.cpp",
+        "octavo/kernels/cpu/grouped.h",
+        "octavo/view/static/index.html",
+    } <= names
     assert any(name.endswith("/licenses/LICENSE") for name in info)
     description = metadata.split("\n\n", 1)[1]
     assert description.startswith("# Octavo") and not re.findall(r"\]\((?!https://)", description)

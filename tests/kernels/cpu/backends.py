@@ -18,14 +18,16 @@ from octavo.kernels.cpu import packed_linear as packed
 
 MARCHES = {
     "x86-64": "sse2",
+    "x86-64-v2": "ssse3",
     "x86-64-v3": "avx2",  # no VNNI
     "skylake-avx512": "avx512bw",  # no VNNI
     "cascadelake": "avx512_vnni",  # no bfloat16
 }
 INSTRUCTIONS = {
     "x86-64": {"bfloat16": "float32, 128 bits", "int8": "int16, 128 bits"},
-    "x86-64-v3": {"bfloat16": "float32, 256 bits", "int8": "int16, 256 bits"},
-    "skylake-avx512": {"bfloat16": "float32, 512 bits", "int8": "int16, 512 bits"},
+    "x86-64-v2": {"bfloat16": "float32, 128 bits", "int8": "pmaddubsw, 128 bits"},
+    "x86-64-v3": {"bfloat16": "float32, 256 bits", "int8": "pmaddubsw, 256 bits"},
+    "skylake-avx512": {"bfloat16": "float32, 512 bits", "int8": "pmaddubsw, 512 bits"},
     "cascadelake": {"bfloat16": "float32, 512 bits", "int8": "vpdpbusd, 512 bits"},
 }
 """`Library.instructions` of a library for each."""
@@ -55,13 +57,13 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
     if name == "blocks":
         monkeypatch.setattr(packed, "has_onednn_bfloat16", lambda: False)
-        monkeypatch.setattr(packed, "has_onednn_int8", lambda: False)
 
 
 def expected_backend(name: str, quantization: packed.Quantization | None) -> str:
     """The `MatmulBackend` that one of `BACKENDS` results in on this machine."""
     if name == "native" or name in MARCHES:
-        return "native and oneDNN" if packed.has_amx() and packed.detect_features(quantization).onednn else "native"
-    if name == "oneDNN" and not packed.detect_features(quantization).onednn:
+        shares = quantization is None and packed.has_amx() and packed.has_onednn_bfloat16()
+        return "native and oneDNN" if shares else "native"
+    if quantization is not None or not packed.has_onednn_bfloat16():
         return "blocks"
     return name

@@ -163,7 +163,9 @@ def test_a_missing_compiler_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_the_cache_key_depends_on_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = native._digest(sys.executable, "native")
     assert native._digest(sys.executable, "native") == before
-    changed = tmp_path / "native.cpp"
-    changed.write_text(native.SOURCE.read_text() + "//")
-    monkeypatch.setattr(native, "SOURCE", changed)
-    assert native._digest(sys.executable, "native") != before
+    for name in ("native.cpp", "grouped.h"):
+        changed = tmp_path / name
+        changed.write_text(native.SOURCE.with_name(name).read_text() + "//")
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "SOURCES", [changed if path.name == name else path for path in native.SOURCES])
+            assert native._digest(sys.executable, "native") != before

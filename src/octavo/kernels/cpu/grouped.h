@@ -45,23 +45,25 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WORDS)));
 typedef uint8_t Bytes __attribute__((vector_size(WORDS)));
 typedef int8_t SignedBytes __attribute__((vector_size(WORDS)));
 
-#if WORDS == 16
+// Compilers convert vectors of different sizes a number at a time.
+#if defined(__AVX512BW__)
 inline FloatWords half_to_float(Halves h) { return (FloatWords)_mm512_cvtph_ps((__m256i)h); }
-#elif WORDS == 8
+inline IntWords widen(Bytes b) { return (IntWords)_mm512_cvtepu8_epi32((__m128i)b); }
+inline IntWords widen(SignedBytes b) { return (IntWords)_mm512_cvtepi8_epi32((__m128i)b); }
+#elif defined(__AVX2__) && defined(__F16C__)
 inline FloatWords half_to_float(Halves h) { return (FloatWords)_mm256_cvtph_ps((__m128i)h); }
+inline IntWords widen(Bytes b) { return (IntWords)_mm256_cvtepu8_epi32(_mm_set_epi64x(0, (int64_t)b)); }
+inline IntWords widen(SignedBytes b) { return (IntWords)_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (int64_t)b)); }
 #else
 inline FloatWords half_to_float(Halves h) {  // finite numbers
     auto bits = __builtin_convertvector(h, UintWords);
     FloatWords magnitude = (FloatWords)((bits & 0x7fff) << 13) * 0x1p112f;
     return (FloatWords)((UintWords)magnitude | (bits & 0x8000) << 16);
 }
+template <class V> inline IntWords widen(V bytes) { return __builtin_convertvector(bytes, IntWords); }
 #endif
 
-template <class V> inline FloatWords to_floats(V v) { return __builtin_convertvector(v, FloatWords); }
-
-inline FloatWords bytes_to_floats(const uint8_t *from) {
-    return to_floats(__builtin_convertvector(load<Bytes>(from), IntWords));
-}
+inline FloatWords to_floats(IntWords v) { return __builtin_convertvector(v, FloatWords); }
 
 // Adds the products of two words of unsigned BITS bits and of int8 x to a sum.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -143,13 +145,13 @@ template <class K> inline void load_scales(const uint8_t *block, long lane, long
     const uint8_t *first = block + K::SCALES_AT + (index * TILE_OUT + lane) * K::SCALE_SIZE;
     const uint8_t *other = block + K::SECOND_AT + (index * TILE_OUT + lane) * K::SECOND_SIZE;
     if constexpr (K::NESTS) {
-        scale = K::IS_SIGNED ? to_floats(__builtin_convertvector(load<SignedBytes>(first), IntWords)) : bytes_to_floats(first);
+        scale = to_floats(K::IS_SIGNED ? widen(load<SignedBytes>(first)) : widen(load<Bytes>(first)));
         scale *= half_to_float(load<Halves>(block + 2 * lane));
-        if (K::HAS_MINIMA) second = bytes_to_floats(other) * half_to_float(load<Halves>(block + 32 + 2 * lane));
+        if (K::HAS_MINIMA) second = to_floats(widen(load<Bytes>(other))) * half_to_float(load<Halves>(block + 32 + 2 * lane));
     } else {
         scale = half_to_float(load<Halves>(first));
         if constexpr (K::HAS_MINIMA) second = half_to_float(load<Halves>(other));
-        if constexpr (K::HAS_ZEROS) second = bytes_to_floats(other);
+        if constexpr (K::HAS_ZEROS) second = to_floats(widen(load<Bytes>(other)));
     }
 }
 
@@ -236,6 +238,14 @@ struct Grouped {
     int zero, float32_out, num_threads;
 };
 
+inline int sum_of_16(const int8_t *from) {
+    constexpr uint64_t EVERY_OTHER = 0x00ff00ff00ff00ff;
+    uint64_t words[2], sums = 0;
+    memcpy(words, from, sizeof words);
+    for (uint64_t word : words) word ^= 0x8080808080808080, sums += (word & EVERY_OTHER) + (word >> 8 & EVERY_OTHER);
+    return int(sums * 0x0001000100010001 >> 48) - 16 * 128;
+}
+
 // Round row r of a block of R rows of x to int8. x is padded with zeros to `num_groups`.
 template <class K, int R> void round_row(const bfloat16 *x, long num_in, long num_groups, int zero, int r, XGroup<R> *out) {
     for (long g = 0; g < num_groups; g++, out++) {
@@ -250,8 +260,7 @@ template <class K, int R> void round_row(const bfloat16 *x, long num_in, long nu
         float max_abs = wide(bfloat16{bits}), inverse = max_abs > 0 ? 127 / max_abs : 0;
         int8_t rounded[X_GROUP];
         for (long i = 0; i < X_GROUP; i++) rounded[i] = int8_t(std::nearbyint(wide(from[i]) * inverse));
-        int first = 0, second = 0;
-        for (long i = 0; i < X_GROUP / 2; i++) first += rounded[i], second += rounded[i + X_GROUP / 2];
+        int first = sum_of_16(rounded), second = sum_of_16(rounded + 16);
         memcpy(out->words[r], rounded, sizeof rounded);
         out->scale[r] = max_abs / 127;
         out->start[0][r] = -zero * (K::PARTS == 2 ? first : first + second), out->start[1][r] = -zero * second;
@@ -314,7 +323,10 @@ template <class K, int LEAST, int MOST, int T, class Y> void grouped_product(con
                     long out = (first_tile + t) * TILE_OUT, width = std::min(TILE_OUT, a.num_out - out);
                     const float *from = sums + ((row - first_row) * T + t) * TILE_OUT;
                     Y *to = static_cast<Y *>(a.y) + row * a.y_stride + out;
-                    for (long i = 0; i < width; i++) to[i] = narrow<Y>(from[i] + (a.bias ? wide(a.bias[out + i]) : 0.0f));
+                    auto write = [&](long width) {
+                        for (long i = 0; i < width; i++) to[i] = narrow<Y>(a.bias ? from[i] + wide(a.bias[out + i]) : from[i]);
+                    };
+                    width == TILE_OUT ? write(TILE_OUT) : write(width);
                 }
         }
     }

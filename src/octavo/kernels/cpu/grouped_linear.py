@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.cpu import native
-from octavo.kernels.cpu.large_pages import empty_pages
+from octavo.kernels.cpu.huge_memory import empty_huge
 from octavo.kernels.groups import GroupForm, Groups
 
 TILE, GROUP, WIDE_GROUP = 16, 32, 128  # outputs; inputs, as in grouped.h
@@ -38,7 +38,11 @@ def _kind(form: GroupForm) -> str | None:
         scales = "wide_zeros" if _is_wide(form) else scales
         fits = form.group_size % GROUP == 0
     kind = f"{form.bits}_{scales}"
-    return kind if fits and not form.is_float and not (form.has_zeros and form.has_minima) and kind in native.GROUPED_BLOCKS else None
+    return (
+        kind
+        if fits and not form.is_float and not (form.has_zeros and form.has_minima) and kind in native.GROUPED_BLOCKS
+        else None
+    )
 
 
 def _is_wide(form: GroupForm) -> bool:
@@ -69,7 +73,7 @@ class GroupedWeight:
         assert kind is not None
         self.kind, self.zero, self.shape = kind, form.zero, (num_out, num_in)
         inputs, num_bytes = native.GROUPED_BLOCKS[kind]
-        self.blocks = empty_pages(cdiv(num_out, TILE) * cdiv(num_in, inputs) * num_bytes).zero_()
+        self.blocks = empty_huge(cdiv(num_out, TILE) * cdiv(num_in, inputs) * num_bytes).zero_()
         second = groups.minima if form.has_minima else groups.zeros
         if _is_wide(form) and second is None:
             second = torch.full(scales.shape, form.zero, dtype=torch.uint8)
@@ -116,7 +120,7 @@ def quantise_groups(weight: Tensor, bits: int) -> Groups:
     parts = []
     for begin in range(0, num_out, step):
         rows = F.pad(weight[begin : begin + step].float(), (0, -num_in % GROUP))
-        parts.append(quantise(rows.unflatten(1, (-1, GROUP))))
+        parts.append(quantise(rows.view(len(rows), -1, GROUP)))
     values, *planes = (torch.cat(plane) for plane in zip(*parts, strict=True))
     if bits == 8:
         return Groups(GroupForm(8, GROUP, zero=128), values, *planes)

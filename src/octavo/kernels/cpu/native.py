@@ -35,7 +35,7 @@ from octavo.checkpoint.catalog import cache_dir
 logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-INCLUDED = (SOURCE.with_name("grouped.h"),)
+SOURCES = (SOURCE, SOURCE.with_name("grouped.h"))
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     *("-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -174,7 +174,11 @@ class Library:
         for name in ("embed_bf16_32", "embed_bf16_64", "embed_plain"):
             self._functions[name, None] = _function(with_gil, name)
         for kind in GROUPED_BLOCKS:
-            for name, opened in (("grouped_linear", without_gil), ("pack_groups", without_gil), ("embed_groups", with_gil)):
+            for name, opened in (
+                ("grouped_linear", without_gil),
+                ("pack_groups", without_gil),
+                ("embed_groups", with_gil),
+            ):
                 self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
         for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "sample"):
             for dtype, suffix in SUFFIXES.items():
@@ -478,12 +482,12 @@ def build(compiler: str, march: str) -> Path:
 
 
 def _digest(compiler: str, march: str) -> str:
-    """Digest of the source, the compiler, its flags and the processor."""
+    """Digest of the sources, the compiler, its flags and the processor."""
     processor = platform.machine()
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor += next((line for line in lines if line.startswith("flags")), "")
     stat = os.stat(compiler)
-    sources = (path.read_text() for path in (SOURCE, *INCLUDED))
+    sources = (path.read_text() for path in SOURCES)
     parts = (*sources, *FLAGS, march, os.path.realpath(compiler), str(stat.st_mtime_ns), processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

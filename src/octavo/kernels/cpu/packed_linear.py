@@ -34,7 +34,7 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.grouped_linear import pack_groups, quantise_groups
-from octavo.kernels.cpu.large_pages import move_to_pages
+from octavo.kernels.cpu.huge_memory import move_to_huge
 from octavo.kernels.groups import Groups, PackedHead, PackedWeight
 
 logger = logging.getLogger("octavo.packed")
@@ -225,7 +225,7 @@ def make_tiles(weight: Tensor, tile: int) -> Tensor:
     num_out, num_in = weight.shape
     padded = F.pad(weight, (0, -num_in % 2, 0, -num_out % tile)).contiguous()
     words = padded.view(torch.int32).view(-1, tile, padded.shape[1] // 2)
-    return move_to_pages(words.transpose(1, 2)).view(weight.dtype).view(len(words), -1, tile, 2)
+    return move_to_huge(words.transpose(1, 2)).view(weight.dtype).view(len(words), -1, tile, 2)
 
 
 def _tiles_of(reordered: Tensor, weight: Tensor, tile: int) -> Tensor | None:

@@ -9,9 +9,7 @@ from octavo.kernels.reference import (
     causal_conv,
     finite_rows,
     gated_delta_rule,
-    keeps_groups,
     layer_norm,
-    pack_groups,
     rope_table,
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
