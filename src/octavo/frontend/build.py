@@ -134,7 +134,7 @@ class ResolvedModel:
         """See `Platform.precompiler`."""
         args = self.args
         sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, self.model_len
-        return f"{self.spec} {self.dtype} {sizes} {self.draft and (self.draft.spec, self.draft.dtype)}"
+        return f"{self.spec} {self.dtype} {self.kv.dtype} {sizes} {self.draft and (self.draft.spec, self.draft.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +185,11 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
-    kv = KVCacheSpec.of(spec, args.block_size, dtype, max_len=max_len)
+    kv = KVCacheSpec.of(spec, args.block_size, args.resolved_kv_dtype(platform.name, dtype), max_len=max_len)
     draft = _resolve_draft(args, spec, platform)
     if draft is not None:
-        kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft.dtype))
+        draft_dtype = args.resolved_kv_dtype(platform.name, draft.dtype)
+        kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft_dtype))
     return ResolvedModel(args, platform, checkpoint, spec, dtype, kv, tokenizer, defaults, draft)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference.kv import dequantize_rows
 from octavo.kernels.reference.norms import accumulation_dtype
 
 
@@ -81,12 +82,14 @@ def gather_kv(kv_layer: Tensor, block_ids: Tensor, start: int, end: int) -> tupl
     """K and V of positions [start, end) of a sequence, each [num_kv_heads, end - start, head_dim].
 
     block_ids is the sequence's row of the block tables. Slots outside the range are not read: they may contain NaN.
+    int8 rows are dequantised, to float32.
     """
     block_size = kv_layer.shape[3]
     first, last = start // block_size, cdiv(end, block_size)
     blocks = kv_layer[block_ids[first:last].long()]  # [blocks, 2, num_kv_heads, block_size, head_dim]
     rows = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, blocks * block_size, head_dim]
-    keys, values = rows[:, :, start - first * block_size : end - first * block_size]
+    rows = rows[:, :, start - first * block_size : end - first * block_size]
+    keys, values = dequantize_rows(rows, torch.float32) if rows.dtype == torch.int8 else rows
     return keys, values
 
 

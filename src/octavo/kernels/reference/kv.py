@@ -10,6 +10,33 @@ from octavo.kernels.reference.norms import NormedResidual, norm_linear, rms_norm
 from octavo.kernels.reference.rope import apply_rope
 
 
+SCALE_BYTES = 2
+"""Bytes at the end of an int8 row: its scale in float16."""
+
+
+def quantize_rows(x: Tensor) -> Tensor:
+    """x [..., head_dim] -> [..., head_dim + SCALE_BYTES] int8. x is int8 * scale, to half a scale.
+
+    The scale is rounded to float16 first, so that the values are rounded by what they will be multiplied with. A row
+    that is not finite gets such a scale.
+    """
+    wide = x.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / 127).half()
+    values = (wide / scale.float()).nan_to_num(0.0).clamp(-127, 127).round().to(torch.int8)
+    return torch.cat((values, scale.view(torch.int8)), dim=-1)
+
+
+def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse: [..., head_dim + SCALE_BYTES] int8 -> [..., head_dim], computed in float32."""
+    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float16).float()
+    return rows[..., :-SCALE_BYTES].float().mul_(scale).to(dtype)
+
+
+def head_dim_of(kv_layer: Tensor) -> int:
+    """The size of a K/V head, whatever the pool's dtype."""
+    return kv_layer.shape[-1] - (SCALE_BYTES if kv_layer.dtype == torch.int8 else 0)
+
+
 def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
     """Write K and V of each token to its slot; k, v [num_tokens, num_kv_heads, head_dim], slot_mapping [num_tokens].
 
@@ -17,6 +44,8 @@ def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> No
     """
     block_size = kv_layer.shape[3]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
+    if kv_layer.dtype == torch.int8:
+        k, v = quantize_rows(k), quantize_rows(v)
     kv_layer[block_ids, 0, :, offsets] = k.to(kv_layer.dtype)
     kv_layer[block_ids, 1, :, offsets] = v.to(kv_layer.dtype)
 
@@ -48,8 +77,8 @@ def rope_kv_write(
 
 def split_heads(projected: Tensor, kv_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into q, k and v for `rope_kv_write`."""
-    num_kv_heads, _, head_dim = kv_layer.shape[2:]
-    heads = projected.view(len(projected), -1, head_dim)
+    num_kv_heads = kv_layer.shape[2]
+    heads = projected.view(len(projected), -1, head_dim_of(kv_layer))
     q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v
 
