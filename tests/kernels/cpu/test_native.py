@@ -103,9 +103,7 @@ def test_attention_of_long_sequences_in_parts(library: native.Library, dtype: to
 @DTYPES
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("window", [0, 600])
-def test_attention_reads_int8_rows(
-    library: native.Library, dtype: torch.dtype, head_dim: int, window: int
-) -> None:
+def test_attention_reads_int8_rows(library: native.Library, dtype: torch.dtype, head_dim: int, window: int) -> None:
     case = make_case([1] * 3, [1, 1700, 513], head_dim=head_dim, block_size=16, group_size=7, dtype=dtype, int8_kv=True)
     out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, window=window, return_lse=True)
     expected, expected_lse = naive_attention(case, window)

@@ -9,7 +9,6 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual, norm_linear, rms_norm
 from octavo.kernels.reference.rope import apply_rope
 
-
 SCALE_BYTES = 2
 """Bytes at the end of an int8 row: its scale in float16."""
 
