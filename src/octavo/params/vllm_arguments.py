@@ -106,8 +106,8 @@ ENGINE: tuple[Argument, ...] = (
     *_taken("engine", "model revision skip_tokenizer_init chat_template dtype load_format quantization seed"
         " block_size kv_cache_dtype num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization"
         " max_model_len max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config"
-        " max_logprobs disable_hybrid_kv_cache_manager scheduling_policy long_prefill_token_threshold max_long_partial_prefills"
-        " watermark enforce_eager async_scheduling kv_events_config speculative_config spec_method spec_model"
+        " max_logprobs disable_hybrid_kv_cache_manager scheduling_policy long_prefill_token_threshold"
+        " max_long_partial_prefills watermark enforce_eager async_scheduling kv_events_config speculative_config spec_method spec_model"
         " spec_tokens mamba_block_size"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),

@@ -136,3 +136,11 @@ def test_slot_mapping_follows_the_block_table() -> None:
 
 def test_block_tables_are_padded_with_the_null_block() -> None:
     assert RaggedBatch.from_lists([1, 1], [1, 9], [[5], [2, 3, 4]], 4).block_tables.tolist() == [[5, 0, 0], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_cut_off_and_keeps_faults(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, -1e9, math.nan, math.inf], [0.5, 3.0, -2.0, 0.0]])
+    held = reference.to_float8(x, torch.tensor([0.5, 0.25]), dtype).float()
+    limit = torch.finfo(dtype).max
+    assert held.nan_to_num(-1.0).tolist() == [[2.0, -limit, -1.0, -1.0], [2.0, 12.0, -8.0, 0.0]]

@@ -98,14 +98,17 @@ def paged_attention(
     scale: float,
     window: int = 0,
     return_lse: Literal[False] = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True]
+    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True],
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool
+    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool,
+    kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     q: Tensor,
@@ -115,6 +118,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     return_lse: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`.
 
@@ -128,7 +132,9 @@ def paged_attention(
     plan: _Plan | None = batch.derived.get(key)
     if plan is None:
         if kv_layer.dtype not in (q.dtype, torch.int8) or not _has_uniform_rows(kv_layer):
-            return reference.paged_attention(q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse)
+            return reference.paged_attention(
+                q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse, kv_scales=kv_scales
+            )
         plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.accumulation_dtype(q.dtype)) if return_lse else None

@@ -22,6 +22,7 @@ from octavo.kernels.reference.kv import (
     split_heads,
     swap_in,
     swap_out,
+    to_float8,
 )
 from octavo.kernels.reference.norms import (
     accumulation_dtype,

@@ -36,8 +36,18 @@ def head_dim_of(kv_layer: Tensor) -> int:
     return kv_layer.shape[-1] - (SCALE_BYTES if kv_layer.dtype == torch.int8 else 0)
 
 
-def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., num_kv_heads, head_dim] / scale [num_kv_heads], cut off at the dtype's limit. NaN if it is not finite."""
+    wide, limit = x.float() / scale.unsqueeze(-1), torch.finfo(dtype).max
+    return wide.clamp(-limit, limit).masked_fill_(~wide.isfinite(), torch.nan).to(dtype)
+
+
+def kv_write(
+    k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None
+) -> None:
     """Write K and V of each token to its slot; k, v [num_tokens, num_kv_heads, head_dim], slot_mapping [num_tokens].
+
+    kv_scales  [2, num_kv_heads] float32, for a pool in float8: K is what it holds times the first, V times the second
 
     Padding tokens have slots of the null block. Runs before attention: a token attends to itself.
     """
@@ -45,6 +55,9 @@ def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> No
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     if kv_layer.dtype == torch.int8:
         k, v = quantize_rows(k), quantize_rows(v)
+    if kv_scales is not None:  # torch cannot write float8 by indices
+        k, v = (to_float8(x, s, kv_layer.dtype).view(torch.uint8) for x, s in zip((k, v), kv_scales, strict=True))
+        kv_layer = kv_layer.view(torch.uint8)
     kv_layer[block_ids, 0, :, offsets] = k.to(kv_layer.dtype)
     kv_layer[block_ids, 1, :, offsets] = v.to(kv_layer.dtype)
 
@@ -61,6 +74,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Fused operations between the QKV projection and attention -> q, rotated.
 
@@ -70,7 +84,7 @@ def rope_kv_write(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = apply_rope(q, k, positions, cos_sin)
-    kv_write(k, v, kv_layer, slot_mapping)
+    kv_write(k, v, kv_layer, slot_mapping, kv_scales=kv_scales)
     return q
 
 
