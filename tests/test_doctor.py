@@ -343,7 +343,7 @@ def test_a_quantised_checkpoint_takes_its_dequantised_bytes(tmp_path: Path, call
         (("--gpu", "cpu"), 2, "gpu is cpu; pass --device cpu"),
         (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
         (("--gpu", "h200", "--quantization", "int8"), 2, "works on CPUs only; remove it"),
-        (("--gpu", "h200", "--kv-cache-dtype", "int8"), 2, "'int8' is not supported on cuda; use auto"),
+        (("--gpu", "h200", "--kv-cache-dtype", "int8"), 2, "'int8' is not supported on cuda; use fp8"),
         (("--device", "cuda"), 2, "nvidia-smi finds no GPU"),
     ],
 )

@@ -42,6 +42,7 @@ DEFAULT_LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8"]
 KVCacheDType = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]
+KV_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """Other names of dtypes."""
 DType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
@@ -165,7 +166,8 @@ class EngineArgs(ValidatedParams):
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
     kv_cache_dtype            auto: K and V in the dtype of the activations; int8: in 8 bits with a scale per head and
-                              token, on a CPU. fp8, fp8_e4m3, fp8_e5m2: vLLM's, not supported yet
+                              token, on a CPU; fp8 (fp8_e4m3) or fp8_e5m2: in float8 with a scale per layer and head,
+                              calibrated at start, on a GPU
     num_gpu_blocks_override   usable blocks on any device; None: derived from `kv_cache_memory_bytes`
     kv_cache_memory_bytes     bytes for the KV pool; None: on a CPU the smallest of 4 GiB, a quarter of the free memory,
                               and what max_num_seqs sequences of max_model_len need
@@ -401,10 +403,10 @@ class EngineArgs(ValidatedParams):
         """The dtype of K and V; dtype: of the activations. Raises `ParameterError` if the device does not have it."""
         if self.kv_cache_dtype == "auto":
             return dtype
-        if device == "cpu" and self.kv_cache_dtype == "int8":
-            return "int8"
+        if (device == "cpu") == (self.kv_cache_dtype == "int8"):
+            return KV_DTYPES[self.kv_cache_dtype]
         text = f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported on {device}"
-        raise ParameterError(f"{text}; use {'int8' if device == 'cpu' else 'auto'}", param="kv_cache_dtype")
+        raise ParameterError(f"{text}; use {'int8' if device == 'cpu' else 'fp8'}", param="kv_cache_dtype")
 
     def kv_events(self) -> KVEventsConfig:
         return KVEventsConfig(**(self.kv_events_config or {}))

@@ -20,7 +20,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return str(make_tiny_checkpoint(request.param, tmp_path_factory.mktemp("spec") / request.param))
 
 
-@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("dtype", [dtype for dtype in ITEMSIZE if not dtype.startswith("float8")])  # a GPU's
 def test_bytes_equal_the_engines_tensors(model: str, dtype: str) -> None:
     with LLM(
         model,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from octavo.integers import cdiv
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of an element, by dtype."""
 SCALE_BYTES = 2
 """Bytes of the scale at the end of an int8 row: K or V of one head of one token (`kernels.reference.quantize_rows`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+import octavo.config
 from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, EngineArgs, EngineConfig
@@ -30,6 +32,7 @@ from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
 from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.executor import make_executor
+from octavo.runner.kv_scales import MAX_TOKENS, calibrate
 from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
 from octavo.runner.model_runner import ModelRunner
@@ -221,6 +224,11 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
         platform.check_weights(num_bytes, args)
         model, draft = _load(resolved, resolved.model_len)
     timer.lap("weights")
+    for each, kv, loaded in ((resolved, resolved.kv, model), (resolved.draft, resolved.kv.draft, draft)):
+        if each is not None and kv is not None and loaded is not None and kv.dtype.startswith("float8"):
+            ids = [] if resolved.tokenizer is None else resolved.tokenizer.encode(inspect.getsource(octavo.config))
+            ids = ids[: min(MAX_TOKENS, args.max_num_batched_tokens or 1, resolved.model_len)]
+            calibrate(loaded, ids, kv, dtype=getattr(torch, each.dtype), device=platform.device)
     with platform.startup_errors("computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
         profile = platform.measure(model, args, kv_cache=resolved.kv, precompile=precompile, draft=draft)
     profile.check(args, resolved.kv)

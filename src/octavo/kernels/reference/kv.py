@@ -55,9 +55,9 @@ def kv_write(
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     if kv_layer.dtype == torch.int8:
         k, v = quantize_rows(k), quantize_rows(v)
-    if kv_scales is not None:  # torch cannot write float8 by indices
-        k, v = (to_float8(x, s, kv_layer.dtype).view(torch.uint8) for x, s in zip((k, v), kv_scales, strict=True))
-        kv_layer = kv_layer.view(torch.uint8)
+    if kv_scales is not None:
+        k, v = (_indexable(to_float8(x, s, kv_layer.dtype)) for x, s in zip((k, v), kv_scales, strict=True))
+    kv_layer = _indexable(kv_layer)
     kv_layer[block_ids, 0, :, offsets] = k.to(kv_layer.dtype)
     kv_layer[block_ids, 1, :, offsets] = v.to(kv_layer.dtype)
 
@@ -108,6 +108,7 @@ def project_qkv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """All operations before attention: `norm_linear` with the QKV weight, then `rope_kv_write` -> q, rotated.
 
@@ -115,20 +116,29 @@ def project_qkv(
     """
     q, k, v = split_heads(norm_linear(residual, eps, weight, bias), kv_layer)
     return rope_kv_write(
-        q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
-    )
+        q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps,
+        kv_scales=kv_scales,
+    )  # fmt: skip
+
+
+def _indexable(kv: Tensor) -> Tensor:
+    """The pool, in float8 as bytes: torch does not index float8."""
+    return kv.view(torch.uint8) if kv.is_floating_point() and kv.element_size() == 1 else kv
 
 
 def block_copy(kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     """Copy whole blocks of all layers, for copy-on-write. All sources are read before any target is written."""
+    kv = _indexable(kv)
     kv.index_copy_(0, dst_ids, kv.index_select(0, src_ids))
 
 
 def swap_out(kv: Tensor, host_kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     """Copy device blocks `src_ids` to host blocks `dst_ids`. The pools differ in their number of blocks only."""
+    kv, host_kv = _indexable(kv), _indexable(host_kv)
     host_kv.index_copy_(0, dst_ids.to(host_kv.device), kv.index_select(0, src_ids).to(host_kv.device))
 
 
 def swap_in(host_kv: Tensor, kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     """Copy host blocks `src_ids` to device blocks `dst_ids`."""
+    kv, host_kv = _indexable(kv), _indexable(host_kv)
     kv.index_copy_(0, dst_ids, host_kv.index_select(0, src_ids.to(host_kv.device)).to(kv.device))
