@@ -220,6 +220,9 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
     """Load the weights on a device with memory of its own, and plan with what its largest passes leave."""
     args, platform, num_bytes = resolved.args, resolved.platform, resolved.weight_bytes
     free_some = f"free as much as the weights take, {num_bytes / GIB:.2f} GiB; {doctor_hint(args)}"
+    if resolved.kv.dtype == "float8_e4m3fn" and torch.cuda.get_device_capability(platform.device) < (8, 9):
+        text = f"kv_cache_dtype {args.kv_cache_dtype!r} needs a GPU of compute capability 8.9; use fp8_e5m2"
+        raise ParameterError(text, param="kv_cache_dtype")
     with platform.startup_errors("loading the weights", lambda _: free_some):
         platform.check_weights(num_bytes, args)
         model, draft = _load(resolved, resolved.model_len)

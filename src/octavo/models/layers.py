@@ -75,9 +75,7 @@ class Attention:
 
     def _attend(self, q: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
         scales = self.head_norms["kv_scales"]
-        out = self.ops.paged_attention(
-            q, kv_layer, batch, scale=self.scale, window=self.window, kv_scales=scales
-        )
+        out = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window, kv_scales=scales)
         return out.flatten(1)
 
     def weights(self, prefix: str) -> Iterator[Weight]:

@@ -28,12 +28,24 @@ def paged_attention(
 ) -> Tensor: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True],
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: Literal[True],
     kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool,
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: bool,
     kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(

@@ -42,9 +42,7 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return wide.clamp(-limit, limit).masked_fill_(~wide.isfinite(), torch.nan).to(dtype)
 
 
-def kv_write(
-    k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None
-) -> None:
+def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
     """Write K and V of each token to its slot; k, v [num_tokens, num_kv_heads, head_dim], slot_mapping [num_tokens].
 
     kv_scales  [2, num_kv_heads] float32, for a pool in float8: K is what it holds times the first, V times the second

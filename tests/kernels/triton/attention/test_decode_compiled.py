@@ -28,7 +28,9 @@ def types_of(kernel: Any) -> dict[str, str]:
     return {"scale": "fp32"} | {name: kind for name, kind in POINTERS.items() if name in kernel.arg_names}
 
 
-def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False, queries: int = 1, float8: bool = False) -> Any:
+def compile_decode(
+    tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False, queries: int = 1, float8: bool = False
+) -> Any:
     constants = {
         "NUM_KV_HEADS": 8,
         "GROUP": group,

@@ -56,7 +56,9 @@ def test_a_shared_prefix() -> None:
     case, scales = quantised(case, torch.float8_e4m3fn)
     common = torch.tensor([0, 256, 256], dtype=torch.int32, device=DEVICE)
     batch = dataclasses.replace(on_device(case.batch), common_prefix_lens=common)
-    out = cuda.paged_attention(case.q.to(DEVICE), case.kv.to(DEVICE)[:, 1], batch, scale=case.scale, kv_scales=scales.to(DEVICE))
+    out = cuda.paged_attention(
+        case.q.to(DEVICE), case.kv.to(DEVICE)[:, 1], batch, scale=case.scale, kv_scales=scales.to(DEVICE)
+    )
     assert relative_error(out.cpu(), naive_attention(case)[0]) < TOLERANCE[torch.float32]
 
 

@@ -122,7 +122,13 @@ def plan_cascade(
 
 
 def cascade_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, plan: CascadePlan, *, scale: float, early: bool,
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    plan: CascadePlan,
+    *,
+    scale: float,
+    early: bool,
     kv_scales: Tensor | None = None,
 ) -> None:
     """Attention of every group's queries over its prefix, into the plan's partial results.

@@ -32,12 +32,24 @@ def paged_attention(
 ) -> Tensor: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True],
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: Literal[True],
     kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool,
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: bool,
     kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
@@ -58,7 +70,11 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
-    assert (q.dtype == kv_layer.dtype) == (kv_scales is None) and q.stride(2) == 1, (q.dtype, kv_layer.dtype, q.stride())
+    assert (q.dtype == kv_layer.dtype) == (kv_scales is None) and q.stride(2) == 1, (
+        q.dtype,
+        kv_layer.dtype,
+        q.stride(),
+    )
     assert kv_layer.shape[4] == head_dim and kv_layer.stride()[3:] == (head_dim, 1), (q.shape, kv_layer.shape)
     assert num_heads % num_kv_heads == 0 and num_heads // num_kv_heads <= MAX_GROUP, (num_heads, num_kv_heads)
     out = q.new_empty(q.shape)
@@ -66,7 +82,9 @@ def paged_attention(
     if num_tokens == 0:
         return (out, lse) if return_lse else out
     if batch.max_query_len <= 1:
-        decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=True, kv_scales=kv_scales)
+        decode_attention(
+            q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=True, kv_scales=kv_scales
+        )
     else:
         # If all queries are as long as the longest, none has length 1. The lengths themselves are on the device.
         mixed = num_tokens < batch.num_seqs * batch.max_query_len
@@ -79,7 +97,11 @@ def paged_attention(
 
             hopper_prefill_attention(q, kv_layer, batch, out, lse, scale=scale, skip_single=mixed)
         else:
-            prefill_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed, kv_scales=kv_scales)
+            prefill_attention(
+                q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed, kv_scales=kv_scales
+            )
         if mixed:
-            decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=False, kv_scales=kv_scales)
+            decode_attention(
+                q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=False, kv_scales=kv_scales
+            )
     return (out, lse) if return_lse else out

@@ -11,9 +11,7 @@ from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_befor
 from octavo.kernels.triton.rope import load_halves, load_norm_weight, rotate_halves
 
 
-def kv_write(
-    k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None
-) -> None:
+def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
     """`reference.kv_write`. k and v may be views of a fused projection."""
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1), (k.stride(), v.stride())
@@ -107,14 +105,14 @@ def rope_kv_write(
     return out
 
 
-def float8_limit(kv_layer: Tensor, kv_scales: Tensor | None) -> float:
+def float8_limit(kv_layer: Tensor, kv_scales: Tensor | None) -> int:
     """The largest number of a float8 pool; 0 for one in the dtype of the activations."""
-    return 0.0 if kv_scales is None else torch.finfo(kv_layer.dtype).max
+    return 0 if kv_scales is None else int(torch.finfo(kv_layer.dtype).max)
 
 
 @triton.jit
 def _to_pool(x, kv, scale, LIMIT: tl.constexpr):
-    """x in the pool's dtype. In float8, x / scale, cut off at LIMIT; NaN if x is not finite, so that faults are found."""
+    """x in the pool's dtype. In float8, x / scale, cut off at LIMIT; NaN if x is not finite: faults are found."""
     if LIMIT:
         x = x.to(tl.float32) / scale
         x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LIMIT), LIMIT), float("nan"))
