@@ -165,9 +165,9 @@ class EngineArgs(ValidatedParams):
                               channel and per token
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
-    kv_cache_dtype            auto: K and V in the dtype of the activations; int8: in 8 bits with a scale per head and
-                              token, on a CPU; fp8 (fp8_e4m3) or fp8_e5m2: in float8 with a scale per layer and head,
-                              calibrated at start, on a GPU
+    kv_cache_dtype            K and V; auto: in the dtype of the activations. int8, on a CPU: a scale per head and
+                              token. fp8 (fp8_e4m3) or fp8_e5m2, on a GPU: a scale per layer and head, calibrated at
+                              start
     num_gpu_blocks_override   usable blocks on any device; None: derived from `kv_cache_memory_bytes`
     kv_cache_memory_bytes     bytes for the KV pool; None: on a CPU the smallest of 4 GiB, a quarter of the free memory,
                               and what max_num_seqs sequences of max_model_len need

@@ -32,8 +32,8 @@ from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
 from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.executor import make_executor
-from octavo.runner.kv_scales import MAX_TOKENS, calibrate
 from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.memory.kv_scales import MAX_TOKENS, calibrate
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import Platform, find_platform

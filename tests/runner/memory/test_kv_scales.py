@@ -11,7 +11,7 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.kernels.cpu import ops
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.loading.loader import Model
-from octavo.runner.kv_scales import HEADROOM, calibrate
+from octavo.runner.memory.kv_scales import HEADROOM, calibrate
 from tests.models.tiny import load_tiny, make_tiny_checkpoint, random_prompts, read_spec
 
 
