@@ -39,8 +39,8 @@ NOTE = "<!-- Written by scripts/make_reference.py from the code: change the code
 ENGINE_GROUPS = {
     "Model": "model revision skip_tokenizer_init chat_template generation_config load_format quantization dtype",
     "Device": "device seed enforce_eager decode_window async_scheduling",
-    "Memory": "block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization swap_space "
-    "enable_prefix_caching mamba_block_size disable_hybrid_kv_cache_manager watermark",
+    "Memory": "block_size kv_cache_dtype num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization "
+    "swap_space enable_prefix_caching mamba_block_size disable_hybrid_kv_cache_manager watermark",
     "Scheduling": "max_model_len max_num_batched_tokens max_num_seqs max_logprobs scheduling_policy priority_ageing "
     "long_prefill_token_threshold max_long_partial_prefills preemption_mode preemption_victim",
     "Speculation": "speculative_config spec_method spec_model spec_tokens",
@@ -66,8 +66,8 @@ API_GROUPS = {
 }
 # fmt: off
 INTERNAL = {
-    "resolved", "resolved_dtype", "kv_events", "policy", "speculation", "num_speculative_tokens", "validated",
-    "greedy", "width", "stop_ids", "selects_best_of",
+    "resolved", "resolved_dtype", "resolved_kv_dtype", "kv_events", "policy", "speculation",
+    "num_speculative_tokens", "validated", "greedy", "width", "stop_ids", "selects_best_of",
     "has_penalties", "needs_history", "sampling_params", "kind", "schema", "query", "debug_request", "debug_kv",
 }
 # fmt: on

@@ -14,7 +14,7 @@ import torch
 from octavo import LLM, doctor
 from octavo.config import GIB, EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
-from octavo.doctor import Report, examine
+from octavo.doctor import Report, examine, format_report
 from octavo.errors import ModelNotFoundError, ParameterError
 from octavo.frontend import build as building
 from octavo.kernels import reference
@@ -129,11 +129,13 @@ def test_weight_bytes_equal_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, SMOLLM2], ids=["tiny", "smollm2"])
 @pytest.mark.parametrize("free_gib", [1, 6])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_engine_plan_equals_the_prediction(
-    tmp_path: Path, free_bytes: list[int], config: dict[str, Any], free_gib: int
+    tmp_path: Path, free_bytes: list[int], config: dict[str, Any], free_gib: int, kv_cache_dtype: str
 ) -> None:
     free_bytes[0] = free_gib * GIB
     args: dict[str, Any] = {"model": write_config(tmp_path, config, num_hidden_layers=3), "load_format": "dummy"}
+    args["kv_cache_dtype"] = kv_cache_dtype
     report = examine(EngineArgs(**args, device="cpu"))
     with LLM(**args, device="cpu", skip_tokenizer_init=True) as llm:
         resolved = llm.config
@@ -142,7 +144,8 @@ def test_engine_plan_equals_the_prediction(
     assert report.budget.num_blocks == resolved.num_blocks and report.budget.num_host_blocks == resolved.num_host_blocks
     assert (report.need.kv, report.need.weights) == (resolved.kv, resolved.weight_bytes)
     assert (report.budget.kv, report.budget.max_model_len) == (resolved.kv, resolved.max_model_len)
-    assert report.need.kv.dtype == resolved.dtype
+    assert report.need.dtype == resolved.dtype
+    assert ("K and V in int8" in "\n".join(format_report(report))) == (kv_cache_dtype == "int8")
 
 
 def test_dtype_equals_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +155,7 @@ def test_dtype_equals_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(packed, "has_fast_bfloat16", lambda fast=fast: fast)
         monkeypatch.setattr(needs, "has_bfloat16_products", lambda fast=fast: fast)
         with LLM(**args, skip_tokenizer_init=True) as llm:
-            assert llm.config.dtype == examine(EngineArgs(**args)).need.kv.dtype == ("bfloat16" if fast else "float32")
+            assert llm.config.dtype == examine(EngineArgs(**args)).need.dtype == ("bfloat16" if fast else "float32")
 
 
 def test_bfloat16_detection_equals_torch() -> None:
@@ -345,6 +348,7 @@ def test_a_quantised_checkpoint_takes_the_bytes_of_its_form(tmp_path: Path, call
         (("--gpu", "cpu"), 2, "gpu is cpu; pass --device cpu"),
         (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
         (("--gpu", "h200", "--quantization", "int8"), 2, "works on CPUs only; remove it"),
+        (("--gpu", "h200", "--kv-cache-dtype", "int8"), 2, "'int8' is not supported on cuda; use fp8"),
         (("--device", "cuda"), 2, "nvidia-smi finds no GPU"),
     ],
 )

@@ -41,6 +41,8 @@ DEFAULT_LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8", "int4"]
+KVCacheDType = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]
+KV_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """Other names of dtypes."""
 DType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
@@ -163,6 +165,9 @@ class EngineArgs(ValidatedParams):
                               groups of 32 with a scale each, and activations to int8 likewise; on a CPU
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
+    kv_cache_dtype            K and V; auto: in the dtype of the activations. int8, on a CPU: a scale per head and
+                              token. fp8 (fp8_e4m3) or fp8_e5m2, on a GPU: a scale per layer and head, calibrated at
+                              start
     num_gpu_blocks_override   usable blocks on any device; None: derived from `kv_cache_memory_bytes`
     kv_cache_memory_bytes     bytes for the KV pool; None: on a CPU the smallest of 4 GiB, a quarter of the free memory,
                               and what max_num_seqs sequences of max_model_len need
@@ -214,6 +219,7 @@ class EngineArgs(ValidatedParams):
     quantization: Quantization | None = None
     seed: int = 0
     block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
@@ -263,6 +269,7 @@ class EngineArgs(ValidatedParams):
         if self.quantization is not None:
             self._check_choice("quantization", ("int8", "int4"))
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
+        self._check_choice("kv_cache_dtype", get_args(KVCacheDType))
         self._check_choice("preemption_mode", ("auto", "recompute", "swap"))
         self._check_choice("preemption_victim", ("latest", "least_lost"))
         self._check_choice("scheduling_policy", ("fcfs", "priority"))
@@ -391,6 +398,15 @@ class EngineArgs(ValidatedParams):
                 param="dtype",
             )
         return dtype
+
+    def resolved_kv_dtype(self, device: str, dtype: str) -> str:
+        """The dtype of K and V; dtype: of the activations. Raises `ParameterError` if the device does not have it."""
+        if self.kv_cache_dtype == "auto":
+            return dtype
+        if (device == "cpu") == (self.kv_cache_dtype == "int8"):
+            return KV_DTYPES[self.kv_cache_dtype]
+        text = f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported on {device}"
+        raise ParameterError(f"{text}; use {'int8' if device == 'cpu' else 'fp8'}", param="kv_cache_dtype")
 
     def kv_events(self) -> KVEventsConfig:
         return KVEventsConfig(**(self.kv_events_config or {}))

@@ -76,7 +76,8 @@ class Report:
             "architecture": self.spec.architecture,
             "num_params": self.spec.num_params,
             "machine": asdict(self.machine) | {"device": self.machine.device},
-            "dtype": need.kv.dtype,
+            "dtype": need.dtype,
+            "kv_cache_dtype": need.kv.dtype,
             "weight_bytes": need.weights,
             "stored_as": self.spec.stored_as or None,
             "activation_bytes": need.activations,
@@ -267,7 +268,7 @@ def _suggest_gpu(args: EngineArgs, spec: ModelSpec) -> str:
     """Advice that names the smallest known GPU on which the model fits."""
     supported = [device for device in DEVICES.values() if device.is_supported]
     for name in (d.name for d in sorted(supported, key=lambda device: device.memory_bytes)):
-        machine, gpu_args = machine_with(name), replace(args, quantization=None)
+        machine, gpu_args = machine_with(name), replace(args, quantization=None, kv_cache_dtype="auto")
         try:
             _plan(gpu_args, spec, memory_needs(gpu_args, spec, machine), machine)
         except MemoryBudgetError:
@@ -299,12 +300,13 @@ def format_report(report: Report) -> list[str]:
         where = (
             f"{machine.name}: {_gib(machine.device_bytes)}, of which CUDA and others hold {_gib(machine.held_bytes)}"
         )
-    out += [f"{where}; in {need.kv.dtype}", ""]
+    kv_dtype = "" if need.kv.dtype == need.dtype else f", K and V in {need.kv.dtype}"
+    out += [f"{where}; in {need.dtype}{kv_dtype}", ""]
 
     def row(name: str, num_bytes: int, text: str = "") -> None:
         out.append(f"  {name:<12} {_gib(num_bytes):>12}   {text}".rstrip())
 
-    row("weights", need.weights, _weights_text(report.args, spec, need.kv.dtype, machine.device))
+    row("weights", need.weights, _weights_text(report.args, spec, need.dtype, machine.device))
     row("activations", need.activations, f"of a step of {report.args.max_num_batched_tokens:,} tokens; an estimate")
     if need.graphs:
         row("CUDA graphs", need.graphs, "an estimate")

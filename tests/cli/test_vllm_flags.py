@@ -82,7 +82,7 @@ def test_spellings(call: Call, fake: type[FakeLLM]) -> None:
         (["--compilation-config.mode", "3", "--compilation-config", "3"], "--compilation-config is given again"),
         (["--eplb-config.size", "2", "--eplb-config.steps", "3"], "eplb_config is {'size': 2, 'steps': 3}"),
         (["--enable-lora"], "enable_lora is True"),
-        (["--kv-cache-dtype"], "kv_cache_dtype is True"),
+        (["--kv-cache-dtype-skip-layers"], "kv_cache_dtype_skip_layers is True"),
         (["-tp", "2", "--tensor-parallel-size", "1"], "--tensor-parallel-size is given again; give it once"),
     ):
         done = call(*line, *words)

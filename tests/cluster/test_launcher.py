@@ -20,7 +20,7 @@ from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.errors import EngineError, OctavoError
 from tests.engine.models import make_talking_checkpoint
 
-HERE = Fingerprint("1.0", "smollm2", "abc", "auto", "")
+HERE = Fingerprint("1.0", "smollm2", "abc", "auto", "", "auto")
 FILE = """
 http_options: {{host: 127.0.0.1, port: {port}}}
 applications:

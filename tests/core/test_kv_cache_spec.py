@@ -20,12 +20,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return str(make_tiny_checkpoint(request.param, tmp_path_factory.mktemp("spec") / request.param))
 
 
-@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("dtype", [dtype for dtype in ITEMSIZE if not dtype.startswith("float8")])  # a GPU's
 def test_bytes_equal_the_engines_tensors(model: str, dtype: str) -> None:
     with LLM(
         model,
         device="cpu",
-        dtype=dtype,
+        **({"dtype": "float32", "kv_cache_dtype": dtype} if dtype == "int8" else {"dtype": dtype}),
         skip_tokenizer_init=True,
         block_size=4,
         num_gpu_blocks_override=NUM_BLOCKS,
@@ -34,7 +34,8 @@ def test_bytes_equal_the_engines_tensors(model: str, dtype: str) -> None:
     ) as llm:
         config, runner = llm.config, llm.engine.executor.runner
         spec = config.kv
-        assert (spec, spec.dtype) == (KVCacheSpec.of(read_spec(Path(model)), 4, dtype), config.dtype)
+        assert spec == KVCacheSpec.of(read_spec(Path(model)), 4, dtype)
+        assert config.dtype == ("float32" if dtype == "int8" else dtype)
         for kv, num_blocks in (
             (runner.state.kv, config.num_blocks),
             (runner.state.swapper.host_kv, config.num_host_blocks),

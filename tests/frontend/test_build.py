@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,13 @@ def test_int8_halves_the_weights(bfloat16_model: Path) -> None:
 def test_int8_with_another_dtype_is_rejected(bfloat16_model: Path, dtype: str) -> None:
     with pytest.raises(ParameterError, match=f"'int8' needs bfloat16 for the other layers, not {dtype}"):
         open_llm(bfloat16_model, quantization="int8", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "int4", "bfloat16", "INT8", "", 8, True, ["int8"]])
+def test_a_kv_cache_dtype_that_a_cpu_lacks_is_rejected(bfloat16_model: Path, dtype: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^kv_cache_dtype .*int8[^\n]*$") as caught:
+        open_llm(bfloat16_model, kv_cache_dtype=dtype)
+    assert caught.value.param == "kv_cache_dtype"
 
 
 def test_unknown_quantization_is_rejected(bfloat16_model: Path) -> None:

@@ -53,8 +53,12 @@ def make_case(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    int8_kv: bool = False,
 ) -> Case:
-    """A batch over a KV cache whose null block, unused blocks, unused slots and other layers are NaN."""
+    """A batch over a KV cache whose null block, unused blocks, unused slots and other layers are NaN.
+
+    int8_kv: the cache is quantised, and `keys` and `values` are what it holds, in float32
+    """
     g = torch.Generator().manual_seed(seed)
     num_blocks = [cdiv(n, block_size) for n in seq_lens]
     pool_blocks = sum(num_blocks) + 3
@@ -64,10 +68,14 @@ def make_case(
     keys, values = [], []
     for table, n in zip(tables, seq_lens, strict=True):
         rows = torch.randn(2, num_kv_heads, n, head_dim, generator=g).to(dtype)
+        if int8_kv:
+            rows = reference.dequantize_rows(reference.quantize_rows(rows), torch.float32)
         keys.append(rows[0])
         values.append(rows[1])
         for p in range(n):
             kv[table[p // block_size], LAYER, :, :, p % block_size] = rows[:, :, p]
+    if int8_kv:
+        kv = reference.quantize_rows(kv)
     q = torch.randn(sum(query_lens), num_kv_heads * group_size, head_dim, generator=g).to(dtype)
     batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size)
     return Case(q, kv, batch, tables, keys, values, scale=head_dim**-0.5)

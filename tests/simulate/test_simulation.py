@@ -176,6 +176,15 @@ def test_states_take_the_blocks_that_they_take_in_the_engine() -> None:
     assert (cache.num_groups, cache.checkpoint_interval) == (1, 512)
 
 
+def test_int8_blocks_are_as_large_as_the_engines() -> None:
+    model, args = MODELS["smollm2-135m"], EngineArgs(model="x", kv_cache_dtype="int8").resolved("cpu")
+    both = (args, replace(args, kv_cache_dtype="auto"))
+    simulated, usual = (SimConfig(model, find_device("cpu"), each).kv for each in both)
+    assert model.spec is not None
+    assert simulated == memory_needs(args, model.spec, Machine("cpu", 1 << 40, None)).kv
+    assert simulated.bytes_per_block * 128 == usual.bytes_per_block * 66
+
+
 def test_requests_with_states_hit_checkpoints_at_their_marks() -> None:
     """Five prompts begin with the same 64 tokens, which is where the first leaves a state for all others."""
     prompts = [((FIRST_TOKEN, 64), (FIRST_TOKEN + 1 + i, 40)) for i in range(5)]

@@ -136,8 +136,9 @@ COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
 # fmt: off
 GROUPS = {
     "Model": "revision chat_template device dtype load_format quantization generation_config enforce_eager",
-    "KV cache": "block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
-        " enable_prefix_caching mamba_block_size swap_space watermark kv_events_config disable_hybrid_kv_cache_manager",
+    "KV cache": "block_size kv_cache_dtype num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization"
+        " max_model_len enable_prefix_caching mamba_block_size swap_space watermark kv_events_config"
+        " disable_hybrid_kv_cache_manager",
     "Speculation": "speculative_config spec_method spec_model spec_tokens",
     "Keys, TLS and access": "api_key api_key_file admin_key admin_key_file insecure ssl_keyfile ssl_certfile"
         " ssl_ca_certs allowed_origins allowed_hosts trust_request_chat_template metrics_public view_text",

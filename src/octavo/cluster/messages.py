@@ -30,6 +30,7 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True):
     digest: str
     dtype: str
     quantization: str
+    kv_cache_dtype: str
 
     def difference(self, other: Fingerprint) -> str:
         """Where `other` differs, for a person; "" if it does not."""
@@ -40,7 +41,8 @@ class Fingerprint(msgspec.Struct, array_like=True, frozen=True):
 def fingerprint(args: EngineArgs) -> Fingerprint:
     """The fingerprint of an engine with these options on this machine."""
     name = args.model if args.revision is None else f"{args.model}@{args.revision}"
-    return Fingerprint(octavo.__version__, name, digest_of(args), str(args.dtype), args.quantization or "")
+    dtypes = str(args.dtype), args.quantization or "", args.kv_cache_dtype
+    return Fingerprint(octavo.__version__, name, digest_of(args), *dtypes)
 
 
 def digest_of(args: EngineArgs) -> str:

@@ -10,8 +10,10 @@ from typing import Protocol
 
 from octavo.integers import cdiv
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of an element, by dtype."""
+SCALE_BYTES = 2
+"""Bytes of the scale at the end of an int8 row: K or V of one head of one token (`kernels.reference.quantize_rows`)."""
 MIN_CHUNK = 512
 """Least `max_chunk`: enough positions to use a processor well."""
 
@@ -104,7 +106,8 @@ class KVCacheSpec:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        width = self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, width)
 
     def pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks + 1, *self.block_shape)

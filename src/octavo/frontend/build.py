@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+import octavo.config
 from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, EngineArgs, EngineConfig
@@ -31,6 +33,7 @@ from octavo.models.spec import ModelSpec
 from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.executor import make_executor
 from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.memory.kv_scales import MAX_TOKENS, calibrate
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import Platform, find_platform
@@ -134,7 +137,7 @@ class ResolvedModel:
         """See `Platform.precompiler`."""
         args = self.args
         sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, self.model_len
-        return f"{self.spec} {self.dtype} {sizes} {self.draft and (self.draft.spec, self.draft.dtype)}"
+        return f"{self.spec} {self.dtype} {self.kv.dtype} {sizes} {self.draft and (self.draft.spec, self.draft.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +188,11 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
-    kv = KVCacheSpec.of(spec, args.block_size, dtype, max_len=max_len)
+    kv = KVCacheSpec.of(spec, args.block_size, args.resolved_kv_dtype(platform.name, dtype), max_len=max_len)
     draft = _resolve_draft(args, spec, platform)
     if draft is not None:
-        kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft.dtype))
+        draft_dtype = args.resolved_kv_dtype(platform.name, draft.dtype)
+        kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft_dtype))
     return ResolvedModel(args, platform, checkpoint, spec, dtype, kv, tokenizer, defaults, draft)
 
 
@@ -216,10 +220,18 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
     """Load the weights on a device with memory of its own, and plan with what its largest passes leave."""
     args, platform, num_bytes = resolved.args, resolved.platform, resolved.weight_bytes
     free_some = f"free as much as the weights take, {num_bytes / GIB:.2f} GiB; {doctor_hint(args)}"
+    if resolved.kv.dtype == "float8_e4m3fn" and torch.cuda.get_device_capability(platform.device) < (8, 9):
+        text = f"kv_cache_dtype {args.kv_cache_dtype!r} needs a GPU of compute capability 8.9; use fp8_e5m2"
+        raise ParameterError(text, param="kv_cache_dtype")
     with platform.startup_errors("loading the weights", lambda _: free_some):
         platform.check_weights(num_bytes, args)
         model, draft = _load(resolved, resolved.model_len)
     timer.lap("weights")
+    for each, kv, loaded in ((resolved, resolved.kv, model), (resolved.draft, resolved.kv.draft, draft)):
+        if each is not None and kv is not None and loaded is not None and kv.dtype.startswith("float8"):
+            ids = [] if resolved.tokenizer is None else resolved.tokenizer.encode(inspect.getsource(octavo.config))
+            ids = ids[: min(MAX_TOKENS, args.max_num_batched_tokens or 1, resolved.model_len)]
+            calibrate(loaded, ids, kv, dtype=getattr(torch, each.dtype), device=platform.device)
     with platform.startup_errors("computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
         profile = platform.measure(model, args, kv_cache=resolved.kv, precompile=precompile, draft=draft)
     profile.check(args, resolved.kv)

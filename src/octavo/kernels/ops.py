@@ -46,7 +46,9 @@ class ModelOps(Protocol):
 
     # -- KV cache and attention ----------------------------------------------------------------------------------------
 
-    def kv_write(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None: ...
+    def kv_write(
+        self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None
+    ) -> None: ...
 
     def rope_kv_write(
         self,
@@ -61,10 +63,18 @@ class ModelOps(Protocol):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 0.0,
+        kv_scales: Tensor | None = None,
     ) -> Tensor: ...
 
     def paged_attention(
-        self, q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        batch: RaggedBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        kv_scales: Tensor | None = None,
     ) -> Tensor: ...
 
     # -- recurrent layers ----------------------------------------------------------------------------------------------
@@ -116,6 +126,7 @@ class ModelOps(Protocol):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         norm_eps: float = 0.0,
+        kv_scales: Tensor | None = None,
     ) -> Tensor: ...
 
 

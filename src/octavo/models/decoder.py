@@ -159,6 +159,12 @@ class Decoder:
         batches = [batch.group(group) for group in range(1 + len(self.groups.windows))]
         return ((batches[group], kv[:, index]) for group, index in self.groups.places)
 
+    def set_kv_scales(self, scales: Tensor) -> None:
+        """The scales of K and V for pools in float8; scales [num_layers, 2, num_kv_heads] float32."""
+        for layer, layer_scales in zip(self.layers, scales, strict=True):
+            assert isinstance(layer.attention, Attention)
+            layer.attention.head_norms["kv_scales"] = layer_scales
+
     def _table_of(self, layer: int) -> Tensor:
         if layer in self.spec.nope_layers:
             return self.nope_cos_sin

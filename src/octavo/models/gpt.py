@@ -54,6 +54,7 @@ class GPTLayer:
         self.attention_norm = LayerNorm(norms.get("attention"), spec.layer_norm_eps, factory)
         self.qkv = Linear(linears["qkv"], factory, split="out")
         self.out = Linear(linears["out"], factory, split="in")
+        self.kv_scales: Tensor | None = None
         self.mlp_norm = LayerNorm(norms.get("mlp"), spec.layer_norm_eps, factory)
         self.up = Linear(linears["mlp_in"], factory, split="out")
         self.down = Linear(linears["down"], factory, split="in")
@@ -72,10 +73,14 @@ class GPTLayer:
     def _attend(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor | None) -> Tensor:
         q, k, v = split_heads(self.qkv(x), kv_layer)
         if cos_sin is None:
-            self.ops.kv_write(k, v, kv_layer, batch.slot_mapping)
+            self.ops.kv_write(k, v, kv_layer, batch.slot_mapping, kv_scales=self.kv_scales)
         else:
-            q = self.ops.rope_kv_write(q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping)
-        output = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
+            q = self.ops.rope_kv_write(
+                q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, kv_scales=self.kv_scales
+            )
+        output = self.ops.paged_attention(
+            q, kv_layer, batch, scale=self.scale, window=self.window, kv_scales=self.kv_scales
+        )
         return self.out(output.flatten(1))
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -125,6 +130,11 @@ class GPT:
         if self.project_out is not None:
             x = F.linear(x, self.project_out)
         return self.vocabulary.logits(x)
+
+    def set_kv_scales(self, scales: Tensor) -> None:
+        """See `decoder.Decoder.set_kv_scales`."""
+        for layer, layer_scales in zip(self.layers, scales, strict=True):
+            layer.kv_scales = layer_scales
 
     def weights(self) -> Iterator[Weight]:
         """All tensors of a checkpoint of this model; several weights may be parts of one tensor."""

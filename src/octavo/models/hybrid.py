@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.errors import ParameterError
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference import head_dim_of
 from octavo.kernels.reference.norms import NormedResidual, accumulation_dtype
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.layers import Attention, GatedMLP, Mixer, empty_norm
@@ -37,10 +38,11 @@ class GatedAttention(Attention):
 
     def _attend_gated(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """projected [num_tokens, Q, gates, K and V] -> [num_tokens, num_heads * head_dim]."""
-        kv_size = kv_layer.shape[2] * kv_layer.shape[4]
+        head_dim = head_dim_of(kv_layer)
+        kv_size = kv_layer.shape[2] * head_dim
         q_size = projected.shape[1] // 2 - kv_size
         q, gate, k, v = torch.split(projected, [q_size, q_size, kv_size, kv_size], dim=1)
-        q, k, v = (x.view(len(x), -1, kv_layer.shape[4]) for x in (q, k, v))
+        q, k, v = (x.view(len(x), -1, head_dim) for x in (q, k, v))
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )

@@ -37,7 +37,7 @@ class Attention:
         factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
         self.qkv = Linear(spec.linears["qkv"], factory, split="out")
         self.out = Linear(spec.linears["out"], factory, split="in")
-        self.head_norms: HeadNorms = {"q_norm": norms.get("q"), "k_norm": norms.get("k")}
+        self.head_norms: HeadNorms = {"q_norm": norms.get("q"), "k_norm": norms.get("k"), "kv_scales": None}
         self.joint_norms = [norms[role] for role in ("joint_q", "joint_k") if role in norms]
         if self.joint_norms and factory.tp.size > 1:
             raise ParameterError(
@@ -74,7 +74,9 @@ class Attention:
         return self.out.add_linear(residual, self._attend(q, batch, kv_layer), next_norm)
 
     def _attend(self, q: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-        return self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window).flatten(1)
+        scales = self.head_norms["kv_scales"]
+        out = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window, kv_scales=scales)
+        return out.flatten(1)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from self.qkv.weights(prefix)

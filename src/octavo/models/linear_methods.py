@@ -25,10 +25,14 @@ from octavo.models.registry import load
 
 
 class HeadNorms(TypedDict):
-    """Weights of the RMS norms of the heads of Q and K, [head_dim] each; None: no such norms."""
+    """Weights of the RMS norms of the heads of Q and K, [head_dim] each; None: no such norms.
+
+    kv_scales  [2, num_kv_heads], of a pool in float8
+    """
 
     q_norm: Tensor | None
     k_norm: Tensor | None
+    kv_scales: Tensor | None
 
 
 Role = Literal["linear", "head", "table"]

@@ -103,12 +103,12 @@ def _any(owner: Owner, reason: str, names: str = "", *, flags: str = "", warns: 
 
 # fmt: off
 ENGINE: tuple[Argument, ...] = (
-    *_taken("engine", "model revision skip_tokenizer_init chat_template dtype load_format quantization seed"
-        " block_size num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
-        " max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config max_logprobs"
-        " disable_hybrid_kv_cache_manager scheduling_policy long_prefill_token_threshold max_long_partial_prefills"
-        " watermark enforce_eager async_scheduling kv_events_config speculative_config spec_method spec_model"
-        " spec_tokens mamba_block_size"),
+    *_taken("engine", "model revision skip_tokenizer_init chat_template dtype load_format quantization seed block_size"
+        " kv_cache_dtype num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization max_model_len"
+        " max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config"
+        " max_logprobs disable_hybrid_kv_cache_manager scheduling_policy long_prefill_token_threshold"
+        " max_long_partial_prefills watermark enforce_eager async_scheduling kv_events_config"
+        " speculative_config spec_method spec_model spec_tokens mamba_block_size"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),
     *_only("engine", "one device computes the whole model", "data_parallel_rank data_parallel_start_rank"
@@ -156,7 +156,8 @@ ENGINE: tuple[Argument, ...] = (
         " safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location ignore_patterns",
         flags="use_tqdm_on_load"),
     *_only("engine", "loaders have no options", "model_loader_extra_config"),
-    *_only("engine", "K and V have the dtype of the activations", "kv_cache_dtype_skip_layers", kv_cache_dtype="auto",
+    *_only("engine", "kv_cache_dtype is that of all layers", "kv_cache_dtype_skip_layers"),
+    *_only("engine", "scales of K and V are calibrated or exact whenever kv_cache_dtype needs some",
         calculate_kv_scales=False),
     *_only("engine", "quantization is int8 on a CPU, or what the checkpoint stores", "quantization_config",
         allow_deprecated_quantization=False),

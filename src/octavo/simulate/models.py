@@ -91,9 +91,9 @@ class ModelShape:
     def max_model_len(self, requested: int | None = None) -> int:
         return self.max_len if self.spec is None else self.spec.max_model_len(requested)
 
-    def kv_cache(self, block_size: int, max_len: int = 0) -> KVCacheSpec:
-        """max_len: as of `KVCacheSpec.of`"""
-        return KVCacheSpec.of(self, block_size, self.dtype, max_len=max_len)
+    def kv_cache(self, block_size: int, max_len: int = 0, dtype: str = "") -> KVCacheSpec:
+        """max_len: as of `KVCacheSpec.of`. dtype: of K and V; "": the model's"""
+        return KVCacheSpec.of(self, block_size, dtype or self.dtype, max_len=max_len)
 
     @property
     def flops_per_pair(self) -> int:

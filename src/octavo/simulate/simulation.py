@@ -102,13 +102,17 @@ class SimConfig:
             raise ParameterError(text, param="speculative_config")
 
     def resolved(self) -> EngineArgs:
-        return self.args.resolved("cpu" if self.device.name == "cpu" else "cuda")
+        return self.args.resolved(self._platform)
+
+    @property
+    def _platform(self) -> str:
+        return "cpu" if self.device.name == "cpu" else "cuda"
 
     @property
     def kv(self) -> KVCacheSpec:
         args = self.args
         max_len = args.grouped_len(self.model.max_model_len(args.max_model_len))
-        return self.model.kv_cache(args.block_size, max_len)
+        return self.model.kv_cache(args.block_size, max_len, args.resolved_kv_dtype(self._platform, self.model.dtype))
 
     def num_blocks(self) -> int:
         """Usable blocks of a replica, as `octavo doctor` counts them. Raises `MemoryBudgetError` if it does not fit."""
@@ -121,7 +125,7 @@ class SimConfig:
         if is_cpu:
             machine = replace(machine, free_bytes=free_memory())
         if spec is None:
-            need = MemoryNeeds(self.kv, self.model.weight_bytes, 0, 0)
+            need = MemoryNeeds(self.kv, self.model.weight_bytes, 0, 0, self.model.dtype)
         else:
             need = memory_needs(args, spec, machine)
             need = replace(need, activations=n * need.activations, graphs=n * need.graphs)

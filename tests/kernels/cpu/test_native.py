@@ -100,6 +100,30 @@ def test_attention_of_long_sequences_in_parts(library: native.Library, dtype: to
     assert relative_error(lse, expected_lse) < 2e-6
 
 
+@DTYPES
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("window", [0, 600])
+def test_attention_reads_int8_rows(library: native.Library, dtype: torch.dtype, head_dim: int, window: int) -> None:
+    case = make_case([1] * 3, [1, 1700, 513], head_dim=head_dim, block_size=16, group_size=7, dtype=dtype, int8_kv=True)
+    out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, window=window, return_lse=True)
+    expected, expected_lse = naive_attention(case, window)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    assert relative_error(lse, expected_lse) < 2e-6
+
+
+@DTYPES
+def test_int8_rows_have_the_bytes_of_the_reference(library: native.Library, dtype: torch.dtype) -> None:
+    """Magnitudes of which the scale is 0, subnormal, normal and infinite in float16."""
+    magnitudes = 10.0 ** torch.arange(-12, 9).repeat_interleave(5).float()
+    k = (torch.randn(2, len(magnitudes), 2, 24) * magnitudes[:, None, None]).to(dtype)
+    kv, expected = torch.zeros(2, 30, 1, 2, 2, 4, 26, dtype=torch.int8).unbind()
+    slots, positions = torch.randperm(120)[: len(magnitudes)], torch.zeros(len(magnitudes), dtype=torch.int64)
+    cos_sin = reference.rope_table(24, 1, 10000.0)
+    library.rope_kv_write(k[0], *k, positions, cos_sin, kv[:, 0], slots, None, None, 0.0)
+    reference.kv_write(*k, expected[:, 0], slots)
+    assert torch.equal(kv, expected)
+
+
 def test_sequences_without_keys_give_zeros(library: native.Library) -> None:
     kv_layer = torch.full((2, 2, 1, 4, 8), torch.nan)
     batch = RaggedBatch.from_lists([1, 1], [1, 1], [[1], [1]], 4)
@@ -137,6 +161,9 @@ def test_attention_keeps_nan_rows_nan(library: native.Library) -> None:
 @pytest.mark.parametrize("head_dim", [8, 80])
 def test_torch_gives_the_same_results_without_a_compiler(torch_alone: None, head_dim: int) -> None:
     case = make_case([5, 1, 1], [5, 30, 11], head_dim=head_dim)
+    out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
+    assert relative_error(out, naive_attention(case)[0]) < 2e-6
+    case = make_case([5, 1, 1], [5, 30, 11], head_dim=head_dim, int8_kv=True)
     out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
     assert relative_error(out, naive_attention(case)[0]) < 2e-6
     x, weight = torch.randn(3, 64), torch.randn(64)

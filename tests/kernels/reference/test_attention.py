@@ -52,6 +52,20 @@ def test_every_block_size_and_window(ops: ModuleType, block_size: int, window: i
     assert relative_error(lse, expected_lse) < 2e-6
 
 
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 256])
+@pytest.mark.parametrize("window", [0, 9])
+def test_int8_keys_and_values(ops: ModuleType, dtype: torch.dtype, head_dim: int, window: int) -> None:
+    """Exact products of what the cache holds: nothing is lost but the rounding of the result."""
+    case = make_case(*MIXED, head_dim=head_dim, dtype=dtype, int8_kv=True)
+    out, lse = attend(ops, case, window)
+    expected, expected_lse = naive_attention(case, window)
+    assert out.dtype == dtype
+    assert relative_error(out, expected) < (2e-6 if dtype == torch.float32 else 2e-2)
+    assert relative_error(lse, expected_lse) < (2e-6 if dtype == torch.float32 else 4e-3)
+
+
 def test_the_reference_is_exact_in_float64() -> None:
     case = make_case(*MIXED, dtype=torch.float64)
     out, lse = attend(reference, case)

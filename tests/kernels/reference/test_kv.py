@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import ModuleType
 
@@ -51,12 +52,60 @@ def test_fused_norm_rope_and_write(ops: ModuleType, normed: bool) -> None:
     assert relative_error(kv, expected.double()) < 1e-6
 
 
+@pytest.mark.parametrize("magnitude", [0.0, 1e-9, 1e-6, 3e-4, 1.0, 300.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_int8_rows_are_right_to_half_a_scale(magnitude: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(5, 3, 16) * magnitude).to(dtype)
+    rows = reference.quantize_rows(x)
+    assert (rows.dtype, rows.shape) == (torch.int8, (5, 3, 18))
+    scale = rows[..., 16:].contiguous().view(torch.float16).float()
+    wanted = x.float().abs().amax(-1, keepdim=True) / 127
+    assert ((scale - wanted).abs() <= wanted / 2048 + 2**-25).all()
+    error = (reference.dequantize_rows(rows, torch.float32) - x.float()).abs()
+    assert (error <= scale * 0.5001 + 127 * 2**-24).all()  # the second: a scale below float16's normal numbers
+    assert magnitude < 1e-3 or (rows[..., :16].abs().amax(-1) >= 126).all()
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e9])
+def test_an_int8_row_that_cannot_be_held_is_not_finite(ops: ModuleType, bad: float) -> None:
+    """So a fault in a forward pass is found (`finite_rows`), and not hidden by rounding."""
+    kv = torch.zeros(2, 1, 2, 1, 4, 10, dtype=torch.int8)
+    k, v = torch.ones(2, 2, 1, 8)
+    k[1, 0, 3] = v[0, 0, 3] = bad
+    table = reference.rope_table(8, 4, 10000.0)
+    positions, slots = torch.zeros(2, dtype=torch.int64), torch.tensor([4, 5])
+    ops.rope_kv_write(k, k, v, positions, table, kv[:, 0], slots)
+    finite = reference.dequantize_rows(kv[1, 0, :, 0, :2], torch.float32).isfinite().all(-1)
+    assert finite.tolist() == [[True, False], [False, True]]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_an_int8_pool_holds_quantised_rows(ops: ModuleType, dtype: torch.dtype, head_dim: int) -> None:
+    torch.manual_seed(2)
+    q, k, v = torch.randn(6, 5 + 3 + 3, head_dim).to(dtype).split([5, 3, 3], dim=1)
+    positions, slots = torch.zeros(6, dtype=torch.int64), torch.randperm(32)[:6] + 8  # position 0: nothing is rotated
+    kv = torch.full((5, 2, 2, 3, 8, head_dim + 2), 77, dtype=torch.int8)
+    expected = kv.clone()
+    ops.rope_kv_write(q, k, v, positions, reference.rope_table(head_dim, 4, 10000.0), kv[:, 1], slots)
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // 8, 1, 0, :, slot % 8] = reference.quantize_rows(k[token])
+        expected[slot // 8, 1, 1, :, slot % 8] = reference.quantize_rows(v[token])
+    assert torch.equal(kv, expected)
+    kv.fill_(77)
+    ops.kv_write(k, v, kv[:, 1], slots)
+    assert torch.equal(kv, expected)
+
+
 @BOTH
 def test_slots_beyond_int32(ops: ModuleType, tmp_path: Path) -> None:
     """A KV cache of more than 2^31 slots in a sparse file, in which only written pages use disk space."""
     num_blocks, block_size = (1 << 21) + 2, 1 << 10
     file = tmp_path / "pool"
-    kv = torch.from_file(str(file), shared=True, size=num_blocks * 2 * block_size, dtype=torch.int8)
+    kv = torch.from_file(str(file), shared=True, size=num_blocks * 2 * block_size, dtype=torch.uint8)
     kv = kv.view(num_blocks, 1, 2, 1, block_size, 1)
     slot = (num_blocks - 1) * block_size + 5
     assert slot > 1 << 31
@@ -87,3 +136,11 @@ def test_slot_mapping_follows_the_block_table() -> None:
 
 def test_block_tables_are_padded_with_the_null_block() -> None:
     assert RaggedBatch.from_lists([1, 1], [1, 9], [[5], [2, 3, 4]], 4).block_tables.tolist() == [[5, 0, 0], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_cut_off_and_keeps_faults(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, -1e9, math.nan, math.inf], [0.5, 3.0, -2.0, 0.0]])
+    held = reference.to_float8(x, torch.tensor([0.5, 0.25]), dtype).float()
+    limit = torch.finfo(dtype).max
+    assert held.nan_to_num(-1.0).tolist() == [[2.0, -limit, -1.0, -1.0], [2.0, 12.0, -8.0, 0.0]]

@@ -36,6 +36,7 @@ def attend(
     fixed_split: bool = False,
     cascade: bool = False,
     lines_per_row: int = 1,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Two layers of one step: the second finds the schedule that the first made."""
     num_heads, num_kv_heads, head_dim = heads
@@ -44,11 +45,12 @@ def attend(
     batch = replace(batch, lines_per_row=lines_per_row)
     if cascade:
         batch = replace(batch, common_prefix_lens=torch.zeros(len(seq_lens), dtype=torch.int32))
-    kv = torch.empty(3, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
+    kv = torch.empty(3, 2, 2, num_kv_heads, block_size, head_dim, dtype=kv_dtype or dtype)
+    scales = None if kv_dtype is None else torch.ones(2, num_kv_heads)
     fused = torch.empty(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     for layer in range(2):
         q = fused[:, :num_heads]
-        ops.paged_attention(q, kv[:, layer], batch, scale=0.1, window=window, return_lse=return_lse)
+        ops.paged_attention(q, kv[:, layer], batch, scale=0.1, window=window, return_lse=return_lse, kv_scales=scales)
 
 
 def decode() -> None:
@@ -86,6 +88,20 @@ def prefill() -> None:
     attend([500], [500], (8, 1, 256))
     attend([300], [600], window=128, return_lse=True, dtype=F16)
     attend([300, 1], [600, 30], fixed_split=True)
+
+
+def float8() -> None:
+    """Attention over K and V in float8, and their writes. e4m3 is compiled for Hopper alone: others may lack it."""
+    kv_dtype = torch.float8_e5m2
+    for heads in (QWEN_05B, LLAMA):
+        attend([1] * 40, [300] * 40, heads, kv_dtype=kv_dtype)
+        attend([1] * 64, [300] * 64, heads, kv_dtype=kv_dtype, cascade=True)
+        attend([100, 1, 1, 70], [100, 40, 90, 70], heads, kv_dtype=kv_dtype)
+    kv, scales = torch.empty(9, 2, 2, 8, BLOCK_SIZE, 128, dtype=kv_dtype), torch.ones(2, 8)
+    q, k, v = torch.empty(5, 32, 128, dtype=BF16).split([16, 8, 8], dim=1)
+    slots = torch.zeros(5, dtype=torch.int64)
+    ops.kv_write(k, v, kv[:, 1], slots, kv_scales=scales)
+    ops.rope_kv_write(q, k, v, slots, torch.empty(99, 128), kv[:, 1], slots, kv_scales=scales)
 
 
 def linear() -> None:
@@ -223,6 +239,7 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     decode_with_drafts,
     cascade,
     prefill,
+    float8,
     linear,
     quantised,
     norms_and_activations,

@@ -16,6 +16,7 @@ MEMORY_OPTIONS = (
     "dtype",
     "quantization",
     "block_size",
+    "kv_cache_dtype",
     "num_gpu_blocks_override",
     "kv_cache_memory_bytes",
     "gpu_memory_utilization",

@@ -58,7 +58,7 @@ class _Group:
     kv_rows      see `_kv_rows`
     num_blocks   of the longest sequence; the others are padded
     start, stop  range of gathered keys that any of them sees
-    unused       gathered rows of head_dim that no sequence sees; they are set to 0 because they may contain NaN
+    unused       gathered rows of a token that no sequence sees; they are set to 0 because they may contain NaN
     mask         [num_seqs, 1, group, stop - start], -inf for keys that a sequence does not see; None: no mask
     """
 
@@ -98,14 +98,29 @@ def paged_attention(
     scale: float,
     window: int = 0,
     return_lse: Literal[False] = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True]
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: Literal[True],
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: bool,
+    kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     q: Tensor,
@@ -115,6 +130,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     return_lse: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`.
 
@@ -127,8 +143,10 @@ def paged_attention(
     key = ("cpu.paged_attention", batch.block_tables.data_ptr(), *layout, window)
     plan: _Plan | None = batch.derived.get(key)
     if plan is None:
-        if kv_layer.dtype != q.dtype or not _has_uniform_rows(kv_layer):
-            return reference.paged_attention(q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse)
+        if kv_layer.dtype not in (q.dtype, torch.int8) or not _has_uniform_rows(kv_layer):
+            return reference.paged_attention(
+                q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse, kv_scales=kv_scales
+            )
         plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.accumulation_dtype(q.dtype)) if return_lse else None
@@ -146,9 +164,10 @@ def _attend_gathered(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = num_heads // num_kv_heads
-    # The layer as rows of one block and one head, K or V: [rows, block_size * head_dim]. The rows of other layers lie
+    # The layer as rows of one block and one head, K or V: [rows, block_size * width]. The rows of other layers lie
     # between the blocks; no index points to them.
-    row_size = block_size * head_dim
+    width = kv_layer.shape[4]  # head_dim, and the scale of an int8 row
+    row_size = block_size * width
     num_rows = (kv_layer.shape[0] - 1) * (kv_layer.stride(0) // row_size) + 2 * num_kv_heads
     rows = kv_layer.as_strided((num_rows, row_size), (row_size, 1))
     q_heads = q.view(num_tokens, num_kv_heads, group_size, head_dim)
@@ -156,9 +175,9 @@ def _attend_gathered(
     for group in plan.groups:
         gathered = rows.index_select(0, group.kv_rows)
         if group.unused is not None:
-            gathered.view(-1, head_dim).index_fill_(0, group.unused, 0.0)
-        kv = gathered.view(-1, 2, num_kv_heads, group.num_blocks * block_size, head_dim)
-        kv = kv[:, :, :, group.start : group.stop]
+            gathered.view(-1, width).index_fill_(0, group.unused, 0)
+        kv = gathered.view(-1, 2, num_kv_heads, group.num_blocks * block_size, width)
+        kv = _dequantised(kv[:, :, :, group.start : group.stop], q.dtype)
         result, result_lse = _flash(q_heads.index_select(0, group.q_rows), kv[:, 0], kv[:, 1], scale, group.mask)
         out.index_copy_(0, group.q_rows, result.flatten(1, 2))
         if lse is not None:
@@ -166,8 +185,8 @@ def _attend_gathered(
 
     for span, kv_rows in plan.chunks:
         # Each K/V head is expanded to its group of query heads by a stride of 0, without a copy.
-        kv = rows.index_select(0, kv_rows).view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, span.start : span.stop]
-        keys, values = kv.expand(-1, -1, group_size, -1, -1)
+        kv = rows.index_select(0, kv_rows).view(2, num_kv_heads, 1, -1, width)[:, :, :, span.start : span.stop]
+        keys, values = _dequantised(kv, q.dtype).expand(-1, -1, group_size, -1, -1)
         queries = q_heads[span.begin : span.end].permute(1, 2, 0, 3)  # [num_kv_heads, group, query_len, head_dim]
         results = out[span.begin : span.end].view(-1, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
         for tile, seen, mask in _tiles(span, plan.causal_mask, window):
@@ -175,6 +194,10 @@ def _attend_gathered(
             results[:, :, tile] = result
             if lse is not None:
                 lse[span.begin : span.end][tile] = result_lse.flatten(0, 1).T
+
+
+def _dequantised(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return reference.dequantize_rows(rows, dtype) if rows.dtype == torch.int8 else rows
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -189,9 +212,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -
 
 def _has_uniform_rows(kv_layer: Tensor) -> bool:
     """True if K or V of one head and one block is a contiguous row, and block strides are multiples of a row."""
-    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
-    row_size = block_size * head_dim
-    return kv_layer.stride()[1:] == (num_kv_heads * row_size, row_size, head_dim, 1) and (
+    num_kv_heads, block_size, width = kv_layer.shape[2:]
+    row_size = block_size * width
+    return kv_layer.stride()[1:] == (num_kv_heads * row_size, row_size, width, 1) and (
         kv_layer.stride(0) % row_size == 0
     )
 
@@ -201,9 +224,9 @@ def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> 
     if library is not None and batch.max_query_len == 1 and batch.num_seqs == len(q):  # most steps
         decodes = native.DecodeQueries(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
         return _Plan(decodes, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
-    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = q.shape[1] // num_kv_heads
-    block_bytes = 2 * num_kv_heads * block_size * head_dim * kv_layer.element_size()
+    block_bytes = 2 * num_kv_heads * block_size * q.shape[2] * q.element_size()  # once gathered
     spans = list(_spans(batch, block_size, window))
     single = [span for span in spans if span.end - span.begin == 1]
     chunks = [span for span in spans if span.end - span.begin > 1]
@@ -279,7 +302,7 @@ def _make_group(
     if not bool(seen[:, start:stop].all()):
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)[:, None, None, start:stop]
         mask = mask.expand(-1, 1, group_size, -1)
-        # Rows of head_dim are in the order of `_kv_rows`: [num_seqs, 2 * num_kv_heads, keys]
+        # Rows of tokens are in the order of `_kv_rows`: [num_seqs, 2 * num_kv_heads, keys]
         unused = (~seen).unsqueeze(1).expand(-1, 2 * num_kv_heads, -1).flatten().nonzero().squeeze(1)
     return _Group(
         q_rows=torch.tensor([span.begin for span in spans]),
@@ -293,18 +316,18 @@ def _make_group(
 
 
 def _kv_rows(spans: list[_Span], num_blocks: int, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-    """Rows of block_size * head_dim to gather for [num_seqs, 2, num_kv_heads, num_blocks] -> flat int64.
+    """Rows of block_size * width to gather for [num_seqs, 2, num_kv_heads, num_blocks] -> flat int64.
 
     Rows are numbered from the layer's first element. The order makes the rows of one head contiguous K or V of
     num_blocks * block_size tokens. A sequence with fewer blocks gets the next entries of its block table, usually the
     null block; `_Group.unused` sets these to 0.
     """
-    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    num_kv_heads, block_size, width = kv_layer.shape[2:]
     seqs = torch.tensor([span.seq for span in spans]).unsqueeze(1)
     firsts = torch.tensor([span.first_block for span in spans]).unsqueeze(1)
     columns = (firsts + torch.arange(num_blocks)).clamp_(max=batch.block_tables.shape[1] - 1)
     block_ids = batch.block_tables[seqs, columns].long()  # [num_seqs, num_blocks]
-    block_rows = block_ids.unsqueeze(1) * (kv_layer.stride(0) // (block_size * head_dim))
+    block_rows = block_ids.unsqueeze(1) * (kv_layer.stride(0) // (block_size * width))
     return (block_rows + torch.arange(2 * num_kv_heads).unsqueeze(1)).flatten()
 
 

@@ -71,6 +71,7 @@ template <class V, class T> inline V load(const T *from) {
 // The numbers of one register as float32. A register of bfloat16 has twice as many: first the even ones, then the odd
 // ones. Callers sum over all of them or restore the order at the end.
 template <class T> constexpr int WIDTH = 4 * LANES / sizeof(T);
+template <> constexpr int WIDTH<int8_t> = LANES;  // a quarter of a register: bytes have no shift to float32
 template <class T> constexpr int PARTS = WIDTH<T> / LANES;
 
 // Sums over a row have this many columns whatever the registers: with 8, their roundings would weigh twice as much.
@@ -88,6 +89,16 @@ inline void spread(const float *from, Floats *to) { to[0] = load<Floats>(from); 
 inline void spread(const bfloat16 *from, Floats *to) {
     Words pairs = load<Words>(from);
     to[0] = (Floats)(pairs << 16), to[1] = (Floats)(pairs & 0xffff0000u);
+}
+
+inline void spread(const int8_t *from, Floats *to) {
+#if LANES == 16
+    to[0] = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif LANES == 8
+    to[0] = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    for (int i = 0; i < LANES; i++) to[0][i] = from[i];
+#endif
 }
 
 inline Floats broadcast(float x) { return x - Floats{}; }  // `x + Floats{}` would compute an addition
@@ -462,6 +473,8 @@ template <class T> void silu_mul(const Gate &a) {
     }
 }
 
+constexpr int MAX_HEAD_DIM = 256;
+
 struct RopeWrite {
     const int64_t *positions, *slots;
     const float *cos_sin;
@@ -471,8 +484,49 @@ struct RopeWrite {
     long block_stride, block_size;      // of kv_layer: in elements; in tokens
     const void *q, *k, *v, *q_norm, *k_norm;
     void *q_out, *kv_layer;
-    int float32_norm, num_threads;
+    int float32_norm, int8_kv, num_threads;
 };
+
+// A row is K or V of one head of one token, in the pool. reference.quantize_rows: an int8 row ends with its scale, a
+// float16 of two bytes.
+template <class R> constexpr int TAIL = std::is_same_v<R, int8_t> ? 2 : 0;
+
+// Scales are not negative. Both conversions move the exponent's bias by a product, which also makes subnormal numbers
+// right; what float16 cannot hold is infinite, and so is NaN.
+inline uint16_t float16_of(float scale) {
+    uint32_t bits;
+    scale *= 0x1p-112f;
+    memcpy(&bits, &scale, sizeof bits);
+    return std::min<uint32_t>((bits + 0xfff + ((bits >> 13) & 1)) >> 13, 0x7c00);
+}
+
+inline float of_float16(uint16_t half) {
+    uint32_t bits = uint32_t(half) << 13;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return half < 0x7c00 ? scale * 0x1p112f : INFINITY;
+}
+
+template <class T> inline void write_row(const T *x, long size, T *row) { memcpy(row, x, size * sizeof(T)); }
+
+template <class T> inline void write_row(const T *x, long size, int8_t *row) {
+    uint32_t largest = 0;  // as bits, for NaN to be the largest
+    for (long i = 0; i < size; i++) {
+        float value = std::fabs(wide(x[i]));
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        largest = std::max(largest, bits);
+    }
+    float highest;
+    memcpy(&highest, &largest, sizeof highest);
+    uint16_t half = float16_of(highest / 127);
+    float scale = of_float16(half);
+    for (long i = 0; i < size; i++) {
+        float y = wide(x[i]) / scale;
+        row[i] = int8_t(std::nearbyint(std::max(-127.0f, std::min(127.0f, y == y ? y : 0.0f))));
+    }
+    memcpy(row + size, &half, sizeof half);
+}
 
 // Rotary embedding of one head, after an RMS norm if there is a weight.
 template <class T, class W>
@@ -492,11 +546,12 @@ inline void rotate_head(const T *head, const W *norm, float eps, const float *co
     }
 }
 
-template <class T, class W> void rope_kv_write(const RopeWrite &r) {
+template <class T, class W, class R> void rope_kv_write(const RopeWrite &r) {
     auto *q = static_cast<const T *>(r.q), *k = static_cast<const T *>(r.k), *v = static_cast<const T *>(r.v);
     auto *q_norm = static_cast<const W *>(r.q_norm), *k_norm = static_cast<const W *>(r.k_norm);
-    auto *q_out = static_cast<T *>(r.q_out), *kv_layer = static_cast<T *>(r.kv_layer);
-    long row_size = r.block_size * r.head_dim;  // a head's K or V in a block
+    auto *q_out = static_cast<T *>(r.q_out);
+    auto *kv_layer = static_cast<R *>(r.kv_layer);
+    long width = r.head_dim + TAIL<R>, head_size = r.block_size * width;  // of a row; of a head's K or V in a block
     bool worth = r.num_tokens * (r.num_heads + 2 * r.num_kv_heads) * r.head_dim > WORTH_A_THREAD;
 #pragma omp parallel for num_threads(r.num_threads) if (worth)
     for (long t = 0; t < r.num_tokens; t++) {
@@ -504,11 +559,12 @@ template <class T, class W> void rope_kv_write(const RopeWrite &r) {
         for (long h = 0; h < r.num_heads; h++)
             rotate_head(q + t * r.q_stride + h * r.head_dim, q_norm, r.eps, cos_sin, r.head_dim,
                         q_out + (t * r.num_heads + h) * r.head_dim);
-        T *place = kv_layer + r.slots[t] / r.block_size * r.block_stride + r.slots[t] % r.block_size * r.head_dim;
+        R *place = kv_layer + r.slots[t] / r.block_size * r.block_stride + r.slots[t] % r.block_size * width;
         for (long h = 0; h < r.num_kv_heads; h++) {
-            rotate_head(k + t * r.k_stride + h * r.head_dim, k_norm, r.eps, cos_sin, r.head_dim, place + h * row_size);
-            memcpy(place + (r.num_kv_heads + h) * row_size, v + t * r.v_stride + h * r.head_dim,
-                   r.head_dim * sizeof(T));
+            T rotated[MAX_HEAD_DIM];
+            rotate_head(k + t * r.k_stride + h * r.head_dim, k_norm, r.eps, cos_sin, r.head_dim, rotated);
+            write_row(rotated, r.head_dim, place + h * head_size);
+            write_row(v + t * r.v_stride + h * r.head_dim, r.head_dim, place + (r.num_kv_heads + h) * head_size);
         }
     }
 }
@@ -524,11 +580,11 @@ struct Attention {
     const void *q, *kv_layer;
     void *out;
     float *lse;  // may be null
-    int num_threads;
+    int int8_kv, num_threads;
 };
 
 constexpr long PART_KEYS = 512;  // keys of one task: threads share long contexts
-constexpr int MAX_GROUP_SIZE = 16, MAX_HEAD_DIM = 256;
+constexpr int MAX_GROUP_SIZE = 16;
 constexpr int CHUNK = LANES;   // keys at a time: one lane for each score
 constexpr int MAX_HEADS = 4;  // query heads at a time: they share the loads of K and V
 
@@ -547,18 +603,29 @@ template <bool WHOLE, class T> inline void spread_row(const T *row, long i, long
     spread(padded, to);
 }
 
+// The scales of n int8 rows, `width` bytes apart.
+inline Floats scales_of(const int8_t *tail, long width, long n) {
+    uint16_t halves[CHUNK] = {};
+    for (long j = 0; j < n; j++) memcpy(halves + j, tail + j * width, sizeof halves[j]);
+    alignas(64) float scales[CHUNK];
+    for (int j = 0; j < CHUNK; j++) scales[j] = of_float16(halves[j]);
+    return load<Floats>(scales);
+}
+
 // Attention of HEADS heads from `first` on over keys [0, n) of a block. FIXED: the size, if it is known when this
 // is compiled and small enough for the queries to stay in registers; else 0.
 template <int HEADS, bool WHOLE, int FIXED, class T>
 void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long n, long size) {
     if constexpr (FIXED > 0) size = FIXED;
-    Floats products[HEADS][CHUNK] = {};
+    long width = size + TAIL<T>;
+    Floats products[HEADS][CHUNK] = {}, key_scales, value_scales;
+    if constexpr (TAIL<T> > 0) key_scales = scales_of(keys + size, width, n), value_scales = scales_of(values + size, width, n);
     for (long j = 0; j < n; j++) {
         Floats sums[HEADS][SUMS] = {};
         for (long i = 0; i < size; i += STEP<T>)
             for (long at = i; at < (WHOLE ? i + STEP<T> : std::min(i + STEP<T>, size)); at += WIDTH<T>) {
                 Floats key[PARTS<T>];
-                spread_row<WHOLE>(keys + j * size, at, size, key);
+                spread_row<WHOLE>(keys + j * width, at, size, key);
                 for (int h = 0; h < HEADS; h++)
                     for (int p = 0; p < PARTS<T>; p++)
                         sums[h][((at - i) / LANES + p) % SUMS] +=
@@ -569,6 +636,7 @@ void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long 
     alignas(64) float weights[HEADS][CHUNK];
     for (int h = 0; h < HEADS; h++) {
         Floats scores = sums_of(products[h]);
+        if constexpr (TAIL<T> > 0) scores *= key_scales;
         memcpy(weights[h], &scores, sizeof scores);
         std::fill(weights[h] + n, weights[h] + CHUNK, -INFINITY);
         float &highest = heads.highest[first + h], &total = heads.total[first + h];
@@ -581,14 +649,16 @@ void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long 
             for (long i = 0; i < (size + WIDTH<T> - 1) / WIDTH<T> * WIDTH<T>; i++) heads.weighted[first + h][i] *= shrink;
         }
         for (int j = 0; j < CHUNK; j++) weights[h][j] = exp_of_negative(weights[h][j] - highest);
-        total += sum(load<Floats>(weights[h]));
+        Floats shares = load<Floats>(weights[h]);
+        total += sum(shares);
+        if constexpr (TAIL<T> > 0) shares *= value_scales, memcpy(weights[h], &shares, sizeof shares);
     }
     for (long i = 0; i < size; i += WIDTH<T>) {
         Floats weighted[HEADS][PARTS<T>];
         for (int h = 0; h < HEADS; h++) memcpy(weighted[h], heads.weighted[first + h] + i, sizeof weighted[h]);
         for (long j = 0; j < n; j++) {
             Floats value[PARTS<T>];
-            spread_row<WHOLE>(values + j * size, i, size, value);
+            spread_row<WHOLE>(values + j * width, i, size, value);
             for (int h = 0; h < HEADS; h++)
                 for (int p = 0; p < PARTS<T>; p++) weighted[h][p] += value[p] * broadcast(weights[h][j]);
         }
@@ -608,37 +678,40 @@ void attend_chunk_of(int num_heads, Heads &heads, int first, const T *keys, cons
 
 // Attention over keys [first, last) of one sequence and one K/V head -> part [group, head_dim + 2]: weighted, highest,
 // total.
-template <class T>
-void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, long head, long first, long last,
+template <class T, class R>
+void attend_part(const Attention &a, const T *q, const R *kv_layer, long seq, long head, long first, long last,
                  float *part) {
     Heads heads;
-    long row_size = a.block_size * a.head_dim;  // a head's K or V in a block
+    long width = a.head_dim + TAIL<R>, head_size = a.block_size * width;  // of a row; of a head's K or V in a block
     for (long g = 0; g < a.group; g++) {
         const T *from = q + ((a.rows[seq] * a.num_kv_heads + head) * a.group + g) * a.head_dim;
-        for (long i = 0; i < a.head_dim; i += WIDTH<T>) {
-            Floats lanes[PARTS<T>];
-            spread_row<false>(from, i, a.head_dim, lanes);
-            for (int p = 0; p < PARTS<T>; p++) lanes[p] *= broadcast(a.scale);
+        alignas(64) float wide_query[MAX_HEAD_DIM] = {};
+        if constexpr (PARTS<R> == 1) widen(from, a.head_dim, wide_query);
+        for (long i = 0; i < a.head_dim; i += WIDTH<R>) {
+            Floats lanes[PARTS<R>];
+            if constexpr (PARTS<R> == 1) spread(wide_query + i, lanes);
+            else spread_row<false>(from, i, a.head_dim, lanes);
+            for (int p = 0; p < PARTS<R>; p++) lanes[p] *= broadcast(a.scale);
             memcpy(heads.query[g] + i, lanes, sizeof lanes);
         }
         memset(heads.weighted[g], 0, sizeof heads.weighted[g]);
         heads.highest[g] = -INFINITY, heads.total[g] = 0;
     }
-    auto attend = a.head_dim % STEP<T> ? attend_chunk_of<false, 0, T>
-                  : a.head_dim == 64   ? attend_chunk_of<true, 64, T>
-                                       : attend_chunk_of<true, 0, T>;
+    auto attend = a.head_dim % STEP<R> ? attend_chunk_of<false, 0, R>
+                  : a.head_dim == 64   ? attend_chunk_of<true, 64, R>
+                                       : attend_chunk_of<true, 0, R>;
     auto keys_at = [&](long key) {
         long block = a.tables[seq * a.table_width + key / a.block_size];
-        return kv_layer + block * a.block_stride + head * row_size + key % a.block_size * a.head_dim;
+        return kv_layer + block * a.block_stride + head * head_size + key % a.block_size * width;
     };
     for (long begin = first, end; begin < last; begin = end) {
         end = std::min({last, (begin / a.block_size + 1) * a.block_size, begin + CHUNK});
-        const T *keys = keys_at(begin), *values = keys + a.num_kv_heads * row_size;
+        const R *keys = keys_at(begin), *values = keys + a.num_kv_heads * head_size;
         if (end < last) {
             auto *next = reinterpret_cast<const char *>(keys_at(end));
-            for (long i = 0; i < CHUNK * a.head_dim * long(sizeof(T)); i += 64) {
+            for (long i = 0; i < CHUNK * width * long(sizeof(R)); i += 64) {
                 __builtin_prefetch(next + i, 0, 2);
-                __builtin_prefetch(next + a.num_kv_heads * row_size * sizeof(T) + i, 0, 2);
+                __builtin_prefetch(next + a.num_kv_heads * head_size * sizeof(R) + i, 0, 2);
             }
         }
         for (int g = 0; g < a.group; g += MAX_HEADS)
@@ -646,8 +719,8 @@ void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, lo
     }
     for (long g = 0; g < a.group; g++, part += a.head_dim + 2) {
         for (long i = 0; i < a.head_dim; i++) {  // undo the order of `spread`
-            long within = i % WIDTH<T>;
-            part[i] = heads.weighted[g][i - within + within % PARTS<T> * LANES + within / PARTS<T>];
+            long within = i % WIDTH<R>;
+            part[i] = heads.weighted[g][i - within + within % PARTS<R> * LANES + within / PARTS<R>];
         }
         part[a.head_dim] = heads.highest[g], part[a.head_dim + 1] = heads.total[g];
     }
@@ -669,8 +742,9 @@ void merge_parts(const float *parts, long num_parts, long stride, long head_dim,
     if (lse) *lse = highest + std::log(total);
 }
 
-template <class T> void decode_attention(const Attention &a) {
-    auto *q = static_cast<const T *>(a.q), *kv_layer = static_cast<const T *>(a.kv_layer);
+template <class T, class R> void decode_attention(const Attention &a) {
+    auto *q = static_cast<const T *>(a.q);
+    auto *kv_layer = static_cast<const R *>(a.kv_layer);
     auto *out = static_cast<T *>(a.out);
     struct Task {
         long seq, head, first, last;
@@ -798,9 +872,13 @@ FOR_EACH_KIND(EXPORT_KIND)
     }                                                                               \
     EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                      \
     EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                               \
-        a->float32_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);    \
+        auto write = a->float32_norm ? a->int8_kv ? rope_kv_write<T, float, int8_t> : rope_kv_write<T, float, T>    \
+                     : a->int8_kv ? rope_kv_write<T, T, int8_t> : rope_kv_write<T, T, T>;    \
+        write(*a); \
     }                                                                               \
-    EXPORT decode_attention_##NAME(const Attention *a) { decode_attention<T>(*a); } \
+    EXPORT decode_attention_##NAME(const Attention *a) { \
+        a->int8_kv ? decode_attention<T, int8_t>(*a) : decode_attention<T, T>(*a); \
+    } \
     EXPORT sample_##NAME(const Sample *a) { sample<T>(*a); }
 
 EXPORT_FOR(float, f32)

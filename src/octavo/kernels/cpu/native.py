@@ -86,7 +86,7 @@ _RopeWrite = _struct(
     (FLOAT, "eps"),
     (LONG, "num_tokens num_heads num_kv_heads head_dim q_stride k_stride v_stride block_stride block_size"),
     (POINTER, "q k v q_norm k_norm q_out kv_layer"),
-    (INT, "float32_norm num_threads"),
+    (INT, "float32_norm int8_kv num_threads"),
 )
 _Attention = _struct(
     "Attention",
@@ -94,7 +94,7 @@ _Attention = _struct(
     (FLOAT, "scale"),
     (LONG, "num_seqs table_width window num_kv_heads group head_dim block_size block_stride"),
     (POINTER, "q kv_layer out lse"),
-    (INT, "num_threads"),
+    (INT, "int8_kv num_threads"),
 )
 _Sample = _struct(
     "Sample", (POINTER, "logits temperature keys token_ids"), (LONG, "num_rows size"), (INT, "num_threads")
@@ -336,6 +336,7 @@ class Library:
             out.data_ptr(),
             kv_layer.data_ptr(),
             q_norm is not None and q_norm.dtype != q.dtype,
+            kv_layer.dtype == torch.int8,
             torch.get_num_threads(),
         )
         tensors = q, k, v, positions, cos_sin, kv_layer, slot_mapping, q_norm, k_norm, out
@@ -354,7 +355,7 @@ class Library:
         window: int,
     ) -> None:
         """Paged attention of single queries, written to their rows of `out`, shaped as q, and of `lse`."""
-        num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+        num_kv_heads, block_size = kv_layer.shape[2:4]
         arguments = _Attention(
             *queries.pointers,
             scale,
@@ -363,13 +364,14 @@ class Library:
             window,
             num_kv_heads,
             q.shape[1] // num_kv_heads,
-            head_dim,
+            q.shape[2],
             block_size,
             kv_layer.stride(0),
             q.data_ptr(),
             kv_layer.data_ptr(),
             out.data_ptr(),
             _pointer(lse),
+            kv_layer.dtype == torch.int8,
             torch.get_num_threads(),
         )
         self._call("decode_attention", q.dtype, arguments, queries, q, kv_layer, out, lse)
@@ -421,13 +423,13 @@ def supports_norm_weight(weight: Tensor | None, x: Tensor) -> bool:
 
 def supports_heads(q: Tensor, kv_layer: Tensor) -> bool:
     """True if the library supports the sizes and strides of q and of the layer's K and V."""
-    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    num_kv_heads, block_size, width = kv_layer.shape[2:]
     return (
         supports(q)
-        and kv_layer.dtype == q.dtype
-        and q.stride()[1:] == (head_dim, 1)
-        and kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
-        and head_dim <= MAX_HEAD_DIM
+        and kv_layer.dtype in (q.dtype, torch.int8)
+        and q.stride()[1:] == (q.shape[2], 1)
+        and kv_layer.stride()[1:] == (num_kv_heads * block_size * width, block_size * width, width, 1)
+        and q.shape[2] <= MAX_HEAD_DIM
         and block_size <= MAX_BLOCK_SIZE
         and q.shape[1] <= num_kv_heads * MAX_GROUP_SIZE
     )

@@ -151,6 +151,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See `reference.rope_kv_write`."""
     if cos_sin.dtype == torch.float32 and native.supports_heads(q, kv_layer) and native.supports_norm_weight(q_norm, q):
@@ -160,5 +161,5 @@ def rope_kv_write(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = apply_rope(q, k, positions, cos_sin)
-    kv_write(k, v, kv_layer, slot_mapping)
+    kv_write(k, v, kv_layer, slot_mapping, kv_scales=kv_scales)
     return q

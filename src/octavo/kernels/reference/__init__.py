@@ -2,7 +2,8 @@
 
 The KV cache is one tensor `[num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]`. Block 0 is the null
 block: padding reads and writes it, and no sequence owns it. Index 2 is 0 for K, 1 for V. `kv_layer` is the view of one
-layer, `kv[:, layer]`: `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, strided.
+layer, `kv[:, layer]`: `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, strided. In int8, a row of head_dim
+numbers ends with its scale: `quantize_rows`.
 
 Sums are taken in float32, in float64 for float64 inputs, whatever the dtype of the data.
 """
@@ -10,7 +11,20 @@ Sums are taken in float32, in float64 for float64 inputs, whatever the dtype of 
 # ruff: noqa: F401
 from octavo.kernels.reference.attention import gather_kv, merge_attention, paged_attention, visible_keys
 from octavo.kernels.reference.groups import keeps_groups, pack_groups
-from octavo.kernels.reference.kv import block_copy, kv_write, project_qkv, rope_kv_write, split_heads, swap_in, swap_out
+from octavo.kernels.reference.kv import (
+    SCALE_BYTES,
+    block_copy,
+    dequantize_rows,
+    head_dim_of,
+    kv_write,
+    project_qkv,
+    quantize_rows,
+    rope_kv_write,
+    split_heads,
+    swap_in,
+    swap_out,
+    to_float8,
+)
 from octavo.kernels.reference.norms import (
     accumulation_dtype,
     add_linear,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference.kv import dequantize_rows
 from octavo.kernels.reference.norms import accumulation_dtype
 
 
@@ -23,14 +24,29 @@ def paged_attention(
     scale: float,
     window: int = 0,
     return_lse: Literal[False] = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True]
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: Literal[True],
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: bool,
+    kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     q: Tensor,
@@ -40,6 +56,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     return_lse: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of a ragged batch over the paged KV cache (vLLM paper, equation 4).
 
@@ -48,6 +65,7 @@ def paged_attention(
     window      sliding window: a query sees the last `window` keys, its own included. 0: all keys up to its own
     return_lse  also return log(sum(exp(scores))), [num_tokens, num_heads] float32 (float64 for float64 inputs), the
                 input of `merge_attention`
+    kv_scales   of a float8 pool, as for `kv_write`
 
     -> [num_tokens, num_heads, head_dim]. A row without keys (padding) is 0, its lse -inf.
     """
@@ -61,7 +79,7 @@ def paged_attention(
             continue
         positions = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
         first_key = max(0, int(positions[0]) - window + 1) if window else 0
-        keys, values = gather_kv(kv_layer, batch.block_tables[s], first_key, seq_len)
+        keys, values = gather_kv(kv_layer, batch.block_tables[s], first_key, seq_len, kv_scales)
         # Neighbouring query heads share a K/V head: [num_kv_heads, group, query_len, head_dim]
         grouped = q[begin:end].to(wide).view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = (
@@ -77,16 +95,24 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def gather_kv(kv_layer: Tensor, block_ids: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+def gather_kv(
+    kv_layer: Tensor, block_ids: Tensor, start: int, end: int, kv_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """K and V of positions [start, end) of a sequence, each [num_kv_heads, end - start, head_dim].
 
     block_ids is the sequence's row of the block tables. Slots outside the range are not read: they may contain NaN.
+    Rows of 8 bits are dequantised, to float32.
     """
     block_size = kv_layer.shape[3]
     first, last = start // block_size, cdiv(end, block_size)
     blocks = kv_layer[block_ids[first:last].long()]  # [blocks, 2, num_kv_heads, block_size, head_dim]
     rows = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, blocks * block_size, head_dim]
-    keys, values = rows[:, :, start - first * block_size : end - first * block_size]
+    rows = rows[:, :, start - first * block_size : end - first * block_size]
+    if rows.dtype == torch.int8:
+        rows = dequantize_rows(rows, torch.float32)
+    elif kv_scales is not None:
+        rows = rows.float() * kv_scales[:, :, None, None]
+    keys, values = rows
     return keys, values
 
 

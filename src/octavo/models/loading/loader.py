@@ -48,6 +48,10 @@ class Model(Protocol):
         """See `decoder.Decoder.forward`."""
         ...
 
+    def set_kv_scales(self, scales: Tensor) -> None:
+        """See `decoder.Decoder.set_kv_scales`."""
+        ...
+
     def weights(self) -> Iterator[Weight]:
         """All tensors of a checkpoint of this model; several weights may be parts of one tensor."""
         ...

@@ -38,12 +38,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Memory of a model in bytes, without its K and V, and the layout of these."""
+    """Memory of a model in bytes, without its K and V, and the layout of these. dtype: of the activations"""
 
     kv: KVCacheSpec
     weights: int
     activations: int
     graphs: int
+    dtype: str
 
     @property
     def all(self) -> int:
@@ -62,8 +63,9 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
         graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
     weights = spec.weight_bytes(size, args.quantization, machine.device)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
-    kv = KVCacheSpec.of(spec, args.block_size, dtype, max_len=max_len)
-    return MemoryNeeds(kv, weights, activations, graphs)
+    kv_dtype = args.resolved_kv_dtype(machine.device, dtype)
+    kv = KVCacheSpec.of(spec, args.block_size, kv_dtype, max_len=max_len)
+    return MemoryNeeds(kv, weights, activations, graphs, dtype)
 
 
 def has_bfloat16_products() -> bool:

@@ -18,7 +18,7 @@ from tests.kernels.triton.compiled import (
 
 POINTERS = {
     **dict.fromkeys(("q", "kv", "out"), "*bf16"),
-    **dict.fromkeys(("lse", "partial", "partial_ml", "prefix_partial", "prefix_partial_ml"), "*fp32"),
+    **dict.fromkeys(("kv_scales", "lse", "partial", "partial_ml", "prefix_partial", "prefix_partial_ml"), "*fp32"),
     **dict.fromkeys(("arrivals", "block_tables", "query_start", "seq_lens", "segments", "starts", "totals"), "*i32"),
     **dict.fromkeys(("prefixes", "splits", "count"), "*i32"),
 }
@@ -28,7 +28,9 @@ def types_of(kernel: Any) -> dict[str, str]:
     return {"scale": "fp32"} | {name: kind for name, kind in POINTERS.items() if name in kernel.arg_names}
 
 
-def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False, queries: int = 1) -> Any:
+def compile_decode(
+    tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False, queries: int = 1, float8: bool = False
+) -> Any:
     constants = {
         "NUM_KV_HEADS": 8,
         "GROUP": group,
@@ -43,11 +45,13 @@ def compile_decode(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded:
         "WITH_LSE": False,
         "MERGE_INLINE": True,
         "USE_CASCADE": cascaded,
+        "SCALED": float8,
         "WRITE_EMPTY_ROWS": True,
         "USE_PDL": True,
     }
     options = {"num_warps": tuning.num_warps, "maxnreg": tuning.registers}
-    return compile_for_hopper(decode._decode, constants, types_of(decode._decode), **options)
+    types = types_of(decode._decode) | ({"kv": "*fp8e4nv"} if float8 else {})
+    return compile_for_hopper(decode._decode, constants, types, **options)
 
 
 def check_resident(kernel: Any, tuning: Any) -> int:
@@ -66,6 +70,15 @@ def test_all_programs_of_decode_are_resident(group: int, head_dim: int, num_seqs
     tuning = decode_tuning(torch.empty(num_seqs, 8 * group, head_dim, dtype=torch.bfloat16), num_seqs)
     kernel = compile_decode(tuning, group, head_dim, cascaded=cascaded)
     assert check_resident(kernel, tuning) <= 8  # a value that the loop over keys does not use
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (7, 64)])
+def test_decode_of_float8_is_resident_and_reads_ahead(group: int, head_dim: int) -> None:
+    tuning = decode_tuning(torch.empty(256, 8 * group, head_dim, dtype=torch.bfloat16), 256)
+    kernel = compile_decode(tuning, group, head_dim, float8=True)
+    assert check_resident(kernel, tuning) <= 96  # the tuning is bfloat16's
+    ptx = kernel.asm["ptx"]
+    assert "cp.async" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
 
 
 @pytest.mark.parametrize(("group", "head_dim", "wide"), [(1, 128, 0), (4, 128, 0), (4, 128, 1), (7, 64, 0)])
@@ -88,6 +101,7 @@ def test_all_programs_of_cascade_are_resident(group: int, head_dim: int) -> None
         "ROWS": tuning.rows,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
+        "SCALED": False,
         "USE_PDL": True,
     }
     attend_common = cascade._attend_common

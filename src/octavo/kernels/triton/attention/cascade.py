@@ -25,7 +25,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention import softmax
 from octavo.kernels.triton.attention.kv_tile import load_kv_tile, locate_keys
 from octavo.kernels.triton.attention.softmax import LOG2_E, padded_size
-from octavo.kernels.triton.launch import gdc_wait, pdl_options
+from octavo.kernels.triton.launch import gdc_wait, or_placeholder, pdl_options
 
 PREFIX_ALIGNMENT = 64
 """Prefix lengths are multiples of so many keys: no kernel has a longer tile, so no tile is cut."""
@@ -122,7 +122,14 @@ def plan_cascade(
 
 
 def cascade_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, plan: CascadePlan, *, scale: float, early: bool
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    plan: CascadePlan,
+    *,
+    scale: float,
+    early: bool,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Attention of every group's queries over its prefix, into the plan's partial results.
 
@@ -134,6 +141,7 @@ def cascade_attention(
     _attend_common[(plan.num_programs,)](
         q,
         kv_layer,
+        *or_placeholder(q, kv_scales),
         plan.partial,
         plan.partial_ml,
         batch.block_tables,
@@ -154,6 +162,7 @@ def cascade_attention(
         ROWS=tuning.rows,
         TILE=tuning.tile,
         STAGES=tuning.num_stages,
+        SCALED=kv_scales is not None,
         num_warps=tuning.num_warps,
         **(pdl_options(q.device) if early else {"USE_PDL": False}),
     )
@@ -232,6 +241,7 @@ def _build_cascade_plan(
 def _attend_common(
     q,
     kv,
+    kv_scales,
     partial,
     partial_ml,
     block_tables,
@@ -252,6 +262,7 @@ def _attend_common(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Attend over splits of prefixes; programs take (split, K/V head) pairs in turn.
@@ -284,14 +295,21 @@ def _attend_common(
             other=0.0,
         )
         row_max, row_sum, acc = softmax.empty_result(ROWS, column.shape[0])
+        head_scale = scale
+        if SCALED:
+            queries = queries.to(softmax.float8_product(queries.dtype))
+            head_scale *= tl.load(kv_scales + head)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             offset = locate_keys(block_ids, start + key, kv_block_stride, head * kv_head_stride, BLOCK_SIZE, HEAD_DIM)
             block_ids = tl.load(table + tl.minimum(start + TILE + key, end - 1) // BLOCK_SIZE)
             keys = load_kv_tile(kv, offset, column, 0, None, HEAD_DIM, False)
-            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION) * head_scale
             row_max, row_sum, weights, rescale = softmax.update(scores, row_max, row_sum, 1.0)
             values = load_kv_tile(kv + kv_value_stride, offset, column, 0, None, HEAD_DIM, False)
+            values = values.to(queries.dtype)
             acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
+        if SCALED:
+            acc *= tl.load(kv_scales + NUM_KV_HEADS + head)
         part = ((first_slot + seq_in_group).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
         softmax.store_part(
             partial, partial_ml, part * HEAD_DIM, part * 2, row_max, row_sum, acc, valid, column, HEAD_DIM, 1

@@ -78,6 +78,7 @@ def decode_attention(
     scale: float,
     window: int,
     decode_only: bool,
+    kv_scales: Tensor | None = None,
     tuning: DecodeTuning | None = None,
     cascade: CascadeTuning | None = None,
 ) -> None:
@@ -107,8 +108,10 @@ def decode_attention(
             batch, tuning, split_tiles, num_kv_heads, group_size, head_dim, window, chosen_cascade, packs
         )
     if schedule.cascade is not None:
-        cascade_attention(q, kv_layer, batch, schedule.cascade, scale=scale, early=early)
-    _launch_decode(q, kv_layer, batch, out, lse, schedule, tuning, split_tiles, scale, window, decode_only, early)
+        cascade_attention(q, kv_layer, batch, schedule.cascade, scale=scale, early=early, kv_scales=kv_scales)
+    _launch_decode(
+        q, kv_layer, kv_scales, batch, out, lse, schedule, tuning, split_tiles, scale, window, decode_only, early
+    )
     if schedule.num_merges:
         _launch_combine(batch, out, lse, schedule, num_kv_heads, split_tiles, decode_only)
 
@@ -116,6 +119,7 @@ def decode_attention(
 def _launch_decode(
     q: Tensor,
     kv_layer: Tensor,
+    kv_scales: Tensor | None,
     batch: RaggedBatch,
     out: Tensor,
     lse: Tensor,
@@ -132,6 +136,7 @@ def _launch_decode(
     _decode[(len(schedule.arrivals),)](
         q,
         kv_layer,
+        *or_placeholder(q, kv_scales),
         out,
         lse,
         schedule.partial,
@@ -166,6 +171,7 @@ def _launch_decode(
         WITH_LSE=lse.numel() > 0,
         MERGE_INLINE=schedule.num_merges == 0,
         USE_CASCADE=plan is not None,
+        SCALED=kv_scales is not None,
         WRITE_EMPTY_ROWS=decode_only and schedule.num_merges == 0,
         num_warps=tuning.num_warps,
         maxnreg=tuning.registers,
@@ -218,6 +224,7 @@ class Prefixes(NamedTuple):
 def _decode(
     q,
     kv,
+    kv_scales,
     out,
     lse,
     partial,
@@ -254,6 +261,7 @@ def _decode(
     WITH_LSE: tl.constexpr,
     MERGE_INLINE: tl.constexpr,
     USE_CASCADE: tl.constexpr,
+    SCALED: tl.constexpr,
     WRITE_EMPTY_ROWS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -327,11 +335,17 @@ def _decode(
             mask=in_group[:, None] & in_head[None, :],
             other=0.0,
         )
+        head_scale = scale
+        if SCALED:
+            queries = queries.to(softmax.float8_product(queries.dtype))
+            head_scale *= tl.load(kv_scales + head)
         row_max, row_sum, acc = _attend(
-            queries, kv, table, block_ids, key_begin, key_end, first_key, row_len, window, head, scale,
+            queries, kv, table, block_ids, key_begin, key_end, first_key, row_len, window, head, head_scale,
             kv_block_stride, kv_value_stride, kv_head_stride,
             BLOCK_SIZE, HEAD_DIM, TILE, STAGES, QUERIES > 1, SLIDING_WINDOW,
         )  # fmt: skip
+        if SCALED:
+            acc *= tl.load(kv_scales + NUM_KV_HEADS + head)
         next_cursor = cursor + num_taken + tl.where(ends_segment, SEQ_OVERHEAD, 0)
         if USE_PDL:  # noqa: SIM102
             if next_cursor >= end:  # little work is left
@@ -415,7 +429,7 @@ def _attend(
         offset = locate_keys(block_ids, position, block_stride, head * head_stride, BLOCK_SIZE, HEAD_DIM)
         block_ids = tl.load(table + tl.minimum((start + TILE + key) // BLOCK_SIZE, last_block))
         keys = load_kv_tile(kv, offset, column, 0, None, HEAD_DIM, False)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION) * scale
         if PACKED:
             in_context = (start + key)[None, :] < row_len[:, None]
             if SLIDING_WINDOW:
@@ -424,7 +438,7 @@ def _attend(
         else:
             scores = tl.where(visible[None, :], scores, -float("inf"))
         row_max, row_sum, weights, rescale = softmax.update(scores, row_max, row_sum, 1.0)
-        values = load_kv_tile(kv, offset, column, value_stride, None, HEAD_DIM, False)
+        values = load_kv_tile(kv, offset, column, value_stride, None, HEAD_DIM, False).to(queries.dtype)
         if PACKED:  # a later draft's may be non-finite: times weight 0, it would spoil the lines before it
             values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
         acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)

@@ -17,6 +17,7 @@ from octavo.kernels.triton.attention.kv_tile import load_kv_tile, locate_keys
 from octavo.kernels.triton.attention.prefill_tuning import PrefillTuning, prefill_tuning
 from octavo.kernels.triton.attention.query_tiles import query_tiles
 from octavo.kernels.triton.attention.softmax import LOG2_E, padded_size
+from octavo.kernels.triton.launch import or_placeholder
 
 
 def prefill_attention(
@@ -29,6 +30,7 @@ def prefill_attention(
     scale: float,
     window: int,
     skip_single: bool,
+    kv_scales: Tensor | None = None,
     tuning: PrefillTuning | None = None,
 ) -> None:
     """Attention of queries of any length, written to their rows of out and lse.
@@ -46,6 +48,7 @@ def prefill_attention(
     _prefill[(tiles.shape[0] * num_kv_heads,)](
         q,
         kv_layer,
+        *or_placeholder(q, kv_scales),
         out,
         lse,
         tiles,
@@ -66,6 +69,7 @@ def prefill_attention(
         TILE=tuning.tile,
         SLIDING_WINDOW=window > 0,
         WITH_LSE=lse.numel() > 0,
+        SCALED=kv_scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
@@ -75,6 +79,7 @@ def prefill_attention(
 def _prefill(
     q,
     kv,
+    kv_scales,
     out,
     lse,
     tiles,
@@ -95,6 +100,7 @@ def _prefill(
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """One tile of queries and one K/V head; rows past its queries are padding."""
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -126,6 +132,9 @@ def _prefill(
             first_key = tl.maximum(first_position - window + 1, 0)
             key_begin = first_key // TILE * TILE
             masked_begin = key_begin
+        if SCALED:
+            queries = queries.to(softmax.float8_product(queries.dtype))
+            scale *= tl.load(kv_scales + head)
         row_max, row_sum, acc = softmax.empty_result(ROWS, queries.shape[1])
         table = block_tables + seq.to(tl.int64) * table_stride
         kv_head = kv + head * kv_head_stride
@@ -142,6 +151,8 @@ def _prefill(
             kv_head, scale, window, kv_block_stride, kv_value_stride,
             BLOCK_SIZE, HEAD_DIM, TILE, True, SLIDING_WINDOW,
         )  # fmt: skip
+        if SCALED:
+            acc *= tl.load(kv_scales + NUM_KV_HEADS + head)
         row_sum = tl.where(row_mask, row_sum, 1.0)  # padding rows may have seen no key
         softmax.write_rows(out, lse, out_row, column, row_max, row_sum, acc, row_mask, HEAD_DIM, WITH_LSE)
 
@@ -186,7 +197,7 @@ def _attend(
         if SLIDING_WINDOW:
             mask &= position >= first_key
         keys = load_kv_tile(kv, offset, column, 0, mask, HEAD_DIM, MASKED)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
         if MASKED:
             distance = query_position[:, None] - position[None, :]
             visible = distance >= 0
@@ -195,6 +206,6 @@ def _attend(
             scores = tl.where(visible, scores, -float("inf"))
         row_max, row_sum, weights, rescale = softmax.update(scores, row_max, row_sum, scale)
         acc = acc * rescale[:, None]
-        values = load_kv_tile(kv, offset, column, kv_value_stride, mask, HEAD_DIM, MASKED)
+        values = load_kv_tile(kv, offset, column, kv_value_stride, mask, HEAD_DIM, MASKED).to(queries.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
     return row_max, row_sum, acc, ids

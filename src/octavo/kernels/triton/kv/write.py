@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.launch import pdl_options, wait_before_successor
+from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_before_successor
 from octavo.kernels.triton.rope import load_halves, load_norm_weight, rotate_halves
 
 
-def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
     """`reference.kv_write`. k and v may be views of a fused projection."""
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1), (k.stride(), v.stride())
@@ -21,6 +21,7 @@ def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> No
             k,
             v,
             kv_layer,
+            *or_placeholder(k, kv_scales),
             slot_mapping,
             k.stride(0),
             v.stride(0),
@@ -32,6 +33,7 @@ def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> No
             BLOCK_SIZE=kv_layer.shape[3],
             HEAD_DIM=head_dim,
             HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+            LIMIT=float8_limit(kv_layer, kv_scales),
             num_warps=2,
         )
 
@@ -48,6 +50,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Normalise and rotate the heads of q and k, write K and V into their slots -> rotated q.
 
@@ -74,6 +77,7 @@ def rope_kv_write(
             v,
             out,
             kv_layer,
+            *or_placeholder(q, kv_scales),
             positions,
             slot_mapping,
             cos_sin,
@@ -94,10 +98,25 @@ def rope_kv_write(
             HALF=head_dim // 2,
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             NORM=q_norm is not None,
+            LIMIT=float8_limit(kv_layer, kv_scales),
             num_warps=4,
             **pdl_options(q.device),
         )
     return out
+
+
+def float8_limit(kv_layer: Tensor, kv_scales: Tensor | None) -> int:
+    """The largest number of a float8 pool; 0 for one in the dtype of the activations."""
+    return 0 if kv_scales is None else int(torch.finfo(kv_layer.dtype).max)
+
+
+@triton.jit
+def _to_pool(x, kv, scale, LIMIT: tl.constexpr):
+    """x in the pool's dtype. In float8, x / scale, cut off at LIMIT; NaN if x is not finite: faults are found."""
+    if LIMIT:
+        x = x.to(tl.float32) / scale
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LIMIT), LIMIT), float("nan"))
+    return x.to(kv.dtype.element_ty)
 
 
 @triton.jit
@@ -105,6 +124,7 @@ def _kv_write(
     k,
     v,
     kv,
+    kv_scales,
     slot_mapping,
     k_token_stride,
     v_token_stride,
@@ -116,6 +136,7 @@ def _kv_write(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """Write one token's K, or its V."""
     token = tl.program_id(0).to(tl.int64)
@@ -124,12 +145,15 @@ def _kv_write(
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = (head < HEADS) & (column < HEAD_DIM)
     ptrs = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM + head * kv_head_stride + column
+    scale = 1.0
+    if LIMIT:
+        scale = tl.load(kv_scales + tl.program_id(1) * HEADS + head, mask=head < HEADS, other=1.0)
     if tl.program_id(1) == 0:
         rows = tl.load(k + token * k_token_stride + head * HEAD_DIM + column, mask=mask)
-        tl.store(ptrs, rows.to(kv.dtype.element_ty), mask=mask)
+        tl.store(ptrs, _to_pool(rows, kv, scale, LIMIT), mask=mask)
     else:
         rows = tl.load(v + token * v_token_stride + head * HEAD_DIM + column, mask=mask)
-        tl.store(ptrs + kv_value_stride, rows.to(kv.dtype.element_ty), mask=mask)
+        tl.store(ptrs + kv_value_stride, _to_pool(rows, kv, scale, LIMIT), mask=mask)
 
 
 @triton.jit
@@ -139,6 +163,7 @@ def _rope_kv_write(
     v,
     out,
     kv,
+    kv_scales,
     positions,
     slot_mapping,
     cos_sin,
@@ -159,6 +184,7 @@ def _rope_kv_write(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     NORM: tl.constexpr,
+    LIMIT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """All heads of one token.
@@ -177,11 +203,15 @@ def _rope_kv_write(
     if NORM:
         q_weight, q_second_weight = load_norm_weight(q_norm, pair, HALF)
         k_weight, k_second_weight = load_norm_weight(k_norm, pair, HALF)
+    kv_head = tl.arange(0, KV_HEADS_PADDED)
+    k_scale, v_scale = 1.0, 1.0
+    if LIMIT:
+        k_scale = tl.load(kv_scales + kv_head, mask=kv_head < KV_HEADS, other=1.0)[:, None]
+        v_scale = tl.load(kv_scales + KV_HEADS + kv_head, mask=kv_head < KV_HEADS, other=1.0)[:, None]
     wait_before_successor(USE_PDL)
     head = tl.arange(0, HEADS_PADDED)
     mask = (head < HEADS)[:, None] & in_half[None, :]
     q_first, q_second = load_halves(q + token * q_token_stride, head, pair, mask, HALF)
-    kv_head = tl.arange(0, KV_HEADS_PADDED)
     kv_mask = (kv_head < KV_HEADS)[:, None] & in_half[None, :]
     k_first, k_second = load_halves(k + token * k_token_stride, kv_head, pair, kv_mask, HALF)
     v_first, v_second = load_halves(v + token * v_token_stride, kv_head, pair, kv_mask, HALF)
@@ -193,7 +223,7 @@ def _rope_kv_write(
     k_first, k_second = rotate_halves(k_first, k_second, k_weight, k_second_weight, k_norm, eps, cos, sin, HALF, NORM)
     ptrs = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * 2 * HALF
     ptrs += kv_head[:, None] * kv_head_stride + pair[None, :]
-    tl.store(ptrs, k_first.to(kv.dtype.element_ty), mask=kv_mask)
-    tl.store(ptrs + HALF, k_second.to(kv.dtype.element_ty), mask=kv_mask)
-    tl.store(ptrs + kv_value_stride, v_first.to(kv.dtype.element_ty), mask=kv_mask)
-    tl.store(ptrs + kv_value_stride + HALF, v_second.to(kv.dtype.element_ty), mask=kv_mask)
+    tl.store(ptrs, _to_pool(k_first, kv, k_scale, LIMIT), mask=kv_mask)
+    tl.store(ptrs + HALF, _to_pool(k_second, kv, k_scale, LIMIT), mask=kv_mask)
+    tl.store(ptrs + kv_value_stride, _to_pool(v_first, kv, v_scale, LIMIT), mask=kv_mask)
+    tl.store(ptrs + kv_value_stride + HALF, _to_pool(v_second, kv, v_scale, LIMIT), mask=kv_mask)

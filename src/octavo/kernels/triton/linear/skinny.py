@@ -102,9 +102,10 @@ def project_qkv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """`reference.project_qkv` for at most `max_small_batch_tokens`."""
-    if supports_hopper(weight) and kv_layer.shape[4] in QKV_HEAD_DIMS:
+    if kv_scales is None and supports_hopper(weight) and kv_layer.shape[4] in QKV_HEAD_DIMS:
         from octavo.kernels.triton.linear import qkv_hopper  # only where the GPU has its instructions
 
         return qkv_hopper.launch(
@@ -112,8 +113,9 @@ def project_qkv(
         )
     q, k, v = split_heads(norm_linear(residual, eps, weight, bias), kv_layer)
     return rope_kv_write(
-        q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
-    )
+        q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps,
+        kv_scales=kv_scales,
+    )  # fmt: skip
 
 
 @functools.cache
