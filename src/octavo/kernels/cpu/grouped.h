@@ -174,11 +174,12 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t *tile, long tile_st
     FloatWords total[R][T];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) total[r][t] = load<FloatWords>(sums + (r * T + t) * TILE_OUT);
-    for (long block = 0; block < count; block++, tile += K::BYTES) {
-        for (long i = 0; i < lines; i++, ahead += 64)
-            for (int t = 0; t < T; t++) __builtin_prefetch(ahead + t * tile_stride);
+    constexpr long GROUPS = K::INPUTS / X_GROUP;
+    for (long block = 0; block < count; block++, tile += K::BYTES, ahead += 64 * lines) {
 #pragma GCC unroll 2
-        for (long group = 0; group < K::INPUTS / X_GROUP; group++, x++) {
+        for (long group = 0; group < GROUPS; group++, x++) {
+            for (long i = lines * group / GROUPS; i < lines * (group + 1) / GROUPS; i++)  // bursts would stall
+                for (int t = 0; t < T; t++) __builtin_prefetch(ahead + t * tile_stride + 64 * i);
 #pragma GCC unroll 2
             for (int part = 0; part < K::PARTS; part++) {
                 IntWords sum[R][T];
