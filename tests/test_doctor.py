@@ -347,7 +347,7 @@ def test_a_quantised_checkpoint_takes_the_bytes_of_its_form(tmp_path: Path, call
         (("--gpu", "5000gib"), 2, "no GPU '5000gib'; known: h200"),
         (("--gpu", "cpu"), 2, "gpu is cpu; pass --device cpu"),
         (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
-        (("--gpu", "h200", "--quantization", "int8"), 2, "works on CPUs only; remove it"),
+        (("--device", "cpu", "--quantization", "fp8"), 2, "needs a GPU; use int8"),
         (("--gpu", "h200", "--kv-cache-dtype", "int8"), 2, "'int8' is not supported on cuda; use fp8"),
         (("--device", "cuda"), 2, "nvidia-smi finds no GPU"),
     ],

@@ -40,7 +40,7 @@ DEFAULT_LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 """Default of `long_prefill_token_threshold`, by device; at most half of `max_num_batched_tokens`."""
 
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8"]
 KVCacheDType = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]
 KV_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -161,8 +161,9 @@ class EngineArgs(ValidatedParams):
     dtype                     auto: on a GPU the checkpoint's dtype, bfloat16 for float32 checkpoints; on a CPU bfloat16
                               for 16-bit or quantised checkpoints if the processor has bfloat16 products, else float32
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download
-    quantization              int8, int4: round the weights of matrix products to so many bits while they are loaded, in
-                              groups of 32 with a scale each, and activations to int8 likewise; on a CPU
+    quantization              int8, int4: round weights of 16 bits to so many while they are loaded, with a scale for
+                              each group of inputs; a CPU also rounds activations to int8. fp8: to float8, on a GPU.
+                              Weights that the files hold in 8 bits or fewer stay as they are
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
     kv_cache_dtype            K and V; auto: in the dtype of the activations. int8, on a CPU: a scale per head and
@@ -267,7 +268,7 @@ class EngineArgs(ValidatedParams):
         self._check_choice("device", ("auto", "cpu", "cuda"))
         self._check_choice("load_format", ("auto", "dummy"))
         if self.quantization is not None:
-            self._check_choice("quantization", ("int8", "int4"))
+            self._check_choice("quantization", get_args(Quantization))
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._check_choice("kv_cache_dtype", get_args(KVCacheDType))
         self._check_choice("preemption_mode", ("auto", "recompute", "swap"))
@@ -383,13 +384,11 @@ class EngineArgs(ValidatedParams):
 
         Raises `ParameterError` if `quantization` works neither on the device nor with the dtype.
         """
-        if self.quantization is not None and device != "cpu":
-            raise ParameterError(
-                f"quantization {self.quantization!r} works on CPUs only; remove it", param="quantization"
-            )
+        if self.quantization == "fp8" and device == "cpu":
+            raise ParameterError("quantization 'fp8' needs a GPU; use int8", param="quantization")
         dtype: str = self.dtype
         if dtype == "auto" and device != "cpu":
-            dtype = "bfloat16" if stored == "float32" else stored
+            dtype = "bfloat16" if stored == "float32" or self.quantization else stored
         elif dtype == "auto":
             dtype = "bfloat16" if self.quantization or (stored != "float32" and has_bfloat16) else "float32"
         if self.quantization is not None and dtype != "bfloat16":

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.cpu import native
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.cpu.grouped_linear import GroupedWeight
+from octavo.kernels.cpu.packed_linear import TiledWeight
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.models.linear import TensorParallel
-from octavo.models.linear_methods import MergedWeight, PackedMethod
+from octavo.models.linear_methods import MergedWeight, PackedMethod, find_linear_method
 from tests.models.quantization.writers import VARIANTS, quantise
 from tests.models.tiny import PagedRun, assert_close, load_tiny, make_tiny_checkpoint, random_prompts, write_tiny_gguf
 
@@ -138,3 +142,25 @@ def test_ranks_keep_their_parts(name: str, tmp_path: Path) -> None:
         ):
             x = torch.randn(3, linear.method.weight.shape[1])
             assert_close(other.method.apply(x, None), linear.method.apply(x, None))
+
+
+@pytest.mark.parametrize(("quantization", "expected"), [(None, [4]), ("int8", [4, 8])])
+def test_rounding_leaves_what_is_quantised(quantization: str | None, expected: list[int], tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **WIDE)
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=lambda name: "Q4_0" if "ffn" in name else "F32")
+    ops = KeepingOps()
+    load_tiny(path, ops, linear_method=find_linear_method(quantization, "cpu"))  # type: ignore[arg-type]
+    assert sorted({form.bits for form in ops.packed}) == expected
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("quantisation", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_native_products_of_kept_weights(quantisation: str, tmp_path: Path) -> None:
+    """On the CPU's own operations in bfloat16: near the dequantised weights', and the same in every chunk."""
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **(NESTED if quantisation.endswith("K") else WIDE))
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=quantisation)
+    expected = torch.cat(PagedRun(load_tiny(path, cpu, torch.bfloat16), PROMPTS, block_size=4).run(7))
+    model = load_tiny(path, cpu, torch.bfloat16, linear_method=PackedMethod)
+    assert {type(weight.method.packed) for weight in model.weights() if weight.method} <= {GroupedWeight, TiledWeight}
+    actual = torch.cat(PagedRun(model, PROMPTS, block_size=4).run(7))
+    assert 1e-5 < float((actual - expected).norm() / expected.norm()) < 0.05

@@ -10,7 +10,6 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.cpu import ops as cpu
-from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.linear import VocabEmbedding
 from octavo.models.linear_methods import LinearMethod, PackedMethod, PlainMethod, find_linear_method
 from octavo.models.loading.loader import MAX_THREADS, Model, dummy_model
@@ -26,21 +25,28 @@ from tests.models.tiny import (
 )
 
 PROMPTS = random_prompts(11, 3, 30)
+SIZES: dict[str, dict[str, int]] = {
+    "qwen2": {"hidden_size": 96, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 96, "n_head": 4},
+}
+"""Groups of 32 inputs can be rounded."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2 untied", "gpt2"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, *untied = request.param.split()
     folder = tmp_path_factory.mktemp(kind)
-    return make_tiny_checkpoint(kind, folder, **({"tie_word_embeddings": False} if untied else {}))
+    return make_tiny_checkpoint(
+        kind, folder, **SIZES.get(kind, {}), **({"tie_word_embeddings": False} if untied else {})
+    )
 
 
 def methods_of(decoder: Model) -> set[LinearMethod]:
     return {weight.method for weight in decoder.weights() if weight.method is not None}
 
 
-def logits(directory: Path, quantization: packed.Quantization | None, *, pack: bool = True) -> torch.Tensor:
-    method = find_linear_method(quantization) if pack else PlainMethod
+def logits(directory: Path, quantization: str | None, *, pack: bool = True) -> torch.Tensor:
+    method = find_linear_method(quantization, "cpu") if pack else PlainMethod
     decoder = load_tiny(directory, cpu, torch.bfloat16, linear_method=method)
     # The table of an untied embedding is read, not multiplied with.
     matrices = methods_of(decoder) - ({decoder.vocabulary.table} - {decoder.vocabulary.head})

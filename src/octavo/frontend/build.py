@@ -251,7 +251,7 @@ def _plan(resolved: ResolvedModel, free: FreeMemory) -> MemoryBudget:
 def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
     """Load and pack the weights of both models, and compile the platform's kernels in parallel."""
     args, platform = resolved.args, resolved.platform
-    method = find_linear_method(args.quantization)
+    method = find_linear_method(args.quantization, platform.name)
 
     def load(each: ResolvedModel | ResolvedDraft) -> Model:
         read: Callable[..., Model] = (

@@ -1,10 +1,10 @@
 """A quantised weight: groups of its numbers share a scale. Loaders fill it, each platform packs it for its products.
 
-    weight = scale * (value - zero) - minimum
+weight = scale * (value - zero) - minimum
 
-    scale    scales, or scales * super_scales
-    zero     GroupForm.zero, or zeros
-    minimum  0, minima, or minima * super_minima
+scale    scales, or scales * super_scales
+zero     GroupForm.zero, or zeros
+minimum  0, minima, or minima * super_minima
 """
 
 from __future__ import annotations

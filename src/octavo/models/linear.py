@@ -103,7 +103,7 @@ class LayerFactory:
     dtype: torch.dtype
     device: torch.device | str
     tp: TensorParallel = SINGLE_RANK
-    linear_method: type[LinearMethod] = PlainMethod
+    linear_method: Callable[..., LinearMethod] = PlainMethod
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

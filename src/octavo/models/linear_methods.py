@@ -5,21 +5,22 @@ A layer (`linear.Linear`) owns a method. `quantization.METHODS` names the method
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
-from octavo.kernels.cpu.packed_linear import Quantization
 from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
+from octavo.kernels.rounding import round_to_groups
 from octavo.models.quantization import METHODS
 from octavo.models.registry import load
 
@@ -178,9 +179,12 @@ class PackedMethod(PlainMethod):
     On a CPU, `kernels.cpu.packed_linear` packs the rest; else it stays plain. What is packed frees what it was made of.
     """
 
-    quantization: Quantization | None = None
-    packed: PackedWeight | None = None
-    _parts: list[Tensor | Groups] = []  # noqa: RUF012 - replaced by `allocate`
+    def __init__(self, num_out: int, num_in: int, *, form: GroupForm | None = None, **options: Any) -> None:
+        """form: to which the checkpoint's plain weights are rounded"""
+        super().__init__(num_out, num_in, **options)
+        self.form = form
+        self.packed: PackedWeight | None = None
+        self._parts: list[Tensor | Groups] = []
 
     def keeps(self, form: GroupForm) -> bool:
         unit = SUPER_SIZE if form.is_nested else form.group_size
@@ -220,6 +224,9 @@ class PackedMethod(PlainMethod):
 
     def _pack(self, part: Tensor | Groups) -> PackedWeight | Tensor:
         """A plain weight is returned as it is where plain torch is as fast."""
+        form = None if self.role == "table" else self.form
+        if isinstance(part, Tensor) and form is not None and part.shape[1] % form.group_size == 0:
+            part = round_to_groups(part, form)
         if isinstance(part, Groups):
             packed = self.ops.pack_groups(part.with_narrow_scales())
             if packed is not None:
@@ -228,7 +235,7 @@ class PackedMethod(PlainMethod):
         if self.role == "table":
             return part
         pack = packed_linear.pack_head if self.role == "head" else packed_linear.pack
-        return pack(part, self.quantization) or part
+        return pack(part) or part
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias) if self.packed is None else self.packed(x, bias)
@@ -287,19 +294,8 @@ class MergedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-class Int8Method(PackedMethod):
-    """The weight rounded to 8 bits in groups of 32; x is rounded, too. CPU and bfloat16 only."""
-
-    quantization = "int8"
-
-
-class Int4Method(PackedMethod):
-    """The weight rounded to 4 bits in groups of 32; x is rounded to 8. CPU and bfloat16 only."""
-
-    quantization = "int4"
-
-
-def find_linear_method(quantization: str | None) -> type[LinearMethod]:
-    """The method of `EngineArgs.quantization`, a key of `quantization.METHODS`."""
-    method: type[LinearMethod] = load(METHODS[quantization].method)
-    return method
+def find_linear_method(quantization: str | None, device: str) -> Callable[..., LinearMethod]:
+    """The method of `EngineArgs.quantization`, a key of `quantization.METHODS`, on "cpu" or "cuda"."""
+    entry = METHODS[quantization]
+    method: Callable[..., LinearMethod] = load(entry.method)
+    return partial(method, form=entry.forms[device]) if entry.forms else method

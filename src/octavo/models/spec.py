@@ -244,7 +244,7 @@ class ModelSpec:
         kept = [(form, count) for form, count in self.forms if itemsize == 2 and form.is_kept_on(device)]
         num_kept = sum(count for _, count in kept)
         num_bytes = sum(form.num_bytes(count) for form, count in kept)
-        if (form := methods.METHODS[quantization].form) is not None and itemsize == 2:
+        if (form := methods.METHODS[quantization].forms.get(device)) is not None:
             rest = self._num_matrix_weights - num_kept
             num_kept, num_bytes = num_kept + rest, num_bytes + form.num_bytes(rest)
         num_wide = self._num_floats + (self._norm_params if self.unit_offset_norms else 0)

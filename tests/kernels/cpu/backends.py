@@ -59,11 +59,9 @@ def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed, "has_onednn_bfloat16", lambda: False)
 
 
-def expected_backend(name: str, quantization: packed.Quantization | None) -> str:
+def expected_backend(name: str) -> str:
     """The `MatmulBackend` that one of `BACKENDS` results in on this machine."""
     if name == "native" or name in MARCHES:
-        shares = quantization is None and packed.has_amx() and packed.has_onednn_bfloat16()
+        shares = packed.has_amx() and packed.has_onednn_bfloat16()
         return "native and oneDNN" if shares else "native"
-    if quantization is not None or not packed.has_onednn_bfloat16():
-        return "blocks"
-    return name
+    return name if packed.has_onednn_bfloat16() else "blocks"

@@ -222,11 +222,11 @@ def test_an_order_of_zeros_is_none(tmp_path: Path) -> None:
 
 
 def test_int8_is_computed_from_the_dequantised_rows(tmp_path: Path) -> None:
-    directory = make_tiny_checkpoint("llama", tmp_path / "model", **VARIANTS["awq g32"].sizes)
-    twin = quantise(directory, VARIANTS["awq g32"])
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **VARIANTS["gptq 4, order"].sizes)
+    twin = quantise(directory, VARIANTS["gptq 4, order"])
     runs = [
         PagedRun(
-            load_tiny(path, cpu, torch.bfloat16, linear_method=find_linear_method("int8")), PROMPTS, block_size=4
+            load_tiny(path, cpu, torch.bfloat16, linear_method=find_linear_method("int8", "cpu")), PROMPTS, block_size=4
         ).run(30)
         for path in (directory, twin)
     ]

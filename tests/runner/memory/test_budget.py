@@ -178,8 +178,8 @@ def test_dtype_depends_on_the_device_and_the_checkpoint(
     assert args.resolved_dtype(device, stored, has_bfloat16=has_bfloat16) == dtype
 
 
-def test_quantization_needs_a_cpu_and_bfloat16() -> None:
-    with pytest.raises(ParameterError, match="'int8' works on CPUs only; remove it"):
-        EngineArgs(model="m", quantization="int8").resolved_dtype("cuda", "bfloat16", has_bfloat16=True)
+def test_quantization_needs_a_device_and_bfloat16() -> None:
+    with pytest.raises(ParameterError, match="'fp8' needs a GPU; use int8"):
+        EngineArgs(model="m", quantization="fp8").resolved_dtype("cpu", "bfloat16", has_bfloat16=True)
     with pytest.raises(ParameterError, match="needs bfloat16 for the other layers, not float32; use dtype auto"):
         EngineArgs(model="m", quantization="int8", dtype="float32").resolved_dtype("cpu", "bfloat16", has_bfloat16=True)

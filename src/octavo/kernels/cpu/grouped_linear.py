@@ -1,4 +1,4 @@
-"""Quantised weights that stay in their bits on the CPU: packing, products and rows of `grouped.h`, and quantisation.
+"""Quantised weights that stay in their bits on the CPU: packing, products and rows of `grouped.h`.
 
 A product rounds x to int8 in groups of 32 inputs, each with a scale. That adds about 1 % to the error of a layer, and
 the weights are used as they are. The bits of a row's result do not depend on the other rows.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.integers import cdiv
@@ -18,9 +17,6 @@ from octavo.kernels.cpu.huge_memory import empty_huge
 from octavo.kernels.groups import GroupForm, Groups
 
 TILE, GROUP, WIDE_GROUP = 16, 32, 128  # outputs; inputs, as in grouped.h
-
-CHUNK_NUMBERS = 1 << 20
-"""Numbers quantised at a time: they stay in the second-level cache."""
 
 
 def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
@@ -49,17 +45,14 @@ def _is_wide(form: GroupForm) -> bool:
     return form.bits == 4 and form.group_size % WIDE_GROUP == 0 and not form.has_minima
 
 
-def pack_groups(groups: Groups, num_in: int | None = None) -> GroupedWeight | None:
-    """Pack a weight of a form that `keeps_groups` accepts; None if float16 does not hold its scales exactly.
-
-    Inputs from num_in on are padding.
-    """
+def pack_groups(groups: Groups) -> GroupedWeight | None:
+    """Pack a weight of a form that `keeps_groups` accepts; None if float16 does not hold its scales exactly."""
     scales = groups.scales
     if not groups.form.is_nested:
         scales = scales.half()
         if not torch.equal(scales.to(groups.scales.dtype), groups.scales):
             return None
-    return GroupedWeight(groups, scales, num_in or groups.shape[1])
+    return GroupedWeight(groups, scales)
 
 
 class GroupedWeight:
@@ -67,8 +60,8 @@ class GroupedWeight:
 
     backend: Literal["native"] = "native"
 
-    def __init__(self, groups: Groups, scales: Tensor, num_in: int) -> None:
-        form, num_out = groups.form, groups.shape[0]
+    def __init__(self, groups: Groups, scales: Tensor) -> None:
+        form, (num_out, num_in) = groups.form, groups.shape
         kind = _kind(form)
         assert kind is not None
         self.kind, self.zero, self.shape = kind, form.zero, (num_out, num_in)
@@ -103,58 +96,3 @@ def _library() -> native.Library:
     library = native.library()
     assert library is not None  # weights are packed only where it is there
     return library
-
-
-# -- quantisation -----------------------------------------------------------------------------------------------------
-
-
-def quantise_groups(weight: Tensor, bits: int) -> Groups:
-    """Quantise a weight [num_out, num_in] to 8 or 4 bits in groups of 32, its inputs padded with zeros to these.
-
-    8 bits   scale = the largest magnitude / 127, as in Q8_0
-    4 bits   the scale and minimum of each group with the least square error of those tried, as in Q4_1
-    """
-    num_out, num_in = weight.shape
-    step = max(1, CHUNK_NUMBERS // num_in)
-    quantise = _quantise_8 if bits == 8 else _quantise_4
-    parts = []
-    for begin in range(0, num_out, step):
-        rows = F.pad(weight[begin : begin + step].float(), (0, -num_in % GROUP))
-        parts.append(quantise(rows.view(len(rows), -1, GROUP)))
-    values, *planes = (torch.cat(plane) for plane in zip(*parts, strict=True))
-    if bits == 8:
-        return Groups(GroupForm(8, GROUP, zero=128), values, *planes)
-    return Groups(GroupForm(4, GROUP, has_minima=True), values, planes[0], minima=planes[1])
-
-
-def _quantise_8(rows: Tensor) -> tuple[Tensor, ...]:
-    """[num_rows, num_groups, 32] -> values [num_rows, num_in], scales [num_rows, num_groups]."""
-    scales = (rows.abs().amax(2) / 127).half()
-    inverse = torch.where(scales > 0, 1 / scales.float(), 0.0).unsqueeze(2)
-    values = (rows * inverse).round_().clamp_(-127, 127).add_(128)
-    return values.to(torch.uint8).flatten(1), scales
-
-
-def _quantise_4(rows: Tensor) -> tuple[Tensor, ...]:
-    """As `_quantise_8`, then minima.
-
-    Tries ranges within the smallest and the largest number. For the values of each, least squares give the scale and
-    the minimum. A range that is symmetric around zero is one of these, so no scale without a minimum is better.
-    """
-    low, high = rows.amin(2, keepdim=True), rows.amax(2, keepdim=True)
-    best = [torch.zeros_like(rows), torch.zeros_like(low), torch.zeros_like(low), torch.full_like(low, torch.inf)]
-    for shrink_low in (0.0, 0.04, 0.08, 0.12, 0.16):
-        for shrink_high in (0.0, 0.04, 0.08, 0.12):
-            first = low + shrink_low * (high - low)
-            scale = ((1 - shrink_low - shrink_high) * (high - low) / 15).clamp_(min=1e-7)
-            values = ((rows - first) / scale).round_().clamp_(0, 15)
-            centred = values - values.mean(2, keepdim=True)
-            variance = centred.square().sum(2, keepdim=True)
-            scale = torch.where(variance > 0, (centred * rows).sum(2, keepdim=True) / variance, 0.0).half().float()
-            minimum = (scale * values - rows).mean(2, keepdim=True).half().float()
-            error = (scale * values - minimum - rows).square_().sum(2, keepdim=True)
-            better = error < best[3]
-            for kept, tried in zip(best, (values, scale, minimum, error), strict=True):
-                torch.where(better, tried, kept, out=kept)
-    values, scale, minimum, _ = best
-    return values.to(torch.uint8).flatten(1), scale.squeeze(2).half(), minimum.squeeze(2).half()

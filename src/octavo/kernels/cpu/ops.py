@@ -14,7 +14,8 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import paged_attention
-from octavo.kernels.cpu.grouped_linear import keeps_groups, pack_groups
+from octavo.kernels.cpu.grouped_linear import keeps_groups
+from octavo.kernels.cpu.packed_linear import pack_groups
 from octavo.kernels.cpu.recurrent import causal_conv, gated_delta_rule
 from octavo.kernels.cpu.sampling import (
     apply_token_bitmask,

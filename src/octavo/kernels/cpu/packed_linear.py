@@ -32,14 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.integers import cdiv
-from octavo.kernels.cpu import native
-from octavo.kernels.cpu.grouped_linear import pack_groups, quantise_groups
+from octavo.kernels.cpu import grouped_linear, native
 from octavo.kernels.cpu.huge_memory import move_to_huge
 from octavo.kernels.groups import Groups, PackedHead, PackedWeight
 
 logger = logging.getLogger("octavo.packed")
 
-Quantization = Literal["int8"]
 MatmulBackend = Literal["native and oneDNN", "native", "oneDNN", "blocks"]
 
 SMALL_BATCH_ROWS = 16
@@ -74,24 +72,24 @@ def detect_features() -> CpuFeatures:
     return CpuFeatures(native.library() is not None, has_onednn_bfloat16(), has_amx())
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight | None:
+def pack(weight: Tensor) -> PackedWeight | None:
     """Pack a weight [num_out, num_in]; None where plain torch is as fast."""
-    if quantization is None and _is_packed(weight) and _backend_for(weight) == "oneDNN":
+    if _is_packed(weight) and _backend_for(weight) == "oneDNN":
         return OneDNNWeight(weight)
-    return pack_head(weight, quantization)
+    return pack_head(weight)
 
 
-def pack_head(weight: Tensor, quantization: Quantization | None = None) -> PackedHead | None:
+def pack_head(weight: Tensor) -> PackedHead | None:
     """Pack the weight of an LM head; None where plain torch is as fast."""
     if not _is_packed(weight):
         return None
-    if quantization == "int8":
-        groups = quantise_groups(weight, 8)
-        if weight.dtype == torch.bfloat16 and native.library() is not None:
-            return pack_groups(groups, weight.shape[1])
-        return BlockwiseWeight(groups, weight.shape[1])
     backend = _backend_for(weight)
-    return BlockwiseWeight(weight, weight.shape[1]) if backend in ("oneDNN", "blocks") else TiledWeight(weight, backend)
+    return BlockwiseWeight(weight) if backend in ("oneDNN", "blocks") else TiledWeight(weight, backend)
+
+
+def pack_groups(groups: Groups) -> PackedHead | None:
+    """Pack a quantised weight; None if that would round its scales. Without a compiler, products convert it."""
+    return BlockwiseWeight(groups) if native.library() is None else grouped_linear.pack_groups(groups)
 
 
 def _is_packed(weight: Tensor) -> bool:
@@ -117,8 +115,8 @@ class BlockwiseWeight:
 
     backend: MatmulBackend = "blocks"
 
-    def __init__(self, weight: Tensor | Groups, num_in: int) -> None:
-        self.weight, self.num_in = weight, num_in
+    def __init__(self, weight: Tensor | Groups) -> None:
+        self.weight = weight
         self.nbytes = weight.nbytes if isinstance(weight, Tensor) else sum(plane.nbytes for plane in weight.planes())
 
     def __call__(
@@ -132,15 +130,14 @@ class BlockwiseWeight:
     def gather_rows(self, indices: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
             return self.weight[indices]
-        rows = torch.cat([self.weight.rows(i, i + 1).dequantised() for i in indices.tolist()])
-        return rows[:, : self.num_in].bfloat16()
+        return self.weight.map(lambda plane: plane[indices]).dequantised().bfloat16()
 
 
 def blockwise_linear(x: Tensor, weight: Tensor | Groups) -> Tensor:
     """x @ weight.T in float32, for any dtypes."""
     num_out, num_in = weight.shape
     y = torch.empty(len(x), num_out)
-    x, block = F.pad(x.float(), (0, num_in - x.shape[1])), max(1, BLOCK_BYTES // (4 * num_in))
+    x, block = x.float(), max(1, BLOCK_BYTES // (4 * num_in))
     for begin in range(0, num_out, block):
         end = begin + block
         rows = weight[begin:end].float() if isinstance(weight, Tensor) else weight.rows(begin, end).dequantised()

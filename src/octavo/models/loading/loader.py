@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, cast
 
@@ -64,7 +64,7 @@ def empty_model(
     dtype: torch.dtype,
     device: torch.device | str,
     tp: TensorParallel = SINGLE_RANK,
-    linear_method: type[LinearMethod] = PlainMethod,
+    linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
     """The model of `spec`. Its linear layers have no memory yet; other weights are uninitialised."""
@@ -79,7 +79,7 @@ def load_model(
     device: torch.device | str,
     ops: ModelOps,
     tp: TensorParallel = SINGLE_RANK,
-    linear_method: type[LinearMethod] = PlainMethod,
+    linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
     """The model of `spec` with the checkpoint's weights, converted to `dtype`.
@@ -110,7 +110,7 @@ def dummy_model(
     dtype: torch.dtype,
     device: torch.device | str,
     ops: ModelOps,
-    linear_method: type[LinearMethod] = PlainMethod,
+    linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
     """The model of `spec` with random weights, for benchmarks."""

@@ -16,15 +16,17 @@ class MethodEntry(NamedTuple):
     """A method of linear layers.
 
     method  the `LinearMethod` as "module:class"
-    form    to which it quantises weights that are not yet; None: it does not
+    forms   to which it rounds weights of 16 bits, by device; empty: it does not
     """
 
     method: str
-    form: GroupForm | None = None
+    forms: Mapping[str, GroupForm] = {}
 
 
+PACKED = "octavo.models.linear_methods:PackedMethod"
 METHODS: Mapping[str | None, MethodEntry] = {
-    None: MethodEntry("octavo.models.linear_methods:PackedMethod"),
-    "int8": MethodEntry("octavo.models.linear_methods:Int8Method", GroupForm(8, 32, zero=128)),
-    "int4": MethodEntry("octavo.models.linear_methods:Int4Method", GroupForm(4, 32, has_minima=True)),
+    None: MethodEntry(PACKED),
+    "int8": MethodEntry(PACKED, {"cpu": GroupForm(8, 32, zero=128), "cuda": GroupForm(8, 128, zero=128)}),
+    "int4": MethodEntry(PACKED, {"cpu": GroupForm(4, 32, has_minima=True), "cuda": GroupForm(4, 32, has_zeros=True)}),
+    "fp8": MethodEntry(PACKED, {"cuda": GroupForm(8, 128, is_float=True)}),
 }
