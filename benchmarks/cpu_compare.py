@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -50,6 +49,7 @@ from octavo.kernels import reference
 from octavo.models.config import spec_from_config
 from octavo.models.gguf_config import read_gguf_config
 from octavo.models.loading.loader import dummy_model, load_model
+from octavo.quality import perplexity
 from octavo.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ def smollm2() -> Path:
         config = read_gguf_config(checkpoint.gguf, SMOLLM2)
         spec = spec_from_config(config, checkpoint.generation_config)
         model = load_model(checkpoint, spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
-        _save(folder, config | {"dtype": "bfloat16"}, {w.name: w.tensor for w in model.weights()})
+        _save(folder, config | {"dtype": "bfloat16"}, {w.name: w.target for w in model.weights()})
     return folder
 
 
@@ -104,7 +104,7 @@ def qwen() -> Path:
     folder = models_folder() / "qwen2.5-0.5b-shape"
     if not (folder / "config.json").exists():
         model = dummy_model(spec_from_config(QWEN), dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
-        _save(folder, QWEN, {w.name: w.tensor for w in model.weights()})
+        _save(folder, QWEN, {w.name: w.target for w in model.weights()})
     return folder
 
 
@@ -373,24 +373,16 @@ def int8(report: Report, args: argparse.Namespace) -> None:
             ("int8 to bfloat16, 16 together", ratio(ours, "16 together", theirs, "16 together"), 1.0),
         ]
         report.speeds(title, figures, ratios)
-    before, after = (perplexity(quantization, args.text) for quantization in (None, "int8"))
+    before, after = (smollm2_perplexity(quantization, args.text) for quantization in (None, "int8"))
     name = Path(args.text).name
     report.figure("SmolLM2-135M", f"perplexity of {name} in bfloat16", before, f"{before:.3f}")
     report.figure("SmolLM2-135M", f"perplexity of {name} in int8", after, f"{after:.3f}", f"{after / before - 1:+.2%}")
 
 
-def perplexity(quantization: str | None, text: str) -> float:
-    """exp of the mean negative log-likelihood over windows of 512 tokens, without the first token of each."""
+def smollm2_perplexity(quantization: str | None, text: str) -> float:
     token_ids = Tokenizer.from_checkpoint(open_checkpoint(SMOLLM2)).encode(Path(text).read_text(encoding="utf-8"))
-    windows = [token_ids[i : i + 512] for i in range(0, len(token_ids) - 1, 512)]
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    total = count = 0.0
     with LLM(str(smollm2()), dtype="bfloat16", quantization=quantization, skip_tokenizer_init=True) as llm:
-        for output in llm.generate([{"prompt_token_ids": w} for w in windows if len(w) > 1], params, use_tqdm=False):
-            for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
-                total -= entry[token].logprob
-                count += 1
-    return math.exp(total / count)
+        return perplexity(llm, token_ids)
 
 
 def prefix(report: Report, args: argparse.Namespace) -> None:

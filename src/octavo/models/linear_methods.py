@@ -179,10 +179,18 @@ class PackedMethod(PlainMethod):
     On a CPU, `kernels.cpu.packed_linear` packs the rest; else it stays plain. What is packed frees what it was made of.
     """
 
-    def __init__(self, num_out: int, num_in: int, *, form: GroupForm | None = None, **options: Any) -> None:
-        """form: to which the checkpoint's plain weights are rounded"""
+    def __init__(
+        self,
+        num_out: int,
+        num_in: int,
+        *,
+        form: GroupForm | None = None,
+        head_form: GroupForm | None = None,
+        **options: Any,
+    ) -> None:
+        """form, head_form: to which the checkpoint's plain weights are rounded"""
         super().__init__(num_out, num_in, **options)
-        self.form = form
+        self.form = {"linear": form, "head": head_form, "table": None}[self.role]
         self.packed: PackedWeight | None = None
         self._parts: list[Tensor | Groups] = []
 
@@ -224,9 +232,8 @@ class PackedMethod(PlainMethod):
 
     def _pack(self, part: Tensor | Groups) -> PackedWeight | Tensor:
         """A plain weight is returned as it is where plain torch is as fast."""
-        form = None if self.role == "table" else self.form
-        if isinstance(part, Tensor) and form is not None and part.shape[1] % form.group_size == 0:
-            part = round_to_groups(part, form)
+        if isinstance(part, Tensor) and self.form is not None and part.shape[1] % self.form.group_size == 0:
+            part = round_to_groups(part, self.form)
         if isinstance(part, Groups):
             packed = self.ops.pack_groups(part.with_narrow_scales())
             if packed is not None:
@@ -298,4 +305,5 @@ def find_linear_method(quantization: str | None, device: str) -> Callable[..., L
     """The method of `EngineArgs.quantization`, a key of `quantization.METHODS`, on "cpu" or "cuda"."""
     entry = METHODS[quantization]
     method: Callable[..., LinearMethod] = load(entry.method)
-    return partial(method, form=entry.forms[device]) if entry.forms else method
+    forms = {"form": entry.forms[device], "head_form": entry.head_form(device)} if entry.forms else {}
+    return partial(method, **forms)

@@ -244,21 +244,21 @@ class ModelSpec:
         kept = [(form, count) for form, count in self.forms if itemsize == 2 and form.is_kept_on(device)]
         num_kept = sum(count for _, count in kept)
         num_bytes = sum(form.num_bytes(count) for form, count in kept)
-        if (form := methods.METHODS[quantization].forms.get(device)) is not None:
-            rest = self._num_matrix_weights - num_kept
-            num_kept, num_bytes = num_kept + rest, num_bytes + form.num_bytes(rest)
+        entry = methods.METHODS[quantization]
+        if (form := entry.forms.get(device)) is not None and (head_form := entry.head_form(device)) is not None:
+            head = math.prod(self.vocabulary)
+            rest = max(0, self._num_linear_weights - num_kept)
+            num_kept, num_bytes = num_kept + rest + head, num_bytes + form.num_bytes(rest) + head_form.num_bytes(head)
         num_wide = self._num_floats + (self._norm_params if self.unit_offset_norms else 0)
         return (self.num_params - num_kept) * itemsize + num_wide * (4 - itemsize) + num_bytes
 
     @property
-    def _num_matrix_weights(self) -> int:
-        """Weights of the linear layers and the head."""
-        layers = sum(
+    def _num_linear_weights(self) -> int:
+        return sum(
             kind.num_layers * linear.num_out * linear.in_size
             for kind in self.layer_kinds
             for linear in kind.linears.values()
         )
-        return layers + math.prod(self.vocabulary)
 
     @property
     def _norm_params(self) -> int:
