@@ -11,7 +11,6 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.groups import GroupForm, Groups
-from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.linear import grouped
@@ -171,16 +170,3 @@ def test_fused_products_match_the_reference(form: GroupForm, num_out: int) -> No
     assert relative_error(actual.x, total.x) < TOLERANCE
     assert relative_error(actual.weighted, total.weighted) < 2 * TOLERANCE
     assert relative_error(actual.squares.sum(0)[:5], total.squares.sum(0)) < 2 * TOLERANCE
-
-
-def test_project_qkv_matches_the_reference() -> None:
-    groups = make_groups(INT4, 128, 256)
-    weight, wide = pack(groups), groups.dequantised().double()
-    batch = RaggedBatch.from_lists([1] * 3, [3, 30, 17], [[4, 7], [1, 5], [3, 6]], 16, device=DEVICE)
-    table = reference.rope_table(32, 64, 10000.0, device=DEVICE)
-    residual = cuda.make_normed_residual(torch.randn(3, 256, device=DEVICE).to(HALF), torch.ones(256, device=DEVICE))
-    kv = torch.zeros(9, 2, 1, 16, 32, device=DEVICE, dtype=HALF)
-    wide_kv = kv.double()
-    q = weight.project_qkv(residual, 0.5, None, kv, batch, table)
-    expected = reference.project_qkv(to_double(residual), 0.5, wide, None, wide_kv, batch, table.double())
-    assert relative_error(q, expected) < 3 * TOLERANCE and relative_error(kv, wide_kv) < 3 * TOLERANCE

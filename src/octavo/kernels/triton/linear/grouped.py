@@ -30,12 +30,9 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.groups import GroupForm, Groups
-from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.capability import kernels_for
-from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import or_placeholder, pdl_options
 from octavo.kernels.triton.linear.grouped_kernels import (
     FLOAT8_GROUP,
@@ -256,25 +253,6 @@ class GroupedWeight:
         norm_outputs = self._launch(x, bias, out=y, residual=residual.x, norm=norm)
         assert norm_outputs is not None
         return NormedResidual(y, *norm_outputs)
-
-    def project_qkv(
-        self,
-        residual: NormedResidual,
-        eps: float,
-        bias: Tensor | None,
-        kv_layer: Tensor,
-        batch: RaggedBatch,
-        cos_sin: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_eps: float = 0.0,
-    ) -> Tensor:
-        """`reference.project_qkv` for at most `max_small_batch_tokens`."""
-        q, k, v = split_heads(self.norm_linear(residual, eps, bias), kv_layer)
-        return rope_kv_write(
-            q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
-        )
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
