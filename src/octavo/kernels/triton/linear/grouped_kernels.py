@@ -156,7 +156,7 @@ def _to_float8(wide):
 def _round_to_float8(xs):
     """xs [tokens, inputs] -> numbers in float8, what rounding them left, times 16, and the tokens' scales [tokens].
 
-    Scales are powers of two. So a number in bfloat16 is the sum of both parts unless it is 2^14 times smaller than the
+    Scales are powers of two. So a number in bfloat16 is the sum of both parts unless it is 2^13 times smaller than the
     largest of its token, which comes to at least 128.
     """
     wide = xs.to(tl.float32)
