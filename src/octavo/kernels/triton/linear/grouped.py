@@ -310,6 +310,8 @@ class GroupedWeight:
         step_inputs = self.columns * pairs
         if parts is None:
             parts = 2 if self.form.is_float and kernels_for(x.device).float8 else 0
+        # With a gate, steps take twice the room: there are fewer, so that two programs fit into a multiprocessor.
+        room = kernels_for(x.device).shared_bytes // (2 if gate and tuning is None else 1)
         tuning = tuning or grouped_tuning(num_out, self.num_in, step_inputs, num_tokens, parts)
         tiles, token_tiles = cdiv(num_out, TILE_OUTPUTS), cdiv(num_tokens, tuning.tokens)
         norm_outputs = None
@@ -319,7 +321,7 @@ class GroupedWeight:
         num_sums = tuning.splits * num_tokens * self.num_out if tuning.splits > 1 else 0
         bits = TILE_OUTPUTS * self.form.bits * (2 if gate else 1) + tuning.tokens * x.itemsize * 8
         stage_bytes = bits // 8 * step_inputs + 1024
-        stages = max(1, min(tuning.stages, kernels_for(x.device).shared_bytes // stage_bytes))
+        stages = max(1, min(tuning.stages, room // stage_bytes))
         grouped_product[(token_tiles * tiles, tuning.splits)](
             x,
             self.words.view(torch.uint8) if self.form.is_float and not parts else self.words,
