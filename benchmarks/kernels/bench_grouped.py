@@ -5,16 +5,20 @@
 Microseconds, from replays of a CUDA graph over so many weights that none is found in the cache. Shapes are those of
 Llama-3-8B: 32 layers and the head. `bf16` is cuBLAS, `ours` the project's own product of small batches, and `e4m3` the
 library's float8 product with one scale for each row of x and of the weight, without rounding x. `fp8` keeps x in 16
-bits; `fp8 e4m3 x` rounds x, too. GB/s up to 64 rows, TFLOP/s for more, and how many times as fast as bf16.
+bits; `fp8 rounded` rounds it, too. So do the library's products, whose times include rounding: `fp8 library` has a
+scale for each 128 inputs, `fp8 blocks` for each block of 128 x 128, `fp8 row` for each row. `int4 cublas N` dequantises
+N MiB at a time. GB/s up to 64 rows, TFLOP/s for more, and how many times as fast as bf16.
 
---sweep    time many tunings of each product, and print the fastest, from which `grouped_tuning` was chosen
+--sweep    also time many tunings of each product, and print the fastest, from which `grouped_tuning` was chosen
 --seconds  stop a sweep after so many
+--no-compare  only sweep
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -31,7 +35,7 @@ from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import precompile
 from octavo.kernels.triton.linear import tuning
-from octavo.kernels.triton.linear.grouped import GroupedWeight, pack_groups
+from octavo.kernels.triton.linear.grouped import GroupedWeight, multiplies_float8, pack_groups
 from octavo.kernels.triton.linear.grouped_kernels import quantise
 from octavo.kernels.triton.linear.skinny import make_normed_residual, norm_linear
 from octavo.kernels.triton.linear.tuning import GroupedTuning
@@ -52,9 +56,10 @@ FORMS = {
     "int8": GroupForm(8, 128, zero=128),
     "fp8": GroupForm(8, 128, is_float=True),
 }
+FP8_ROW = "fp8 row"
 BEYOND_CACHE = 160 << 20
 CALLS = 24
-Call = Callable[[Any], object]
+Call = Callable[[Any], Any]
 DRY: list[bool] = []
 """Not empty: kernels are listed, and none is launched."""
 
@@ -74,22 +79,42 @@ def norm_error(y: Tensor, expected: Tensor) -> float:
     return float((y.float() - expected).norm() / expected.norm())
 
 
-def by_float8(weight: GroupedWeight, tuned: GroupedTuning | None = None) -> Callable[[Tensor], Tensor]:
+def product(weight: GroupedWeight, parts: int | None = None, tuned: GroupedTuning | None = None) -> Call:
+    """The kernel's product; parts: of x in float8, see `grouped_product`."""
+
     def run(x: Tensor) -> Tensor:
         y = torch.empty(len(x), weight.num_out, dtype=x.dtype, device=x.device)
-        weight._launch(*quantise(x), None, out=y, tuning=tuned)
+        weight._launch(x, None, out=y, parts=parts, tuning=tuned)
         return y
 
     return run
 
 
-def in_16_bits(weight: GroupedWeight, tuned: GroupedTuning | None = None) -> Callable[[Tensor], Tensor]:
+@functools.cache
+def squares(num_tokens: int) -> Tensor:
+    return torch.ones(32, num_tokens, device="cuda")
+
+
+def gated(weight: GroupedWeight, parts: int | None = None, tuned: GroupedTuning | None = None) -> Call:
+    """The fused product of a gated MLP's first half, at most 64 rows."""
+
     def run(x: Tensor) -> Tensor:
-        y = torch.empty(len(x), weight.num_out, dtype=x.dtype, device=x.device)
-        weight._launch(x, None, None, out=y, tuning=tuned)
+        y = torch.empty(len(x), weight.num_out // 2, dtype=x.dtype, device=x.device)
+        weight._launch(
+            x, None, "silu", out=y, squares=squares(tuning.padded_tokens(len(x))), eps=1e-6, parts=parts, tuning=tuned
+        )
         return y
 
     return run
+
+
+def by_blocks(weight: GroupedWeight, x: Tensor) -> Tensor:
+    """The library's product with random scales for blocks of 128 x 128; num_in a multiple of 512."""
+    values, scales = quantise(x, 128)
+    planes = weight.planes[:, ::128].T.contiguous().view(torch.float32).T
+    kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    rows = weight.words.view(-1, weight.num_in)
+    return F.scaled_mm(values, rows.T, scales.T, kinds[0], planes, kinds[1], output_dtype=x.dtype)
 
 
 def check() -> bool:
@@ -111,11 +136,13 @@ def check() -> bool:
                 x = torch.randn(rows, num_in, device="cuda").to(dtype)
                 expected = x.float() @ wide.T
                 results = {
-                    f"16 {dtype}"[:12]: in_16_bits(weight)(x),
+                    f"16 {dtype}"[:12]: product(weight)(x),
                     "cublas": weight._by_cublas(x, None, torch.empty_like(expected, dtype=dtype)),
                 }
                 if form.is_float:
-                    results["e4m3 x"] = by_float8(weight)(x)
+                    results["widened"], results["e4m3 x"] = product(weight, 0)(x), product(weight, 1)(x)
+                    if multiplies_float8(x.device, form.group_size == num_in):
+                        results["e4m3 library"] = weight._by_float8(x, None, None)
                 if rows <= tuning.MAX_SMALL_BATCH_GROUPED and dtype == torch.bfloat16:
                     residual = make_normed_residual(x, torch.ones(num_in, device="cuda", dtype=dtype))
                     normed = residual.x.float() * residual.scale(1e-6)
@@ -129,7 +156,7 @@ def check() -> bool:
                     errors["add"] = max(errors.get("add", 0), norm_error(added.x, expected + stream.x.float()))
                 for key, y in results.items():
                     errors[key] = max(errors.get(key, 0), norm_error(y, expected))
-        right = all(exact) and all(error < (0.035 if key == "e4m3 x" else 0.006) for key, error in errors.items())
+        right = all(exact) and all(error < (0.035 if "e4m3" in key else 0.006) for key, error in errors.items())
         good &= right
         print(
             f"{'right' if right else 'WRONG':<6}{name:<12}",
@@ -140,7 +167,8 @@ def check() -> bool:
     x = torch.randn(64, 4096, device="cuda").bfloat16()
     square = pack_groups(make_groups(FORMS["int4"], 4096, 4096))
     assert square is not None
-    same = [torch.equal(in_16_bits(square)(x[:n])[:1], in_16_bits(square)(x[:1])) for n in (2, 17, 64)]
+    run = product(square)
+    same = [torch.equal(run(x[:n])[:1], run(x[:1])) for n in (2, 17, 64)]
     print("a row has the same bits alone and with 1, 16, 63 others:", same)
     return good
 
@@ -178,7 +206,10 @@ def copies(weight: Any) -> list[Any]:
     ]
 
 
-VARIANTS = ("bf16", "ours", "e4m3", *FORMS, "fp8 e4m3 x", "int4 cublas")
+PIECES = (8, 16, 32, 64)
+"""MiB of a dequantised part of a weight."""
+FLOAT8_X = ("fp8 rounded", "fp8 library", "fp8 blocks", FP8_ROW)
+VARIANTS = ("bf16", "ours", "e4m3", *FORMS, *FLOAT8_X, *(f"int4 cublas {size}" for size in PIECES))
 
 
 def make_call(name: str, x: Tensor, weight: Any) -> Call | None:
@@ -195,12 +226,18 @@ def make_call(name: str, x: Tensor, weight: Any) -> Call | None:
         scales = torch.ones(1, len(weight), device="cuda")
         few = n < 16 or DRY
         return None if few else lambda w: torch._scaled_mm(rounded, w.T, scale, scales, out_dtype=torch.bfloat16)
-    if name == "fp8 e4m3 x":
-        return (lambda w: by_float8(w)(x)) if n >= 16 else None
-    if name == "int4 cublas":
-        y = x.new_empty(n, weight.num_out)
-        return (lambda w: w._by_cublas(x, None, y)) if n >= 256 else None
-    return lambda w: in_16_bits(w)(x)
+    if name in FLOAT8_X and n < 16:
+        return None
+    if name == "fp8 rounded":
+        return lambda w: product(w, 1)(x)
+    if name == "fp8 blocks":
+        return lambda w: by_blocks(w, x)
+    if name in FLOAT8_X:
+        return lambda w: w._by_float8(x, None, None)
+    if name.startswith("int4 cublas"):
+        y, size = x.new_empty(n, weight.num_out), int(name.split()[-1]) << 20
+        return (lambda w: w._by_cublas(x, None, y, size)) if n >= 64 else None
+    return lambda w: product(w)(x)
 
 
 def timings(rows: tuple[int, ...]) -> None:
@@ -208,7 +245,8 @@ def timings(rows: tuple[int, ...]) -> None:
     for (shape, (num_out, num_in)), name in itertools.product(SHAPES.items(), VARIANTS):
         if shape == "head" and name not in ("bf16", "int4", "fp8"):
             continue
-        form = FORMS.get(name.removesuffix(" e4m3 x").removesuffix(" cublas"))
+        form = FORMS.get(name, FORMS.get(name.split()[0]))
+        form = GroupForm(8, num_in, is_float=True) if name == FP8_ROW else form
         weight: Any
         if form is None:
             weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
@@ -266,15 +304,21 @@ def fused(rows: tuple[int, ...]) -> None:
         print(line, flush=True)
 
 
-def tunings(num_out: int, steps: int, rows: int) -> Iterator[GroupedTuning]:
-    tokens = min(tuning.padded_tokens(rows), 64)
-    for splits, stages, chunk in itertools.product((1, 2, 4, 8, 16), (2, 3, 4, 6), (32, 64, 128)):
+def tunings(num_out: int, num_in: int, rows: int, parts: int) -> Iterator[GroupedTuning]:
+    sizes = {min(tuning.padded_tokens(rows), 64 * times) for times in ((1, 2, 4) if rows > 64 and not parts else (1,))}
+    for tokens, splits, stages in itertools.product(sorted(sizes), (1, 2, 4, 8), (2, 3, 4, 5, 6, 8)):
         programs = cdiv(num_out, 128) * cdiv(rows, tokens) * splits
-        usual = steps >= splits and (splits == 1 or programs <= 1100) and (programs >= 60 or splits == 16)
-        if usual and (chunk != 32 if tokens == 16 else chunk != 128 or stages == 3) and (stages <= 4 or tokens < 64):
-            yield GroupedTuning(tokens, splits, stages, 4, chunk)
-            if rows >= 128 and splits <= 2 and chunk == 64:
-                yield GroupedTuning(128, splits, stages, 8, chunk)
+        if num_in < 512 * splits or (splits > 1 and programs > 600) or (programs < 60 and splits < 8):
+            continue
+        for warps, chunk in itertools.product((4, 8), (32, 64, 128)):
+            if parts:
+                usual = chunk == 128 and (tokens < 64 or stages <= 5)
+            elif tokens <= 64:
+                usual = warps == 4 and stages <= 4 and (chunk > 32 if tokens == 16 else chunk == 64)
+            else:
+                usual = warps == 8 and stages <= 4 and splits <= 2 and chunk <= 64
+            if usual:
+                yield GroupedTuning(tokens, splits, stages, warps, chunk)
 
 
 def compile_all(*passes: Callable[[], object]) -> None:
@@ -293,26 +337,28 @@ def compile_all(*passes: Callable[[], object]) -> None:
 
 def sweep(rows: tuple[int, ...], seconds: float) -> None:
     end = time.monotonic() + (1e9 if DRY else seconds)
-    kinds = {
-        "int4": (FORMS["int4"], in_16_bits),
-        "fp8": (FORMS["fp8"], in_16_bits),
-        "fp8 e4m3 x": (FORMS["fp8"], by_float8),
-    }
-    for n, (name, (form, variant)) in itertools.product(rows, kinds.items()):
-        if (n < 64) if name == "fp8 e4m3 x" else (name == "fp8" and n > 64):
+    kinds = {"fp8": (FORMS["fp8"], 2), "int4": (FORMS["int4"], 0), "fp8 rounded": (FORMS["fp8"], 1)}
+    limits = {"fp8": (1, 64), "int4": (1, 256), "fp8 rounded": (128, 256)}
+    for (name, (form, parts)), n in itertools.product(kinds.items(), rows):
+        if not limits[name][0] <= n <= limits[name][1]:
             continue
-        for shape in ("qkv", "out", "gate_up", "down"):
-            num_out, num_in = SHAPES[shape]
+        for shape in ("qkv", "out", "gate_up", "down", "gate"):
+            if (n > tuning.MAX_SMALL_BATCH_GROUPED) if shape == "gate" else (name == "int4" and n < 64):
+                continue
+            run = gated if shape == "gate" else product
+            num_out, num_in = SHAPES["gate_up" if shape == "gate" else shape]
             packed = pack_groups(make_groups(form, num_out, num_in))
             assert packed is not None
+            num_out = num_out // 2 if shape == "gate" else num_out
             weights, x, timed = copies(packed), torch.randn(n, num_in, device="cuda").bfloat16(), []
-            default = graph_us(lambda w, x=x, v=variant: v(w)(x), weights, 12)
-            for tuned in tunings(num_out, num_in // 256, n):
+            default = graph_us(lambda w, x=x, p=parts, run=run: run(w, p)(x), weights, 12)
+            for tuned in tunings(num_out, num_in, n, parts):
                 if time.monotonic() > end:
                     print("time is over")
                     return
                 try:
-                    timed.append((graph_us(lambda w, x=x, v=variant, t=tuned: v(w, t)(x), weights, 12), tuned))
+                    us = graph_us(lambda w, x=x, p=parts, t=tuned, run=run: run(w, p, t)(x), weights, 12)
+                    timed.append((us, tuned))
                 except Exception as error:
                     print(tuned, repr(error)[:90])
             timed.sort(key=lambda pair: pair[0])
@@ -327,13 +373,16 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
     parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--no-compare", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name())
-    passes: list[Callable[[], object]] = [lambda: fused(args.rows), lambda: timings(args.rows)]
+    passes: list[Callable[[], object]] = []
+    if not args.no_compare:
+        passes = [lambda: fused(args.rows), lambda: timings(args.rows)]
     if args.sweep:
-        passes = [lambda: sweep(args.rows, args.seconds)]
+        passes.append(lambda: sweep(args.rows, args.seconds))
     compile_all(check, *passes)
     good = check()
     for timed in passes:

@@ -29,6 +29,7 @@ from tests.kernels.triton.conftest import seed  # noqa: F401
 from tests.kernels.triton.kv.test_block_copy import *  # noqa: F403
 from tests.kernels.triton.kv.test_swap import *  # noqa: F403
 from tests.kernels.triton.kv.test_write import *  # noqa: F403
+from tests.kernels.triton.linear.test_grouped import *  # noqa: F403
 from tests.kernels.triton.linear.test_skinny import *  # noqa: F403
 from tests.kernels.triton.sampling.test_logits_processors import *  # noqa: F403
 from tests.kernels.triton.sampling.test_sample import *  # noqa: F403

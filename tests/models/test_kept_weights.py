@@ -15,6 +15,7 @@ from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.grouped_linear import GroupedWeight
 from octavo.kernels.cpu.packed_linear import TiledWeight
 from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear import TensorParallel
 from octavo.models.linear_methods import MergedWeight, PackedMethod, find_linear_method
 from tests.models.quantization.writers import VARIANTS, quantise
@@ -42,12 +43,27 @@ class Kept:
         return self.groups.map(lambda plane: plane[indices]).dequantised()
 
 
+class Fused(Kept):
+    """With fused products for up to 6 rows."""
+
+    calls: list[str] = []  # noqa: RUF012 - cleared by each test
+    max_small_batch_tokens = 6
+
+    def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None, gate: Gate = "") -> Tensor:
+        self.calls.append("norm_linear" + gate)
+        return reference.norm_linear(residual, eps, self.groups.dequantised(), bias, gate)
+
+    def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
+        self.calls.append("add_linear")
+        return reference.add_linear(residual, x, self.groups.dequantised(), bias, norm)
+
+
 class KeepingOps:
     """The reference's operations, of a platform that keeps all forms; `packed` are those that it was given."""
 
-    def __init__(self, *, rounds: bool = False) -> None:
+    def __init__(self, *, rounds: bool = False, kept: type[Kept] = Kept) -> None:
         self.packed: list[GroupForm] = []
-        self.rounds = rounds
+        self.rounds, self.kept = rounds, kept
 
     def __getattr__(self, name: str) -> Any:
         return getattr(reference, name)
@@ -58,7 +74,7 @@ class KeepingOps:
     def pack_groups(self, groups: Groups) -> Kept | None:
         assert groups.is_finite()
         self.packed.append(groups.form)
-        return None if self.rounds else Kept(groups)
+        return None if self.rounds else self.kept(groups)
 
 
 def assert_same_logits(path: Path, ops: Any, **kwargs: Any) -> None:
@@ -124,6 +140,26 @@ def test_parts_of_several_forms(tmp_path: Path) -> None:
     model = load_tiny(path, ops, linear_method=PackedMethod)  # type: ignore[arg-type]
     merged = [layer.attention.qkv.method.packed for layer in model.layers]  # type: ignore[attr-defined]
     assert [len(weight.parts) for weight in merged if isinstance(weight, MergedWeight)] == [2, 3, 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("mixed", ["no layer", "blk.1"])
+def test_few_rows_use_fused_products(kind: str, mixed: str, tmp_path: Path) -> None:
+    """Also where the weight of a later layer has parts of several forms, and so none."""
+    directory = make_tiny_checkpoint(kind, tmp_path / "model", **WIDE)
+
+    def choose(name: str) -> str:
+        return "Q8_0" if name.startswith(mixed) and "attn_v" in name else "Q4_0"
+
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=choose)
+    Fused.calls.clear()
+    assert_same_logits(path, KeepingOps(kept=Fused))
+    model = load_tiny(path, KeepingOps(kept=Fused), linear_method=PackedMethod)  # type: ignore[arg-type]
+    expected = {"norm_linear", "norm_linearsilu", "add_linear"}
+    assert model.max_small_batch_tokens == 6 and set(Fused.calls) == expected
+    qkv, gate_up = Fused.calls.count("norm_linear"), Fused.calls.count("norm_linearsilu")
+    num_layers = len(model.layers)  # type: ignore[attr-defined]
+    assert qkv == (gate_up if mixed == "no layer" else gate_up * (num_layers - 1) // num_layers)
 
 
 @pytest.mark.parametrize("name", ["awq g32", "fp8 blocks", "ct int4 zeros"])

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.group_form import SUPER_SIZE, GroupForm
 
-__all__ = ["SUPER_SIZE", "GroupForm", "Groups", "PackedHead", "PackedWeight"]
+if TYPE_CHECKING:
+    from octavo.kernels.reference.norms import Gate, NormedResidual
+
+__all__ = ["SUPER_SIZE", "FusedWeight", "GroupForm", "Groups", "PackedHead", "PackedWeight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +151,21 @@ class PackedHead(PackedWeight, Protocol):
 
     def gather_rows(self, indices: Tensor) -> Tensor:
         """weight[indices], [num_indices, num_in] in x's dtype."""
+        ...
+
+
+class FusedWeight(PackedWeight, Protocol):
+    """A weight with products of few rows that are fused with what is around them."""
+
+    @property
+    def max_small_batch_tokens(self) -> int:
+        """Up to so many rows the fused products are faster than separate operations."""
+        ...
+
+    def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None, gate: Gate = "") -> Tensor:
+        """See `reference.norm_linear`."""
+        ...
+
+    def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
+        """See `reference.add_linear`."""
         ...

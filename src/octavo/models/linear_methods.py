@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
-from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups, PackedHead, PackedWeight
+from octavo.kernels.groups import SUPER_SIZE, FusedWeight, GroupForm, Groups, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
@@ -193,6 +193,7 @@ class PackedMethod(PlainMethod):
         self.form = {"linear": form, "head": head_form, "table": None}[self.role]
         self.packed: PackedWeight | None = None
         self._parts: list[Tensor | Groups] = []
+        self.fused: FusedWeight | None = None  # `packed`, if it has fused products
 
     def keeps(self, form: GroupForm) -> bool:
         unit = SUPER_SIZE if form.is_nested else form.group_size
@@ -229,6 +230,8 @@ class PackedMethod(PlainMethod):
                 made = PlainWeight(made)
             parts.append(made)
         self.packed = parts[0] if len(parts) == 1 else MergedWeight(parts, sizes)
+        if hasattr(self.packed, "max_small_batch_tokens"):
+            self.fused = cast("FusedWeight", self.packed)
 
     def _pack(self, part: Tensor | Groups) -> PackedWeight | Tensor:
         """A plain weight is returned as it is where plain torch is as fast."""
@@ -259,7 +262,40 @@ class PackedMethod(PlainMethod):
 
     @property
     def max_small_batch_tokens(self) -> int:
-        return super().max_small_batch_tokens if self.packed is None else 0
+        if self.packed is None:
+            return super().max_small_batch_tokens
+        return 0 if self.fused is None else self.fused.max_small_batch_tokens
+
+    # A model's path is its first layer's: a weight of another layer may have no fused products.
+
+    def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None, gate: Gate = "") -> Tensor:
+        if self.fused is not None:
+            return self.fused.norm_linear(residual, eps, bias, gate)
+        if self.packed is None:
+            return super().norm_linear(residual, eps, bias, gate)
+        return LinearMethod.norm_linear(self, residual, eps, bias, gate)
+
+    def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
+        if self.fused is not None:
+            return self.fused.add_linear(residual, x, bias, norm)
+        if self.packed is None:
+            return super().add_linear(residual, x, bias, norm)
+        return LinearMethod.add_linear(self, residual, x, bias, norm)
+
+    def project_qkv(
+        self,
+        residual: NormedResidual,
+        eps: float,
+        bias: Tensor | None,
+        kv_layer: Tensor,
+        batch: RaggedBatch,
+        cos_sin: Tensor,
+        *,
+        norm_eps: float,
+        **norms: Unpack[HeadNorms],
+    ) -> Tensor:
+        method = PlainMethod if self.packed is None else LinearMethod
+        return method.project_qkv(self, residual, eps, bias, kv_layer, batch, cos_sin, norm_eps=norm_eps, **norms)
 
 
 class PlainWeight:

@@ -17,6 +17,8 @@ from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
 from octavo.kernels.triton import ops
+from octavo.kernels.triton.capability import kernels_for
+from octavo.kernels.triton.linear.grouped_kernels import quantise
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_SIZE = 16
@@ -170,6 +172,8 @@ def quantised() -> None:
                 stream = ops.make_normed_residual(torch.empty(num_tokens, 512, dtype=BF16), torch.empty(512))
                 weight.add_linear(stream, residual.x, None, torch.empty(512))
         weight(torch.empty(5, 1024, dtype=F16), None, float32_out=True)
+        if form.is_float and kernels_for(torch.device("cpu")).float8:  # for the library, which a test has not
+            quantise(torch.empty(200, 1024, dtype=BF16), form.group_size)
 
 
 def norms_and_activations() -> None:

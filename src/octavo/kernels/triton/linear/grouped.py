@@ -2,24 +2,26 @@
 
     form                           up to a limit of rows     more rows
     4 bits, 8 bits                 `_grouped`                `_dequantise` a part of the weight, cuBLAS
-    float8_e4m3fn, on Hopper, Ada  `_grouped`                x in float8, too: `_quantise`, `_grouped`
+    float8_e4m3fn, on Hopper, Ada  `_grouped`, x in 2 parts  x in float8: `_quantise`, cuBLAS; without it, `_grouped`
     float8_e4m3fn, elsewhere       `_grouped`                as 4 bits
 
 A value less its zero is exact in bfloat16 and float16. A group's scale multiplies the sum over its inputs, in float32.
 
-The weight is stored in the order in which the matrix instructions hold it in registers, so that a thread reads 16 bytes
-and uses them itself. A tile has 128 outputs and 32 inputs; a 32-bit word has values of one output:
+A float8 weight is stored by rows. The matrix instructions read it from shared memory as it is, because few rows of x
+are turned into float8, too: into two numbers whose sum is exact in bfloat16. More rows are rounded to one.
+
+Integers are stored in the order in which the matrix instructions hold them in registers, so that a thread reads 16
+bytes and uses them itself. A tile has 128 outputs and 32 inputs; a 32-bit word has values of one output:
 
     output  64 * rep + 16 * block + 8 * upper + line
     input   16 * step + 8 * half + 2 * lane + odd
     4 bits  words [block 4, line 8, lane 4, rep 2, upper 2], values in a word [odd 2, step 2, half 2]
     8 bits  words [rep 2, block 4, line 8, lane 4, upper 2, step 2], values in a word [odd 2, half 2]
-
-Inputs in float8 are stored in the words' order: the product of two float8 matrices then needs no other layout.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +30,9 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.groups import GroupForm, Groups
-from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.capability import kernels_for
-from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import or_placeholder, pdl_options
 from octavo.kernels.triton.linear.grouped_kernels import (
     FLOAT8_GROUP,
@@ -45,7 +44,8 @@ from octavo.kernels.triton.linear.grouped_kernels import (
 )
 from octavo.kernels.triton.linear.skinny import finished_counters
 from octavo.kernels.triton.linear.tuning import (
-    MAX_ROWS_16_BITS,
+    CUBLAS_WEIGHT_BYTES,
+    MAX_ROWS_TWO_PARTS,
     MAX_SMALL_BATCH_GROUPED,
     MIN_ROWS_CUBLAS,
     GroupedTuning,
@@ -53,8 +53,6 @@ from octavo.kernels.triton.linear.tuning import (
 )
 
 GROUP_SIZES = (32, 64, 128)
-CUBLAS_WEIGHT_BYTES = 64 << 20
-"""Of a dequantised part of a weight."""
 
 
 def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
@@ -63,7 +61,7 @@ def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
         dtype in (torch.bfloat16, torch.float16)
         and form.bits in (4, 8)
         and not (form.has_minima or form.is_nested)
-        and (form.group_size in GROUP_SIZES or form.group_size == num_in)
+        and (form.group_size == num_in or form.group_size in ((FLOAT8_GROUP,) if form.is_float else GROUP_SIZES))
         and num_in % 32 == 0
     )
 
@@ -91,15 +89,13 @@ def pack_groups(groups: Groups) -> GroupedWeight | None:
         return F.pad(plane, (0, num - plane.shape[1], 0, rows - num_out))
 
     values = padded(groups.values.view(torch.uint8), width)
-    values = values.view(-1, 2, 4, 2, 8, width // 32, 2, 2, 4, 2)  # tile, rep, block, upper, line; inputs, step, ...
-    if form.bits == 4:
-        low, high = values.permute(0, 5, 2, 4, 8, 1, 3, 9, 6, 7).unbind(-1)
-        values = low | high << 4
+    if form.is_float:
+        multiplies_float8(values.device, by_row)  # found out now: not while a CUDA graph is captured
+        words = values.contiguous().view(torch.float8_e4m3fn)
     else:
-        values = values.permute(0, 5, 1, 2, 4, 8, 3, 6, 9, 7)
-    words = values.reshape(rows // TILE_OUTPUTS, -1).view(torch.int32)
+        words = _words(values, form.bits)
     if by_row:
-        planes = scales.float().view(-1).contiguous()
+        planes = padded(scales.float(), 1).view(-1)
     elif paired:
         planes = padded(scales, width // columns).view(torch.int32).T.contiguous()
     elif zeros is not None:
@@ -108,15 +104,48 @@ def pack_groups(groups: Groups) -> GroupedWeight | None:
     else:
         planes = padded(scales.float(), width // columns).view(torch.int32).T.contiguous()
     kind = "row" if by_row else "pair" if paired else "zero" if zeros is not None else "wide"
+    words = words.view(rows // TILE_OUTPUTS, -1)
     return GroupedWeight(form, num_out, num_in, words, planes, kind, columns, scales.dtype)
+
+
+def _words(values: Tensor, bits: int) -> Tensor:
+    """values [outputs, inputs] uint8 -> int32, in the order of the matrix instructions."""
+    values = values.view(-1, 2, 4, 2, 8, values.shape[1] // 32, 2, 2, 4, 2)  # tile, rep, block, upper, line; ...
+    if bits == 4:
+        low, high = values.permute(0, 5, 2, 4, 8, 1, 3, 9, 6, 7).unbind(-1)
+        values = low | high << 4
+    else:
+        values = values.permute(0, 5, 1, 2, 4, 8, 3, 6, 9, 7)
+    return values.reshape(len(values), -1).view(torch.int32)
+
+
+@functools.cache
+def multiplies_float8(device: torch.device, by_row: bool) -> bool:
+    """True if torch's library multiplies float8 matrices with a scale for each 128 inputs, or for each row."""
+    if device.type != "cuda" or not kernels_for(device).float8:
+        return False
+    ones, scales = torch.ones(128, 128, device=device).to(torch.float8_e4m3fn), torch.ones(1, 128, device=device)
+    try:
+        float8_product(ones, ones, scales, scales, by_row, torch.bfloat16)
+    except (AttributeError, RuntimeError, ValueError):  # another torch, CUDA or GPU
+        return False
+    return True
+
+
+def float8_product(
+    x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, by_row: bool, dtype: torch.dtype
+) -> Tensor:
+    """The library's product x @ weight.T. x_scales, scales: of each group of inputs and each row, [groups, rows]"""
+    recipe = F.ScalingType.RowWise if by_row else F.ScalingType.BlockWise1x128
+    return F.scaled_mm(x, weight.T, x_scales.T, recipe, scales if by_row else scales.T, recipe, output_dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """A quantised weight [num_out, num_in] on a GPU, and its products.
 
-    words    [tiles, words of a tile's columns] int32, see above
-    planes   what each group or pair of groups of an output has, [groups or pairs, outputs] int32, or [num_out] float32
+    words    [tiles, words of a tile's columns] int32, see above; [tiles, 128 * inputs] float8
+    planes   what each group or pair of groups of an output has, [groups or pairs, outputs] int32; or [outputs] float32
     kind     of the planes:
              row   one group: scales in float32
              pair  the scales of two groups
@@ -156,15 +185,16 @@ class GroupedWeight:
         out  rows of it may be further apart than num_out; written and returned
         """
         num_rows = len(x)
+        has_parts = self.form.is_float and kernels_for(x.device).float8
+        parts = (2 if num_rows <= MAX_ROWS_TWO_PARTS else 1) if has_parts else 0
+        if not float32_out and tuning is None:
+            if parts == 1 and multiplies_float8(x.device, self.kind == "row"):
+                return self._by_float8(x, bias, out)
+            if parts == 0 and num_rows >= MIN_ROWS_CUBLAS:
+                return self._by_cublas(x, bias, out)
         if out is None:
             out = torch.empty(num_rows, self.num_out, dtype=torch.float32 if float32_out else x.dtype, device=x.device)
-        if self.form.is_float and self.columns == FLOAT8_GROUP and kernels_for(x.device).float8:
-            if num_rows > MAX_ROWS_16_BITS:
-                self._launch(*quantise(x), bias, out=out, tuning=tuning)
-                return out
-        elif num_rows >= MIN_ROWS_CUBLAS and not float32_out:
-            return self._by_cublas(x, bias, out)
-        self._launch(x, None, bias, out=out, tuning=tuning)
+        self._launch(x, bias, parts=parts, out=out, tuning=tuning)
         return out
 
     def dequantised(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -175,6 +205,9 @@ class GroupedWeight:
 
     def gather_rows(self, indices: Tensor) -> Tensor:
         """weight[indices], [num_indices, num_in] in bfloat16."""
+        if self.form.is_float:
+            wide = self.words.view(torch.uint8).view(len(self.words) * TILE_OUTPUTS, -1)[indices]
+            return self._scaled(wide.view(torch.float8_e4m3fn).float(), indices)
         tile, rep, block = indices // 128, indices // 64 % 2, indices // 16 % 4
         upper, line = indices // 8 % 2, indices % 8
         if self.form.bits == 4:  # [rows, inputs / 32, lane, odd, step, half]
@@ -184,8 +217,10 @@ class GroupedWeight:
         else:  # [rows, inputs / 32, lane, step, odd, half]
             words = self.words.view(len(self.words), -1, 2, 4, 8, 4, 2, 2)[tile, :, rep, block, line, :, upper]
             values = words.contiguous().view(torch.uint8).reshape(*words.shape, 2, 2).permute(0, 1, 3, 5, 2, 4)
-        values = values.reshape(len(indices), -1)
-        wide = values.view(torch.float8_e4m3fn).float() if self.form.is_float else values.float() - self.form.zero
+        return self._scaled(values.reshape(len(indices), -1).float() - self.form.zero, indices)
+
+    def _scaled(self, wide: Tensor, indices: Tensor) -> Tensor:
+        """Some rows' values less the form's zero, [num_indices, inputs rounded up] -> the rows in bfloat16."""
         if self.kind == "row":
             return (wide[:, : self.num_in] * self.planes[indices, None]).bfloat16()
         planes = self.planes[:, indices].T.contiguous()
@@ -209,34 +244,15 @@ class GroupedWeight:
             y = self.norm_linear(residual, eps, bias)
             return silu_mul(y) if gate == "silu" else gelu_mul(y)
         y = residual.x.new_empty(len(residual.x), self.num_out // (2 if gate else 1))
-        self._launch(residual.weighted, None, bias, gate, out=y, squares=residual.squares, eps=eps)
+        self._launch(residual.weighted, bias, gate, out=y, squares=residual.squares, eps=eps)
         return y
 
     def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
         """`reference.add_linear` for at most `max_small_batch_tokens`."""
         y = torch.empty_like(residual.x)
-        norm_outputs = self._launch(x, None, bias, out=y, residual=residual.x, norm=norm)
+        norm_outputs = self._launch(x, bias, out=y, residual=residual.x, norm=norm)
         assert norm_outputs is not None
         return NormedResidual(y, *norm_outputs)
-
-    def project_qkv(
-        self,
-        residual: NormedResidual,
-        eps: float,
-        bias: Tensor | None,
-        kv_layer: Tensor,
-        batch: RaggedBatch,
-        cos_sin: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_eps: float = 0.0,
-    ) -> Tensor:
-        """`reference.project_qkv` for at most `max_small_batch_tokens`."""
-        q, k, v = split_heads(self.norm_linear(residual, eps, bias), kv_layer)
-        return rope_kv_write(
-            q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
-        )
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
@@ -250,21 +266,37 @@ class GroupedWeight:
             "SCALES": "bfloat16" if self.scales_dtype == torch.bfloat16 else "float16",
         }
 
-    def _by_cublas(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        step = max(CUBLAS_WEIGHT_BYTES // (2 * self.num_in * TILE_OUTPUTS), 1) * TILE_OUTPUTS
+    def _by_float8(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        by_row = self.kind == "row"
+        values, scales = quantise(x, self.num_in if by_row else FLOAT8_GROUP)
+        weight = self.words.view(len(self.words) * TILE_OUTPUTS, -1)
+        planes = self.planes.view(1, -1) if by_row else self.planes.view(torch.float32)
+        y = float8_product(values, weight, scales, planes, by_row, x.dtype)[: len(x), : self.num_out]
+        if bias is not None:
+            y += bias
+        return y if out is None else out.copy_(y)
+
+    def _by_cublas(self, x: Tensor, bias: Tensor | None, out: Tensor | None, step_bytes: int = 0) -> Tensor:
+        if out is None:
+            out = x.new_empty(len(x), self.num_out)
+        step_bytes = step_bytes or CUBLAS_WEIGHT_BYTES
+        step = max(step_bytes // (2 * self.num_in * TILE_OUTPUTS), 1) * TILE_OUTPUTS
         for first in range(0, self.num_out, step):
             last = min(first + step, self.num_out)
             weight = self.dequantised(first, last, x.dtype)
-            out[:, first:last] = F.linear(x, weight, None if bias is None else bias[first:last])
+            part = None if bias is None else bias[first:last]
+            if step >= self.num_out and part is None:
+                return torch.mm(x, weight.T, out=out)
+            out[:, first:last] = F.linear(x, weight, part)
         return out
 
     def _launch(
         self,
         x: Tensor,
-        x_scales: Tensor | None,
         bias: Tensor | None,
         gate: Gate = "",
         *,
+        parts: int | None = None,
         out: Tensor,
         squares: Tensor | None = None,
         eps: float = 0.0,
@@ -276,7 +308,11 @@ class GroupedWeight:
         num_tokens, num_out = len(x), self.num_out // (2 if gate else 1)
         pairs = 2 if self.kind == "pair" else 1
         step_inputs = self.columns * pairs
-        tuning = tuning or grouped_tuning(num_out, cdiv(self.num_in, step_inputs), step_inputs, num_tokens)
+        if parts is None:
+            parts = 2 if self.form.is_float and kernels_for(x.device).float8 else 0
+        # With a gate, steps take twice the room: there are fewer, so that two programs fit into a multiprocessor.
+        room = kernels_for(x.device).shared_bytes // (2 if gate and tuning is None else 1)
+        tuning = tuning or grouped_tuning(num_out, self.num_in, step_inputs, num_tokens, parts)
         tiles, token_tiles = cdiv(num_out, TILE_OUTPUTS), cdiv(num_tokens, tuning.tokens)
         norm_outputs = None
         if norm is not None:
@@ -285,12 +321,12 @@ class GroupedWeight:
         num_sums = tuning.splits * num_tokens * self.num_out if tuning.splits > 1 else 0
         bits = TILE_OUTPUTS * self.form.bits * (2 if gate else 1) + tuning.tokens * x.itemsize * 8
         stage_bytes = bits // 8 * step_inputs + 1024
-        stages = max(1, min(tuning.stages, kernels_for(x.device).shared_bytes // stage_bytes))
+        stages = max(1, min(tuning.stages, room // stage_bytes))
         grouped_product[(token_tiles * tiles, tuning.splits)](
             x,
-            self.words.view(torch.float8_e4m3fn) if x_scales is not None else self.words,
+            self.words.view(torch.uint8) if self.form.is_float and not parts else self.words,
             self.planes,
-            *or_placeholder(out, x_scales, bias, squares, residual, norm),
+            *or_placeholder(out, bias, squares, residual, norm),
             out,
             *or_placeholder(out, *(norm_outputs or (None, None))),
             torch.empty(num_sums, dtype=torch.float32, device=x.device),
@@ -302,9 +338,9 @@ class GroupedWeight:
             out.stride(0),
             0 if squares is None else len(squares),
             eps,
-            **self.constants() | ({"FORMAT": "float8 product"} if x_scales is not None else {}),
+            **self.constants(),
             EVEN=x.shape[1] % step_inputs == 0,
-            CHUNK=min(tuning.chunk, self.columns),
+            CHUNK=self.columns if parts else min(tuning.chunk, self.columns),
             PAIRS=pairs,
             TOKENS=tuning.tokens,
             SPLITS=tuning.splits,
@@ -315,6 +351,7 @@ class GroupedWeight:
             WITH_RESIDUAL=residual is not None,
             WITH_NORM=norm is not None,
             NATIVE=not INTERPRETED and x.dtype == torch.bfloat16,
+            PARTS=parts,
             num_warps=tuning.num_warps,
             **pdl_options(x.device),
         )

@@ -15,11 +15,9 @@ TILE_OUTPUTS = 128
 OUTPUTS = tl.constexpr(TILE_OUTPUTS)
 FLOAT8_GROUP = 128
 """Inputs of a token that share a scale, where x is quantised."""
-GROUP = tl.constexpr(FLOAT8_GROUP)
-MAX_FLOAT8 = tl.constexpr(448.0)
-GROUPS_PER_PROGRAM = tl.constexpr(8)
 INTERPRETED = triton.knobs.runtime.interpret
-"""Triton's interpreter has no assembler."""
+"""Triton's interpreter has no assembler, and its conversion to float8 loses a carry."""
+LOSES_CARRY = tl.constexpr(INTERPRETED)
 PREFETCH_BYTES = tl.constexpr(32768)
 """Of the weight, by a program before its predecessor has ended."""
 
@@ -68,35 +66,13 @@ cvt.rn.bf16x2.f32 p, d, b;
 mov.b32 {$1, $3}, p;
 }""")
 """2^23 + a value has the bits 0x4B000000 | value, in float32."""
-UNPACK_FLOAT8 = tl.constexpr("""{
-.reg .b32 s, u, p, m, z;
-mov.b32 m, 0x7B807B80;
-mov.b32 z, 0x80008000;
-shl.b32 u, $4, 8;
-shr.u32 s, u, 4;
-and.b32 s, s, 0x07F007F0;
-lop3.b32 p, u, 0x80008000, s, 0xEA;
-fma.rn.bf16x2 p, p, m, z;
-mov.b32 {$0, $2}, p;
-shr.u32 s, $4, 4;
-and.b32 s, s, 0x07F007F0;
-lop3.b32 p, $4, 0x80008000, s, 0xEA;
-fma.rn.bf16x2 p, p, m, z;
-mov.b32 {$1, $3}, p;
-}""")
-"""The bits of a float8, moved to those of a bfloat16, are the value times 2^-120."""
 
 
 @triton.jit
 def _value(words, zero, n: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Value n of each word, less its zero."""
     bits: tl.constexpr = 4 if FORMAT == "int4" else 8
-    value = (words >> (bits * n)) & ((1 << bits) - 1)
-    if FORMAT == "float8":
-        moved = (value & 127) << 7 | (value & 128) << 8  # a float16, times 2^-8
-        return (moved.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
-    else:
-        return (value - zero).to(DTYPE)
+    return (((words >> (bits * n)) & ((1 << bits) - 1)) - zero).to(DTYPE)
 
 
 @triton.jit
@@ -123,15 +99,10 @@ def _unpack(
     else:
         words = words.reshape(BLOCKS, 2, 4, 8, 4, 2, 2).permute(1, 2, 5, 3, 0, 6, 4).reshape(OUTPUTS, BLOCKS * 8)
         if NATIVE:
-            if FORMAT == "int8":
-                zeros = tl.zeros([OUTPUTS, BLOCKS * 8], tl.int32) + zero
-                a, b, c, d = tl.inline_asm_elementwise(
-                    UNPACK_INT8, "=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 4, True, 1
-                )
-            else:
-                a, b, c, d = tl.inline_asm_elementwise(
-                    UNPACK_FLOAT8, "=h,=h,=h,=h,r", [words], (tl.bfloat16,) * 4, True, 1
-                )
+            zeros = tl.zeros([OUTPUTS, BLOCKS * 8], tl.int32) + zero
+            a, b, c, d = tl.inline_asm_elementwise(
+                UNPACK_INT8, "=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 4, True, 1
+            )
         else:
             a, b = _value(words, zero, 0, FORMAT, DTYPE), _value(words, zero, 1, FORMAT, DTYPE)
             c, d = _value(words, zero, 2, FORMAT, DTYPE), _value(words, zero, 3, FORMAT, DTYPE)
@@ -166,16 +137,57 @@ def _scale_and_zero(planes, i: tl.constexpr, PLANES: tl.constexpr, ZERO: tl.cons
 
 
 @triton.jit
+def _widen(bits, DTYPE: tl.constexpr):
+    """The bits of numbers in float8_e4m3fn, uint8 -> the numbers."""
+    bits = bits.to(tl.int32)
+    moved = (bits & 127) << 7 | (bits & 128) << 8  # a float16, times 2^-8
+    return (moved.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+
+
+@triton.jit
+def _to_float8(wide):
+    if LOSES_CARRY:
+        bits = wide.to(tl.int32, bitcast=True)
+        wide = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return wide.to(tl.float8e4nv)
+
+
+@triton.jit
+def _round_to_float8(xs):
+    """xs [tokens, inputs] -> numbers in float8, what rounding them left, times 16, and the tokens' scales [tokens].
+
+    Scales are powers of two. So a number in bfloat16 is the sum of both parts unless it is 2^13 times smaller than the
+    largest of its token, which comes to at least 128.
+    """
+    wide = xs.to(tl.float32)
+    exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent, 8)
+    scales = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    wide *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    rounded = _to_float8(wide)
+    return rounded, _to_float8((wide - rounded.to(tl.float32)) * 16.0), scales
+
+
+@triton.jit
 def _dot(
     acc, xs, ptrs, zero, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
     """acc + the product of some columns of a tile; xs [COLUMNS, tokens]."""
     words = tl.load(ptrs)
-    if FORMAT == "float8 product":
-        values = words.reshape(COLUMNS // 32, 2, 4, 8, 4, 2, 2, 4).permute(1, 2, 5, 3, 0, 6, 4, 7)
-        return tl.dot(values.reshape(OUTPUTS, COLUMNS), xs, acc)
+    if FORMAT == "float8":
+        return tl.dot(_widen(words, DTYPE), xs, acc)
     else:
         return tl.dot(_unpack(words, zero, FORMAT, COLUMNS, DTYPE, NATIVE), xs, acc)
+
+
+@triton.jit
+def _float8_dot(ptrs, upper, lower, x_scale, PARTS: tl.constexpr):
+    """The product of some columns of a tile with x, of which `_round_to_float8` made two parts; see PARTS."""
+    values = tl.load(ptrs)
+    part = tl.dot(values, upper.trans())
+    if PARTS == 2:
+        part += tl.dot(values, lower.trans()) * 0.0625
+    return part * x_scale[None, :]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_squares"])
@@ -183,7 +195,6 @@ def grouped_product(
     x,
     words,
     planes,
-    x_scales,
     bias,
     squares,
     residual,
@@ -217,12 +228,17 @@ def grouped_product(
     WITH_RESIDUAL: tl.constexpr,
     WITH_NORM: tl.constexpr,
     NATIVE: tl.constexpr,
+    PARTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """A tile of outputs (with a gate, of each half), TOKENS tokens, and one of SPLITS ranges of their inputs."""
+    """A tile of outputs (with a gate, of each half), TOKENS tokens, and one of SPLITS ranges of their inputs.
+
+    PARTS  of x in float8: 0, x keeps its dtype; 1, it is rounded; 2, it is the sum of two parts
+    """
     DTYPE: tl.constexpr = x.dtype.element_ty
-    IN_PLACE: tl.constexpr = PLANES == "row" and FORMAT != "float8 product"
-    WORDS: tl.constexpr = OUTPUTS * COLUMNS // (8 if FORMAT == "int4" else 1 if FORMAT == "float8 product" else 4)
+    IN_PLACE: tl.constexpr = PLANES == "row" and PARTS == 0
+    BY_ROW: tl.constexpr = FORMAT == "float8"
+    WORDS: tl.constexpr = OUTPUTS * COLUMNS // (8 if FORMAT == "int4" else 1 if BY_ROW else 4)
     token_tiles = (num_tokens + TOKENS - 1) // TOKENS
     tile = tl.program_id(0) // token_tiles
     split = tl.program_id(1)
@@ -233,13 +249,16 @@ def grouped_product(
     begin = split * num_steps // SPLITS
     end = (split + 1) * num_steps // SPLITS
     halves = 2 if GATE != "" else 1
+    width = num_steps * COLUMNS
     stride = (halves * num_out + OUTPUTS - 1) // OUTPUTS * OUTPUTS
     words += tile.to(tl.int64) * (num_steps * PAIRS * WORDS)
     up_offset = (num_out // OUTPUTS).to(tl.int64) * (num_steps * PAIRS * WORDS)
     if USE_PDL:
-        LINE: tl.constexpr = 128 // (words.dtype.element_ty.primitive_bitwidth // 8)
-        ahead = begin * PAIRS * WORDS + tl.arange(0, PREFETCH_BYTES // 128) * LINE
-        ahead = tl.minimum(ahead, tl.maximum(end * PAIRS * WORDS - 1, 0))
+        line = tl.arange(0, PREFETCH_BYTES // 128)
+        if BY_ROW:
+            ahead = line % OUTPUTS * width + tl.minimum(begin + line // OUTPUTS, end - 1) * COLUMNS
+        else:
+            ahead = tl.minimum(begin * PAIRS * WORDS + line * 32, tl.maximum(end * PAIRS * WORDS - 1, 0))
         PREFETCH: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(PREFETCH, "=r,l", [(words + ahead).to(tl.int64, bitcast=True)], tl.int32, False, 1)
         if GATE != "":
@@ -251,7 +270,10 @@ def grouped_product(
     first_squares = load_squares(squares, token, num_squares, TOKENS, SCALED)
     acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-    word = tl.arange(0, WORDS * CHUNK // COLUMNS)
+    if BY_ROW:
+        word = tl.arange(0, OUTPUTS)[:, None] * width + column[None, :]
+    else:
+        word = tl.arange(0, WORDS * CHUNK // COLUMNS)
     plane = row
     up_plane = row
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -267,20 +289,30 @@ def grouped_product(
             up_part = acc_up if IN_PLACE else tl.zeros([OUTPUTS, TOKENS], tl.float32)
             for chunk in tl.static_range(COLUMNS // CHUNK):
                 columns = group * COLUMNS + chunk * CHUNK + column
-                valid = (token < num_tokens)[None, :]
-                if not EVEN:
-                    valid = valid & (columns < num_in)[:, None]
-                xs = tl.load(x + token[None, :] * x_stride + columns[:, None], mask=valid, other=0.0)
-                ptrs = words + group * WORDS + chunk * (WORDS * CHUNK // COLUMNS) + word
-                part = _dot(part, xs, ptrs, zero, FORMAT, CHUNK, DTYPE, NATIVE)
-                if GATE != "":
-                    up_part = _dot(up_part, xs, ptrs + up_offset, up_zero, FORMAT, CHUNK, DTYPE, NATIVE)
-            if FORMAT == "float8 product":
-                x_scale = tl.load(x_scales + group * num_tokens + token, mask=token < num_tokens, other=0.0)
-                part *= x_scale[None, :]
+                if BY_ROW:
+                    ptrs = words + step * COLUMNS + chunk * CHUNK + word
+                else:
+                    ptrs = words + group * WORDS + chunk * (WORDS * CHUNK // COLUMNS) + word
+                if PARTS > 0:
+                    valid = (token < num_tokens)[:, None]
+                    if not EVEN:
+                        valid = valid & (columns < num_in)[None, :]
+                    xs = tl.load(x + token[:, None] * x_stride + columns[None, :], mask=valid, other=0.0)
+                    upper, lower, x_scale = _round_to_float8(xs)
+                    part = _float8_dot(ptrs, upper, lower, x_scale, PARTS)
+                    if GATE != "":
+                        up_part = _float8_dot(ptrs + up_offset, upper, lower, x_scale, PARTS)
+                else:
+                    valid = (token < num_tokens)[None, :]
+                    if not EVEN:
+                        valid = valid & (columns < num_in)[:, None]
+                    xs = tl.load(x + token[None, :] * x_stride + columns[:, None], mask=valid, other=0.0)
+                    part = _dot(part, xs, ptrs, zero, FORMAT, CHUNK, DTYPE, NATIVE)
+                    if GATE != "":
+                        up_part = _dot(up_part, xs, ptrs + up_offset, up_zero, FORMAT, CHUNK, DTYPE, NATIVE)
             if PLANES == "row":
                 acc = part if IN_PLACE else acc + part
-                acc_up = up_part
+                acc_up = up_part if IN_PLACE else acc_up + up_part
             else:
                 acc += part * scale[:, None]
                 acc_up += up_part * up_scale[:, None]
@@ -300,6 +332,7 @@ def dequantise(words: Tensor, planes: Tensor, weight: Tensor, first: int, consta
     num_out, num_in = weight.shape
     columns = constants["COLUMNS"]
     assert isinstance(columns, int)
+    words = words.view(torch.uint8) if constants["FORMAT"] == "float8" else words
     _dequantise[(cdiv(num_out, TILE_OUTPUTS), cdiv(num_in, columns))](
         words[first // TILE_OUTPUTS :],
         planes[..., first:],
@@ -322,12 +355,12 @@ def _dequantise(
     PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs and COLUMNS inputs."""
-    WORDS: tl.constexpr = OUTPUTS * COLUMNS // (8 if FORMAT == "int4" else 4)
+    WORDS: tl.constexpr = OUTPUTS * COLUMNS // (8 if FORMAT == "int4" else 1 if FORMAT == "float8" else 4)
     DTYPE: tl.constexpr = weight.dtype.element_ty
     group = tl.program_id(1)
     row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = group * COLUMNS + tl.arange(0, COLUMNS)
-    words += tl.program_id(0).to(tl.int64) * words_stride + group * WORDS
+    words += tl.program_id(0).to(tl.int64) * words_stride
     zero = ZERO
     if PLANES == "row":
         scale = tl.load(planes + row, mask=row < num_out, other=0.0)
@@ -337,38 +370,57 @@ def _dequantise(
             scale = _half(plane >> (group % 2 * 16), 0, SCALES)
         else:
             scale, zero = _scale_and_zero(plane, 0, PLANES, ZERO, SCALES)
-    values = _unpack(tl.load(words + tl.arange(0, WORDS)), zero, FORMAT, COLUMNS, DTYPE, NATIVE)
+    if FORMAT == "float8":
+        line = tl.arange(0, OUTPUTS)[:, None] * (words_stride // OUTPUTS)
+        values = _widen(tl.load(words + line + column[None, :]), DTYPE)
+    else:
+        values = _unpack(tl.load(words + group * WORDS + tl.arange(0, WORDS)), zero, FORMAT, COLUMNS, DTYPE, NATIVE)
     mask = (row < num_out)[:, None] & (column < num_in)[None, :]
     scaled = (values.to(tl.float32) * scale[:, None]).to(DTYPE)
     tl.store(weight + row.to(tl.int64)[:, None] * num_in + column[None, :], scaled, mask=mask)
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [num_tokens, num_in] -> float8 in the words' order, num_in rounded up, and scales [groups, num_tokens].
+def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [num_tokens, num_in] -> float8 [num_tokens, num_in], rounded up to groups, and scales [groups, num_tokens].
 
-    Each FLOAT8_GROUP inputs of a token have a scale, of their largest magnitude.
+    The number of tokens is rounded up to a multiple of 4; those of the further ones are not initialised.
+
+    group  inputs of a token that share a scale: FLOAT8_GROUP, or all
     """
     num_tokens, num_in = x.shape
-    groups = cdiv(num_in, FLOAT8_GROUP)
-    values = torch.empty(num_tokens, groups * FLOAT8_GROUP, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(groups, num_tokens, dtype=torch.float32, device=x.device)
-    grid = (num_tokens, cdiv(groups, GROUPS_PER_PROGRAM.value))
-    _quantise[grid](x, values, scales, num_tokens, num_in, groups, x.stride(0), num_warps=4, **pdl_options(x.device))
+    groups, padded = cdiv(num_in, group), cdiv(num_tokens, 4) * 4
+    width = cdiv(num_in, FLOAT8_GROUP) * FLOAT8_GROUP
+    values = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
+    per_program = max(1024 // group, 1)
+    _quantise[(num_tokens, cdiv(groups, per_program))](
+        x,
+        values,
+        scales,
+        num_in,
+        groups,
+        x.stride(0),
+        width,
+        padded,
+        GROUP=triton.next_power_of_2(group),
+        GROUPS=per_program,
+        num_warps=4 if group == FLOAT8_GROUP else 8,
+        **pdl_options(x.device),
+    )
     return values, scales
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _quantise(x, values, scales, num_tokens, num_in, groups, x_stride, USE_PDL: tl.constexpr):
-    """GROUPS_PER_PROGRAM groups of a token."""
+@triton.jit(do_not_specialize=["padded"])
+def _quantise(
+    x, values, scales, num_in, groups, x_stride, width, padded, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """GROUPS groups of a token."""
     token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS_PER_PROGRAM + tl.arange(0, GROUPS_PER_PROGRAM)
-    place = tl.arange(0, GROUP)  # [step, lane, odd, half] of a column [step, half, lane, odd]
-    column = (place & ~15) + (place & 1) * 8 + (place >> 2 & 3) * 2 + (place >> 1 & 1)
-    columns = group[:, None] * GROUP + column[None, :]
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     wait_for_predecessor(USE_PDL)
-    wide = tl.load(x + token * x_stride + columns, mask=columns < num_in, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), 1), 1e-10) / MAX_FLOAT8
-    mask = group < groups
-    offsets = token * groups * GROUP + group[:, None] * GROUP + place[None, :]
-    tl.store(values + offsets, (wide / scale[:, None]).to(tl.float8e4nv), mask=mask[:, None])
-    tl.store(scales + group * num_tokens + token, scale, mask=mask)
+    xs = tl.load(x + token * x_stride + columns, mask=columns < num_in, other=0.0)
+    rounded, _, scale = _round_to_float8(xs)
+    tl.store(values + token * width + columns, rounded, mask=columns < width)
+    tl.store(scales + group * padded + token, scale, mask=group < groups)

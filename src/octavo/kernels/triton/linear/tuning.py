@@ -29,10 +29,12 @@ QKV_HEAD_DIMS = (64, 128)
 
 MAX_SMALL_BATCH_GROUPED = 32
 """Up to so many tokens the fused products of a quantised weight are faster than separate operations."""
-MAX_ROWS_16_BITS = 64
-"""Up to so many rows a product with a float8 weight keeps x in 16 bits; with more, x is rounded to float8, too."""
-MIN_ROWS_CUBLAS = 1024
+MAX_ROWS_TWO_PARTS = 64
+"""Up to so many rows a product with a float8 weight keeps what x has; with more, x is rounded to float8, too."""
+MIN_ROWS_CUBLAS = 256
 """From so many rows on, an integer weight is dequantised for the library's product."""
+CUBLAS_WEIGHT_BYTES = 32 << 20
+"""Of a dequantised part of a weight, which stays in the GPU's cache until its product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +193,22 @@ def qkv_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) -> H
     return HopperTuning(head_dim, 128, splits, max(2, min(4, cdiv(num_in, 128 * splits))), registers=232)
 
 
-def grouped_tuning(num_out: int, num_steps: int, step_inputs: int, num_tokens: int) -> GroupedTuning:
-    """num_out: with a gate, of a half. num_steps: of step_inputs each."""
+def grouped_tuning(num_out: int, num_in: int, step_inputs: int, num_tokens: int, parts: int) -> GroupedTuning:
+    """The fastest tuning on an H200 (benchmarks/kernels/bench_grouped.py --sweep).
+
+    num_out  with a gate, of a half
+    parts    of x in float8
+    """
     tokens = min(padded_tokens(num_tokens), TILE_TOKENS)
     tiles = cdiv(num_out, 128) * cdiv(num_tokens, tokens)
-    max_programs = NUM_MULTIPROCESSORS * (3 if tokens == 16 else 2)
+    max_programs, min_inputs = {16: (3 * NUM_MULTIPROCESSORS, 512), 32: (2 * NUM_MULTIPROCESSORS, 1024)}.get(
+        tokens, (NUM_MULTIPROCESSORS * 3 // 2, 1024)
+    )
     splits = 1
-    while splits < (16 if tokens == 16 else 4) and 2 * splits * tiles <= max_programs and num_steps >= 4 * splits:
+    while splits < 8 and 2 * splits * tiles <= max_programs and num_in >= 2 * splits * min_inputs:
         splits *= 2
-    stages = max(3, min(8, 1024 // step_inputs))
-    return GroupedTuning(tokens, splits, stages, chunk=64 if tokens == 16 else 32)
+    many = splits * tiles > {16: 2, 32: 1}.get(tokens, 1) * NUM_MULTIPROCESSORS
+    stages = (3 if many and splits > 1 else 4) if tokens == 16 else (3 if many else 4) if tokens == 32 else 3 - many
+    if parts:
+        return GroupedTuning(tokens, splits, 3 if many else 5)
+    return GroupedTuning(tokens, splits, min(stages * 256 // step_inputs, 8), chunk=128 if tokens == 16 else 64)

@@ -1,0 +1,124 @@
+"""Decoding with quantised weights on a GPU, in the engine: milliseconds of a step.
+
+    PYTHONPATH=src python benchmarks/quantised_gpu.py [--forms bf16,fp8,int4] [--rows 1,16,64,256] [--context N]
+
+The model has the shape of Llama-3-8B and random weights, which are as fast as trained ones. Its linear layers have the
+forms of checkpoints: `fp8` blocks of 128 x 128, `int4` groups of 128; embeddings and head stay in bfloat16. A step's
+time is the difference of two runs that find their prompts in the prefix cache, and of which one has 64 tokens more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from octavo import LLM, SamplingParams
+from octavo.frontend import build
+from octavo.kernels.groups import GroupForm, Groups
+from octavo.models.linear_methods import PackedMethod
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FORMS = {"bf16": None, "fp8": GroupForm(8, 128, is_float=True), "int4": GroupForm(4, 128, zero=8)}
+STEPS = 64
+
+
+class RandomMethod(PackedMethod):
+    """Weights with random values in a form, if the platform keeps it."""
+
+    form: GroupForm | None = None
+
+    def allocate(self, forms: Sequence[tuple[int, GroupForm | None]]) -> None:
+        form = self.form if self.form is not None and self.role == "linear" and self.keeps(self.form) else None
+        super().allocate([(num_rows, form) for num_rows, _ in forms])
+
+    def rows(self, first: int, last: int) -> Tensor | Groups:
+        """To be filled with a plain weight's random values; those of groups are made in `finish`."""
+        rows = super().rows(first, last)
+        return rows if isinstance(rows, Tensor) else rows.scales
+
+    def finish(self) -> None:
+        for part in self._parts:
+            if isinstance(part, Groups) and part.form.is_float:
+                part.values.copy_(torch.randn(part.values.shape, dtype=torch.bfloat16, device=self.device))
+                part.scales.fill_(0.02)
+            elif isinstance(part, Groups):
+                part.values.random_(0, 1 << part.form.bits)
+                part.scales.fill_(2.0**-8)
+        super().finish()
+
+
+def seconds(llm: LLM, prompts: list[Any], num_tokens: int) -> float:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    best = float("inf")
+    for _ in range(2):
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", type=lambda text: text.split(","), default=list(FORMS))
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=(1, 16, 64, 256))
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=32)
+    args = parser.parse_args()
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": args.context + 2 * STEPS}
+    key = build.ResolvedModel.kernel_key.fget  # type: ignore[attr-defined]
+    base: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": args.layers}))
+        print(f"{'ms of a step':<14}" + "".join(f"{rows:>8} rows" for rows in args.rows) + "  started", flush=True)
+        for name in args.forms:
+            method = type("Method", (RandomMethod,), {"form": FORMS[name]})
+            begin = time.perf_counter()
+            with (
+                patch.object(build, "find_linear_method", lambda quantization, method=method: method),
+                patch.object(build.ResolvedModel, "kernel_key", property(lambda self, name=name: key(self) + name)),
+            ):
+                llm = LLM(folder, **options)
+            started, line = time.perf_counter() - begin, f"{name:<14}"
+            with llm:
+                for rows in args.rows:
+                    prompts = [
+                        {"prompt_token_ids": [(7 * i + 31 * row) % 9000 for i in range(args.context)]}
+                        for row in range(rows)
+                    ]
+                    ms = (seconds(llm, prompts, STEPS + 1) - seconds(llm, prompts, 1)) / STEPS * 1e3
+                    line += f"{ms:>7.2f} {base.setdefault(rows, ms) / ms:.2f}x"
+            print(line + f"{started:>7.0f} s", flush=True)
+            del llm
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
