@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
-from octavo.kernels.cpu.packed_linear import Quantization
+from octavo.kernels.cpu.packed_linear import MatmulBackend, Quantization
 from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
@@ -179,6 +179,7 @@ class PackedMethod(PlainMethod):
     """
 
     quantization: Quantization | None = None
+    backend: MatmulBackend | None = None
     packed: PackedWeight | None = None
     _parts: list[Tensor | Groups] = []  # noqa: RUF012 - replaced by `allocate`
 
@@ -228,7 +229,7 @@ class PackedMethod(PlainMethod):
         if self.role == "table":
             return part
         pack = packed_linear.pack_head if self.role == "head" else packed_linear.pack
-        return pack(part, self.quantization) or part
+        return pack(part, self.quantization, self.backend) or part
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias) if self.packed is None else self.packed(x, bias)
@@ -299,7 +300,10 @@ class Int4Method(PackedMethod):
     quantization = "int4"
 
 
-def find_linear_method(quantization: str | None) -> type[LinearMethod]:
-    """The method of `EngineArgs.quantization`, a key of `quantization.METHODS`."""
+def find_linear_method(quantization: str | None, *, batch_invariant: bool = False) -> type[LinearMethod]:
+    """The method of `EngineArgs.quantization`, a key of `quantization.METHODS`.
+
+    batch_invariant  products have one order of addition for any number of rows: oneDNN's have not
+    """
     method: type[LinearMethod] = load(METHODS[quantization].method)
-    return method
+    return type(method.__name__, (method,), {"backend": "native"}) if batch_invariant else method

@@ -74,14 +74,18 @@ def detect_features() -> CpuFeatures:
     return CpuFeatures(native.library() is not None, has_onednn_bfloat16(), has_amx())
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight | None:
-    """Pack a weight [num_out, num_in]; None where plain torch is as fast."""
-    if quantization is None and _is_packed(weight) and _backend_for(weight) == "oneDNN":
+def pack(
+    weight: Tensor, quantization: Quantization | None = None, backend: MatmulBackend | None = None
+) -> PackedWeight | None:
+    """Pack a weight [num_out, num_in]; None where plain torch is as fast. backend: of bfloat16, or the fastest"""
+    if quantization is None and _is_packed(weight) and (backend or _backend_for(weight)) == "oneDNN":
         return OneDNNWeight(weight)
-    return pack_head(weight, quantization)
+    return pack_head(weight, quantization, backend)
 
 
-def pack_head(weight: Tensor, quantization: Quantization | None = None) -> PackedHead | None:
+def pack_head(
+    weight: Tensor, quantization: Quantization | None = None, backend: MatmulBackend | None = None
+) -> PackedHead | None:
     """Pack the weight of an LM head; None where plain torch is as fast."""
     if not _is_packed(weight):
         return None
@@ -90,7 +94,7 @@ def pack_head(weight: Tensor, quantization: Quantization | None = None) -> Packe
         if weight.dtype == torch.bfloat16 and native.library() is not None:
             return pack_groups(groups, weight.shape[1])
         return BlockwiseWeight(groups, weight.shape[1])
-    backend = _backend_for(weight)
+    backend = backend or _backend_for(weight)
     return BlockwiseWeight(weight, weight.shape[1]) if backend in ("oneDNN", "blocks") else TiledWeight(weight, backend)
 
 
