@@ -160,8 +160,8 @@ class EngineArgs(ValidatedParams):
     device                    auto: an NVIDIA GPU if there is one, else the CPU
     dtype                     auto: on a GPU the checkpoint's dtype, bfloat16 for float32 checkpoints; on a CPU bfloat16
                               for 16-bit or quantised checkpoints if the processor has bfloat16 products, else float32
-    batch_invariant           tokens and log-probabilities have the same bits whatever runs beside a request, however
-                              its prompt is cut, cached or computed again; on a CPU, in bfloat16. Long prompts are slower
+    batch_invariant           the bits of tokens and log-probabilities do not depend on requests beside it, on chunks,
+                              cached prefixes or preemptions; on a CPU, in bfloat16. Long prompts are slower
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download
     quantization              int8, int4: round the weights of matrix products to so many bits while they are loaded, in
                               groups of 32 with a scale each, and activations to int8 likewise; on a CPU

@@ -23,7 +23,9 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler")
 
 RNG = random.Random(0)
-PROMPTS = [[RNG.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (90, *(1 + 7 * i % 61 for i in range(20)))]
+PROMPTS = [
+    [RNG.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (90, *(1 + 7 * i % 61 for i in range(20)))
+]
 BIAS = {40: 8.0, 41: 7.5, 42: 7.0}  # for text that repeats, and drafts that are right
 WANTED: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "logit_bias": BIAS, "logprobs": 5}
 GREEDY = SamplingParams(temperature=0, prompt_logprobs=2, **WANTED)
@@ -52,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def _use_manual_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.frontend.build.Scheduler", ManualScheduler)
+    monkeypatch.setattr("octavo.core.kv_cache_spec.MIN_CHUNK", 8)  # else sequences are too short for groups
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +140,25 @@ def test_the_last_numbers_of_a_tensor_have_the_same_gelu() -> None:
         together = invariant_ops.gelu(numbers, approximate)
         assert torch.equal(together, torch.nn.functional.gelu(numbers, approximate=approximate))
         assert torch.equal(torch.cat([invariant_ops.gelu(each, approximate) for each in numbers.split(1)]), together)
+
+
+def test_a_row_of_a_wider_tensor_has_the_bits_of_one_alone() -> None:
+    x = torch.randn(4000, 2048, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :1024]
+    weight = torch.ones(1024).bfloat16()
+    together = invariant_ops.rms_norm(x, weight, 1e-6)
+    assert torch.equal(torch.cat([invariant_ops.rms_norm(row, weight, 1e-6) for row in x.split(1)]), together)
+
+
+def test_several_threads_sum_the_probabilities_of_one_row_as_those_of_many() -> None:
+    logits = torch.randn(100, 50257, generator=torch.Generator().manual_seed(0)) * 4
+    ids, num_threads = torch.zeros(1, dtype=torch.int64), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = invariant_ops.token_logprobs(logits, ids.expand(100), 0)[0]
+        alone = [invariant_ops.token_logprobs(row, ids, 0)[0] for row in logits.split(1)]
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(torch.cat(alone), together)
 
 
 def test_processors_with_a_matrix_unit_use_the_native_product_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:

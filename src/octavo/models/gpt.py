@@ -18,7 +18,8 @@ from octavo.models.spec import GPTSpec, NormShape
 
 def activation_of(name: str, ops: ModelOps) -> Callable[[Tensor], Tensor]:
     """The activation of `GPTSpec.activation`."""
-    return {"relu": F.relu, "gelu": ops.gelu, "gelu_tanh": partial(ops.gelu, approximate="tanh")}[name]
+    named: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": ops.gelu}
+    return named[name] if name in named else partial(ops.gelu, approximate="tanh")
 
 
 class LayerNorm:

@@ -164,7 +164,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     device = torch.device("cpu")
-    ops = cpu_ops
+    ops: Ops = cpu_ops
     is_host = True
 
     def has_fast_bfloat16(self) -> bool:

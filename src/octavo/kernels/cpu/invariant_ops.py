@@ -21,7 +21,7 @@ QUERIES = 64
 """Queries of one call: each has scratch memory for every 512 of its keys."""
 
 
-def paged_attention(
+def paged_attention(  # type: ignore[no-redef]
     q: Tensor,
     kv_layer: Tensor,
     batch: RaggedBatch,
@@ -47,17 +47,17 @@ def _single_queries(batch: RaggedBatch) -> list[native.DecodeQueries]:
     seqs = torch.repeat_interleave(batch.query_start.diff())  # [num_tokens], the sequence of each
     rows = torch.arange(len(seqs))
     seen = (batch.seq_lens[seqs] - batch.query_start[1:][seqs] + rows + 1).int()
-    parts = zip(*(tensor.split(QUERIES) for tensor in (rows, seen, seqs)), strict=True)
+    parts = zip(*(torch.split(tensor, QUERIES) for tensor in (rows, seen, seqs)), strict=True)
     return [native.DecodeQueries(rows, seen, batch.block_tables[seqs]) for rows, seen, seqs in parts]
 
 
-def gelu_mul(gate_up: Tensor) -> Tensor:
+def gelu_mul(gate_up: Tensor) -> Tensor:  # type: ignore[no-redef]
     """See `reference.gelu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu(gate, "tanh").mul_(up)
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:  # type: ignore[no-redef]
     """See `reference.gelu`; x bfloat16."""
     return _gelu_table(approximate).take(x.view(torch.int16).long().bitwise_and_(0xFFFF))
 
