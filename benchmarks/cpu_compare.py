@@ -49,7 +49,7 @@ from octavo.kernels import reference
 from octavo.models.config import spec_from_config
 from octavo.models.gguf_config import read_gguf_config
 from octavo.models.loading.loader import dummy_model, load_model
-from octavo.quality import perplexity
+from octavo.bench.quality import perplexity
 from octavo.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

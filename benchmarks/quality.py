@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.cpu_compare import ROOT, SMOLLM2, smollm2
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.cpu_compare import ROOT, SMOLLM2, smollm2
 from octavo import LLM
 from octavo.checkpoint.resolve import open_checkpoint
-from octavo.quality import perplexity
+from octavo.bench.quality import perplexity
 from octavo.text.tokenizer import Tokenizer
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -67,7 +67,9 @@ def main() -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "model.safetensors")
         (Path(folder) / "config.json").write_bytes((smollm2() / "config.json").read_bytes())
         base = 0.0
-        print(f"| SmolLM2-135M, {len(token_ids):,} tokens of {args.text.name} | perplexity | to bfloat16 |\n|---|--:|--:|")
+        print(
+            f"| SmolLM2-135M, {len(token_ids):,} tokens of {args.text.name} | perplexity | to bfloat16 |\n|---|--:|--:|"
+        )
         for name, options in CHOICES.items():
             options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 513} | options
             with LLM(folder, **options) as llm:

@@ -147,6 +147,7 @@ COVERED_BY = {
     "cpu/recurrent.py": "reference/test_recurrent.py",
     "cpu/sampling.py": "reference/test_sampling.py",
     "triton/launch.py": "triton/test_precompile.py",
+    "group_form.py": "cpu/test_grouped_linear.py",
     "groups.py": "cpu/test_grouped_linear.py",
     "reference/groups.py": "cpu/test_grouped_linear.py",
     "triton/rope.py": "triton/kv/test_write.py",

@@ -160,6 +160,8 @@ class EngineArgs(ValidatedParams):
     device                    auto: an NVIDIA GPU if there is one, else the CPU
     dtype                     auto: on a GPU the checkpoint's dtype, bfloat16 for float32 checkpoints; on a CPU bfloat16
                               for 16-bit or quantised checkpoints if the processor has bfloat16 products, else float32
+    batch_invariant           the bits of tokens and log-probabilities do not depend on requests beside it, on chunks,
+                              cached prefixes or preemptions; on a CPU, in bfloat16. Long prompts are slower
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download
     quantization              int8, int4: round weights of 16 bits to so many while they are loaded, with a scale for
                               each group of inputs; a CPU also rounds activations to int8. fp8: to float8, on a GPU.
@@ -216,6 +218,7 @@ class EngineArgs(ValidatedParams):
     chat_template: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
+    batch_invariant: bool = False
     load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     seed: int = 0
@@ -304,7 +307,7 @@ class EngineArgs(ValidatedParams):
         self._check_number("watermark", 0.0, 0.5)
         self._check_number("swap_space", 0.0, 1 << 20, optional=True)
         self._check_bool("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling")
-        self._check_bool("disable_hybrid_kv_cache_manager")
+        self._check_bool("disable_hybrid_kv_cache_manager", "batch_invariant")
         if self.flight_recorder is not None and (not isinstance(self.flight_recorder, str) or not self.flight_recorder):
             raise invalid("flight_recorder", f"must be a directory, not {self.flight_recorder!r}", "invalid_type")
         for name in ("kv_events_config", "speculative_config"):
@@ -390,7 +393,8 @@ class EngineArgs(ValidatedParams):
         if dtype == "auto" and device != "cpu":
             dtype = "bfloat16" if stored == "float32" or self.quantization else stored
         elif dtype == "auto":
-            dtype = "bfloat16" if self.quantization or (stored != "float32" and has_bfloat16) else "float32"
+            is_narrow = self.quantization or self.batch_invariant or (stored != "float32" and has_bfloat16)
+            dtype = "bfloat16" if is_narrow else "float32"
         if self.quantization is not None and dtype != "bfloat16":
             raise ParameterError(
                 f"quantization {self.quantization!r} needs bfloat16 for the other layers, not {dtype}; use dtype auto",

@@ -12,7 +12,12 @@ from typing import Any
 from octavo.kernels.ops import Ops
 
 OPERATIONS = {name: f for name, f in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")}
-MODULES = ["octavo.kernels.reference", "octavo.kernels.cpu.ops", "octavo.kernels.triton.ops"]
+MODULES = [
+    "octavo.kernels.reference",
+    "octavo.kernels.cpu.ops",
+    "octavo.kernels.cpu.invariant_ops",
+    "octavo.kernels.triton.ops",
+]
 
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -31,7 +31,8 @@ def test_blocks_agree(model: str, gpu: str) -> None:
         assert report.budget is not None and report.fits
         setup = setup_of(model, gpu, options)
         assert setup.num_blocks() == report.budget.num_blocks
-        assert setup.model.weight_bytes == report.need.weights
+        assert setup.model.spec is not None
+        assert setup.model.spec.weight_bytes(2, device="cuda") == report.need.weights
     arrivals = list(from_lengths(sharegpt_like(5), poisson(1.0)))
     answer = Planner(setup.model, arrivals, SLO(1.0), devices=[DEVICES[gpu]]).search()
     assert answer.best is not None and answer.best.num_blocks == setup_of(model, gpu, answer.best.settings).num_blocks()

@@ -135,7 +135,8 @@ METAVARS = {
 COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
 # fmt: off
 GROUPS = {
-    "Model": "revision chat_template device dtype load_format quantization generation_config enforce_eager",
+    "Model": "revision chat_template device dtype batch_invariant load_format quantization generation_config"
+        " enforce_eager",
     "KV cache": "block_size kv_cache_dtype num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization"
         " max_model_len enable_prefix_caching mamba_block_size swap_space watermark kv_events_config"
         " disable_hybrid_kv_cache_manager",

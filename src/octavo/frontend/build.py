@@ -187,6 +187,8 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
         args.check_recurrent(spec.architecture, platform.name)
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
+    if args.batch_invariant:
+        platform.make_batch_invariant(spec, dtype)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
     kv = KVCacheSpec.of(spec, args.block_size, args.resolved_kv_dtype(platform.name, dtype), max_len=max_len)
     draft = _resolve_draft(args, spec, platform)
@@ -251,7 +253,7 @@ def _plan(resolved: ResolvedModel, free: FreeMemory) -> MemoryBudget:
 def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
     """Load and pack the weights of both models, and compile the platform's kernels in parallel."""
     args, platform = resolved.args, resolved.platform
-    method = find_linear_method(args.quantization, platform.name)
+    method = find_linear_method(args.quantization, platform.name, batch_invariant=args.batch_invariant)
 
     def load(each: ResolvedModel | ResolvedDraft) -> Model:
         read: Callable[..., Model] = (

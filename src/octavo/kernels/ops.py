@@ -1,4 +1,5 @@
-"""The operations of a platform: `kernels.reference`, `kernels.cpu.ops` and `kernels.triton.ops` are such modules.
+"""The operations of a platform: `kernels.reference`, `kernels.cpu.ops` and `kernels.triton.ops` are such modules,
+and so is `kernels.cpu.invariant_ops`.
 
 `reference` defines what each operation computes; see there. An implementation may have further keyword arguments, with
 defaults, for its own tests and benchmarks.
@@ -27,6 +28,8 @@ class ModelOps(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor: ...
+
+    def gelu(self, x: Tensor, approximate: str = "none") -> Tensor: ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 

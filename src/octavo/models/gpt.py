@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
 from octavo.models.linear import LayerFactory, Linear, VocabEmbedding, Weight
 from octavo.models.spec import GPTSpec, NormShape
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
+
+def activation_of(name: str, ops: ModelOps) -> Callable[[Tensor], Tensor]:
+    """The activation of `GPTSpec.activation`."""
+    named: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": ops.gelu}
+    return named[name] if name in named else partial(ops.gelu, approximate="tanh")
 
 
 class LayerNorm:
@@ -47,7 +48,7 @@ class GPTLayer:
         self.norm_first = spec.norm_first
         self.scale = spec.attention_scale / (layer + 1 if spec.scale_by_layer else 1)
         self.window = spec.window_of(layer)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = activation_of(spec.activation, factory.ops)
         factory.tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
         factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
         linears, norms = spec.linears, spec.norms

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
+from octavo.kernels.cpu.packed_linear import MatmulBackend
 from octavo.kernels.groups import SUPER_SIZE, FusedWeight, GroupForm, Groups, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
@@ -186,11 +187,13 @@ class PackedMethod(PlainMethod):
         *,
         form: GroupForm | None = None,
         head_form: GroupForm | None = None,
+        backend: MatmulBackend | None = None,
         **options: Any,
     ) -> None:
-        """form, head_form: to which the checkpoint's plain weights are rounded"""
+        """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others"""
         super().__init__(num_out, num_in, **options)
         self.form = {"linear": form, "head": head_form, "table": None}[self.role]
+        self.backend = backend
         self.packed: PackedWeight | None = None
         self._parts: list[Tensor | Groups] = []
         self.fused: FusedWeight | None = None  # `packed`, if it has fused products
@@ -245,7 +248,7 @@ class PackedMethod(PlainMethod):
         if self.role == "table":
             return part
         pack = packed_linear.pack_head if self.role == "head" else packed_linear.pack
-        return pack(part) or part
+        return pack(part, self.backend) or part
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias) if self.packed is None else self.packed(x, bias)
@@ -337,9 +340,17 @@ class MergedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-def find_linear_method(quantization: str | None, device: str) -> Callable[..., LinearMethod]:
-    """The method of `EngineArgs.quantization`, a key of `quantization.METHODS`, on "cpu" or "cuda"."""
+def find_linear_method(
+    quantization: str | None, device: str, *, batch_invariant: bool = False
+) -> Callable[..., LinearMethod]:
+    """The method of `EngineArgs.quantization`, a key of `quantization.METHODS`, on "cpu" or "cuda".
+
+    batch_invariant  products have one order of addition for any number of rows: oneDNN's have not
+    """
     entry = METHODS[quantization]
-    method: Callable[..., LinearMethod] = load(entry.method)
-    forms = {"form": entry.forms[device], "head_form": entry.head_form(device)} if entry.forms else {}
-    return partial(method, **forms)
+    options: dict[str, Any] = {"backend": "native"} if batch_invariant else {}
+    if entry.forms:
+        options |= {"form": entry.forms[device], "head_form": entry.head_form(device)}
+    return (
+        partial(load(entry.method), **options) if options else cast("Callable[..., LinearMethod]", load(entry.method))
+    )

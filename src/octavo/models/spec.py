@@ -481,7 +481,7 @@ class GPTSpec(ModelSpec):
     rope_theta          None: positions are learned
     embedding_size      width of the embeddings; if it is not hidden_size, projections convert between them (OPT-350m)
     position_offset     row of the position table for position 0
-    activation          of the MLP, a key of `gpt.ACTIVATIONS`
+    activation          of the MLP, see `gpt.activation_of`
     norm_first          norms precede attention and MLP; else they follow the addition to the residual stream
     final_norm          a norm precedes the head
     norm_weights        norms have a weight and a bias

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
-from octavo.kernels.cpu import native, packed_linear
+from octavo.errors import ParameterError
+from octavo.kernels.cpu import invariant_ops, native, packed_linear
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.ops import Ops
 from octavo.kernels.row_state import DecodeInputs
+from octavo.models.spec import GPTSpec, ModelSpec
 from octavo.runner.memory import diagnostics, profile
 from octavo.runner.passes.cuda_graphs import CudaGraphs
 from octavo.runner.passes.graphs import Graphs, Model
@@ -72,6 +74,15 @@ class Platform:
 
     def compile_kernels(self) -> None:
         """Compile what a model needs for its first pass. Called on a thread while weights are loaded."""
+
+    def make_batch_invariant(self, spec: ModelSpec, dtype: str) -> None:
+        """Operations of this instance give a row the same bits in every batch; see `EngineArgs.batch_invariant`.
+
+        Raises `ParameterError` if they cannot, for this model in this dtype.
+        """
+        raise ParameterError(
+            f"batch_invariant is not supported on {self.name} yet; set device to cpu", param="batch_invariant"
+        )
 
     def check_weights(self, weight_bytes: int, args: EngineArgs) -> None:
         """Raises `MemoryBudgetError` if the device has too little memory for the weights, before they are loaded."""
@@ -153,7 +164,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     device = torch.device("cpu")
-    ops = cpu_ops
+    ops: Ops = cpu_ops
     is_host = True
 
     def has_fast_bfloat16(self) -> bool:
@@ -161,6 +172,22 @@ class CpuPlatform(Platform):
 
     def compile_kernels(self) -> None:
         native.library()
+
+    def make_batch_invariant(self, spec: ModelSpec, dtype: str) -> None:
+        if dtype != "bfloat16":
+            text, remedy = f"dtype {dtype}", "use bfloat16"
+        elif native.library() is None:
+            text, remedy = "a CPU without a C++ compiler", "install g++"
+        elif spec.recurrent_layers:
+            text, remedy = f"{spec.architecture}, whose recurrent layers compute prompts in chunks", "remove it"
+        elif not native.supports_sizes(spec.head_dim, spec.num_heads // spec.num_kv_heads):
+            text, remedy = f"the attention heads of {spec.architecture}", "remove it"
+        elif isinstance(spec, GPTSpec) and spec.names.project_in in spec.others:
+            text, remedy = f"{spec.architecture} with projected embeddings", "remove it"
+        else:
+            self.ops = invariant_ops
+            return
+        raise ParameterError(f"batch_invariant is not supported with {text}; {remedy}", param="batch_invariant")
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -154,7 +154,7 @@ class RooflineCost:
         work, model, device = step_work(plan), self.model, self.device
         bandwidth = device.bandwidth * device.bandwidth_share * self.num_devices
         flops = device.flops * device.flops_share * self.num_devices
-        weights_s = model.bytes_per_pass / bandwidth
+        weights_s = model.bytes_per_pass("cpu" if device.name == "cpu" else "cuda") / bandwidth
         layers_s, head_s = 2 * model.num_layer_params / flops, 2 * model.num_head_params / flops
         per_pass = work.num_decoding / work.num_passes
         passes = work.num_passes - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,10 @@ class ModelShape:
     def weight_bytes(self) -> int:
         return self.num_params * self.itemsize
 
-    @property
-    def bytes_per_pass(self) -> int:
-        """Weights that a pass reads."""
-        return (self.num_params - self.num_embedding_params) * self.itemsize
+    def bytes_per_pass(self, device: str) -> int:
+        """Weights that a pass reads on "cpu" or "cuda"."""
+        whole = self.weight_bytes if self.spec is None else self.spec.weight_bytes(self.itemsize, device=device)
+        return whole - self.num_embedding_params * self.itemsize
 
     @property
     def num_layer_params(self) -> int:
@@ -181,6 +181,8 @@ def find_model(name: str) -> ModelShape:
     path = Path(name).expanduser()
     if path.exists():
         return _from_config(path.parent if path.name == "config.json" else path)
+    if (entry := catalog.find(name)) is not None and entry.path.exists():
+        return replace(_from_config(entry.path), name=entry.name)
     if (shape := find_shape(name)) is not None:
         return shape
     if "/" in name:

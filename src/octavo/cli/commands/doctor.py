@@ -65,7 +65,7 @@ def doctor(
 
 
 def _print_quality(model: str, engine: dict[str, Any], path: Path, *, as_json: bool) -> int:
-    from octavo.quality import measure_quality
+    from octavo.bench.quality import measure_quality
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -79,5 +79,7 @@ def _print_quality(model: str, engine: dict[str, Any], path: Path, *, as_json: b
         if first is None:
             print(f"{'perplexity':>10}  {'change':>8}  bits of a weight   {row.num_tokens:,} tokens of {path.name}")
         first = first or row.perplexity
-        print(f"{row.perplexity:10.3f}  {row.perplexity / first - 1:+8.2%}  {row.bits:16.2f}   {row.options}", flush=True)
+        print(
+            f"{row.perplexity:10.3f}  {row.perplexity / first - 1:+8.2%}  {row.bits:16.2f}   {row.options}", flush=True
+        )
     return 0

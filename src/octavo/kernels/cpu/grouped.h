@@ -282,6 +282,7 @@ constexpr long X_BYTES = 384 << 10, GROUPED_STEP_BYTES = 8 << 10, AHEAD_BYTES = 
 
 // Rows in blocks of LEAST to MOST, of which no two differ by more than a row; tiles in runs of T.
 template <class K, int LEAST, int MOST, int T, class Y> void grouped_product(const Grouped &a) {
+    if (!a.num_rows) return;  // a chunk that needs no logits
     long num_blocks = (a.num_in + K::INPUTS - 1) / K::INPUTS, num_groups = num_blocks * (K::INPUTS / X_GROUP);
     long num_tiles = (a.num_out + TILE_OUT - 1) / TILE_OUT, tile_bytes = num_blocks * K::BYTES;
     long num_runs = (a.num_rows + MOST - 1) / MOST, less = a.num_rows / num_runs, more = a.num_rows % num_runs;

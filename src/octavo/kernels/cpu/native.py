@@ -429,10 +429,14 @@ def supports_heads(q: Tensor, kv_layer: Tensor) -> bool:
         and kv_layer.dtype in (q.dtype, torch.int8)
         and q.stride()[1:] == (q.shape[2], 1)
         and kv_layer.stride()[1:] == (num_kv_heads * block_size * width, block_size * width, width, 1)
-        and q.shape[2] <= MAX_HEAD_DIM
         and block_size <= MAX_BLOCK_SIZE
-        and q.shape[1] <= num_kv_heads * MAX_GROUP_SIZE
+        and supports_sizes(q.shape[2], q.shape[1] // num_kv_heads)
     )
+
+
+def supports_sizes(head_dim: int, group_size: int) -> bool:
+    """True if the library supports heads of this size, and so many query heads for each of K and V."""
+    return head_dim <= MAX_HEAD_DIM and group_size <= MAX_GROUP_SIZE
 
 
 def library_for(x: Tensor, *others: Tensor) -> Library | None:

@@ -37,6 +37,7 @@ from octavo.kernels.cpu.step import (
 from octavo.kernels.reference import (
     add_linear,
     block_copy,
+    gelu,
     kv_write,
     layer_norm,
     make_normed_residual,
@@ -60,6 +61,7 @@ __all__ = [
     "commit_sampled_tokens",
     "finite_rows",
     "gated_delta_rule",
+    "gelu",
     "gelu_mul",
     "init_token_counts",
     "keeps_groups",
@@ -92,6 +94,7 @@ __all__ = [
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.rms_norm`. float32 needs two passes over x instead of four."""
+    x = x.contiguous()  # one row of several always is, and must not get other bits than many
     if native.supports_norm_weight(weight, x) and (library := native.library_for(x)) is not None:
         return library.add_rms_norm(x, None, weight, eps)[0]
     if x.dtype != torch.float32:

@@ -72,18 +72,18 @@ def detect_features() -> CpuFeatures:
     return CpuFeatures(native.library() is not None, has_onednn_bfloat16(), has_amx())
 
 
-def pack(weight: Tensor) -> PackedWeight | None:
-    """Pack a weight [num_out, num_in]; None where plain torch is as fast."""
-    if _is_packed(weight) and _backend_for(weight) == "oneDNN":
+def pack(weight: Tensor, backend: MatmulBackend | None = None) -> PackedWeight | None:
+    """Pack a weight [num_out, num_in]; None where plain torch is as fast. backend: of bfloat16, or the fastest"""
+    if _is_packed(weight) and (backend or _backend_for(weight)) == "oneDNN":
         return OneDNNWeight(weight)
-    return pack_head(weight)
+    return pack_head(weight, backend)
 
 
-def pack_head(weight: Tensor) -> PackedHead | None:
+def pack_head(weight: Tensor, backend: MatmulBackend | None = None) -> PackedHead | None:
     """Pack the weight of an LM head; None where plain torch is as fast."""
     if not _is_packed(weight):
         return None
-    backend = _backend_for(weight)
+    backend = backend or _backend_for(weight)
     return BlockwiseWeight(weight) if backend in ("oneDNN", "blocks") else TiledWeight(weight, backend)
 
 

@@ -76,7 +76,7 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
     token_ids = scaled.topk(NUM_CANDIDATES, sorted=False).indices.sort().values  # equals in the order of ids
     top_logits, order = scaled.gather(1, token_ids).sort(descending=True, stable=True)
     token_ids = token_ids.gather(1, order)
-    keep = reference.keep_mask(top_logits, params, log_total=scaled.logsumexp(1, keepdim=True))
+    keep = reference.keep_mask(top_logits, params, log_total=_log_totals(scaled))
     keys = noise_keys(params.seed, params.sample_index, params.position)
     noise = reference.exponential_noise(keys.unsqueeze(1), token_ids)
     scores = (top_logits - noise.log_()).masked_fill_(~keep, -math.inf)
@@ -91,6 +91,11 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
         rows = (~complete).nonzero().squeeze(1)
         tokens[rows] = reference.sample(logits[rows], params.select(rows))
     return tokens
+
+
+def _log_totals(logits: Tensor) -> Tensor:
+    """logsumexp of each row, [num_rows, 1]. One by one: the bits of torch's depend on the number of rows."""
+    return torch.stack([row.logsumexp(0, keepdim=True) for row in logits])
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -137,5 +142,5 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
             ids = np.flatnonzero(row >= bound)
             top_ids.append(ids[np.argsort(-row[ids], kind="stable")[:num_top]])
     best = torch.from_numpy(np.array(top_ids, dtype=np.int64).reshape(len(wide), num_top))
-    log_total = wide.logsumexp(1, keepdim=True)
+    log_total = _log_totals(wide)
     return (chosen - log_total).squeeze(1), torch.tensor(ranks), best, wide.gather(1, best) - log_total

@@ -95,6 +95,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU of each number (arXiv 1606.08415), exact or by its approximation "tanh" -> the same shape and dtype."""
+    return F.gelu(x, approximate=approximate)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up [num_tokens, 2 * size] holds gate, then up -> [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)

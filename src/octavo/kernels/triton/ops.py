@@ -9,6 +9,7 @@ from octavo.kernels.reference import (
     causal_conv,
     finite_rows,
     gated_delta_rule,
+    gelu,
     layer_norm,
     rope_table,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "commit_sampled_tokens",
     "finite_rows",
     "gated_delta_rule",
+    "gelu",
     "gelu_mul",
     "init_token_counts",
     "keeps_groups",

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.integers import cdiv
-from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.groups import GroupForm, Groups, PackedHead
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.capability import kernels_for
@@ -66,7 +66,7 @@ def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
     )
 
 
-def pack_groups(groups: Groups) -> GroupedWeight | None:
+def pack_groups(groups: Groups) -> PackedHead | None:
     """The weight for products in bfloat16 or float16; None if `keeps_groups` does not name its form, or for its scales.
 
     Scales have 16 bits, or 32 bits and their groups no zeros.
