@@ -43,13 +43,13 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from octavo import LLM, SamplingParams
+from octavo.bench.quality import perplexity
 from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.models.config import spec_from_config
 from octavo.models.gguf_config import read_gguf_config
 from octavo.models.loading.loader import dummy_model, load_model
-from octavo.bench.quality import perplexity
 from octavo.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM
-from octavo.checkpoint.resolve import open_checkpoint
 from octavo.bench.quality import perplexity
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.text.tokenizer import Tokenizer
 
 CHOICES: dict[str, dict[str, Any]] = {

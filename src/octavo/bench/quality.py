@@ -38,9 +38,7 @@ def measure_quality(model: str, engine: Mapping[str, Any], text: str) -> Iterato
             if not options:
                 token_ids = llm.get_tokenizer().encode(text)
                 if len(token_ids) < 2:
-                    raise ParameterError(
-                        "quality: the text has no two tokens; use a longer one", param="quality"
-                    )
+                    raise ParameterError("quality: the text has no two tokens; use a longer one", param="quality")
                 choices += [choice for choice in CHOICES[llm.config.device] if _changes(choice, engine, llm)]
             name = " ".join(f"--{option.replace('_', '-')} {value}" for option, value in options.items())
             bits = 8 * llm.config.weight_bytes / llm.spec.num_params

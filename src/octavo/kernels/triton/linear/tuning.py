@@ -29,11 +29,11 @@ QKV_HEAD_DIMS = (64, 128)
 
 MAX_SMALL_BATCH_GROUPED = 32
 """Up to so many tokens the fused products of a quantised weight are faster than separate operations."""
-MAX_ROWS_TWO_PARTS = 64
+MAX_ROWS_TWO_PARTS = 16
 """Up to so many rows a product with a float8 weight keeps what x has; with more, x is rounded to float8, too."""
-MIN_ROWS_CUBLAS = 256
+MIN_ROWS_CUBLAS = 1024
 """From so many rows on, an integer weight is dequantised for the library's product."""
-CUBLAS_WEIGHT_BYTES = 32 << 20
+CUBLAS_WEIGHT_BYTES = 64 << 20
 """Of a dequantised part of a weight, which stays in the GPU's cache until its product."""
 
 
