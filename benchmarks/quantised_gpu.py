@@ -52,10 +52,10 @@ STEPS = 64
 class RandomMethod(PackedMethod):
     """Weights with random values in a form, if the platform keeps it."""
 
-    form: GroupForm | None = None
+    stored: GroupForm | None = None
 
     def allocate(self, forms: Sequence[tuple[int, GroupForm | None]]) -> None:
-        form = self.form if self.form is not None and self.role == "linear" and self.keeps(self.form) else None
+        form = self.stored if self.stored and self.role == "linear" and self.keeps(self.stored) else None
         super().allocate([(num_rows, form) for num_rows, _ in forms])
 
     def rows(self, first: int, last: int) -> Tensor | Groups:
@@ -98,10 +98,10 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": args.layers}))
         print(f"{'ms of a step':<14}" + "".join(f"{rows:>8} rows" for rows in args.rows) + "  started", flush=True)
         for name in args.forms:
-            method = type("Method", (RandomMethod,), {"form": FORMS[name]})
+            method = type("Method", (RandomMethod,), {"stored": FORMS[name]})
             begin = time.perf_counter()
             with (
-                patch.object(build, "find_linear_method", lambda quantization, method=method: method),
+                patch.object(build, "find_linear_method", lambda *args, method=method, **options: method),
                 patch.object(build.ResolvedModel, "kernel_key", property(lambda self, name=name: key(self) + name)),
             ):
                 llm = LLM(folder, **options)

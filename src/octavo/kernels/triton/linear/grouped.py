@@ -236,7 +236,7 @@ class GroupedWeight:
 
     @property
     def max_small_batch_tokens(self) -> int:
-        return MAX_SMALL_BATCH_GROUPED
+        return MAX_ROWS_TWO_PARTS if self.form.is_float else MAX_SMALL_BATCH_GROUPED
 
     def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """`reference.norm_linear` for at most `max_small_batch_tokens`."""
