@@ -30,7 +30,8 @@ def case(num_seqs: int, seq_len: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     for layer in range(num_layers):
         kv[:, layer] = torch.randn(kv[:, layer].shape, dtype=torch.bfloat16, device="cuda").to(dtype)
     q = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    return q, kv, RaggedBatch.from_lists([1] * num_seqs, [seq_len] * num_seqs, ids, BLOCK_SIZE).to("cuda")
+    lens = [1] * num_seqs, [seq_len] * num_seqs
+    return q, kv, RaggedBatch.from_lists(*lens, ids, BLOCK_SIZE, device="cuda")
 
 
 def layer_us(q: torch.Tensor, kv: torch.Tensor, batch: RaggedBatch, tuning: DecodeTuning | None = None) -> float:
@@ -60,7 +61,7 @@ def main() -> None:
             times[dtype] = layer_us(q, kv, batch)
         plain, small = times.values()
         rate = num_seqs * seq_len * 2 * NUM_KV_HEADS * HEAD_DIM / small / 1e3
-        print(f"{num_seqs:4} x {seq_len:6}: bf16 {plain:8.1f} us, e4m3 {small:8.1f} us, {small / plain:.2f}, {rate:.0f} GB/s")
+        print(f"{num_seqs:4} x {seq_len:6}: bf16 {plain:8.1f}, e4m3 {small:8.1f} us, {small / plain:.2f}, {rate:.0f} GB/s")
         if "--sweep" not in sys.argv:
             continue
         found = []
@@ -71,7 +72,8 @@ def main() -> None:
                 print(f"  {tile} {warps} {stages} {programs}: {str(error)[:60]}")
                 continue
             found.append((us, tile, warps, stages, programs))
-        print("   default", decode_tuning(q, num_seqs), *(f"| {us:.1f} {rest}" for us, *rest in sorted(found)[:5]), flush=True)
+        best = (f"| {us:.1f} {rest}" for us, *rest in sorted(found)[:5])
+        print("   default", decode_tuning(q, num_seqs), *best, flush=True)
 
 
 if __name__ == "__main__":

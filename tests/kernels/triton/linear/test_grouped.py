@@ -73,7 +73,7 @@ FORMS = [
 def test_products_of_few_rows(form: GroupForm, num_out: int, num_in: int) -> None:
     groups = make_groups(form, num_out, num_in)
     check(groups, 3)
-    check(groups, 33, float32_out=True, tuning=GroupedTuning(16, 3, 2))
+    check(groups, 13 if form.is_float else 33, float32_out=True, tuning=GroupedTuning(16, 3, 2))
 
 
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
@@ -89,11 +89,11 @@ def test_products_of_any_number_of_rows(form: GroupForm, num_rows: int) -> None:
 
 @pytest.mark.parametrize("size", [128, 384])
 def test_with_many_rows_x_is_rounded_to_float8(size: int) -> None:
-    """Up to 64 rows it is not. Rounding x, whose numbers keep 4 bits, changes results by 2.6 % of their norm."""
+    """Up to 16 rows it is not. Rounding x, whose numbers keep 4 bits, changes results by 2.6 % of their norm."""
     groups = make_groups(GroupForm(8, size, is_float=True), 200, 384)
     weight, wide = pack(groups), groups.dequantised().double()
     x = torch.randn(130, 384, device=DEVICE).to(HALF)
-    assert relative_error(weight(x[:64], None), x[:64].double() @ wide.T) < TOLERANCE
+    assert relative_error(weight(x[:16], None), x[:16].double() @ wide.T) < TOLERANCE
     values, scales = quantise(x, size)
     rounded = values[:130].double().view(130, -1, size) * scales.T[:130].unsqueeze(2)
     y = weight(x, None)
