@@ -23,7 +23,7 @@ CASES = ((1, 32768), (8, 32768), (16, 32768), (64, 8192), (256, 2048))
 
 def case(num_seqs: int, seq_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, RaggedBatch]:
     per_seq, num_layers = cdiv(seq_len, BLOCK_SIZE), 4 if num_seqs > 1 else 8
-    ids = (torch.randperm(num_seqs * per_seq) + 1).view(num_seqs, per_seq).tolist()
+    ids = (torch.randperm(num_seqs * per_seq, device="cpu") + 1).view(num_seqs, per_seq).tolist()
     kv = torch.empty(
         num_seqs * per_seq + 1, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=dtype, device="cuda"
     )
@@ -53,7 +53,7 @@ def layer_us(q: torch.Tensor, kv: torch.Tensor, batch: RaggedBatch, tuning: Deco
 
 def main() -> None:
     torch.set_grad_enabled(False)
-    torch.set_default_device("cpu")
+    torch.set_default_device("cuda")  # that `best_us` waits for
     for num_seqs, seq_len in CASES:
         times = {}
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
