@@ -168,7 +168,10 @@ def test_kernel_tests_and_benchmarks_have_guessable_paths() -> None:
     tests = {p.relative_to(folder).as_posix().replace("_compiled.py", ".py") for p in folder.rglob("test_*.py")}
     missing = {str(path) for path in kernels if (path.parent / f"test_{path.name}").as_posix() not in tests}
     assert missing == COVERED_BY.keys() and set(COVERED_BY.values()) <= tests
-    names = {path.name for path in kernels} | {"interpreter.py"}  # a check of Triton's interpreter
+    names = {path.name for path in kernels} | {
+        "interpreter.py",
+        "float8.py",
+    }  # checks of Triton's interpreter, and of K and V
     assert {Path(test).name.removeprefix("test_") for test in tests} <= names
     benchmarks = (ROOT / "benchmarks" / "kernels").glob("bench_*.py")
     assert {path.name.removeprefix("bench_") for path in benchmarks} <= names

@@ -61,7 +61,9 @@ def main() -> None:
             times[dtype] = layer_us(q, kv, batch)
         plain, small = times.values()
         rate = num_seqs * seq_len * 2 * NUM_KV_HEADS * HEAD_DIM / small / 1e3
-        print(f"{num_seqs:4} x {seq_len:6}: bf16 {plain:8.1f}, e4m3 {small:8.1f} us, {small / plain:.2f}, {rate:.0f} GB/s")
+        print(
+            f"{num_seqs:4} x {seq_len:6}: bf16 {plain:8.1f}, e4m3 {small:8.1f} us, {small / plain:.2f}, {rate:.0f} GB/s"
+        )
         if "--sweep" not in sys.argv:
             continue
         found = []

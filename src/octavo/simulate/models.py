@@ -181,10 +181,9 @@ def find_model(name: str) -> ModelShape:
     path = Path(name).expanduser()
     if path.exists():
         return _from_config(path.parent if path.name == "config.json" else path)
-    if (entry := catalog.find(name)) is not None and entry.path.exists():
-        return replace(_from_config(entry.path), name=entry.name)
     if (shape := find_shape(name)) is not None:
-        return shape
+        entry = catalog.find(name)
+        return shape if entry is None or not entry.path.exists() else replace(_from_config(entry.path), name=shape.name)
     if "/" in name:
         return _from_config(path)
     near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
