@@ -14,25 +14,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 1090,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, notebooks, groups, states
+    "(top)": 1106,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
     "params": 668,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2700,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
-    "frontend": 2376,  # LLM, the client with its transports, text input; PagedAttention without an engine
+    "frontend": 2391,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 6990,  # reference, CPU (torch, numpy, C++) and Triton, Hopper variants, choice by capability
-    "models": 3160,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
-    # formats of quantised checkpoints 660: their keys, tensors and the rows that they give
+    "kernels": 8244,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
+    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
+    "models": 3521,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
+    # formats of quantised checkpoints and llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 3325,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 3375,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 3281,  # replicas behind the router, cost models, traces, planner, the paper's experiments
-    "bench": 1072,  # `octavo bench`
+    "simulate": 3286,  # replicas behind the router, cost models, traces, planner, the paper's experiments
+    "bench": 1111,  # `octavo bench`; perplexity of a text
     "view": 3650,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
     "view (JavaScript)": 2276,  # the page, without a framework
-    "cluster": 995,  # the Ray Serve application: replicas, the pool with a slot a number, failover, `octavo cluster`
-    "cli": 2345,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
+    "cluster": 997,  # the Ray Serve application: replicas, the pool with a slot a number, failover, `octavo cluster`
+    "cli": 2372,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
     "utils": 24,  # the argument parser of vLLM's scripts, the choice of the event loop
     "v1": 5,  # names of modules that vLLM's scripts import
 }

@@ -94,7 +94,9 @@ def decode_attention(
     is_wide = batch.lines_per_row * group_size > MATRIX_ROWS and not batch.fixed_split and can_widen(q)
     packs = make_packs(batch, (MATRIX_ROWS << is_wide) // group_size if can_pack else 1)
     is_packed = packs.capacity > 1 and not batch.fixed_split
-    tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else packs.num, packed=is_packed, wide=is_wide)
+    tuning = tuning or decode_tuning(
+        q, 64 if batch.fixed_split else packs.num, packed=is_packed, wide=is_wide, kv_bytes=kv_layer.itemsize
+    )
     split_tiles = SPLIT_KEYS // tuning.tile if batch.fixed_split else 0
     chosen_cascade = None
     if batch.common_prefix_lens is not None and decode_only and not window and not split_tiles:

@@ -58,8 +58,13 @@ def can_widen(q: Tensor) -> bool:
     return bool(triton.next_power_of_2(q.shape[2]) * q.element_size() == 256)
 
 
-def decode_tuning(q: Tensor, num_seqs: int, *, packed: bool = False, wide: bool = False) -> DecodeTuning:
-    """The fastest tuning on an H200 (benchmarks/kernels/gpu_check.py). wide: packs with twice the rows"""
+def decode_tuning(
+    q: Tensor, num_seqs: int, *, packed: bool = False, wide: bool = False, kv_bytes: int = 2
+) -> DecodeTuning:
+    """The fastest tuning on an H200 (benchmarks/kernels/gpu_check.py). wide: packs with twice the rows
+
+    kv_bytes  of a number of K or V
+    """
     row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
     if packed and row_bytes == 256:
         stages = 3 if wide else 4
@@ -69,6 +74,8 @@ def decode_tuning(q: Tensor, num_seqs: int, *, packed: bool = False, wide: bool 
     tile = min(max(8192 // row_bytes, 16), 64)  # short tiles balance better, and more of them are in flight
     if num_seqs > 32:
         return DecodeTuning(tile, 1 if row_bytes == 256 else 2, num_stages=3, programs_per_multiprocessor=6)
+    if row_bytes == 256 and kv_bytes == 1:  # benchmarks/kernels/bench_decode.py
+        return DecodeTuning(2 * tile, num_warps=1, num_stages=4, programs_per_multiprocessor=4, seq_overhead=1)
     if row_bytes == 256:
         return DecodeTuning(tile, num_warps=1, num_stages=4, programs_per_multiprocessor=4, seq_overhead=1)
     return DecodeTuning(tile, num_warps=2, num_stages=4, programs_per_multiprocessor=4)
