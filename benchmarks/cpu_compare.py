@@ -5,6 +5,7 @@
 
     transformers   SmolLM2-135M in bfloat16: one sequence, sixteen, a prompt of 512 tokens
     llamacpp       the same with random weights in Qwen2.5-0.5B's shape, in bfloat16
+    quantised      llama.cpp's files in 4 and 8 bits, of that shape in three types and of SmolLM2 as it is published
     int8           both models with --quantization int8 relative to bfloat16, and the change in perplexity
     prefix         time to first token after a prefix of 842 tokens, cached and not cached
     memory         peak memory of serving SmolLM2, and the time of a first one-token request
@@ -135,10 +136,10 @@ def qwen_gguf() -> Path:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, spec.num_layers)
     for weight in model.weights():
         name = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
-        if weight.tensor.ndim == 1:
-            writer.add_tensor(name, weight.tensor.float().numpy())
+        if weight.target.ndim == 1:
+            writer.add_tensor(name, weight.target.float().numpy())
         else:
-            bits = weight.tensor.contiguous().view(torch.uint16).numpy()
+            bits = weight.target.contiguous().view(torch.uint16).numpy()
             writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -351,6 +352,42 @@ def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
     report.rows("Qwen2.5-0.5B's shape", "llama.cpp", figures, {case: case for case in CASES})
 
 
+def quantised(report: Report, args: argparse.Namespace) -> None:
+    python = args.llamacpp or llamacpp_python()
+    files = {f"Qwen2.5-0.5B's shape, {kind}": quantised_gguf(kind, python) for kind in ("Q4_0", "Q4_K_M", "Q8_0")}
+    for title, path in {**files, "SmolLM2-135M, Q4_1": open_checkpoint(SMOLLM2).path}.items():
+        peers = {"octavo": Peer("octavo", path), "llama.cpp": Peer("llamacpp", path, python=python)}
+        figures = run_rounds(peers, dict.fromkeys(peers, tuple(CASES)), args)
+        ours, theirs = figures["octavo"], figures["llama.cpp"]
+        ratios = [
+            ("batch 1, to llama.cpp's batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.15),
+            ("16 together, to llama.cpp's 16", ratio(ours, "16 together", theirs, "16 together"), 1.8),
+            ("prefill of 512 tokens", ratio(ours, "prefill", theirs, "prefill"), 1.7),
+        ]
+        report.speeds(title, figures, ratios)
+        report.rows(title, "llama.cpp", figures, {case: case for case in CASES})
+
+
+QUANTISE = """
+import sys, llama_cpp
+source, target, kind = sys.argv[1:]
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+sys.exit(llama_cpp.llama_model_quantize(source.encode(), target.encode(), params))
+"""
+
+
+def quantised_gguf(kind: str, python: str) -> Path:
+    """The weights of `qwen_gguf`, rounded by llama.cpp."""
+    source = qwen_gguf()
+    path = source.with_name(f"{source.stem}.{kind}.gguf")
+    if not path.exists():
+        part = path.with_suffix(".part")
+        subprocess.run([python, "-c", QUANTISE, str(source), str(part), kind], check=True, capture_output=True)
+        part.rename(path)
+    return path
+
+
 def llamacpp_python() -> str:
     """The interpreter of an environment with llama-cpp-python, which the first call creates and installs."""
     folder = models_folder() / "llamacpp"
@@ -450,6 +487,7 @@ def memory(report: Report, args: argparse.Namespace) -> None:
 SECTIONS: dict[str, Callable[[Report, argparse.Namespace], None]] = {
     "transformers": with_transformers,
     "llamacpp": with_llamacpp,
+    "quantised": quantised,
     "int8": int8,
     "prefix": prefix,
     "memory": memory,

@@ -11,11 +11,12 @@ are local.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any, Protocol
 
-THREADS = 2
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 CONTEXT = 1024  # maximum tokens per sequence
 MAX_SEQS = 16
 
