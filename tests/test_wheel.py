@@ -74,6 +74,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "octavo/py.typed",
         "octavo/kernels/cpu/native.cpp",
         "octavo/kernels/cpu/grouped.h",
+        "octavo/kernels/cpu/team.h",
         "octavo/view/static/index.html",
     } <= names
     assert any(name.endswith("/licenses/LICENSE") for name in info)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,3 +198,34 @@ def test_the_cache_key_depends_on_the_source(monkeypatch: pytest.MonkeyPatch, tm
         with monkeypatch.context() as patch:
             patch.setattr(native, "SOURCES", [changed if path.name == name else path for path in native.SOURCES])
             assert native._digest(sys.executable, "native") != before
+
+
+SHARED = """
+import os, threading, torch
+from octavo.kernels.cpu.packed_linear import TiledWeight
+torch.manual_seed(0)
+weight, x = TiledWeight(torch.randn(4096, 512).bfloat16(), "native"), torch.randn(3, 512).bfloat16()
+expected = weight(x, None)
+
+def repeat(times):
+    for _ in range(times):
+        assert torch.equal(weight(x, None), expected)
+
+threads = [threading.Thread(target=repeat, args=(200,)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+if (child := os.fork()) == 0:
+    repeat(3)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_loops_of_several_threads_and_of_a_forked_process() -> None:
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", SHARED], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "7", done.stderr

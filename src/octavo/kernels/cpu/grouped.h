@@ -289,18 +289,17 @@ template <class K, int LEAST, int MOST, int T, class Y> void grouped_product(con
     auto row_of = [&](long run) { return run * less + std::min(run, more); };
     long row_bytes = num_groups * X_GROUP_BYTES, chunk = std::max(1L, X_BYTES / (row_bytes * MOST));
     auto *x = reinterpret_cast<char *>(scratch<2>(a.num_rows * row_bytes / sizeof(float)));
-#pragma omp parallel for num_threads(a.num_threads) if (a.num_rows * a.num_in > WORTH_A_THREAD)
-    for (long run = 0; run < num_runs; run++) {
+    parallel_for(num_runs, a.num_rows * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long run) {
         long row = row_of(run);
         round_rows<K, MOST>(row_of(run + 1) - row, a.x + row * a.num_in, a, num_groups, x + row * row_bytes);
-    }
+    });
     constexpr long PASSES = TILE_OUT / WORDS;
     for (long begin = 0; begin < num_runs; begin += chunk) {
         long end = std::min(num_runs, begin + chunk), first_row = row_of(begin), is_one = end - begin == 1;
         long step = is_one && T * PASSES == 1 ? num_blocks : std::max(1L, GROUPED_STEP_BYTES / (T * K::BYTES));
         long lines = (K::BYTES / 64 + end - begin - 1) / (end - begin);
-#pragma omp parallel for num_threads(a.num_threads)
-        for (long first_tile = 0; first_tile < num_tiles; first_tile += T) {
+        parallel_for((num_tiles + T - 1) / T, a.num_threads, [&](long first_tile_run) {
+            long first_tile = first_tile_run * T;
             const uint8_t *tile = a.blocks + first_tile * tile_bytes;
             long tile_stride = first_tile + T <= num_tiles ? tile_bytes : 0;  // an odd tile is computed twice
             long num_sums = (row_of(end) - first_row) * T * TILE_OUT;
@@ -330,7 +329,7 @@ template <class K, int LEAST, int MOST, int T, class Y> void grouped_product(con
                     };
                     width == TILE_OUT ? write(TILE_OUT) : write(width);
                 }
-        }
+        });
     }
 }
 
@@ -358,8 +357,7 @@ struct PackGroups {
 template <class K> void pack_groups(const PackGroups &a) {
     long num_tiles = (a.num_out + TILE_OUT - 1) / TILE_OUT, num_blocks = (a.num_in + K::INPUTS - 1) / K::INPUTS;
     long num_scales = a.num_in / K::SPAN;
-#pragma omp parallel for num_threads(a.num_threads)
-    for (long tile = 0; tile < num_tiles; tile++)
+    parallel_for(num_tiles, a.num_threads, [&](long tile) {
         for (long out = tile * TILE_OUT; out < std::min(a.num_out, (tile + 1) * TILE_OUT); out++) {
             uint8_t *block = a.blocks + tile * num_blocks * K::BYTES;
             long lane = out % TILE_OUT;
@@ -391,6 +389,7 @@ template <class K> void pack_groups(const PackGroups &a) {
                 }
             }
         }
+    });
 }
 
 struct EmbedGroups {

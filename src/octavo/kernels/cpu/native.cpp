@@ -16,6 +16,8 @@
 #include <immintrin.h>
 #endif
 
+#include "team.h"
+
 namespace {
 
 // The lanes of a register: compilers keep wider vectors in memory.
@@ -320,8 +322,7 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     bool reads_once = num_rows <= K::ROWS && TILE / WORDS <= GROUPS;
     long max_count = (num_blocks == 1 && !reads_once ? FEW_STEP_BYTES : STEP_BYTES) / (4 * TILE);
     // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
-#pragma omp parallel for num_threads(a.num_threads)
-    for (long t = 0; t < num_tiles; t++) {
+    parallel_for(num_tiles, a.num_threads, [&](long t) {
         auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * 2;
         alignas(64) FloatWords few[FEW_ROWS<K> * TILE / WORDS];
         FloatWords *sums = few;
@@ -351,7 +352,7 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
             Y *out = y + (first + row) * a.y_stride + t * TILE;
             for (long i = 0; i < width; i++) out[i] = narrow<Y>(bias ? values[i] + wide(bias[i]) : values[i]);
         }
-    }
+    });
 }
 
 // Convert rows of x to words in scratch memory, `stride` words each, padded with zeros.
@@ -361,8 +362,7 @@ template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num
     if constexpr (FLOATS == 1)
         if (a.num_in % 2 == 0) return {reinterpret_cast<const typename K::X *>(x), stride};
     float *memory = scratch<2>(num_rows * stride * FLOATS);
-#pragma omp parallel for num_threads(a.num_threads) if (num_rows * a.num_in > WORTH_A_THREAD)
-    for (long row = 0; row < num_rows; row++) {
+    parallel_for(num_rows, num_rows * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         const bfloat16 *from = x + row * a.num_in;
         float *to = memory + row * stride * FLOATS;
         if (stride) memset(to + (stride - 1) * FLOATS, 0, FLOATS * sizeof(float));
@@ -370,7 +370,7 @@ template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num
             widen(from, a.num_in, to);
         else
             memcpy(to, from, a.num_in * sizeof *from);
-    }
+    });
     return {reinterpret_cast<const typename K::X *>(memory), stride};
 }
 
@@ -436,8 +436,7 @@ template <class T, class W> void add_rms_norm(const Norm &a) {
     auto *weight = static_cast<const W *>(a.weight);
     auto *out = static_cast<T *>(a.out), *residual_out = static_cast<T *>(a.residual_out);
     long num_rows = a.num_rows, size = a.size;
-#pragma omp parallel for num_threads(a.num_threads) if (num_rows * size > WORTH_A_THREAD)
-    for (long row = 0; row < num_rows; row++) {
+    parallel_for(num_rows, num_rows * size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         float *sums = scratch<0>(size);
         for (long i = 0; i < size; i++) {
             float value = wide(x[row * size + i]);
@@ -449,7 +448,7 @@ template <class T, class W> void add_rms_norm(const Norm &a) {
             sums[i] = value;
         }
         rms_norm_row(sums, weight, a.eps, size, out + row * size);
-    }
+    });
 }
 
 struct Gate {
@@ -463,14 +462,13 @@ template <class T> void silu_mul(const Gate &a) {
     auto *gate_up = static_cast<const T *>(a.gate_up);
     auto *out = static_cast<T *>(a.out);
     long num_rows = a.num_rows, size = a.size;
-#pragma omp parallel for num_threads(a.num_threads) if (num_rows * size > WORTH_A_THREAD)
-    for (long row = 0; row < num_rows; row++) {
+    parallel_for(num_rows, num_rows * size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         const T *gate = gate_up + row * 2 * size, *up = gate + size;
         for (long i = 0; i < size; i++) {
             float g = wide(gate[i]), e = exp_of_negative(-std::fabs(g));
             out[row * size + i] = narrow<T>(g * (g < 0 ? e : 1.0f) / (1.0f + e) * wide(up[i]));
         }
-    }
+    });
 }
 
 constexpr int MAX_HEAD_DIM = 256;
@@ -553,8 +551,7 @@ template <class T, class W, class R> void rope_kv_write(const RopeWrite &r) {
     auto *kv_layer = static_cast<R *>(r.kv_layer);
     long width = r.head_dim + TAIL<R>, head_size = r.block_size * width;  // of a row; of a head's K or V in a block
     bool worth = r.num_tokens * (r.num_heads + 2 * r.num_kv_heads) * r.head_dim > WORTH_A_THREAD;
-#pragma omp parallel for num_threads(r.num_threads) if (worth)
-    for (long t = 0; t < r.num_tokens; t++) {
+    parallel_for(r.num_tokens, worth ? r.num_threads : 1, [&](long t) {
         const float *cos_sin = r.cos_sin + r.positions[t] * r.head_dim;
         for (long h = 0; h < r.num_heads; h++)
             rotate_head(q + t * r.q_stride + h * r.head_dim, q_norm, r.eps, cos_sin, r.head_dim,
@@ -566,7 +563,7 @@ template <class T, class W, class R> void rope_kv_write(const RopeWrite &r) {
             write_row(rotated, r.head_dim, place + h * head_size);
             write_row(v + t * r.v_stride + h * r.head_dim, r.head_dim, place + (r.num_kv_heads + h) * head_size);
         }
-    }
+    });
 }
 
 // -- decode attention -------------------------------------------------------------------------------------------------
@@ -765,9 +762,9 @@ template <class T, class R> void decode_attention(const Attention &a) {
     long head_size = a.head_dim + 2, part_size = a.group * head_size;
     float *parts = scratch<1>(tasks.size() * part_size);
     bool worth = num_keys * a.num_kv_heads * a.head_dim > WORTH_A_THREAD;
-#pragma omp parallel for schedule(dynamic) num_threads(a.num_threads) if (worth)
-    for (size_t i = 0; i < tasks.size(); i++)
+    parallel_for(long(tasks.size()), worth ? a.num_threads : 1, [&](long i) {
         attend_part(a, q, kv_layer, tasks[i].seq, tasks[i].head, tasks[i].first, tasks[i].last, parts + i * part_size);
+    }, 1L << 20);
     for (long pair = 0; pair + 1 < long(firsts.size()); pair++) {
         if (firsts[pair] == firsts[pair + 1]) continue;  // padding: no keys
         long seq = pair / a.num_kv_heads, head = pair % a.num_kv_heads;
@@ -840,9 +837,9 @@ template <class T> long sample_row(const T *logits, long size, float temperature
 
 template <class T> void sample(const Sample &a) {
     auto *logits = static_cast<const T *>(a.logits);
-#pragma omp parallel for num_threads(a.num_threads) if (a.num_rows > 1)
-    for (long row = 0; row < a.num_rows; row++)
+    parallel_for(a.num_rows, a.num_rows > 1 ? a.num_threads : 1, [&](long row) {
         a.token_ids[row] = sample_row(logits + row * a.size, a.size, a.temperature[row], uint64_t(a.keys[row]));
+    });
 }
 
 }  // namespace

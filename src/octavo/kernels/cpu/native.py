@@ -35,10 +35,10 @@ from octavo.checkpoint.catalog import cache_dir
 logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-SOURCES = (SOURCE, SOURCE.with_name("grouped.h"))
+SOURCES = (SOURCE, SOURCE.with_name("grouped.h"), SOURCE.with_name("team.h"))
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
-    *("-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden"),
+    *("-fopenmp-simd", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"),
 )
 COMPILE_S = 120.0
 
