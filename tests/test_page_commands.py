@@ -161,6 +161,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tools.jinja").write_text((ROOT / "examples" / "tools.jinja").read_text())
     (folder / "system.json").write_text(json.dumps([{"role": "system", "content": "Answer in one sentence. " * 4}]))
     (folder / "keys").write_text("a-key-of-some-length\n")
+    (folder / "text.txt").write_text("The sea is calm today, and the ships stay in the harbour. " * 20)
     (folder / "keys").chmod(0o600)
     (folder / "prices.json").write_text('{"h200": 3.5, "h100": 2.5}')
     write_traces(folder)
