@@ -12,6 +12,11 @@ from octavo.kernels.groups import GroupForm, Groups
 CHUNK_NUMBERS = 1 << 20
 """Numbers rounded at a time: on a CPU they stay in the second-level cache."""
 FLOAT8_MAX = 448.0
+SHRUNK_RANGES = (
+    *((0.0, 0.0), (0.02, 0.02), (0.06, 0.06), (0.1, 0.1)),
+    *((0.12, 0.02), (0.02, 0.12), (0.06, 0.0), (0.0, 0.06)),
+)
+"""Shares of a group's range that 4 bits may give up at its ends."""
 
 
 def round_to_groups(weight: Tensor, form: GroupForm) -> Groups:
@@ -24,10 +29,13 @@ def round_to_groups(weight: Tensor, form: GroupForm) -> Groups:
     step = max(1, CHUNK_NUMBERS // weight.shape[1])
     to_4 = partial(_round_to_4, has_zeros=form.has_zeros)
     rounded = _round_to_float8 if form.is_float else _round_to_8 if form.bits == 8 else to_4
-    parts = [rounded(rows.float().view(len(rows), -1, form.group_size)) for rows in torch.split(weight, step)]
-    values, scales, *others = (torch.cat(plane) for plane in zip(*parts, strict=True))
-    second = others[0] if others else None
-    return Groups(form, values, scales, **{"zeros" if form.has_zeros else "minima": second})
+    groups = Groups.empty(form, *weight.shape, weight.device)
+    for first in range(0, len(weight), step):
+        rows = weight[first : first + step]
+        planes = rounded(rows.float().view(len(rows), -1, form.group_size))
+        for plane, part in zip(groups.planes(), planes, strict=True):
+            plane[first : first + step] = part
+    return groups
 
 
 def _round_to_float8(rows: Tensor) -> tuple[Tensor, ...]:
@@ -48,27 +56,26 @@ def _round_to_4(rows: Tensor, *, has_zeros: bool) -> tuple[Tensor, ...]:
     """As `_round_to_float8`, then zeros or minima.
 
     Tries ranges within the smallest and the largest number. For the values of each, least squares give the scale and
-    the minimum. A range that is symmetric around zero is one of these, so no scale without a minimum is better.
+    the minimum.
     """
     low, high = rows.amin(2, keepdim=True), rows.amax(2, keepdim=True)
     best = [torch.zeros_like(rows), torch.zeros_like(low), torch.zeros_like(low), torch.full_like(low, torch.inf)]
-    for shrink_low in (0.0, 0.04, 0.08, 0.12, 0.16):
-        for shrink_high in (0.0, 0.04, 0.08, 0.12):
-            first = low + shrink_low * (high - low)
-            scale = ((1 - shrink_low - shrink_high) * (high - low) / 15).clamp_(min=1e-7)
-            if has_zeros:
-                second = (-first / scale).round_().clamp_(0, 15)
-                values = ((rows / scale).round_() + second).clamp_(0, 15)
-                scale = _slope(values - second, rows)
-                error = (scale * (values - second) - rows).square_().sum(2, keepdim=True)
-            else:
-                values = ((rows - first) / scale).round_().clamp_(0, 15)
-                scale = _slope(values - values.mean(2, keepdim=True), rows)
-                second = (scale * values - rows).mean(2, keepdim=True).half().float()
-                error = (scale * values - second - rows).square_().sum(2, keepdim=True)
-            better = error < best[3]
-            for kept, tried in zip(best, (values, scale, second, error), strict=True):
-                torch.where(better, tried, kept, out=kept)
+    for shrink_low, shrink_high in SHRUNK_RANGES:
+        first = low + shrink_low * (high - low)
+        scale = ((1 - shrink_low - shrink_high) * (high - low) / 15).clamp_(min=1e-7)
+        if has_zeros:
+            second = (-first / scale).round_().clamp_(0, 15)
+            values = ((rows / scale).round_() + second).clamp_(0, 15)
+            scale = _slope(values - second, rows)
+            error = (scale * (values - second) - rows).square_().sum(2, keepdim=True)
+        else:
+            values = ((rows - first) / scale).round_().clamp_(0, 15)
+            scale = _slope(values - values.mean(2, keepdim=True), rows)
+            second = (scale * values - rows).mean(2, keepdim=True).half().float()
+            error = (scale * values - second - rows).square_().sum(2, keepdim=True)
+        better = error < best[3]
+        for kept, tried in zip(best, (values, scale, second, error), strict=True):
+            torch.where(better, tried, kept, out=kept)
     values, scale, second, _ = best
     second = second.to(torch.uint8) if has_zeros else second.half()
     return values.to(torch.uint8).flatten(1), scale.squeeze(2).half(), second.squeeze(2)
