@@ -26,11 +26,12 @@ def round_to_groups(weight: Tensor, form: GroupForm) -> Groups:
     4 bits         the scale and the zero or minimum of each group with the least square error of those tried
     float8_e4m3fn  scale = the largest magnitude / 448
     """
-    step = max(1, CHUNK_NUMBERS // weight.shape[1])
+    num_out, num_in = weight.shape
+    step = max(1, CHUNK_NUMBERS // num_in)
     to_4 = partial(_round_to_4, has_zeros=form.has_zeros)
     rounded = _round_to_float8 if form.is_float else _round_to_8 if form.bits == 8 else to_4
-    groups = Groups.empty(form, *weight.shape, weight.device)
-    for first in range(0, len(weight), step):
+    groups = Groups.empty(form, num_out, num_in, weight.device)
+    for first in range(0, num_out, step):
         rows = weight[first : first + step]
         planes = rounded(rows.float().view(len(rows), -1, form.group_size))
         for plane, part in zip(groups.planes(), planes, strict=True):
