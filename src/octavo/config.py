@@ -159,7 +159,8 @@ class EngineArgs(ValidatedParams):
     chat_template             a file or the template itself; replaces the model's template
     device                    auto: an NVIDIA GPU if there is one, else the CPU
     dtype                     auto: on a GPU the checkpoint's dtype, bfloat16 for float32 checkpoints; on a CPU bfloat16
-                              for 16-bit or quantised checkpoints if the processor has bfloat16 products, else float32
+                              for quantised checkpoints, and for 16-bit ones if the processor has bfloat16 products,
+                              else float32
     batch_invariant           the bits of tokens and log-probabilities do not depend on requests beside it, on chunks,
                               cached prefixes or preemptions; on a CPU, in bfloat16. Long prompts are slower
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download

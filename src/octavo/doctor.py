@@ -336,7 +336,7 @@ def format_report(report: Report) -> list[str]:
 
 
 def _weights_text(args: EngineArgs, spec: ModelSpec, dtype: str, device: str) -> str:
-    if dtype != "float32" and spec.forms and all(form.is_kept_on(device) for form, _ in spec.forms):
+    if dtype != "float32" and spec.keeps_bits_on(device):
         return f"as the files hold them: {spec.stored_as}"
     files = f"; the files hold {spec.stored_as}" if spec.stored_as else ""
     return f"in {args.quantization or dtype}{files}" if args.quantization or files else ""

@@ -186,7 +186,7 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     if spec.recurrent_layers:
         args.check_recurrent(spec.architecture, platform.name)
     args = args.resolved(platform.name)
-    dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
+    dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.prefers_bfloat16(spec))
     if args.batch_invariant:
         platform.make_batch_invariant(spec, dtype)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
@@ -203,7 +203,7 @@ def _resolve_draft(args: EngineArgs, target: ModelSpec, platform: Platform) -> R
         return None
     checkpoint = open_checkpoint(speculation.model, weights=args.load_format != "dummy")
     spec = read_spec(checkpoint)
-    dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.has_fast_bfloat16())
+    dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.prefers_bfloat16(spec))
     draft = ResolvedDraft(checkpoint, spec, dtype)
     draft.check(target, args, speculation.model)
     return draft

@@ -252,6 +252,10 @@ class ModelSpec:
         num_wide = self._num_floats + (self._norm_params if self.unit_offset_norms else 0)
         return (self.num_params - num_kept) * itemsize + num_wide * (4 - itemsize) + num_bytes
 
+    def keeps_bits_on(self, device: str) -> bool:
+        """True if the files are quantised, in forms whose products "cpu" or "cuda" has."""
+        return bool(self.forms) and all(form.is_kept_on(device) for form, _ in self.forms)
+
     @property
     def _num_linear_weights(self) -> int:
         return sum(

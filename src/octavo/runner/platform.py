@@ -57,8 +57,8 @@ class Platform:
 
     # -- start of an engine --------------------------------------------------------------------------------------------
 
-    def has_fast_bfloat16(self) -> bool:
-        """True if bfloat16 is faster than float32, and not only smaller."""
+    def prefers_bfloat16(self, spec: ModelSpec) -> bool:
+        """True if a model in bfloat16 is faster than in float32, and not only smaller."""
         return True
 
     def startup_errors(self, doing: str, remedy: Callable[[int], str]) -> AbstractContextManager[None]:
@@ -167,8 +167,9 @@ class CpuPlatform(Platform):
     ops: Ops = cpu_ops
     is_host = True
 
-    def has_fast_bfloat16(self) -> bool:
-        return packed_linear.has_fast_bfloat16()
+    def prefers_bfloat16(self, spec: ModelSpec) -> bool:
+        keeps_bits = spec.keeps_bits_on("cpu") and native.library() is not None
+        return keeps_bits or packed_linear.has_fast_bfloat16()
 
     def compile_kernels(self) -> None:
         native.library()
