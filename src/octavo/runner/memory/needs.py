@@ -55,9 +55,8 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
     """The memory needs of a model on a machine, before its KV pool."""
     if spec.recurrent_layers:
         args.check_recurrent(spec.architecture, machine.device)
-    dtype = args.resolved_dtype(
-        machine.device, spec.dtype, has_bfloat16=has_bfloat16_products() or spec.keeps_bits_on("cpu")
-    )
+    has_bfloat16 = has_bfloat16_products() or spec.keeps_bits_on("cpu")
+    dtype = args.resolved_dtype(machine.device, spec.dtype, has_bfloat16=has_bfloat16)
     size = ITEMSIZE[dtype]
     activations = activation_bytes(args, spec, size)
     graphs = 0
