@@ -39,9 +39,13 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         from octavo.models.gguf_config import read_gguf_config, stored_kinds  # imports numpy
 
         spec = spec_from_config(read_gguf_config(checkpoint.gguf, checkpoint.path.name), checkpoint.generation_config)
-        kinds = stored_kinds(checkpoint.gguf)
-        forms = tuple((GGUF_FORMS[kind], count) for kind, count in kinds.items() if kind in GGUF_FORMS)
-        return replace(spec, stored_as=", ".join(kinds), forms=forms)
+        kinds, of_vocabulary = stored_kinds(checkpoint.gguf)
+        forms, vocabulary_forms = (
+            tuple((GGUF_FORMS[kind], count) for kind, count in part.items() if kind in GGUF_FORMS)
+            for part in (kinds, of_vocabulary)
+        )
+        names = ", ".join(dict.fromkeys([*kinds, *of_vocabulary]))
+        return replace(spec, stored_as=names, forms=forms, vocabulary_forms=vocabulary_forms)
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     if spec.tie_word_embeddings and _has_other_head(checkpoint, spec):
         return replace(spec, tie_word_embeddings=False)
@@ -74,7 +78,11 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     if form is not None and spec.names.is_conv1d:
         raise UnsupportedModelError(f"quantised weights of {architecture} are not supported; {REMEDY}", param=KEY)
     check_layer_types(config, spec)
-    return spec if form is None else replace(spec, forms=tuple(_forms(spec, form)))
+    if form is None:
+        return spec
+    head = None if spec.tie_word_embeddings else form.form(spec.names.head, spec.vocabulary[1])
+    heads = () if head is None else ((head, math.prod(spec.vocabulary)),)
+    return replace(spec, forms=tuple(_forms(spec, form)), vocabulary_forms=heads)
 
 
 def _forms(spec: ModelSpec, form: Format) -> Iterator[tuple[GroupForm, int]]:
@@ -86,8 +94,6 @@ def _forms(spec: ModelSpec, form: Format) -> Iterator[tuple[GroupForm, int]]:
                 num_out = sum(linear.out_sizes[index * num_merged : (index + 1) * num_merged])
                 if (found := form.form(spec.names.layer.format(0) + name, linear.in_size)) is not None:
                     yield found, kind.num_layers * num_out * linear.in_size
-    if not spec.tie_word_embeddings and (found := form.form(spec.names.head, spec.vocabulary[1])) is not None:
-        yield found, math.prod(spec.vocabulary)
 
 
 def find_format(config: Config) -> Format | None:

@@ -119,13 +119,17 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if config_keys(family).reads(key)}
 
 
-def stored_kinds(reader: GGUFFile) -> Counter[str]:
-    """The types of a file's quantised weights, the most frequent first, and the number of weights in each."""
-    kinds = Counter[str]()
+def stored_kinds(reader: GGUFFile) -> tuple[Counter[str], Counter[str]]:
+    """The types of a file's quantised weights, the most frequent first, and the number of weights in each.
+
+    The first counter is of layers, the second of embeddings and head.
+    """
+    kinds, of_vocabulary = Counter[str](), Counter[str]()
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in ("F32", "F16", "BF16"):
-            kinds[tensor.tensor_type.name] += int(np.prod(tensor.shape))
-    return Counter(dict(kinds.most_common()))
+            counter = kinds if tensor.name.startswith("blk.") else of_vocabulary
+            counter[tensor.tensor_type.name] += int(np.prod(tensor.shape))
+    return Counter(dict(kinds.most_common())), of_vocabulary
 
 
 def _vocab_size(reader: GGUFFile, arch: str, name: str) -> int:

@@ -199,6 +199,8 @@ class PackedMethod(PlainMethod):
         self.fused: FusedWeight | None = None  # `packed`, if it has fused products
 
     def keeps(self, form: GroupForm) -> bool:
+        if self.role != "linear" and torch.device(self.device).type != "cpu":
+            return False  # a GPU's head is plain
         unit = SUPER_SIZE if form.is_nested else form.group_size
         num_in = self.weight.shape[1]
         return num_in % unit == 0 and self.ops.keeps_groups(form, num_in, self.weight.dtype)

@@ -161,7 +161,8 @@ class ModelSpec:
                              None: no scaling
     dtype                    the checkpoint's, a name such as "bfloat16"; for quantised GGUF files, "bfloat16"
     stored_as                how the files of a quantised checkpoint hold the weights, for people; "": they are not
-    forms                    of those weights, and the number of weights in each
+    forms                    of those of linear layers, and the number of weights in each
+    vocabulary_forms         the same of embeddings and head, which a GPU dequantises
     names                    names of the checkpoint's tensors
     """
 
@@ -188,6 +189,7 @@ class ModelSpec:
     dtype: str = "float32"
     stored_as: str = ""
     forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
+    vocabulary_forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
     names: TensorNames = field(default=LLAMA_NAMES, repr=False)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
@@ -241,14 +243,17 @@ class ModelSpec:
 
         Quantised weights keep their bits where the device's products do, in 16-bit dtypes.
         """
-        kept = [(form, count) for form, count in self.forms if itemsize == 2 and form.is_kept_on(device)]
+        forms = self.forms + (self.vocabulary_forms if device == "cpu" else ())
+        kept = [(form, count) for form, count in forms if itemsize == 2 and form.is_kept_on(device)]
         num_kept = sum(count for _, count in kept)
         num_bytes = sum(form.num_bytes(count) for form, count in kept)
         entry = methods.METHODS[quantization]
-        if (form := entry.forms.get(device)) is not None and (head_form := entry.head_form(device)) is not None:
-            head = math.prod(self.vocabulary)
-            rest = max(0, self._num_linear_weights - num_kept)
-            num_kept, num_bytes = num_kept + rest + head, num_bytes + form.num_bytes(rest) + head_form.num_bytes(head)
+        if (form := entry.forms.get(device)) is not None:
+            rest = self._num_linear_weights - sum(count for form, count in self.forms if form.is_kept_on(device))
+            num_kept, num_bytes = num_kept + rest, num_bytes + form.num_bytes(rest)
+            if not self.vocabulary_forms and (form := entry.head_form(device)) is not None:
+                head = math.prod(self.vocabulary)
+                num_kept, num_bytes = num_kept + head, num_bytes + form.num_bytes(head)
         num_wide = self._num_floats + (self._norm_params if self.unit_offset_norms else 0)
         return (self.num_params - num_kept) * itemsize + num_wide * (4 - itemsize) + num_bytes
 

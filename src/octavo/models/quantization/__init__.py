@@ -16,14 +16,14 @@ class MethodEntry(NamedTuple):
     """A method of linear layers.
 
     method  the `LinearMethod` as "module:class"
-    forms   to which it rounds weights of 16 bits, by device; empty: it does not. A head has 8 bits
+    forms   to which it rounds weights of 16 bits, by device; empty: it does not. On a CPU, a head has 8 bits
     """
 
     method: str
     forms: Mapping[str, GroupForm] = {}
 
     def head_form(self, device: str) -> GroupForm | None:
-        return METHODS["int8"].forms[device] if self.forms else None
+        return METHODS["int8"].forms[device] if self.forms and device == "cpu" else None
 
 
 PACKED = "octavo.models.linear_methods:PackedMethod"
