@@ -106,6 +106,7 @@ async def test_prompt_goes_where_its_prefix_is_cached(model: str) -> None:
         router = client.transport.router
         await last_of(client, prefix, PARAMS)
         (home,) = (i for i, num in enumerate(num_routed(client)) if num)
+        await until(lambda: router.index.num_cached(home) > 0)  # its events come after the tokens
         for i in range(5):
             output = await last_of(client, [*prefix, i], PARAMS)
             decision = router.decisions[-1]
