@@ -1,4 +1,4 @@
-"""Quantised weights: the reference keeps none, so that they are dequantised while they are loaded."""
+"""Quantised weights: the reference keeps none. They are dequantised while they are loaded."""
 
 from __future__ import annotations
 
