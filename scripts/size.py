@@ -23,7 +23,7 @@ BUDGETS: dict[str, int] = {
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 8252,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
-    "models": 3530,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
+    "models": 3545,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
     # formats of quantised checkpoints and llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3380,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
