@@ -43,7 +43,7 @@ def test_4_bits_have_a_small_error() -> None:
     scale = rows.gather(2, rows.abs().argmax(2, keepdim=True)) / -8
     signed = (rows / scale).round().clamp(-8, 7) * scale
     simple = min(float((ranged - rows).square().mean()), float((signed - rows).square().mean()))
-    assert squared_error(groups, weight) < 0.87 * simple
+    assert squared_error(groups, weight) < 0.85 * simple
 
 
 @pytest.mark.parametrize("name", FORMS)

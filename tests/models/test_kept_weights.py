@@ -199,4 +199,4 @@ def test_native_products_of_kept_weights(quantisation: str, tmp_path: Path) -> N
     model = load_tiny(path, cpu, torch.bfloat16, linear_method=PackedMethod)
     assert {type(weight.method.packed) for weight in model.weights() if weight.method} <= {GroupedWeight, TiledWeight}
     actual = torch.cat(PagedRun(model, PROMPTS, block_size=4).run(7))
-    assert 1e-5 < float((actual - expected).norm() / expected.norm()) < 0.2
+    assert 1e-5 < float((actual - expected).norm() / expected.norm()) < (0.2 if quantisation == "Q5_K" else 0.05)

@@ -105,9 +105,9 @@ class Groups:
 
     def with_narrow_scales(self) -> Groups:
         """float32 scales as float16 or bfloat16, if that changes none of them."""
-        for dtype in (torch.float16, torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16) if self.scales.dtype == torch.float32 else ():
             narrow = self.scales.to(dtype)
-            if self.scales.dtype == torch.float32 and torch.equal(narrow.float(), self.scales):
+            if torch.equal(narrow.float(), self.scales):
                 return replace(self, scales=narrow)
         return self
 

@@ -13,8 +13,8 @@ CHUNK_NUMBERS = 1 << 20
 """Numbers rounded at a time: on a CPU they stay in the second-level cache."""
 FLOAT8_MAX = 448.0
 SHRUNK_RANGES = (
-    *((0.0, 0.0), (0.02, 0.02), (0.06, 0.06), (0.1, 0.1)),
-    *((0.12, 0.02), (0.02, 0.12), (0.06, 0.0), (0.0, 0.06)),
+    *((0.0, 0.0), (0.025, 0.025), (0.05, 0.05)),
+    *((0.025, 0.0), (0.0, 0.025), (0.05, 0.0), (0.0, 0.05), (0.075, 0.025), (0.025, 0.075)),
 )
 """Shares of a group's range that 4 bits may give up at its ends."""
 

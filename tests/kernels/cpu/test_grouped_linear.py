@@ -11,19 +11,13 @@ from torch import Tensor
 
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.grouped_linear import GroupedWeight, keeps_groups, pack_groups
+from octavo.kernels.group_form import GGUF_FORMS
 from octavo.kernels.groups import GroupForm, Groups
 from tests.kernels.cpu.backends import MARCHES, use_backend
 from tests.kernels.cpu.groups import make_groups
 
 FORMS = {
-    "Q4_0": GroupForm(4, 32, zero=8),
-    "Q4_1": GroupForm(4, 32, has_minima=True),
-    "Q5_0": GroupForm(5, 32, zero=16),
-    "Q5_1": GroupForm(5, 32, has_minima=True),
-    "Q8_0": GroupForm(8, 32, zero=128),
-    "Q4_K": GroupForm(4, 32, has_minima=True, is_nested=True),
-    "Q5_K": GroupForm(5, 32, has_minima=True, is_nested=True),
-    "Q6_K": GroupForm(6, 16, zero=32, is_nested=True),
+    **GGUF_FORMS,
     "AWQ 32": GroupForm(4, 32, has_zeros=True),
     "AWQ 64": GroupForm(4, 64, has_zeros=True),
     "AWQ 128": GroupForm(4, 128, has_zeros=True),
