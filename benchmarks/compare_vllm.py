@@ -1,6 +1,7 @@
-"""Compares Octavo and vLLM on the same workloads, one after the other on one GPU.
+"""Compares Octavo and vLLM on the same workloads, one after the other on the same GPUs.
 
     python benchmarks/compare_vllm.py CONFIG_DIR [--workload NAME ...] [--no-latency] [--rounds N] [--logprobs N]
+        [--tensor-parallel-size N]
 
 CONFIG_DIR holds a config.json. Both engines use random weights, which are as fast as trained ones, and each runs in a
 separate process. vLLM runs with its defaults (CUDA graphs, torch.compile, asynchronous scheduling) under the
@@ -48,17 +49,18 @@ def measure(args: argparse.Namespace) -> None:
     """Benchmark one engine in this process. Prints a JSON object per line."""
     start = time.perf_counter()
     model, name = args.model, Path(args.model).name
+    options = OPTIONS | ({"tensor_parallel_size": args.tensor_parallel_size} if args.tensor_parallel_size > 1 else {})
     subject: Octavo | VLLM
     if args.engine == "vllm":
         import vllm
 
         vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-        llm = vllm.LLM(model=model, gpu_memory_utilization=0.85, disable_log_stats=True, **OPTIONS)
+        llm = vllm.LLM(model=model, gpu_memory_utilization=0.85, disable_log_stats=True, **options)
         subject, version = VLLM(llm, name, vocab_size, args.logprobs), vllm.__version__
     else:
         import octavo
 
-        subject, version = Octavo(octavo.LLM(model, **OPTIONS), name, args.logprobs), octavo.__version__
+        subject, version = Octavo(octavo.LLM(model, **options), name, args.logprobs), octavo.__version__
     about = {"engine": args.engine, "version": version, "model": subject.model, "case": "startup"}
     print(json.dumps(about | {"s": round(time.perf_counter() - start, 3)}), flush=True)
     for row in measure_throughput(subject, check_names(args.workload or ["mixed256"]), args.rounds):
@@ -71,7 +73,7 @@ def spawn(engine: str, python: str, args: argparse.Namespace) -> list[dict[str, 
     command = [python, __file__, args.model, "--engine", engine]
     command += [part for name in args.workload for part in ("--workload", name)]
     command += ["--no-latency"] if args.no_latency else []
-    command += ["--rounds", str(args.rounds)]
+    command += ["--rounds", str(args.rounds), "--tensor-parallel-size", str(args.tensor_parallel_size)]
     command += [] if args.logprobs is None else ["--logprobs", str(args.logprobs)]
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--no-latency", action="store_true")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="repetitions of each case, for the median")
     parser.add_argument("--logprobs", type=int, metavar="N", help="request the top N log-probabilities in every case")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows to FILE as JSON lines")
     parser.add_argument("--engine", choices=["octavo", "vllm"], help="run only this engine and print its rows")

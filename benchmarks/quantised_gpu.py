@@ -1,9 +1,12 @@
 """Decoding with quantised weights on a GPU, in the engine: milliseconds of a step.
 
-    PYTHONPATH=src python benchmarks/quantised_gpu.py [--forms bf16,fp8,int4] [--rows 1,16,64,256] [--context N]
+    PYTHONPATH=src python benchmarks/quantised_gpu.py [--forms bf16,fp8,int4] [--rows 1,16,64,256] [--vllm]
+
+With `--vllm` it measures vLLM instead, the same way; run both at the same time on two GPUs, or one after the other.
 
 The model has the shape of Llama-3-8B and random weights, which are as fast as trained ones. Its linear layers have the
-forms of checkpoints: `fp8` blocks of 128 x 128, `int4` groups of 128; embeddings and head stay in bfloat16. A step's
+forms of checkpoints: `fp8` blocks of 128 x 128 (vLLM: its fastest, tensors), `int4` groups of 128 (vLLM: gptq, Marlin);
+embeddings and head stay in bfloat16. A step's
 time is the difference of two runs that find their prompts in the prefix cache, and of which one has 64 tokens more.
 """
 
@@ -22,7 +25,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from octavo import LLM, SamplingParams
+from octavo import LLM
 from octavo.frontend import build
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.models.linear_methods import PackedMethod
@@ -74,8 +77,38 @@ class RandomMethod(PackedMethod):
         super().finish()
 
 
-def seconds(llm: LLM, prompts: list[Any], num_tokens: int) -> float:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+VLLM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16": ({}, {}),
+    "fp8": ({}, {"quantization": "fp8"}),
+    "int4": ({"quantization_config": GPTQ}, {}),
+}
+"""Of each form, vLLM's changes of config.json and of its options."""
+
+
+def octavo_llm(folder: Path, name: str, options: dict[str, Any]) -> Any:
+    method = type("Method", (RandomMethod,), {"stored": FORMS[name]})
+    key = build.ResolvedModel.kernel_key.fget  # type: ignore[attr-defined]
+    with (
+        patch.object(build, "find_linear_method", lambda *args, **options: method),
+        patch.object(build.ResolvedModel, "kernel_key", property(lambda self: key(self) + name)),
+    ):
+        return LLM(str(folder), **options)
+
+
+def vllm_llm(folder: Path, name: str, options: dict[str, Any]) -> Any:
+    import vllm
+
+    changes, more = VLLM[name]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return vllm.LLM(str(folder), gpu_memory_utilization=0.85, disable_log_stats=True, **options, **more)
+
+
+def seconds(llm: Any, prompts: list[Any], num_tokens: int) -> float:
+    # vLLM's engine takes vLLM's parameters.
+    kind = __import__(type(llm).__module__.partition(".")[0]).SamplingParams
+    params = kind(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     best = float("inf")
     for _ in range(2):
         begin = time.perf_counter()
@@ -90,34 +123,31 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=(1, 16, 64, 256))
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--vllm", action="store_true")
     args = parser.parse_args()
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": args.context + 2 * STEPS}
-    key = build.ResolvedModel.kernel_key.fget  # type: ignore[attr-defined]
     base: dict[int, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": args.layers}))
-        print(f"{'ms of a step':<14}" + "".join(f"{rows:>8} rows" for rows in args.rows) + "  started", flush=True)
-        for name in args.forms:
-            method = type("Method", (RandomMethod,), {"stored": FORMS[name]})
+    print(f"{'ms of a step':<14}" + "".join(f"{rows:>8} rows" for rows in args.rows) + "  started", flush=True)
+    for name in args.forms:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": args.layers}))
             begin = time.perf_counter()
-            with (
-                patch.object(build, "find_linear_method", lambda *args, method=method, **options: method),
-                patch.object(build.ResolvedModel, "kernel_key", property(lambda self, name=name: key(self) + name)),
-            ):
-                llm = LLM(folder, **options)
+            llm = (vllm_llm if args.vllm else octavo_llm)(Path(folder), name, options)
             started, line = time.perf_counter() - begin, f"{name:<14}"
-            with llm:
-                for rows in args.rows:
-                    prompts = [
-                        {"prompt_token_ids": [(7 * i + 31 * row) % 9000 for i in range(args.context)]}
-                        for row in range(rows)
-                    ]
-                    ms = (seconds(llm, prompts, STEPS + 1) - seconds(llm, prompts, 1)) / STEPS * 1e3
-                    line += f"{ms:>7.2f} {base.setdefault(rows, ms) / ms:.2f}x"
+            for rows in args.rows:
+                prompts = [
+                    {"prompt_token_ids": [(7 * i + 31 * row) % 9000 for i in range(args.context)]}
+                    for row in range(rows)
+                ]
+                ms = (seconds(llm, prompts, STEPS + 1) - seconds(llm, prompts, 1)) / STEPS * 1e3
+                line += f"{ms:>7.2f} {base.setdefault(rows, ms) / ms:.2f}x"
             print(line + f"{started:>7.0f} s", flush=True)
+            if not args.vllm:
+                llm.close()
             del llm
-            gc.collect()
-            torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":
