@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,7 +69,10 @@ def empty_model(
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
-    """The model of `spec`. Its linear layers have no memory yet; other weights are uninitialised."""
+    """One rank's part of the model of `spec`. Its linear layers have no memory yet; other weights are uninitialised.
+
+    Raises `ParameterError` if so many ranks cannot share the model.
+    """
     return cast("Model", load(spec.model)(spec, LayerFactory(ops, dtype, device, tp, linear_method), max_len=max_len))
 
 
@@ -83,7 +87,7 @@ def load_model(
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
-    """The model of `spec` with the checkpoint's weights, converted to `dtype`.
+    """The model of `spec` with the checkpoint's weights, converted to `dtype`; of `tp`'s rank, its part of them.
 
     linear_method  of all linear layers; a layer's method is finished as soon as its weight is filled, one by one
     max_len        positions of the rotary table
@@ -111,12 +115,13 @@ def dummy_model(
     dtype: torch.dtype,
     device: torch.device | str,
     ops: ModelOps,
+    tp: TensorParallel = SINGLE_RANK,
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
-    """The model of `spec` with random weights, for benchmarks."""
-    model = empty_model(spec, ops=ops, dtype=dtype, device=device, linear_method=linear_method, max_len=max_len)
-    generator = torch.Generator(device).manual_seed(0)
+    """The model of `spec` with random weights, for benchmarks. Ranks have equal copies of what is not split."""
+    model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
+    generator = torch.Generator(device)
     for method, weights in _weights_by_method(model):
         if method is not None:
             method.allocate([(method.weight.shape[0], None)])
@@ -125,6 +130,8 @@ def dummy_model(
             if len(weight.shape) == 1 and not weight.name.endswith("bias"):
                 target.fill_(1.0)  # a norm
             else:
+                part = 0 if target.shape == weight.shape else 1 + tp.rank
+                generator.manual_seed(zlib.crc32(f"{weight.name} {part}".encode()))
                 target.normal_(0.0, 0.02, generator=generator)
         if method is not None:
             method.finish()
@@ -207,6 +214,7 @@ def _form_of(weight: Weight, stored: StoredTensor) -> tuple[int, GroupForm | Non
     """Rows of a linear layer's weight, and the form in which they are kept."""
     slot = cast("Slot", weight.place)
     form = None if slot.is_transposed or stored.groups is None else stored.groups.form
+    form = None if form is None else form.of_columns(slot.method.weight.shape[1])
     return slot.last - slot.first, form if form is not None and slot.method.keeps(form) else None
 
 
@@ -238,7 +246,8 @@ def _copy_rows(weight: Weight, stored: StoredTensor, first: int, last: int) -> s
             assert stored.groups is not None
             start, num_in = weight.start[1], target.shape[1]
             kept = target.rows(first, last)
-            kept.copy_(stored.groups.read(part).columns(start, start + num_in))
+            groups = stored.groups.read(part).in_groups(target.form.group_size)
+            kept.copy_(groups.columns(start, start + num_in))
             return None if kept.is_finite() else f"{weight.name} contains NaN or infinity"
         rows = stored.read(part)
     except TensorError as problem:
