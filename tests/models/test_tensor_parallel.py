@@ -282,7 +282,7 @@ def test_bytes_of_a_ranks_quantised_weights(quantisation: str, tmp_path: Path) -
 @pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("quantisation", ["Q4_0", "Q6_K", "int8", "int4", None])
 def test_ranks_on_the_cpus_products(quantisation: str | None, tmp_path: Path) -> None:
-    """The CPU's operations in bfloat16, packed heads and tables included: no further from exact logits than one rank."""
+    """The CPU's operations in bfloat16, packed heads and tables too: no further from exact logits than one rank."""
     directory = make_tiny_checkpoint("llama", tmp_path / "model", **NESTED)
     path = directory
     if quantisation is not None and quantisation.startswith("Q"):

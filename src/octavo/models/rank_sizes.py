@@ -59,7 +59,10 @@ def spec_of_rank(spec: Spec, size: int) -> Spec:
     """`spec` with the sizes of one of `size` ranks, also those of its quantised weights."""
     check_tensor_parallel(spec, size)
     own = replace(spec, **spec.sizes_of_rank(size), forms=(), vocabulary_forms=())
-    forms = [part for form, count in spec.forms for part in _forms_of_rank(spec, own, form, count)]
+    counts: dict[GroupForm, int] = {}
+    for form, count in spec.forms:
+        counts[form] = counts.get(form, 0) + count
+    forms = [part for form, count in counts.items() for part in _forms_of_rank(spec, own, form, count)]
     heads = [(form, count * own.vocab_size // spec.vocab_size) for form, count in spec.vocabulary_forms]
     return replace(own, forms=tuple(forms), vocabulary_forms=tuple(heads))
 
