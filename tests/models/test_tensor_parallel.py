@@ -11,17 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import ParameterError
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.groups import GroupForm, Groups
-from octavo.models.config import spec_from_config
+from octavo.models.config import find_format, spec_from_config
 from octavo.models.linear import TensorParallel
 from octavo.models.linear_methods import PackedMethod, find_linear_method
+from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.loader import dummy_model, empty_model
+from octavo.models.loading.quantised import read_quantised
+from octavo.models.loading.safetensors import read_safetensors
 from octavo.models.rank_sizes import check_tensor_parallel
+from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 from tests.models.quantization.writers import VARIANTS, quantise
 from tests.models.ranks import Ranks
@@ -260,6 +265,31 @@ def test_ranks_of_gguf_files(kind: str, quantisation: str, tmp_path: Path) -> No
     kept = [linear for role, linear in spec.linears.items() if role != "out" or sizes is WIDE]
     vocabularies = 2 * 56 * spec.hidden_size
     assert assert_ranks_keep(path) == spec.num_layers * sum(math.prod(each.shape) for each in kept) + vocabularies
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *BLOCKS, "F32"])
+def test_columns_are_read_alone(name: str, tmp_path: Path) -> None:
+    """The same numbers as those of whole rows, wherever a rank's columns begin."""
+    sizes = NESTED if name.endswith("K") else CUT
+    path = make_tiny_checkpoint("llama", tmp_path / "model", **sizes)
+    if name in VARIANTS:
+        quantise(path, VARIANTS[name])
+    else:
+        path = write_tiny_gguf(path, tmp_path / "m.gguf", quantisation=name)
+    spec, checkpoint = read_spec(path), open_checkpoint(path)
+    stored = read_gguf(checkpoint, spec) if name not in VARIANTS else read_safetensors(checkpoint, spec)
+    if (form := find_format(checkpoint.config)) is not None:
+        assert not list(read_quantised(stored, form, find_family(spec.architecture)))
+    down = stored["model.layers.1.mlp.down_proj.weight"]
+    num_in = down.shape[1]
+    for columns in (range(num_in // 2), range(num_in // 2, num_in), range(7, 43), range(num_in - 3, num_in)):
+        for rows in (slice(3, 21), [9, 4, 5]):
+            assert torch.equal(down.read(rows, columns), down.read(rows)[:, columns.start : columns.stop])
+    if down.groups is not None:
+        unit = 256 if name.endswith("K") else down.groups.form.group_size
+        part = down.groups.read(slice(3, 21), range(num_in - unit, num_in))
+        assert part.shape == (18, unit)
+        assert torch.equal(part.dequantised(), down.groups.read(slice(3, 21)).dequantised()[:, num_in - unit :])
 
 
 @pytest.mark.parametrize("quantisation", [*BLOCKS, "awq g32", "ct int4 group", "ct int8 row", "fp8 blocks"])

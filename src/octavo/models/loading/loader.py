@@ -22,7 +22,8 @@ from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
-from octavo.kernels.groups import GroupForm, Groups
+from octavo.integers import cdiv
+from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.models.config import find_format
@@ -241,20 +242,20 @@ def _copy_rows(weight: Weight, stored: StoredTensor, first: int, last: int) -> s
     target = weight.target
     chosen = slice(weight.start[0] + first, weight.start[0] + last)
     part: Rows = chosen if weight.order is None else list(weight.order[chosen])
+    columns = range(weight.start[1], weight.start[1] + target.shape[1]) if len(weight.shape) > 1 else None
     try:
         if isinstance(target, Groups):
-            assert stored.groups is not None
-            start, num_in = weight.start[1], target.shape[1]
-            kept = target.rows(first, last)
-            groups = stored.groups.read(part).in_groups(target.form.group_size)
-            kept.copy_(groups.columns(start, start + num_in))
+            assert stored.groups is not None and columns is not None
+            form, kept = stored.groups.form, target.rows(first, last)
+            unit = SUPER_SIZE if form.is_nested else form.group_size
+            whole = range(columns.start // unit * unit, cdiv(columns.stop, unit) * unit)  # groups
+            groups = stored.groups.read(part, whole).in_groups(target.form.group_size)
+            kept.copy_(groups.columns(columns.start - whole.start, columns.stop - whole.start))
             return None if kept.is_finite() else f"{weight.name} contains NaN or infinity"
-        rows = stored.read(part)
+        rows = stored.read(part, columns)
     except TensorError as problem:
         return str(problem)
     target = target[first:last]
-    for dim in range(1, rows.ndim):
-        rows = rows.narrow(dim, weight.start[dim], target.shape[dim])
     target.copy_(rows)
     # The sum is not finite if any element is not: one cheap pass. It may also overflow, so then check each element.
     if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
