@@ -45,7 +45,10 @@ class GroupForm:
         """
         if self.is_nested:
             return self if num_in % SUPER_SIZE == 0 else None
-        return replace(self, group_size=math.gcd(self.group_size, num_in))
+        size = math.gcd(self.group_size, num_in)
+        if self.is_float and size not in (self.group_size, num_in):
+            return None  # which no product has
+        return replace(self, group_size=size)
 
     def is_kept_on(self, device: str) -> bool:
         """True if the products of "cpu" or "cuda" keep weights of this form in their bits."""

@@ -156,7 +156,7 @@ def _take_stored(numbers: Numbers, rows: Tensor, columns: range) -> Tensor:
     per_word = 32 // numbers.bits
     first = columns.start // per_word
     words = _select(matrix[:, first : cdiv(columns.stop, per_word)], rows)
-    octets = words.flatten().view(torch.uint8).view(len(words), -1)
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one column is "contiguous" anyhow
     fields = octets if numbers.bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
     return fields[:, columns.start - first * per_word : columns.stop - first * per_word]
 
