@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 1106,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
+    "(top)": 1116,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
     "params": 668,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
@@ -23,7 +23,7 @@ BUDGETS: dict[str, int] = {
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 8252,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
-    "models": 3545,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
+    "models": 3547,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
     # formats of quantised checkpoints and llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3380,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors

@@ -342,6 +342,29 @@ def test_a_quantised_checkpoint_takes_the_bytes_of_its_form(tmp_path: Path, call
 
 
 @pytest.mark.parametrize(
+    ("stored", "named", "message"),
+    [
+        ("awq", "awq", None),
+        ("awq", "awq_marlin", None),
+        ("fp8", "fp8", None),  # not the rounding, which needs a GPU
+        ("awq", "gptq", "quantization is 'gptq', and the files are awq; leave it out"),
+        (None, "gguf", "quantization is 'gguf', and the files are not quantised; leave it out"),
+    ],
+)
+def test_the_quantization_of_the_files_may_be_named(
+    stored: str | None, named: str, message: str | None, tmp_path: Path, call: Call, free_bytes: list[int]
+) -> None:
+    more = {"awq": {"bits": 4, "group_size": 64}, "fp8": {"weight_block_size": [128, 128]}}
+    config = {"quantization_config": more[stored] | {"quant_method": stored}} if stored else {}
+    model = write_config(tmp_path, SMOLLM2 | config)
+    done = call("doctor", model, "--device", "cpu", "--quantization", named, "--json")
+    if message is None:
+        assert done.out == call("doctor", model, "--device", "cpu", "--json").out
+    else:
+        assert done.code == 2 and message in done.err
+
+
+@pytest.mark.parametrize(
     ("args", "code", "message"),
     [
         (("--gpu", "h20000"), 2, "no device 'h20000'; did you mean h200?"),

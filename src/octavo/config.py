@@ -40,7 +40,9 @@ DEFAULT_LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 """Default of `long_prefill_token_threshold`, by device; at most half of `max_num_batched_tokens`."""
 
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["int8", "int4", "fp8"]
+Quantization = Literal["int8", "int4", "fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf"]
+ROUNDED = ("int8", "int4", "fp8")
+"""Quantizations to which weights are rounded."""
 KVCacheDType = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]
 KV_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -166,7 +168,8 @@ class EngineArgs(ValidatedParams):
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download
     quantization              int8, int4: round weights of 16 bits to so many while they are loaded, with a scale for
                               each group of inputs; a CPU also rounds activations to int8. fp8: to float8, on a GPU.
-                              Weights that the files hold in 8 bits or fewer stay as they are
+                              Weights that the files hold in 8 bits or fewer stay as they are. The other names say how
+                              the files are quantised, which is found without them; another one is an error
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
     kv_cache_dtype            K and V; auto: in the dtype of the activations. int8, on a CPU: a scale per head and
@@ -379,6 +382,19 @@ class EngineArgs(ValidatedParams):
         if self.disable_hybrid_kv_cache_manager:
             return 0
         return supported if self.max_model_len in (None, -1) else min(self.max_model_len, supported)
+
+    def for_checkpoint(self, stored: str | None) -> EngineArgs:
+        """Without a `quantization` that says how the files are quantised. stored: how they are; None: not at all
+
+        Raises `ParameterError` if it says something else.
+        """
+        name = self.quantization and self.quantization.removesuffix("_marlin")
+        if name is None or (name in ROUNDED and name != stored):
+            return self
+        if name != stored:
+            text = f"quantization is {self.quantization!r}, and the files are {stored or 'not quantised'}; leave it out"
+            raise ParameterError(text, param="quantization")
+        return replace(self, quantization=None)
 
     def resolved_dtype(self, device: str, stored: str, *, has_bfloat16: bool) -> str:
         """The dtype in which the engine computes; see `dtype`.

@@ -118,7 +118,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     if gpu is not None and args.device == "cpu":
         raise ParameterError(f"device is cpu, but gpu is {gpu}; remove one of them", param="device")
     machine = detect_machine(args.device) if gpu is None else machine_with(gpu)
-    args = args.resolved(machine.device)
+    args = args.for_checkpoint(spec.quant_method).resolved(machine.device)
     name = Path(args.model).name or args.model
 
     def plan(args: EngineArgs) -> MemoryBudget:

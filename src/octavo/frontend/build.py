@@ -177,6 +177,7 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     """Read the model's small files, and choose the platform."""
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
     spec = read_spec(checkpoint)
+    args = args.for_checkpoint(spec.quant_method)
     template = None if args.chat_template is None else chat_template.load(args.chat_template)
     defaults = sampling_defaults(args.generation_config, checkpoint)
     if defaults.values:

@@ -12,7 +12,7 @@ from octavo.models.config import read_spec
 def check_model(args: EngineArgs) -> None:
     """Raises the `ModelError` that loading would raise for the model's configuration or tensor names."""
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=False)
-    read_spec(checkpoint)
+    args.for_checkpoint(read_spec(checkpoint).quant_method)
     sampling_defaults(args.generation_config, checkpoint)
     if checkpoint.format == "safetensors" and args.load_format != "dummy":
         check_headers(open_checkpoint(args.model, revision=args.revision))

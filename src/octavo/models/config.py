@@ -45,7 +45,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
             for part in (kinds, of_vocabulary)
         )
         names = ", ".join(dict.fromkeys([*kinds, *of_vocabulary]))
-        return replace(spec, stored_as=names, forms=forms, vocabulary_forms=vocabulary_forms)
+        return replace(spec, quant_method="gguf", stored_as=names, forms=forms, vocabulary_forms=vocabulary_forms)
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     if spec.tie_word_embeddings and _has_other_head(checkpoint, spec):
         return replace(spec, tie_word_embeddings=False)
@@ -72,6 +72,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         "eos_token_ids": eos_token_ids or read_eos_token_ids(config),
         "bos_token_id": read_token_id(config, "bos_token_id"),
         "dtype": read_dtype(config),
+        "quant_method": None if form is None else _text_part(outer)[KEY]["quant_method"],
         "stored_as": "" if form is None else form.description,
     }
     spec = family.read(config, common)

@@ -171,6 +171,7 @@ class ModelSpec:
     rope_scaling             of rotary embedding: validated dict with config.json's keys, the argument of `rope_table`;
                              None: no scaling
     dtype                    the checkpoint's, a name such as "bfloat16"; for quantised GGUF files, "bfloat16"
+    quant_method             vLLM's name of how the checkpoint is quantised, such as "awq"; None: it is not
     stored_as                how the files of a quantised checkpoint hold the weights, for people; "": they are not
     forms                    of those of linear layers, and the number of weights in each
     vocabulary_forms         the same of embeddings and head, which a GPU dequantises
@@ -198,6 +199,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
+    quant_method: str | None = None
     stored_as: str = ""
     forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
     vocabulary_forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)

@@ -159,7 +159,7 @@ ENGINE: tuple[Argument, ...] = (
     *_only("engine", "kv_cache_dtype is that of all layers", "kv_cache_dtype_skip_layers"),
     *_only("engine", "scales of K and V are calibrated or exact whenever kv_cache_dtype needs some",
         calculate_kv_scales=False),
-    *_only("engine", "quantization is int8, int4 or fp8, or what the checkpoint stores", "quantization_config",
+    *_only("engine", "quantization is int8, int4, fp8, or what the checkpoint stores", "quantization_config",
         allow_deprecated_quantization=False),
     *_only("engine", "prefixes are looked up by SHA-256", prefix_caching_hash_algo=("sha256", "sha256_cbor")),
     *_only("engine", "prefixes are shared in whole blocks", "prefix_match_unit"),
