@@ -267,6 +267,23 @@ def test_ranks_of_gguf_files(kind: str, quantisation: str, tmp_path: Path) -> No
     assert assert_ranks_keep(path) == spec.num_layers * sum(math.prod(each.shape) for each in kept) + vocabularies
 
 
+@pytest.mark.parametrize(
+    ("form", "num_in", "group_size"),
+    [
+        (GroupForm(4, 128), 14336 // 4, 128),
+        (GroupForm(4, 128), 18944 // 8, 64),
+        (GroupForm(8, 14336, is_float=True), 14336 // 4, 14336 // 4),  # a row has one scale
+        (GroupForm(8, 128, is_float=True), 18944 // 8, None),  # no product has smaller groups of floats
+        (GroupForm(6, 16, is_nested=True), 11008 // 2, None),
+        (GroupForm(6, 16, is_nested=True), 14336 // 2, 16),
+    ],
+)
+def test_groups_are_cut_where_products_have_the_smaller_ones(
+    form: GroupForm, num_in: int, group_size: int | None
+) -> None:
+    assert form.of_columns(num_in) == (None if group_size is None else dataclasses.replace(form, group_size=group_size))
+
+
 @pytest.mark.parametrize("name", [*VARIANTS, *BLOCKS, "F32"])
 def test_columns_are_read_alone(name: str, tmp_path: Path) -> None:
     """The same numbers as those of whole rows, wherever a rank's columns begin."""
