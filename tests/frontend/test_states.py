@@ -13,9 +13,8 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs
 from octavo.doctor import examine, format_report
 from octavo.errors import MemoryBudgetError, ParameterError
-from octavo.models.linear import TensorParallel
 from octavo.runner.platform import CpuPlatform
-from tests.models.tiny import load_tiny, make_tiny_checkpoint, random_prompts
+from tests.models.tiny import make_tiny_checkpoint, random_prompts
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -138,11 +137,6 @@ def test_a_gpu_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.frontend.build.find_platform", lambda name: Cuda())
     with pytest.raises(ParameterError, match=r"device cuda is not supported for Qwen3_5ForCausalLM.*set device to cpu"):
         LLM(model, skip_tokenizer_init=True)
-
-
-def test_tensor_parallel_ranks_are_refused(model: str) -> None:
-    with pytest.raises(ParameterError, match="tensor_parallel_size 2 is not supported for Qwen3_5ForCausalLM"):
-        load_tiny(Path(model), tp=TensorParallel(0, 2))
 
 
 def test_memory_of_states_is_counted(model: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +13,10 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.resolve import open_checkpoint
-from octavo.errors import ParameterError
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.models.decoder import Decoder, DecoderLayer
-from octavo.models.linear import LayerFactory, TensorParallel
+from octavo.models.linear import LayerFactory
 from octavo.models.loading.loader import load_model
 from octavo.models.spec import DecoderSpec
 from tests.models.tiny import (
@@ -373,55 +370,6 @@ def test_each_linear_layer_has_a_method_that_owns_its_weight(models: Any, case: 
             assert weight.target.untyped_storage().data_ptr() == owned
 
 
-class Ranks:
-    """Ranks that run in threads of this process; `all_reduce` sums their parts."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=120)
-
-    def rank(self, rank: int) -> TensorParallel:
-        def all_reduce(part: Tensor) -> Tensor:
-            self.parts[rank] = part
-            self.barrier.wait()
-            total = torch.stack([p for p in self.parts if p is not None]).sum(0)
-            self.barrier.wait()
-            return total
-
-        return TensorParallel(rank, len(self.parts), all_reduce)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "llama biases", "qwen2", "qwen3 even", "gemma3 even", "gpt2 scales", "opt even", "phi3 even", "smollm3 windows",
-        "granite even", "starcoder2 even", "internlm2 biases",
-    ],
-)  # fmt: skip
-def test_two_ranks_give_the_same_logits(models: Any, case: str) -> None:
-    directory, expected = models[case]
-    ranks = Ranks(2)
-
-    def run(rank: int) -> list[Tensor]:
-        try:
-            decoder = load_tiny(directory, tp=ranks.rank(rank))
-            return PagedRun(decoder, PROMPTS, block_size=8, tp_size=2).run(7)
-        except BaseException:
-            ranks.barrier.abort()  # the other rank waits for this one
-            raise
-
-    with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(run, range(2)))
-    for result in results:
-        for actual, wanted in zip(result, expected, strict=True):
-            assert_close(actual, wanted)
-
-
-def test_norms_of_all_heads_together_need_one_rank(models: Any) -> None:
-    with pytest.raises(ParameterError, match="tensor_parallel_size 3 is not supported for Olmo2ForCausalLM"):
-        load_tiny(models["olmo2 biases"][0], tp=TensorParallel(0, 3))
-
-
 @pytest.mark.parametrize("kind", ["llama", "phi3", "smollm3", "granite", "internlm2", "internlm3"])
 def test_small_batches_have_a_path_where_norms_come_first(models: Any, kind: str) -> None:
     sizes = [load_tiny(models[name][0], SmallBatchPath()).max_small_batch_tokens for name in (kind, "olmo2")]
@@ -433,8 +381,3 @@ def test_granite_adds_no_operation_to_a_layer(models: Any) -> None:
     assert isinstance(spec, DecoderSpec)
     assert spec.embedding_scale == pytest.approx(3.7 / 0.31) and spec.rms_norm_eps == pytest.approx(1e-6 / 0.31**2)
     assert load_tiny(models["granite"][0], dtype=torch.bfloat16).embedding_scale == spec.embedding_scale
-
-
-def test_tensor_parallel_size_must_divide_the_heads(models: Any) -> None:
-    with pytest.raises(ParameterError, match="tensor_parallel_size 3 does not divide the model's 4 attention heads"):
-        load_tiny(models["llama"][0], tp=TensorParallel(0, 3))

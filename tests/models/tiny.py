@@ -248,7 +248,7 @@ def empty_pool(
 ) -> Tensor:
     """A KV cache full of NaN: reading an unwritten slot makes the result NaN."""
     num_layers = spec.num_layers - len(spec.recurrent_layers)
-    shape = (num_blocks + 1, num_layers, 2, spec.num_kv_heads // tp_size, block_size, spec.head_dim)
+    shape = (num_blocks + 1, num_layers, 2, spec.of_rank(tp_size).num_kv_heads, block_size, spec.head_dim)
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
@@ -268,7 +268,7 @@ class PagedRun:
         counts = [cdiv(len(prompt), block_size) for prompt in prompts]
         dtype = decoder.vocabulary.head.weight.dtype
         block_bytes = empty_pool(decoder.spec, 0, block_size, dtype=dtype, tp_size=tp_size).nbytes
-        state_blocks = cdiv(decoder.spec.state_size * max(4, dtype.itemsize), block_bytes)
+        state_blocks = cdiv(decoder.spec.of_rank(tp_size).state_size * max(4, dtype.itemsize), block_bytes)
         num_blocks = sum(counts) + len(prompts) * state_blocks + 3
         ids = random.Random(seed).sample(range(1, num_blocks + 1), num_blocks)
         self.block_tables = [[ids.pop() for _ in range(count)] for count in counts]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 SUPER_SIZE = 256
 """Inputs that share a scale of scales (llama.cpp's K quants)."""
@@ -36,6 +37,18 @@ class GroupForm:
         super_bytes = 2 * (1 + self.has_minima) if self.is_nested else 0
         groups, supers = num_weights // self.group_size, num_weights // SUPER_SIZE
         return num_weights * self.bits // 8 + groups * group_bytes + supers * super_bytes
+
+    def of_columns(self, num_in: int) -> GroupForm | None:
+        """The form of the same numbers in rows of `num_in` inputs, cut from longer ones; None: there is none.
+
+        Groups that are cut are smaller, and have the scale of the whole.
+        """
+        if self.is_nested:
+            return self if num_in % SUPER_SIZE == 0 else None
+        size = math.gcd(self.group_size, num_in)
+        if self.is_float and size not in (self.group_size, num_in):
+            return None  # which no product has
+        return replace(self, group_size=size)
 
     def is_kept_on(self, device: str) -> bool:
         """True if the products of "cpu" or "cuda" keep weights of this form in their bits."""

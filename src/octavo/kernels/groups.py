@@ -89,6 +89,14 @@ class Groups:
         num_in = self.shape[1]
         return self.map(lambda plane: plane[:, first * plane.shape[1] // num_in : last * plane.shape[1] // num_in])
 
+    def in_groups(self, size: int) -> Groups:
+        """The same numbers in smaller groups, not nested; size: a divisor of this form's."""
+        per = self.form.group_size // size
+        if per == 1:
+            return self
+        form = replace(self.form, group_size=size)
+        return replace(self.map(lambda plane: plane.repeat_interleave(per, 1)), form=form, values=self.values)
+
     def copy_(self, source: Groups) -> None:
         for plane, other in zip(self.planes(), source.planes(), strict=True):
             plane.copy_(other)

@@ -90,9 +90,7 @@ def _forms(spec: ModelSpec, form: Format) -> Iterator[tuple[GroupForm, int]]:
     """The forms of a model's linear layers, and the number of weights in each. Layers of a kind are alike."""
     for kind in spec.layer_kinds:
         for linear in kind.linears.values():
-            num_merged = len(linear.out_sizes) // len(linear.names)
-            for index, name in enumerate(linear.names):
-                num_out = sum(linear.out_sizes[index * num_merged : (index + 1) * num_merged])
+            for name, num_out in linear.parts:
                 if (found := form.form(spec.names.layer.format(0) + name, linear.in_size)) is not None:
                     yield found, kind.num_layers * num_out * linear.in_size
 

@@ -25,8 +25,8 @@ class DecoderLayer:
     def __init__(
         self, spec: DecoderSpec, factory: LayerFactory, attention: Mixer, mlp: MLP, norms: dict[str, Tensor]
     ) -> None:
-        """norms: the weights of `spec.norms`."""
-        self.shapes, self.norms = spec.norms, norms
+        """norms: this rank's parts of the weights of `spec.norms`."""
+        self.shapes, self.norms, self.tp = spec.norms, norms, factory.tp
         self.ops = factory.ops
         self.eps = spec.rms_norm_eps
         self.attention, self.mlp = attention, mlp
@@ -72,7 +72,9 @@ class DecoderLayer:
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         for role, norm in self.norms.items():
-            yield Weight.whole(f"{prefix}{self.shapes[role].name}.weight", norm, self.shapes[role].order)
+            shape = self.shapes[role]
+            start = self.tp.start(shape.size, len(norm))
+            yield Weight(f"{prefix}{shape.name}.weight", (shape.size,), norm, (start,), shape.order)
         yield from self.attention.weights(prefix)
         yield from self.mlp.weights(prefix)
 
@@ -108,7 +110,8 @@ class Decoder:
     def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
         """Create a layer. A model with another MLP, such as experts, overrides this."""
         spec = self.spec
-        norms = {role: empty_norm(spec, norm.size, factory) for role, norm in spec.norms.items()}
+        own = spec.of_rank(factory.tp.size)
+        norms = {role: empty_norm(spec, norm.size, factory) for role, norm in own.norms.items()}
         return DecoderLayer(spec, factory, Attention(spec, layer, factory, norms), GatedMLP(spec, factory), norms)
 
     @cached_property

@@ -49,16 +49,13 @@ class GPTLayer:
         self.scale = spec.attention_scale / (layer + 1 if spec.scale_by_layer else 1)
         self.window = spec.window_of(layer)
         self.activation = activation_of(spec.activation, factory.ops)
-        factory.tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
-        factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
-        linears, norms = spec.linears, spec.norms
+        own, norms = spec.of_rank(factory.tp.size).linears, spec.norms
+        self.qkv, self.out, self.up, self.down = (
+            Linear(linear, own[role], factory) for role, linear in spec.linears.items()
+        )
         self.attention_norm = LayerNorm(norms.get("attention"), spec.layer_norm_eps, factory)
-        self.qkv = Linear(linears["qkv"], factory, split="out")
-        self.out = Linear(linears["out"], factory, split="in")
         self.kv_scales: Tensor | None = None
         self.mlp_norm = LayerNorm(norms.get("mlp"), spec.layer_norm_eps, factory)
-        self.up = Linear(linears["mlp_in"], factory, split="out")
-        self.down = Linear(linears["down"], factory, split="in")
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V to kv_layer.

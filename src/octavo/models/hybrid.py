@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.errors import ParameterError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import head_dim_of
 from octavo.kernels.reference.norms import NormedResidual, accumulation_dtype
@@ -53,24 +52,17 @@ class GatedDeltaNet:
     """A recurrent layer; see `kernels.reference.recurrent`. index: among the recurrent layers"""
 
     def __init__(self, spec: HybridSpec, index: int, factory: LayerFactory) -> None:
-        if factory.tp.size > 1:
-            raise ParameterError(
-                f"tensor_parallel_size {factory.tp.size} is not supported for {spec.architecture}: its recurrent "
-                "layers are not split; use 1",
-                param="tensor_parallel_size",
-            )
-
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=factory.device)
 
-        linears = spec.recurrent_linears
-        self.spec, self.ops = spec, factory.ops
-        self.qkv = Linear(linears["qkv"], factory, split="out")
-        self.out = Linear(linears["out"], factory, split="in")
-        self.conv, self.norm = empty(spec.conv_channels, spec.conv_size), empty(spec.value_dim)
-        self.log_decay, self.step_bias = empty(spec.num_value_heads), empty(spec.num_value_heads)
-        self.first = index * spec.layer_state_size
-        self.first_matrix = self.first + spec.conv_channels * (spec.conv_size - 1)
+        self.tp, self.ops = factory.tp, factory.ops
+        self.whole, self.spec = spec, (own := spec.of_rank(self.tp.size))
+        linears, own_linears = spec.recurrent_linears, own.recurrent_linears
+        self.qkv, self.out = (Linear(linears[role], own_linears[role], factory) for role in ("qkv", "out"))
+        self.conv, self.norm = empty(own.conv_channels, own.conv_size), empty(own.value_dim)
+        self.log_decay, self.step_bias = empty(own.num_value_heads), empty(own.num_value_heads)
+        self.first = index * own.layer_state_size
+        self.first_matrix = self.first + own.conv_channels * (own.conv_size - 1)
 
     def __call__(self, x: Tensor, batch: RaggedBatch, states: Tensor, cos_sin: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; states [num_blocks + 1, numbers of a block]."""
@@ -94,10 +86,9 @@ class GatedDeltaNet:
     def _mix(self, projected: Tensor, batch: RaggedBatch, states: Tensor) -> Tensor:
         """The layer between its projections; see `HybridSpec.recurrent_linears`."""
         spec, wide = self.spec, accumulation_dtype(projected.dtype)
-        qkv, gate, b, a = torch.split(projected, self.qkv.rows, dim=1)
+        qkv, gate, b, a = torch.split(projected, [spec.conv_channels, *self.qkv.own.out_sizes[3:]], dim=1)
         qkv = self.ops.causal_conv(qkv, self.conv, states, self.first, batch)
-        key_size = spec.num_key_heads * spec.key_dim
-        q, k, v = torch.split(qkv, [key_size, key_size, qkv.shape[1] - 2 * key_size], dim=1)
+        q, k, v = torch.split(qkv, list(spec.conv_sizes), dim=1)
         q, k = (x.view(len(x), -1, spec.key_dim) for x in (q, k))
         v = v.view(len(v), -1, spec.value_dim)
         decay = -self.log_decay.exp() * F.softplus(a.to(wide) + self.step_bias)
@@ -107,10 +98,16 @@ class GatedDeltaNet:
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         prefix += "linear_attn."
-        yield Weight.whole(f"{prefix}conv1d.weight", self.conv.unsqueeze(1))
+        whole, first = self.whole, 0
+        parts = torch.split(self.conv.unsqueeze(1), list(self.spec.conv_sizes))  # channels of Q, K and V
+        for size, part in zip(whole.conv_sizes, parts, strict=True):
+            start = first + self.tp.start(size, len(part))
+            yield Weight(f"{prefix}conv1d.weight", (whole.conv_channels, *part.shape[1:]), part, (start, 0, 0))
+            first += size
         yield Weight.whole(f"{prefix}norm.weight", self.norm)
-        yield Weight.whole(f"{prefix}A_log", self.log_decay)
-        yield Weight.whole(f"{prefix}dt_bias", self.step_bias)
+        num_heads = whole.num_value_heads
+        for name, tensor in {"A_log": self.log_decay, "dt_bias": self.step_bias}.items():
+            yield Weight(f"{prefix}{name}", (num_heads,), tensor, (self.tp.start(num_heads, len(tensor)),))
         for linear in (self.qkv, self.out):
             yield from linear.weights(prefix.removesuffix("linear_attn."))
 
@@ -121,7 +118,7 @@ class HybridDecoder(Decoder):
     def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
         spec = self.spec
         group, index = spec.layer_groups.places[layer]
-        shapes = spec.layer_kinds[1 if group < 0 else 0].norms
+        shapes = spec.of_rank(factory.tp.size).layer_kinds[1 if group < 0 else 0].norms
         norms = {role: empty_norm(spec, norm.size, factory) for role, norm in shapes.items()}
         mixer: Mixer = GatedDeltaNet(spec, index, factory) if group < 0 else GatedAttention(spec, layer, factory, norms)
         return DecoderLayer(spec, factory, mixer, GatedMLP(spec, factory), norms)

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.errors import ParameterError
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
-from octavo.kernels.reference.norms import Gate, NormedResidual
-from octavo.models.linear import LayerFactory, Linear, Weight
+from octavo.kernels.reference.norms import Gate, NormedResidual, accumulation_dtype
+from octavo.models.linear import LayerFactory, Linear, TensorParallel, Weight
 from octavo.models.linear_methods import HeadNorms
 from octavo.models.spec import DecoderSpec
 
@@ -20,6 +20,35 @@ from octavo.models.spec import DecoderSpec
 def empty_norm(spec: DecoderSpec, size: int, factory: LayerFactory) -> Tensor:
     """The weight of an RMS norm, [size]. float32 if it is 1 + the checkpoint's value, which float16 would round."""
     return torch.empty(size, dtype=torch.float32 if spec.unit_offset_norms else factory.dtype, device=factory.device)
+
+
+class JointNorms:
+    """RMS norms of all heads of Q together, and of K (OLMo 2), also of those that other ranks have.
+
+    q, k: the weights of this rank's heads
+    """
+
+    def __init__(self, spec: DecoderSpec, tp: TensorParallel, q: Tensor, k: Tensor) -> None:
+        self.eps, self.norms, self.all_reduce = spec.rms_norm_eps, (q, k), tp.all_reduce
+        # A K/V head that several ranks have counts once.
+        num_copies = tp.size * tp.kv_heads(spec.num_kv_heads) // spec.num_kv_heads
+        sizes = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.shares = 1 / sizes[0], (tp.rank % num_copies == 0) / sizes[1]
+
+    def __call__(self, ops: ModelOps, q: Tensor, k: Tensor) -> None:
+        """Normalise q and k [num_tokens, heads of this rank, head_dim] in place: they are rows of one tensor."""
+        heads = q.flatten(1), k.flatten(1)
+        if self.all_reduce is None:
+            normed = [ops.rms_norm(x, norm, self.eps) for x, norm in zip(heads, self.norms, strict=True)]
+        else:
+            wide = [x.to(accumulation_dtype(x.dtype)) for x in heads]
+            squares = [x.square().sum(1) * share for x, share in zip(wide, self.shares, strict=True)]
+            scales = torch.split(torch.rsqrt(self.all_reduce(torch.stack(squares, 1)) + self.eps), 1, dim=1)
+            normed = [
+                norm * (x * scale).to(norm.dtype) for x, scale, norm in zip(wide, scales, self.norms, strict=True)
+            ]
+        for part, values in zip((q, k), normed, strict=True):
+            part.copy_(values.view_as(part))
 
 
 class Attention:
@@ -33,24 +62,19 @@ class Attention:
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.window_of(layer)
-        factory.tp.per_rank(spec.num_heads, "attention heads")  # raises if they are not divisible
-        factory.tp.per_rank(spec.num_kv_heads, "K/V heads")
-        self.qkv = Linear(spec.linears["qkv"], factory, split="out")
-        self.out = Linear(spec.linears["out"], factory, split="in")
+        linears, own = spec.linears, spec.of_rank(factory.tp.size).linears
+        self.qkv = Linear(linears["qkv"], own["qkv"], factory)
+        self.out = Linear(linears["out"], own["out"], factory)
         self.head_norms: HeadNorms = {"q_norm": norms.get("q"), "k_norm": norms.get("k"), "kv_scales": None}
-        self.joint_norms = [norms[role] for role in ("joint_q", "joint_k") if role in norms]
-        if self.joint_norms and factory.tp.size > 1:
-            raise ParameterError(
-                f"tensor_parallel_size {factory.tp.size} is not supported for {spec.architecture}: it normalises all "
-                "heads together; use 1",
-                param="tensor_parallel_size",
-            )
+        self.joint_norms = (
+            JointNorms(spec, factory.tp, norms["joint_q"], norms["joint_k"]) if "joint_q" in norms else None
+        )
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; writes the tokens' K and V to kv_layer."""
         q, k, v = split_heads(self.qkv(x), kv_layer)
-        for heads, norm in zip((q, k), self.joint_norms, strict=False):  # in place: q, k and v are rows of one tensor
-            heads.copy_(self.ops.rms_norm(heads.flatten(1), norm, self.eps).view_as(heads))
+        if self.joint_norms is not None:
+            self.joint_norms(self.ops, q, k)
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )
@@ -58,7 +82,9 @@ class Attention:
 
     @property
     def max_small_batch_tokens(self) -> int:
-        return 0 if self.joint_norms else min(self.qkv.max_small_batch_tokens, self.out.max_small_batch_tokens)
+        return (
+            0 if self.joint_norms is not None else min(self.qkv.max_small_batch_tokens, self.out.max_small_batch_tokens)
+        )
 
     def forward_small_batch(
         self,
@@ -138,8 +164,9 @@ class GatedMLP:
     def __init__(self, spec: DecoderSpec, factory: LayerFactory) -> None:
         self.gate_name: Gate = "gelu" if spec.activation == "gelu_tanh" else "silu"
         self.gate = factory.ops.gelu_mul if self.gate_name == "gelu" else factory.ops.silu_mul
-        self.gate_up = Linear(spec.linears["mlp_in"], factory, split="out")
-        self.down = Linear(spec.linears["down"], factory, split="in")
+        linears, own = spec.linears, spec.of_rank(factory.tp.size).linears
+        self.gate_up = Linear(linears["mlp_in"], own["mlp_in"], factory)
+        self.down = Linear(linears["down"], own["down"], factory)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate(self.gate_up(x)))

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Unpack
+from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.errors import ParameterError
 from octavo.kernels.groups import Groups
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear_methods import HeadNorms, LinearMethod, PlainMethod, Role
+from octavo.models.rank_sizes import heads_per_rank
 from octavo.models.spec import LinearShape, ModelSpec
 
 
@@ -26,22 +27,27 @@ from octavo.models.spec import LinearShape, ModelSpec
 class TensorParallel:
     """One of `size` tensor parallel ranks (Megatron-LM, arXiv 1909.08053).
 
-    A rank has some attention heads and some columns of the MLP. `all_reduce` sums the ranks' partial outputs, once
-    after attention and once after the MLP.
+    A rank has some attention heads, some columns of the MLP and some rows of the vocabulary: `ModelSpec.of_rank` has
+    its sizes. What it computes besides is equal on all ranks.
+
+    all_reduce  the sum of the ranks' tensors, in equal bits on all ranks; may reuse the argument's memory. It sums
+                partial outputs, once after attention and once after the MLP
+    all_gather  [n, m] -> [n, size * m], the columns of rank r from r * m on: the logits
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] | None = None
+    all_gather: Callable[[Tensor], Tensor] | None = None
 
-    def per_rank(self, total: int, name: str) -> int:
-        """total / size; raises `ParameterError` if that is no whole number. `name` is used in the message."""
-        if total % self.size:
-            raise ParameterError(
-                f"tensor_parallel_size {self.size} does not divide the model's {total} {name}; choose a divisor",
-                param="tensor_parallel_size",
-            )
-        return total // self.size
+    def kv_heads(self, total: int) -> int:
+        """K/V heads of this rank. If ranks are more than heads, rank r has the head r * total // size."""
+        return heads_per_rank(total, self.size)
+
+    def start(self, total: int, own: int) -> int:
+        """First index of this rank's `own` ones of `total`; of all, or of those of a head, several ranks may have the
+        same."""
+        return self.rank * total // (self.size * own) * own
 
 
 SINGLE_RANK = TensorParallel()
@@ -82,8 +88,8 @@ class Weight:
     order: tuple[int, ...] | None = None
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor, order: tuple[int, ...] | None = None) -> Weight:
-        return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim, order)
+    def whole(cls, name: str, tensor: Tensor) -> Weight:
+        return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim)
 
     @property
     def method(self) -> LinearMethod | None:
@@ -115,26 +121,23 @@ class LayerFactory:
 class Linear:
     """y = x @ weight.T + bias, with several projections of the same input merged into one product.
 
-        split "out": a rank has rows of each projection    split "in": a rank has columns; results are summed
-        weight  | q  rank 0 |                              weight  | rank 0 | rank 1 |
+        split outputs: a rank has rows of each projection    split inputs: a rank has columns; results are summed
+        weight  | q  rank 0 |                                weight  | rank 0 | rank 1 |
                 | q  rank 1 |
                 | k  rank 0 | ...
 
-    x [num_tokens, in_size] -> y [num_tokens, sum(out_sizes)], of which a split dimension is this rank's part.
+    shape  of the whole layer    own  of this rank's part
+    x [num_tokens, own.in_size] -> y [num_tokens, own.num_out]
     """
 
-    def __init__(self, shape: LinearShape, factory: LayerFactory, *, split: Literal["out", "in"]) -> None:
-        tp = factory.tp
-        self.shape, self.split, self.rank = shape, split, tp.rank
-        columns = tp.per_rank(shape.in_size, "inputs of a projection") if split == "in" else shape.in_size
-        self.rows = [
-            tp.per_rank(size, "outputs of a projection") if split == "out" else size for size in shape.out_sizes
-        ]
-        self.method = factory.method(sum(self.rows), columns)
+    def __init__(self, shape: LinearShape, own: LinearShape, factory: LayerFactory) -> None:
+        self.tp = tp = factory.tp
+        self.shape, self.own = shape, own
+        self.method = factory.method(*own.shape)
+        self.is_partial = own.in_size < shape.in_size
         # Where results are summed over ranks, only one rank adds the bias.
-        has_bias = shape.bias and (split == "out" or tp.rank == 0)
-        self.bias = factory.empty(sum(self.rows)) if has_bias else None
-        self.is_partial = split == "in" and tp.size > 1
+        has_bias = shape.bias and not (self.is_partial and tp.rank)
+        self.bias = factory.empty(own.num_out) if has_bias else None
         self.all_reduce = tp.all_reduce if self.is_partial else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -170,19 +173,22 @@ class Linear:
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """The checkpoint's tensors that are merged here: one for each projection, or a part of one for each."""
-        shape, method = self.shape, self.method
-        is_merged = len(shape.names) < len(shape.out_sizes)
-        names = shape.names * (len(shape.out_sizes) if is_merged else 1)
-        first_in = self.rank * method.weight.shape[1] if self.split == "in" else 0
-        biases = [None] * len(names) if self.bias is None else torch.split(self.bias, self.rows)
+        shape, rows = self.shape, self.own.out_sizes
+        first_in = self.tp.start(shape.in_size, self.own.in_size)
+        biases = [None] * len(rows) if self.bias is None else torch.split(self.bias, list(rows))
+        bases: dict[str, int] = {}  # of each tensor, its first row in the whole layer
+        sizes: dict[str, int] = {}
+        for name, size in shape.parts:
+            bases.setdefault(name, sum(sizes.values()))
+            sizes[name] = sizes.get(name, 0) + size
         offset = row = 0
-        for name, size, num_rows, bias in zip(names, shape.out_sizes, self.rows, biases, strict=True):
-            before, order = (offset if is_merged else 0), shape.order
-            if order is not None and not is_merged:
-                order = tuple(index - offset for index in order[offset : offset + size])
-            first_out = before + (self.rank * num_rows if self.split == "out" else 0)
-            whole, start = (shape.num_out if is_merged else size, shape.in_size), (first_out, first_in)
-            slot = Slot(method, row, row + num_rows, shape.is_conv1d)
+        for (name, size), num_rows, bias in zip(shape.parts, rows, biases, strict=True):
+            base, order = bases[name], shape.order
+            if order is not None:
+                order = tuple(index - base for index in order[base : base + sizes[name]])
+            first_out = offset - base + self.tp.start(size, num_rows)
+            whole, start = (sizes[name], shape.in_size), (first_out, first_in)
+            slot = Slot(self.method, row, row + num_rows, shape.is_conv1d)
             if shape.is_conv1d:
                 yield Weight(f"{prefix}{name}.weight", whole[::-1], slot, start[::-1])
             else:
@@ -193,26 +199,41 @@ class Linear:
 
 
 class VocabEmbedding:
-    """Embedding table and LM head, both [vocab_size, width]. In tied models they are one tensor, packed or not."""
+    """Embedding table and LM head, both [vocab_size, width]. In tied models they are one tensor, packed or not.
+
+    A rank has the rows of as many tokens as the others; the last one has fewer, and its logits are padded.
+    """
 
     def __init__(self, spec: ModelSpec, factory: LayerFactory) -> None:
-        self.names = spec.names
+        self.names, self.shape, self.tp = spec.names, spec.vocabulary, factory.tp
         self.logits_scaling = spec.logits_scaling
         self.tied = spec.tie_word_embeddings
-        self.head = factory.method(*spec.vocabulary, "head")
-        self.table = self.head if self.tied else factory.method(*spec.vocabulary, "table")
+        self.num_rows, width = spec.of_rank(self.tp.size).vocabulary
+        self.first = self.tp.rank * self.num_rows
+        own = min(self.num_rows, spec.vocab_size - self.first), width
+        self.head = factory.method(*own, "head")
+        self.table = self.head if self.tied else factory.method(*own, "table")
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, width]."""
-        return self.table.gather_rows(token_ids)
+        if self.tp.all_reduce is None:
+            return self.table.gather_rows(token_ids)
+        rows = token_ids - self.first
+        own = rows.clamp(0, self.table.weight.shape[0] - 1)
+        x = self.table.gather_rows(own)
+        return self.tp.all_reduce(x.masked_fill_((rows != own).unsqueeze(1), 0.0))
 
     def logits(self, x: Tensor) -> Tensor:
         """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype."""
         logits = self.head.logits(x)
-        return logits if self.logits_scaling == 1.0 else logits.div_(self.logits_scaling)
+        logits = logits if self.logits_scaling == 1.0 else logits.div_(self.logits_scaling)
+        if self.tp.all_gather is None:
+            return logits
+        padding = self.num_rows - logits.shape[1]
+        gathered = self.tp.all_gather(F.pad(logits, (0, padding)) if padding else logits)
+        return gathered[:, : self.shape[0]].contiguous()
 
     def weights(self) -> Iterator[Weight]:
         methods = {self.names.embedding: self.table} | ({} if self.tied else {self.names.head: self.head})
         for name, method in methods.items():
-            num_out, num_in = method.weight.shape
-            yield Weight(f"{name}.weight", (num_out, num_in), Slot(method, 0, num_out), (0, 0))
+            yield Weight(f"{name}.weight", self.shape, Slot(method, 0, method.weight.shape[0]), (self.first, 0))

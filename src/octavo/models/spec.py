@@ -8,12 +8,13 @@ and the simulator count them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 from octavo.kernels.group_form import GroupForm
 from octavo.models import quantization as methods
+from octavo.models.rank_sizes import heads_per_rank, rows_per_rank, spec_of_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ LLAMA_NAMES = TensorNames()
 class LinearShape:
     """A linear layer: projections of one input, merged into one weight [num_out, in_size].
 
-    names      of the checkpoint's tensors: one for each projection, or one for a tensor that merges them
+    names      of the checkpoint's tensors, one for each projection, or one for all. Those of a name are merged in it
     is_conv1d  the checkpoint's tensors are [in_size, num_out]
     order      row i of the merged weight is row order[i] of the checkpoint's, merged likewise; None: the same order
     """
@@ -71,6 +72,16 @@ class LinearShape:
     @property
     def num_out(self) -> int:
         return sum(self.out_sizes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_out, self.in_size
+
+    @property
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """Name and size of each projection."""
+        names = self.names * (len(self.out_sizes) if len(self.names) == 1 else 1)
+        return zip(names, self.out_sizes, strict=True)
 
     @property
     def num_params(self) -> int:
@@ -241,7 +252,7 @@ class ModelSpec:
         return layers + vocabularies + self._norm_params + self._num_floats + others
 
     def weight_bytes(self, itemsize: int, quantization: str | None = None, device: str = "cpu") -> int:
-        """Bytes of the weights of one rank in a dtype of `itemsize` bytes. quantization: `EngineArgs.quantization`.
+        """Bytes of the weights in a dtype of `itemsize` bytes. quantization: `EngineArgs.quantization`.
 
         Quantised weights keep their bits where the device's products do, in 16-bit dtypes.
         """
@@ -266,9 +277,7 @@ class ModelSpec:
     @property
     def _num_linear_weights(self) -> int:
         return sum(
-            kind.num_layers * linear.num_out * linear.in_size
-            for kind in self.layer_kinds
-            for linear in kind.linears.values()
+            kind.num_layers * math.prod(linear.shape) for kind in self.layer_kinds for linear in kind.linears.values()
         )
 
     @property
@@ -289,6 +298,32 @@ class ModelSpec:
             for first, last in (("qkv", "out"), ("mlp_in", "down"))
         ]
         return max(first.num_out + last.in_size for first, last in pairs)
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def of_rank(self, size: int) -> Self:
+        """The same with the sizes of one of `size` tensor parallel ranks; `vocab_size` includes its padding.
+
+        Raises `ParameterError` if they cannot share the model.
+        """
+        return self if size == 1 else spec_of_rank(self, size)
+
+    def split_sizes(self) -> dict[str, int]:
+        """What tensor parallel ranks have equal parts of, by its name for people."""
+        return {"attention heads": self.num_heads, "columns of the MLP": self.intermediate_size}
+
+    def shared_sizes(self) -> dict[str, int]:
+        """The same of heads that several ranks may have, if ranks are more than heads."""
+        return {"K/V heads": self.num_kv_heads}
+
+    def sizes_of_rank(self, size: int) -> dict[str, Any]:
+        """Fields that are smaller for one of `size` ranks."""
+        return {
+            "vocab_size": rows_per_rank(self.vocab_size, size),
+            "intermediate_size": self.intermediate_size // size,
+            "num_heads": self.num_heads // size,
+            "num_kv_heads": heads_per_rank(self.num_kv_heads, size),
+        }
 
     # -- lengths -------------------------------------------------------------------------------------------------------
 
@@ -433,8 +468,9 @@ class HybridSpec(DecoderSpec):
     conv_size: int
 
     def _qkv_shape(self, sizes: tuple[int, int, int]) -> LinearShape:
-        """Of layers with attention: Q with its gates, K and V."""
-        return DecoderSpec._qkv_shape(self, (2 * sizes[0], *sizes[1:]))
+        """Of layers with attention: Q, its gates, K and V. Q and the gates are merged in one tensor."""
+        shape = DecoderSpec._qkv_shape(self, sizes)
+        return replace(shape, names=(shape.names[0], *shape.names), out_sizes=(sizes[0], *sizes))
 
     @property
     def _qkv_order(self) -> tuple[int, ...]:
@@ -448,15 +484,21 @@ class HybridSpec(DecoderSpec):
         return tuple(part * dim + row for part, order in parts for row in order)
 
     @property
+    def conv_sizes(self) -> tuple[int, int, int]:
+        """Channels of Q, of K and of V in a recurrent layer."""
+        key_size = self.num_key_heads * self.key_dim
+        return key_size, key_size, self.num_value_heads * self.value_dim
+
+    @property
     def conv_channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return sum(self.conv_sizes)
 
     @property
     def recurrent_linears(self) -> dict[str, LinearShape]:
         """Of recurrent layers: "qkv" has Q, K and V, the output's gate, and two numbers for each head of V."""
-        hidden, num_heads, names = self.hidden_size, self.num_value_heads, ("qkv", "z", "b", "a")
+        hidden, num_heads, names = self.hidden_size, self.num_value_heads, ("qkv", "qkv", "qkv", "z", "b", "a")
         inner = num_heads * self.value_dim
-        sizes = (self.conv_channels, inner, num_heads, num_heads)
+        sizes = (*self.conv_sizes, inner, num_heads, num_heads)
         return self.linears | {
             "qkv": LinearShape(tuple(f"linear_attn.in_proj_{name}" for name in names), hidden, sizes),
             "out": LinearShape(("linear_attn.out_proj",), inner, (hidden,)),
@@ -483,6 +525,18 @@ class HybridSpec(DecoderSpec):
     @property
     def state_size(self) -> int:
         return len(self.recurrent_layers) * self.layer_state_size
+
+    def split_sizes(self) -> dict[str, int]:
+        return ModelSpec.split_sizes(self) | {"value heads": self.num_value_heads}
+
+    def shared_sizes(self) -> dict[str, int]:
+        return ModelSpec.shared_sizes(self) | {"key heads": self.num_key_heads}
+
+    def sizes_of_rank(self, size: int) -> dict[str, Any]:
+        return ModelSpec.sizes_of_rank(self, size) | {
+            "num_key_heads": heads_per_rank(self.num_key_heads, size),
+            "num_value_heads": self.num_value_heads // size,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

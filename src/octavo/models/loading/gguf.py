@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import gguf
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
+from octavo.integers import cdiv
 from octavo.kernels.group_form import GGUF_FORMS
 from octavo.kernels.groups import Groups
 from octavo.models.loading.gguf_groups import read_blocks
 from octavo.models.loading.stored_tensor import (
+    Reader,
     Rows,
     StoredGroups,
     StoredTensor,
@@ -77,20 +79,34 @@ def _is_supported(kind: gguf.GGMLQuantizationType) -> bool:
 
 def _dequantised_row_reader(
     tensor: gguf.ReaderTensor, shape: tuple[int, ...], order: np.ndarray | None
-) -> Callable[[Rows], Tensor]:
-    def read(rows: Rows) -> Tensor:
-        # Rows are whole quantisation blocks, so they can be reordered before decoding.
-        data = np.asarray(tensor.data[rows if order is None else order[rows]])
+) -> Reader[Tensor]:
+    size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
+
+    def read(rows: Rows, columns: range | None = None) -> Tensor:
+        data, *others = _blocks(tensor, order, rows, columns), *shape[1:]
+        if columns is not None:
+            first = columns.start // size * size
+            others = [cdiv(columns.stop, size) * size - first]
         # Decoded as one long row: gguf decodes sixteen rows at a time, and its Python costs more than its arithmetic.
         values = gguf.quants.dequantize(data.reshape(1, -1), tensor.tensor_type)
-        return torch.from_numpy(np.require(values, requirements="W").reshape(len(data), *shape[1:]))
+        decoded = torch.from_numpy(np.require(values, requirements="W").reshape(len(data), *others))
+        return decoded if columns is None else decoded[:, columns.start - first : columns.stop - first]
 
     return read
 
 
-def _block_reader(tensor: gguf.ReaderTensor, order: np.ndarray | None) -> Callable[[Rows], Groups]:
-    def read(rows: Rows) -> Groups:
-        data = np.asarray(tensor.data[rows if order is None else order[rows]])
-        return read_blocks(tensor.tensor_type.name, data)
+def _block_reader(tensor: gguf.ReaderTensor, order: np.ndarray | None) -> Reader[Groups]:
+    def read(rows: Rows, columns: range | None = None) -> Groups:
+        return read_blocks(tensor.tensor_type.name, _blocks(tensor, order, rows, columns))
 
     return read
+
+
+def _blocks(tensor: gguf.ReaderTensor, order: np.ndarray | None, rows: Rows, columns: range | None) -> np.ndarray:
+    """Rows of a tensor as it is stored, cut to the quantisation blocks that hold the columns."""
+    data = tensor.data
+    if columns is not None:
+        size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
+        width = data.shape[1] * size // int(tensor.shape[0])  # of a block
+        data = data[:, columns.start // size * width : cdiv(columns.stop, size) * width]
+    return np.asarray(data[rows if order is None else order[rows]])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import cut
-from octavo.kernels.groups import GroupForm, Groups
+from octavo.integers import cdiv
+from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.models.config import find_format
@@ -68,7 +70,10 @@ def empty_model(
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
-    """The model of `spec`. Its linear layers have no memory yet; other weights are uninitialised."""
+    """One rank's part of the model of `spec`. Its linear layers have no memory yet; other weights are uninitialised.
+
+    Raises `ParameterError` if so many ranks cannot share the model.
+    """
     return cast("Model", load(spec.model)(spec, LayerFactory(ops, dtype, device, tp, linear_method), max_len=max_len))
 
 
@@ -83,7 +88,7 @@ def load_model(
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
-    """The model of `spec` with the checkpoint's weights, converted to `dtype`.
+    """The model of `spec` with the checkpoint's weights, converted to `dtype`; of `tp`'s rank, its part of them.
 
     linear_method  of all linear layers; a layer's method is finished as soon as its weight is filled, one by one
     max_len        positions of the rotary table
@@ -111,12 +116,13 @@ def dummy_model(
     dtype: torch.dtype,
     device: torch.device | str,
     ops: ModelOps,
+    tp: TensorParallel = SINGLE_RANK,
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
-    """The model of `spec` with random weights, for benchmarks."""
-    model = empty_model(spec, ops=ops, dtype=dtype, device=device, linear_method=linear_method, max_len=max_len)
-    generator = torch.Generator(device).manual_seed(0)
+    """The model of `spec` with random weights, for benchmarks. Ranks have equal copies of what is not split."""
+    model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
+    generator = torch.Generator(device)
     for method, weights in _weights_by_method(model):
         if method is not None:
             method.allocate([(method.weight.shape[0], None)])
@@ -125,6 +131,8 @@ def dummy_model(
             if len(weight.shape) == 1 and not weight.name.endswith("bias"):
                 target.fill_(1.0)  # a norm
             else:
+                part = 0 if target.shape == weight.shape else 1 + tp.rank
+                generator.manual_seed(zlib.crc32(f"{weight.name} {part}".encode()))
                 target.normal_(0.0, 0.02, generator=generator)
         if method is not None:
             method.finish()
@@ -207,6 +215,7 @@ def _form_of(weight: Weight, stored: StoredTensor) -> tuple[int, GroupForm | Non
     """Rows of a linear layer's weight, and the form in which they are kept."""
     slot = cast("Slot", weight.place)
     form = None if slot.is_transposed or stored.groups is None else stored.groups.form
+    form = None if form is None else form.of_columns(slot.method.weight.shape[1])
     return slot.last - slot.first, form if form is not None and slot.method.keeps(form) else None
 
 
@@ -233,19 +242,20 @@ def _copy_rows(weight: Weight, stored: StoredTensor, first: int, last: int) -> s
     target = weight.target
     chosen = slice(weight.start[0] + first, weight.start[0] + last)
     part: Rows = chosen if weight.order is None else list(weight.order[chosen])
+    columns = range(weight.start[1], weight.start[1] + target.shape[1]) if len(weight.shape) > 1 else None
     try:
         if isinstance(target, Groups):
-            assert stored.groups is not None
-            start, num_in = weight.start[1], target.shape[1]
-            kept = target.rows(first, last)
-            kept.copy_(stored.groups.read(part).columns(start, start + num_in))
+            assert stored.groups is not None and columns is not None
+            form, kept = stored.groups.form, target.rows(first, last)
+            unit = SUPER_SIZE if form.is_nested else form.group_size
+            whole = range(columns.start // unit * unit, cdiv(columns.stop, unit) * unit)  # groups
+            groups = stored.groups.read(part, whole).in_groups(target.form.group_size)
+            kept.copy_(groups.columns(columns.start - whole.start, columns.stop - whole.start))
             return None if kept.is_finite() else f"{weight.name} contains NaN or infinity"
-        rows = stored.read(part)
+        rows = stored.read(part, columns)
     except TensorError as problem:
         return str(problem)
     target = target[first:last]
-    for dim in range(1, rows.ndim):
-        rows = rows.narrow(dim, weight.start[dim], target.shape[dim])
     target.copy_(rows)
     # The sum is not finite if any element is not: one cheap pass. It may also overflow, so then check each element.
     if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():

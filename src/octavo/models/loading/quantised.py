@@ -6,15 +6,16 @@ values, and `groups` has its bits where `kernels.groups` has a form for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from octavo.errors import cut
+from octavo.integers import cdiv
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.models.family import Family
-from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredGroups, StoredTensor
+from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Reader, Rows, StoredGroups, StoredTensor
 from octavo.models.quantization.form import WHOLE, Format, Numbers, Parts, QuantisedWeight, TensorError
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -53,24 +54,27 @@ def read_quantised(stored: dict[str, StoredTensor], form: Format, family: Family
             )
 
 
-def _row_reader(weight: QuantisedWeight) -> Callable[[Rows], Tensor]:
+def _row_reader(weight: QuantisedWeight) -> Reader[Tensor]:
     (num_out, num_in), (block_rows, block_columns) = weight.shape, weight.block
     num_groups = weight.num_scales[1]
 
-    def read(rows: Rows) -> Tensor:
-        index = torch.arange(num_out)[rows]
-        values = _take(weight.values, index, num_in)
+    def read(rows: Rows, columns: range | None = None) -> Tensor:
+        index, columns = torch.arange(num_out)[rows], columns or range(num_in)
+        first, last = columns.start, columns.stop
+        values = _take(weight.values, index, columns)
         scales = _take_scales(weight, index)
-        zeros = None if weight.zeros is None else _take(weight.zeros, index // block_rows, num_groups)
-        if weight.groups is None and num_in % block_columns == 0:
-            blocks = values.view(-1, num_groups, block_columns)
+        zeros = None if weight.zeros is None else _take(weight.zeros, index // block_rows, range(num_groups))
+        if weight.groups is None and first % block_columns == last % block_columns == 0:
+            blocks = values.view(len(values), -1, block_columns)
+            own = slice(first // block_columns, last // block_columns)
             if zeros is not None:
-                blocks -= zeros[:, :, None]
-            blocks *= scales[:, :, None]
+                blocks -= zeros[:, own, None]
+            blocks *= scales[:, own, None]
             return values
         groups = torch.arange(num_in) // block_columns
         if weight.groups is not None and (given := _groups(weight.groups, num_groups)).any():
             groups = given  # else a writer without an order left zeros, as ExLlamaV2 takes them
+        groups = groups[first:last]
         if zeros is not None:
             values -= zeros.index_select(1, groups)
         return values.mul_(scales.index_select(1, groups))
@@ -91,18 +95,18 @@ def _stored_groups(weight: QuantisedWeight) -> StoredGroups | None:
     zero = 0 if is_float else -values.offset if values.bits else 128
     form = GroupForm(values.bits or 8, size, zero, is_float=is_float, has_zeros=zeros is not None)
 
-    def unsigned(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
-        taken = _take_stored(numbers, rows, num_columns)
+    def unsigned(numbers: Numbers, rows: Tensor, columns: range) -> Tensor:
+        taken = _take_stored(numbers, rows, columns)
         return taken.view(torch.uint8) ^ 128 if taken.dtype == torch.int8 else taken.to(torch.uint8)
 
-    def read(rows: Rows) -> Groups:
-        index = torch.arange(num_out)[rows]
-        scales = _take_scales(weight, index)
+    def read(rows: Rows, columns: range | None = None) -> Groups:
+        index, columns = torch.arange(num_out)[rows], columns or range(num_in)
+        own = range(columns.start // size, columns.stop // size)
         return Groups(
             form,
-            values=_take_stored(values, index, num_in) if is_float else unsigned(values, index, num_in),
-            scales=scales,
-            zeros=None if zeros is None else unsigned(zeros, index // block_rows, scales.shape[1]),
+            values=_take_stored(values, index, columns) if is_float else unsigned(values, index, columns),
+            scales=_take_scales(weight, index)[:, own.start : own.stop],
+            zeros=None if zeros is None else unsigned(zeros, index // block_rows, own),
         )
 
     return StoredGroups(form, read)
@@ -116,7 +120,7 @@ def _is_in_order(groups: Numbers, size: int) -> bool:
 
 def _take_scales(weight: QuantisedWeight, rows: Tensor) -> Tensor:
     """The scales of rows of the weight, [len(rows), num_groups] float32. Raises `TensorError` for 0 and NaN."""
-    scales = _take(weight.scales, rows // weight.block[0], weight.num_scales[1])
+    scales = _take(weight.scales, rows // weight.block[0], range(weight.num_scales[1]))
     if not scales.isfinite().all() or not scales.all():
         raise TensorError(f"{cut(weight.scales.name)} contains 0, NaN or infinity")
     return scales
@@ -130,9 +134,9 @@ def _groups(groups: Numbers, num_groups: int) -> Tensor:
     return index
 
 
-def _take(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
-    """Rows of a matrix, [len(rows), num_columns] float32: a new tensor. rows: as `matrix[rows]`, never empty"""
-    taken = _take_stored(numbers, rows, num_columns)
+def _take(numbers: Numbers, rows: Tensor, columns: range) -> Tensor:
+    """A part of a matrix, [len(rows), len(columns)] float32: a new tensor. rows: as `matrix[rows]`, never empty"""
+    taken = _take_stored(numbers, rows, columns)
     if taken.dtype == torch.float8_e4m3fn:  # five times as fast as torch's conversion
         return E4M3.index_select(0, taken.contiguous().view(torch.uint8).flatten().int()).view(taken.shape)
     values = taken.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -141,17 +145,20 @@ def _take(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
     return values.add_(numbers.offset) if numbers.offset else values
 
 
-def _take_stored(numbers: Numbers, rows: Tensor, num_columns: int) -> Tensor:
+def _take_stored(numbers: Numbers, rows: Tensor, columns: range) -> Tensor:
     """As `_take`, as they are stored: without offset, integers of words as they are packed."""
     stored = numbers.tensor.read(WHOLE)
     matrix = stored.reshape(-1, 1) if stored.ndim < 2 else stored.T if numbers.is_transposed else stored
     if not numbers.bits:
-        return _select(matrix, rows)
+        return _select(matrix[:, columns.start : columns.stop], rows)
     if numbers.along == 0:
-        return _take_along_columns(numbers, matrix, rows)
-    octets = _select(matrix, rows).contiguous().view(torch.uint8)
+        return _take_along_columns(numbers, matrix[:, columns.start : columns.stop], rows)
+    per_word = 32 // numbers.bits
+    first = columns.start // per_word
+    words = _select(matrix[:, first : cdiv(columns.stop, per_word)], rows)
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one column is "contiguous" anyhow
     fields = octets if numbers.bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
-    return fields[:, :num_columns]
+    return fields[:, columns.start - first * per_word : columns.stop - first * per_word]
 
 
 def _take_along_columns(numbers: Numbers, matrix: Tensor, rows: Tensor) -> Tensor:

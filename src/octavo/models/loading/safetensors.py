@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from octavo.checkpoint.safetensors_header import check_headers
 from octavo.errors import cut
 from octavo.models.loading.stored_tensor import (
     FLOAT_DTYPES,
+    Reader,
     Rows,
     StoredTensor,
     duplicate,
@@ -50,9 +50,12 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
     return stored
 
 
-def _row_reader(shard: Any, key: str, order: np.ndarray | None, plus_one: bool) -> Callable[[Rows], Tensor]:
-    def read(rows: Rows) -> Tensor:
-        values: Tensor = shard.get_tensor(key)[rows if order is None else order[rows]]  # a view of the mapping
+def _row_reader(shard: Any, key: str, order: np.ndarray | None, plus_one: bool) -> Reader[Tensor]:
+    def read(rows: Rows, columns: range | None = None) -> Tensor:
+        values: Tensor = shard.get_tensor(key)  # a view of the mapping
+        if columns is not None:
+            values = values[:, columns.start : columns.stop]
+        values = values[rows if order is None else order[rows]]
         return values.float() + 1 if plus_one else values
 
     return read

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -24,13 +24,23 @@ NOT_SERVED = (
 """Prefixes of tensors for images, and for the prediction of several tokens."""
 
 Rows: TypeAlias = slice | list[int] | EllipsisType
+T_co = TypeVar("T_co", Tensor, Groups, covariant=True)
+
+
+class Reader(Protocol[T_co]):
+    """(slice or list of rows, or "...": all; range of columns) -> these numbers. Raises `TensorError`.
+
+    columns  None: all, or there are none
+    """
+
+    def __call__(self, rows: Rows, columns: range | None = None) -> T_co: ...
 
 
 class StoredGroups(NamedTuple):
-    """A quantised weight in a file, in a form that can be kept. read: as of `StoredTensor`"""
+    """A quantised weight in a file, in a form that can be kept. Its reader's columns are whole groups."""
 
     form: GroupForm
-    read: Callable[[Rows], Groups]
+    read: Reader[Groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +49,8 @@ class StoredTensor:
 
     dtype         the file format's name of it
     is_supported  `read` supports the dtype
-    read          (slice or list of rows, or "...": all) -> these rows, in any float dtype; may be a view of the mapped
-                  file. Raises `TensorError` if a quantised weight cannot be computed
+    read          gives rows in any float dtype; may be a view of the mapped file. Raises `TensorError` if a quantised
+                  weight cannot be computed
     file          name of the file
     key           name of the tensor in a safetensors file
     groups        of a quantised weight, whose values `read` computes; None: no form has it
@@ -49,7 +59,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     is_supported: bool
-    read: Callable[[Rows], Tensor]
+    read: Reader[Tensor]
     file: str
     key: str = ""
     groups: StoredGroups | None = None

@@ -28,7 +28,7 @@ def calibrate(
     kv     of the float8 pool; dtype: of the activations
     """
     spec = model.spec
-    shape = (spec.num_layers, 2, spec.num_kv_heads)
+    shape = (spec.num_layers, 2, kv.num_kv_heads)
     if not ids:
         logger.warning("K and V in float8 have scales of 1: without a tokenizer there is no text to calibrate them on")
         model.set_kv_scales(torch.ones(shape, device=device))
