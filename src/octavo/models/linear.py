@@ -33,6 +33,7 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] | None = None
+    all_gather: Callable[[Tensor], Tensor] | None = None
 
     def per_rank(self, total: int, name: str) -> int:
         """total / size; raises `ParameterError` if that is no whole number. `name` is used in the message."""

@@ -49,7 +49,7 @@ class Placement(msgspec.Struct, array_like=True):
     """The part of the machine that an engine process gets, as one of several.
 
     cpus            the processors that it may run on
-    gpu             its GPU, counted from the first visible one
+    gpu             its first GPU, counted from the first visible one
     host_bytes      the free memory that it may count on
     reports_cache   its step reports tell what its cache stores and removes
     """
@@ -58,6 +58,7 @@ class Placement(msgspec.Struct, array_like=True):
     gpu: int
     host_bytes: int
     reports_cache: bool = True
+    num_gpus: int = 1
 
 
 class Launch(msgspec.Struct, array_like=True):

@@ -111,11 +111,12 @@ def dummy_model(
     dtype: torch.dtype,
     device: torch.device | str,
     ops: ModelOps,
+    tp: TensorParallel = SINGLE_RANK,
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
 ) -> Model:
     """The model of `spec` with random weights, for benchmarks."""
-    model = empty_model(spec, ops=ops, dtype=dtype, device=device, linear_method=linear_method, max_len=max_len)
+    model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
     generator = torch.Generator(device).manual_seed(0)
     for method, weights in _weights_by_method(model):
         if method is not None:
