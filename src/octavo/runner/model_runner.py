@@ -175,8 +175,9 @@ class ModelRunner:
         output = ring.new_output(len(plan.rows), num_logprobs)
         upload = self._upload(plan, self._batches(plan, on_host), on_host)
         output.swap_in_check, prefills = upload.check, upload.prefills
-        if upload.num_drafts and self._measures_drafts:
-            output.on_drafts = partial(self.draft_limit.learn, upload.num_drafts)
+        if upload.num_drafts:
+            learn = partial(self.draft_limit.learn, upload.num_drafts)
+            output.on_drafts = learn if self._measures_drafts else lambda num_right: None
         sampler: ColumnSampler
         if on_host:
             num_candidates = 0 if prefills else host.num_beam_candidates(plan)

@@ -189,12 +189,14 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False):
     waited_s    seconds since the last result, or since work arrived; None: there is no work
     allowed_s   limit for `waited_s`, from the times of earlier steps of that size
     phase       the current phase of the start
+    place       where tensor parallel ranks are in the current step
     """
 
     num_steps: Count = 0
     waited_s: Seconds | None = None
     allowed_s: Seconds = 0.0
     phase: str = ""
+    place: str = ""
 
 
 # -- tokens and parameters ---------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ TORN_S = 1e-3
 WRITE_TIMEOUT_S = 60.0
 PAUSE_S = 2e-5
 
-_HEADER = struct.Struct("=Q3I4x")  # number of the piece, its bytes, bytes of the message that follow it, CRC
+_HEADER = struct.Struct("=Q3I")  # number of the piece, its bytes, bytes of the message that follow it, CRC
 
 
 class RingError(PlanError):
