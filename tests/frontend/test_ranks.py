@@ -103,7 +103,11 @@ def test_two_ranks_give_the_tokens_of_one(model: str) -> None:
     beams = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
 
     def use(llm: LLM) -> Any:
-        found = [results(generate(llm)), results(generate(llm, PROMPTS, SEEDED)), results(generate(llm, PROMPTS, regex))]
+        found = [
+            results(generate(llm)),
+            results(generate(llm, PROMPTS, SEEDED)),
+            results(generate(llm, PROMPTS, regex)),
+        ]
         penal = SamplingParams(temperature=0.8, seed=1, top_k=20, top_p=0.9, repetition_penalty=1.2, max_tokens=20)
         found.append(results(generate(llm, PROMPTS, penal)))
         found.append([[s.tokens for s in o.sequences] for o in llm.beam_search(PROMPTS[:2], beams, use_tqdm=False)])
@@ -236,7 +240,7 @@ def test_an_error_of_a_rank_ends_the_group_and_is_named(model: str) -> None:
         generate(llm)
         group = llm.engine.executor.group  # type: ignore[attr-defined]
         llm.thread.call(lambda engine: group.send(b"p" + b"\0" * 100)).result()
-        with pytest.raises(DeviceLostError, match="rank 1 failed: PlanError: .*, at plan"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 failed: PlanError: .*, at plan"):
             generate(llm, PROMPTS, LONG)
 
 
@@ -250,7 +254,7 @@ def test_a_damaged_ring_ends_the_group(model: str) -> None:
             group.send(b"p")
 
         llm.thread.call(send_torn).result()
-        with pytest.raises(DeviceLostError, match="rank 1 failed: RingError: .* lost or repeated"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 failed: RingError: .* lost or repeated"):
             generate(llm, PROMPTS, LONG)
 
 
@@ -270,7 +274,8 @@ def test_an_error_of_rank_0_ends_the_group(model: str) -> None:
 SCRIPT = """
 import sys, time
 from octavo import LLM
-llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, num_gpu_blocks_override=50, max_num_seqs=4, max_model_len=64)
+options = {"num_gpu_blocks_override": 50, "max_num_seqs": 4, "max_model_len": 64}
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, **options)
 print("up", flush=True)
 if sys.argv[2] == "wait":
     time.sleep(60)
@@ -311,7 +316,7 @@ def test_a_corrupt_swapped_block_of_a_rank_ends_the_group(model: str, tmp_path: 
         llm = LLM(model, **options, tensor_parallel_size=2)
     finally:
         RankGroup.__init__.__defaults__ = before
-    with llm, pytest.raises(DeviceLostError, match="rank 1 failed: StepError: .* swapped blocks came back corrupted"):
+    with llm, pytest.raises(DeviceLostError, match=r"rank 1 failed: StepError: .* swapped blocks came back corrupted"):
         generate(llm, PROMPTS, params)
 
 
@@ -361,9 +366,8 @@ async def test_a_rank_that_hangs_is_named_and_its_engine_replaced(model: str) ->
         assert pid is not None
         (rank,) = child_pids(pid)
         os.kill(rank, signal.SIGSTOP)
-        async for output in client.generate([4, 5, 7], GREEDY):
-            pass
-        assert len(output.outputs[0].token_ids) == 24
+        outputs = [output async for output in client.generate([4, 5, 7], GREEDY)]
+        assert len(outputs[-1].outputs[0].token_ids) == 24
         assert re.search(r"a step took .* \(rank 1 at plan \d+, collective \d+; rank 0 at", client.health().reason)
     finally:
         client.transport.close()

@@ -172,7 +172,7 @@ def build(args: EngineArgs) -> BuiltEngine:
         if args.tensor_parallel_size > 1:
             group = RankGroup(args.tensor_parallel_size, asdict(args))
             undo.callback(group.close)
-        resolved, loaded, config, local, capacity = _build_rank(args, group, timer)
+        resolved, config, local, capacity = _build_rank(args, group, timer)
         engine = _assemble(resolved, config, local if group is None else RankedExecutor(local, group), capacity)
         undo.pop_all()
     logger.info("%s", timer)
@@ -181,12 +181,12 @@ def build(args: EngineArgs) -> BuiltEngine:
 
 def build_rank(args: EngineArgs, member: RankMember) -> LocalExecutor:
     """What a rank other than 0 has of an engine: a started executor over its part of the model."""
-    return _build_rank(args, member, _StartupTimer())[3]
+    return _build_rank(args, member, _StartupTimer())[2]
 
 
 def _build_rank(
     args: EngineArgs, ranks: RankGroup | RankMember | None, timer: _StartupTimer
-) -> tuple[ResolvedModel, LoadedModel, EngineConfig, LocalExecutor, Capacity]:
+) -> tuple[ResolvedModel, EngineConfig, LocalExecutor, Capacity]:
     """The same steps on all ranks, in the same order: passes and captures are collective."""
     resolved = _resolve(args)
     timer.lap("files")
@@ -201,7 +201,7 @@ def _build_rank(
             config = _config(resolved, loaded.budget)
             executor, capacity = _start_executor(resolved, loaded, config, precompile)
             timer.lap("pool" if loaded.profile is None else "pool and graphs")
-    return resolved, loaded, config, executor, capacity
+    return resolved, config, executor, capacity
 
 
 def _resolve(args: EngineArgs) -> ResolvedModel:
@@ -273,7 +273,9 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
         profile = platform.measure(model, args, kv_cache=resolved.kv, precompile=precompile, draft=draft)
     profile.check(args, resolved.kv)
     timer.lap("kernels and memory")
-    available = profile.available_kv_bytes if resolved.ranks is None else resolved.ranks.least(profile.available_kv_bytes)
+    available = (
+        profile.available_kv_bytes if resolved.ranks is None else resolved.ranks.least(profile.available_kv_bytes)
+    )
     host = free_memory() // args.tensor_parallel_size
     budget = _plan(resolved, FreeMemory(weights=num_bytes, host=host, device=available))
     logger.info("%s", profile.table(budget))
@@ -284,7 +286,8 @@ def _plan(resolved: ResolvedModel, free: FreeMemory) -> MemoryBudget:
     """Rank 0 decides for all."""
     ranks = resolved.ranks
     if ranks is not None and ranks.rank:
-        return MemoryBudget(resolved.kv, free, *ranks.share((0, 0, 0)))
+        num_blocks, num_host_blocks, max_model_len = ranks.share((0, 0, 0))
+        return MemoryBudget(resolved.kv, free, num_blocks, num_host_blocks, max_model_len)
     budget = plan_memory(resolved.args, resolved.kv, free, model_len=resolved.model_len)
     for warning in budget.warnings:
         logger.warning(warning)

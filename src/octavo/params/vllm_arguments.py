@@ -111,7 +111,8 @@ ENGINE: tuple[Argument, ...] = (
         " speculative_config spec_method spec_model spec_tokens mamba_block_size tensor_parallel_size"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),
-    *_only("engine", "processes of one machine share a model; set tensor_parallel_size", "data_parallel_rank data_parallel_start_rank"
+    *_only("engine", "processes of one machine share a model; set tensor_parallel_size",
+        "data_parallel_rank data_parallel_start_rank"
         " data_parallel_address data_parallel_rpc_port numa_bind_nodes numa_bind_cpus device_ids"
         " distributed_timeout_seconds cpu_distributed_timeout_seconds max_parallel_loading_workers",
         pipeline_parallel_size=1, data_parallel_size_local=1,

@@ -118,7 +118,8 @@ class ModelRunner:
         self._measures_drafts = measures_drafts
         measures = num_speculative_tokens and not drafts_on_host
         self.draft_limit = DraftLimit(
-            platform.make_timer if measures and measures_drafts else None, drafts_cost=draft is not None)
+            platform.make_timer if measures and measures_drafts else None, drafts_cost=draft is not None
+        )
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
         # Of logits of a pass, with the padding of graphs.
         most = min(MAX_DEVICE_LINES, num_rows * (1 + num_speculative_tokens)) if measures else MAX_LINES

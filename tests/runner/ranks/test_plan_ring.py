@@ -89,13 +89,18 @@ def test_an_idle_reader_sleeps_and_a_message_wakes_it(ring: Ring, monkeypatch: p
     assert got == [b"wake"]
 
 
+def fill(ring: Ring, **options: float) -> None:
+    """Write more than the ring holds, which reader 1 alone reads."""
+    for _ in range(20):
+        ring.writer.send(b"b" * 100, **options)
+        ring.readers[0].receive()
+
+
 def test_the_writer_waits_a_bounded_time_for_the_slowest_reader(ring: Ring) -> None:
     ring.writer.send(b"a" * 100)
     assert ring.readers[0].receive() == b"a" * 100
     with pytest.raises(RingError, match=r"rank 2 has read no plan for 0.05 s"):
-        for _ in range(20):
-            ring.writer.send(b"b" * 100, timeout_s=0.05)
-            ring.readers[0].receive()
+        fill(ring, timeout_s=0.05)
 
 
 def test_a_waiting_writer_hears_that_a_reader_is_gone(ring: Ring) -> None:
@@ -104,9 +109,7 @@ def test_a_waiting_writer_hears_that_a_reader_is_gone(ring: Ring) -> None:
 
     ring.writer._check = check
     with pytest.raises(DeviceLostError, match="rank 2 was killed"):
-        for _ in range(20):
-            ring.writer.send(b"b" * 100)
-            ring.readers[0].receive()
+        fill(ring)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from octavo.errors import EngineError
 from octavo.models.linear import TensorParallel
 from octavo.runner.ranks.status_board import StatusBoard
 
+dist: Any = torch.distributed  # its types lack much of what it has
 CONNECT_TIMEOUT_S = 60
 COLLECTIVE_TIMEOUT_S = 1800
 """Of one collective: others may load their weights meanwhile. A supervisor ends a step that hangs far earlier."""
@@ -34,12 +35,12 @@ class Communicator:
         options._threads, options._timeout = 1, timedelta(seconds=CONNECT_TIMEOUT_S)
         try:
             store = dist.FileStore(f"/proc/self/fd/{store_fd}", size)
-            self._control = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
-            self._group: Any = self._control
+            self._control: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+            self._group = self._control
             if device.type == "cuda":
-                self._group = dist.ProcessGroupNCCL(
-                    dist.PrefixStore("nccl", store), rank, size, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-                )
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl)
                 self._group.allreduce([torch.zeros(1, device=device)]).wait()
         except RuntimeError as error:
             text = f"rank {rank} could not reach the others within {CONNECT_TIMEOUT_S} s"
@@ -66,7 +67,7 @@ class Communicator:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, m] -> [n, size * m], in the order of ranks."""
-        return torch.cat(self._gather(x), dim=1)
+        return torch.cat(list(self._gather(x)), dim=1)
 
     def _gather(self, x: Tensor) -> Sequence[Tensor]:
         """x of each rank."""
@@ -89,7 +90,7 @@ class Communicator:
         """The numbers of rank 0; others pass as many of any kind."""
         shared = torch.tensor(numbers)
         self._control.broadcast([shared]).wait()
-        return shared.tolist()
+        return [int(number) for number in shared]
 
     def abort(self) -> None:
         """End the collectives of GPUs that wait for a rank that is gone. Gloo notices by itself."""

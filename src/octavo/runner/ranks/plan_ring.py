@@ -145,13 +145,16 @@ class PlanReader:
 
         Raises `RingError` if a message is lost, repeated or torn: its plans cannot be trusted any more.
         """
-        parts, num_following = [], -1
+        parts: list[bytes] = []
+        num_following = -1
         while num_following:
             if not self._wait(None if parts else timeout_s):
                 return None
             part, left = self._next_piece()
             if parts and left + len(part) != num_following:
-                raise RingError(f"piece {self._number - 1} of the ring belongs to another message; its bytes are damaged")
+                raise RingError(
+                    f"piece {self._number - 1} of the ring belongs to another message; its bytes are damaged"
+                )
             parts.append(part)
             num_following = left
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -198,9 +201,13 @@ class PlanReader:
             raise RingError(f"the ring has {num_unread} unread bytes, and a capacity of {ring.capacity}; it is damaged")
         number, size, num_following, crc = _HEADER.unpack(ring.copy_out(self._read, _HEADER.size))
         if number != self._number:
-            raise RingError(f"piece {number} of the ring came in place of piece {self._number}; plans are lost or repeated")
+            raise RingError(
+                f"piece {number} of the ring came in place of piece {self._number}; plans are lost or repeated"
+            )
         if size > num_unread - _HEADER.size:
-            raise RingError(f"piece {number} of the ring has {size} bytes, more than were written; its bytes are damaged")
+            raise RingError(
+                f"piece {number} of the ring has {size} bytes, more than were written; its bytes are damaged"
+            )
         part = ring.copy_out(self._read + _HEADER.size, size)
         if checksum(_HEADER.pack(number, size, num_following, 0), part) != crc:
             raise RingError(f"piece {number} of the ring has another checksum; its bytes are damaged")

@@ -74,7 +74,7 @@ class RankFailed(msgspec.Struct, array_like=True, tag="failed"):
 
 
 _LAUNCH = msgspec.msgpack.Decoder(RankLaunch)
-_MESSAGE: msgspec.msgpack.Decoder[RankStarted | RankFailed] = msgspec.msgpack.Decoder(RankStarted | RankFailed)  # type: ignore[arg-type]
+_MESSAGE: msgspec.msgpack.Decoder[RankStarted | RankFailed] = msgspec.msgpack.Decoder(RankStarted | RankFailed)
 
 
 def make_shared(fd: int, rank: int, size: int, *, create: bool) -> tuple[SharedMemory, StatusBoard, PlanRing]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -65,10 +66,8 @@ class RankedExecutor:
 
     def close(self) -> None:
         if self._local is not None:
-            try:
+            with contextlib.suppress(DeviceLostError):
                 self.group.send(CLOSE)
-            except DeviceLostError:
-                pass
             self._local.close()
             self._local = None
             self.group.close()
