@@ -39,7 +39,7 @@ NOTE = "<!-- Written by scripts/make_reference.py from the code: change the code
 ENGINE_GROUPS = {
     "Model": "model revision skip_tokenizer_init chat_template generation_config load_format quantization dtype "
     "batch_invariant",
-    "Device": "device seed enforce_eager decode_window async_scheduling",
+    "Device": "device tensor_parallel_size seed enforce_eager decode_window async_scheduling",
     "Memory": "block_size kv_cache_dtype num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization "
     "swap_space enable_prefix_caching mamba_block_size disable_hybrid_kv_cache_manager watermark",
     "Scheduling": "max_model_len max_num_batched_tokens max_num_seqs max_logprobs scheduling_policy priority_ageing "

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 1116,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
+    "(top)": 1118,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
     "params": 668,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2700,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
-    "frontend": 2391,  # LLM, the client with its transports, text input; PagedAttention without an engine
+    "engine": 2706,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
+    "frontend": 2490,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 8264,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
@@ -27,7 +27,8 @@ BUDGETS: dict[str, int] = {
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 3380,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 4050,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    # of ranks 610: the ring of plans, their processes, collectives
     "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
     "simulate": 3286,  # replicas behind the router, cost models, traces, planner, the paper's experiments
     "bench": 1111,  # `octavo bench`; perplexity of a text

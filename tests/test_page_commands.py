@@ -53,7 +53,7 @@ EXCUSED: dict[str, str] = {"octavo cluster": "it needs Ray, an extra; tests/clus
 FAILS = {
     "octavo doctor ./llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-model-len 20337;"),
     "octavo doctor llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-model-len 20337;"),
-    "octavo serve smollm2-135m-instruct -tp 2": (2, "tensor_parallel_size is 2: one device computes the whole model"),
+    "octavo serve smollm2-135m-instruct -pp 2": (2, "pipeline_parallel_size is 2: processes of one machine share"),
 }
 """Command that fails, as its page says -> its exit status, and a part of its message."""
 MODELS = (

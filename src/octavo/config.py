@@ -178,6 +178,8 @@ class EngineArgs(ValidatedParams):
     num_gpu_blocks_override   usable blocks on any device; None: derived from `kv_cache_memory_bytes`
     kv_cache_memory_bytes     bytes for the KV pool; None: on a CPU the smallest of 4 GiB, a quarter of the free memory,
                               and what max_num_seqs sequences of max_model_len need
+    tensor_parallel_size      processes that share the model: each has a part of the weights and of the K/V heads, on a
+                              GPU of its own; on a CPU with its share of the cores
     gpu_memory_utilization    share of the device's memory for weights and KV pool together, on a GPU or a CPU;
                               None: 0.92 on a GPU; on a CPU see kv_cache_memory_bytes, which overrides it
     max_model_len             longest sequence, prompt and output; None: the model's limit, or what fits if that is
@@ -230,6 +232,7 @@ class EngineArgs(ValidatedParams):
     kv_cache_dtype: KVCacheDType = "auto"
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
@@ -294,6 +297,7 @@ class EngineArgs(ValidatedParams):
         self._check_integer("num_gpu_blocks_override", 1, 1 << 30, optional=True)
         self._check_integer("kv_cache_memory_bytes", 1, 1 << 50, optional=True)
         self._check_number("gpu_memory_utilization", 0.01, 1.0, optional=True)
+        self._check_integer("tensor_parallel_size", 1, 1024)
         self._check_integer("max_num_batched_tokens", 1, 1 << 24, optional=True)
         self._check_integer("max_num_seqs", 1, 1 << 20, optional=True)
         self._check_integer("decode_window", 1, 1024, optional=True)

@@ -300,6 +300,8 @@ def format_report(report: Report) -> list[str]:
         where = (
             f"{machine.name}: {_gib(machine.device_bytes)}, of which CUDA and others hold {_gib(machine.held_bytes)}"
         )
+    if (size := report.args.tensor_parallel_size) > 1:
+        where += f"; each of {size} ranks"
     kv_dtype = "" if need.kv.dtype == need.dtype else f", K and V in {need.kv.dtype}"
     out += [f"{where}; in {need.dtype}{kv_dtype}", ""]
 

@@ -73,17 +73,17 @@ def test_every_taken_argument_is_an_option() -> None:
 
 def test_spellings(call: Call, fake: type[FakeLLM]) -> None:
     line = ["generate", "-p", "a"]
-    for words in (["-tp", "1"], ["--tensor_parallel_size=1"], ["--tensor-parallel-size", "1"], ["--no-enable-lora"]):
+    for words in (["-tp", "1"], ["--pipeline_parallel_size=1"], ["--tensor-parallel-size", "1"], ["--no-enable-lora"]):
         done = call(*line, *words)
         assert (done.code, done.out) == (0, "a\n"), done.err
     for words, param in (
-        (["-tp", "2"], "tensor_parallel_size is 2"),
-        (["--tensor_parallel_size=2"], "tensor_parallel_size is 2"),
+        (["-pp", "2"], "pipeline_parallel_size is 2"),
+        (["--pipeline_parallel_size=2"], "pipeline_parallel_size is 2"),
         (["--compilation-config.mode", "3", "--compilation-config", "3"], "--compilation-config is given again"),
         (["--eplb-config.size", "2", "--eplb-config.steps", "3"], "eplb_config is {'size': 2, 'steps': 3}"),
         (["--enable-lora"], "enable_lora is True"),
         (["--kv-cache-dtype-skip-layers"], "kv_cache_dtype_skip_layers is True"),
-        (["-tp", "2", "--tensor-parallel-size", "1"], "--tensor-parallel-size is given again; give it once"),
+        (["-pp", "2", "--pipeline-parallel-size", "1"], "--pipeline-parallel-size is given again; give it once"),
     ):
         done = call(*line, *words)
         assert (done.code, done.out) == (2, "") and param in done.err, done.err

@@ -15,7 +15,7 @@ LLM("model", max_model_len=5, dtype="half")
 LLM(model="model", swap_space=1)
 LLM("model", max_model_length=5)
 LLM("model", dtype="float8")
-LLM("model", tensor_parallel_size=1)
+LLM("model", pipeline_parallel_size=1)
 LLM()
 """
 

@@ -122,8 +122,8 @@ def test_values_of_another_argument(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_true_is_not_one() -> None:
-    with pytest.raises(ParameterError, match="tensor_parallel_size is True"):
-        EngineArgs(model="m", tensor_parallel_size=True)  # type: ignore[call-arg]
+    with pytest.raises(ParameterError, match="pipeline_parallel_size is True"):
+        EngineArgs(model="m", pipeline_parallel_size=True)  # type: ignore[call-arg]
 
 
 def test_options_of_the_server_are_refused_by_the_engine() -> None:

@@ -135,8 +135,8 @@ METAVARS = {
 COMBINE: dict[str, Callable[..., Any]] = {"logit_bias": merge_biases}
 # fmt: off
 GROUPS = {
-    "Model": "revision chat_template device dtype batch_invariant load_format quantization generation_config"
-        " enforce_eager",
+    "Model": "revision chat_template device tensor_parallel_size dtype batch_invariant load_format quantization"
+        " generation_config enforce_eager",
     "KV cache": "block_size kv_cache_dtype num_gpu_blocks_override kv_cache_memory_bytes gpu_memory_utilization"
         " max_model_len enable_prefix_caching mamba_block_size swap_space watermark kv_events_config"
         " disable_hybrid_kv_cache_manager",
@@ -161,6 +161,7 @@ ALIASES = {
     "swap_space": ["--kv-offloading-size"],
     "gpu_memory_utilization": ["--device-memory-utilization"],
     "data_parallel_size": ["-dp"],
+    "tensor_parallel_size": ["-tp"],
     "speculative_config": ["-sc"],
 }
 """Other names that vLLM has for these options."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,16 +28,21 @@ from octavo.engine.executor import Capacity, Executor
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.config import read_spec
+from octavo.models.linear import SINGLE_RANK
 from octavo.models.linear_methods import find_linear_method
 from octavo.models.loading.loader import Model, dummy_model, load_model
 from octavo.models.spec import ModelSpec
 from octavo.runner.drafts.draft_model import Draft
+from octavo.runner.executor import Executor as LocalExecutor
 from octavo.runner.executor import make_executor
 from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.kv_scales import MAX_TOKENS, calibrate
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import Platform, find_platform
+from octavo.runner.ranks.communicator import Communicator
+from octavo.runner.ranks.rank_group import RankGroup, RankMember
+from octavo.runner.ranks.ranked_executor import RankedExecutor
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.view.recording.recorder import FlightRecorder
@@ -107,6 +113,8 @@ class ResolvedModel:
 
     args    with a number in place of every None that depends on the platform alone
     dtype   of the weights and activations, such as "bfloat16"
+    kv      of one rank
+    ranks   connects the tensor parallel ranks; None: there is one
     """
 
     args: EngineArgs
@@ -118,6 +126,7 @@ class ResolvedModel:
     tokenizer: Tokenizer | None
     sampling_defaults: SamplingDefaults
     draft: ResolvedDraft | None = None
+    ranks: Communicator | None = None
 
     @property
     def model_len(self) -> int:
@@ -125,10 +134,10 @@ class ResolvedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights once they are loaded and packed."""
+        """Bytes of one rank's weights once they are loaded and packed. Each rank has the whole draft model."""
         return sum(
-            each.spec.weight_bytes(ITEMSIZE[each.dtype], self.args.quantization, self.platform.name)
-            for each in (self, self.draft)
+            each.spec.of_rank(size).weight_bytes(ITEMSIZE[each.dtype], self.args.quantization, self.platform.name)
+            for each, size in ((self, self.args.tensor_parallel_size), (self.draft, 1))
             if each is not None
         )
 
@@ -158,19 +167,41 @@ def build(args: EngineArgs) -> BuiltEngine:
     if args.flight_recorder is not None:
         check_folder(args.flight_recorder)
     timer = _StartupTimer()
-    resolved = _resolve(args)
-    with resolved.platform.precompiler(resolved.kernel_key) as precompile:
-        timer.lap("files")
-        if resolved.platform.is_host:
-            loaded = _plan_and_load(resolved, timer)
-        else:
-            loaded = _load_and_measure(resolved, precompile, timer)
-        config = _config(resolved, loaded.budget)
-        executor, capacity = _start_executor(resolved, loaded, config, precompile)
-        timer.lap("pool" if loaded.profile is None else "pool and graphs")
-        engine = _assemble(resolved, config, executor, capacity)
+    with contextlib.ExitStack() as undo:
+        group = None
+        if args.tensor_parallel_size > 1:
+            group = RankGroup(args.tensor_parallel_size, asdict(args))
+            undo.callback(group.close)
+        resolved, config, local, capacity = _build_rank(args, group, timer)
+        engine = _assemble(resolved, config, local if group is None else RankedExecutor(local, group), capacity)
+        undo.pop_all()
     logger.info("%s", timer)
     return BuiltEngine(engine, config, resolved.spec, resolved.tokenizer, resolved.sampling_defaults)
+
+
+def build_rank(args: EngineArgs, member: RankMember) -> LocalExecutor:
+    """What a rank other than 0 has of an engine: a started executor over its part of the model."""
+    return _build_rank(args, member, _StartupTimer())[2]
+
+
+def _build_rank(
+    args: EngineArgs, ranks: RankGroup | RankMember | None, timer: _StartupTimer
+) -> tuple[ResolvedModel, EngineConfig, LocalExecutor, Capacity]:
+    """The same steps on all ranks, in the same order: passes and captures are collective."""
+    resolved = _resolve(args)
+    timer.lap("files")
+    with contextlib.nullcontext() if ranks is None else ranks.start_errors():
+        if ranks is not None:
+            resolved = replace(resolved, ranks=ranks.connect(resolved.platform.device))
+        with resolved.platform.precompiler(resolved.kernel_key) as precompile:
+            if resolved.platform.is_host:
+                loaded = _plan_and_load(resolved, timer)
+            else:
+                loaded = _load_and_measure(resolved, precompile, timer)
+            config = _config(resolved, loaded.budget)
+            executor, capacity = _start_executor(resolved, loaded, config, precompile)
+            timer.lap("pool" if loaded.profile is None else "pool and graphs")
+    return resolved, config, executor, capacity
 
 
 def _resolve(args: EngineArgs) -> ResolvedModel:
@@ -184,6 +215,7 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
         logger.info("%s", defaults)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     platform = find_platform(args.device)
+    platform.check_ranks(args.tensor_parallel_size)
     if spec.recurrent_layers:
         args.check_recurrent(spec.architecture, platform.name)
     args = args.resolved(platform.name)
@@ -191,7 +223,8 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     if args.batch_invariant:
         platform.make_batch_invariant(spec, dtype)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
-    kv = KVCacheSpec.of(spec, args.block_size, args.resolved_kv_dtype(platform.name, dtype), max_len=max_len)
+    own = spec.of_rank(args.tensor_parallel_size)
+    kv = KVCacheSpec.of(own, args.block_size, args.resolved_kv_dtype(platform.name, dtype), max_len=max_len)
     draft = _resolve_draft(args, spec, platform)
     if draft is not None:
         draft_dtype = args.resolved_kv_dtype(platform.name, draft.dtype)
@@ -213,7 +246,8 @@ def _resolve_draft(args: EngineArgs, target: ModelSpec, platform: Platform) -> R
 def _plan_and_load(resolved: ResolvedModel, timer: _StartupTimer) -> LoadedModel:
     """Plan before anything large is loaded: the system kills a process that takes too much memory."""
     num_bytes = resolved.weight_bytes
-    budget = _plan(resolved, FreeMemory(weights=num_bytes, host=free_memory() - num_bytes))
+    share = free_memory() // resolved.args.tensor_parallel_size
+    budget = _plan(resolved, FreeMemory(weights=num_bytes, host=share - num_bytes))
     model, draft = _load(resolved, budget.max_model_len)
     timer.lap("weights")
     return LoadedModel(model, draft, budget)
@@ -239,15 +273,26 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
         profile = platform.measure(model, args, kv_cache=resolved.kv, precompile=precompile, draft=draft)
     profile.check(args, resolved.kv)
     timer.lap("kernels and memory")
-    budget = _plan(resolved, FreeMemory(weights=num_bytes, host=free_memory(), device=profile.available_kv_bytes))
+    available = (
+        profile.available_kv_bytes if resolved.ranks is None else resolved.ranks.least(profile.available_kv_bytes)
+    )
+    host = free_memory() // args.tensor_parallel_size
+    budget = _plan(resolved, FreeMemory(weights=num_bytes, host=host, device=available))
     logger.info("%s", profile.table(budget))
     return LoadedModel(model, draft, budget, profile)
 
 
 def _plan(resolved: ResolvedModel, free: FreeMemory) -> MemoryBudget:
+    """Rank 0 decides for all."""
+    ranks = resolved.ranks
+    if ranks is not None and ranks.rank:
+        num_blocks, num_host_blocks, max_model_len = ranks.share((0, 0, 0))
+        return MemoryBudget(resolved.kv, free, num_blocks, num_host_blocks, max_model_len)
     budget = plan_memory(resolved.args, resolved.kv, free, model_len=resolved.model_len)
     for warning in budget.warnings:
         logger.warning(warning)
+    if ranks is not None:
+        ranks.share((budget.num_blocks, budget.num_host_blocks, budget.max_model_len))
     return budget
 
 
@@ -260,8 +305,15 @@ def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
         read: Callable[..., Model] = (
             dummy_model if args.load_format == "dummy" else partial(load_model, each.checkpoint)
         )
-        dtype, device = getattr(torch, each.dtype), platform.device
-        return read(each.spec, dtype=dtype, device=device, ops=platform.ops, linear_method=method, max_len=max_len)
+        return read(
+            each.spec,
+            dtype=getattr(torch, each.dtype),
+            device=platform.device,
+            ops=platform.ops,
+            tp=SINGLE_RANK if each is resolved.draft or resolved.ranks is None else resolved.ranks.tensor_parallel,
+            linear_method=method,
+            max_len=max_len,
+        )
 
     # On short-lived threads: a thread's OpenMP workers live as long as the thread, and once there are more workers than
     # cores, the computing ones sleep between any two operations.
@@ -288,7 +340,7 @@ def _config(resolved: ResolvedModel, budget: MemoryBudget) -> EngineConfig:
 
 def _start_executor(
     resolved: ResolvedModel, loaded: LoadedModel, config: EngineConfig, precompile: Precompile | None
-) -> tuple[Executor, Capacity]:
+) -> tuple[LocalExecutor, Capacity]:
     """The executor with its KV pool, swap space and graphs."""
     args, platform, profile, budget = resolved.args, resolved.platform, loaded.profile, loaded.budget
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
@@ -309,20 +361,28 @@ def _start_executor(
                 max_num_tokens=args.max_num_batched_tokens,
                 max_decode_steps=args.decode_window,
                 vocab_size=resolved.spec.vocab_size,
-                graphs=not args.enforce_eager and not config.kv.state_bytes,  # a trial replay would advance the states
+                graphs=_has_graphs(resolved),
                 num_speculative_tokens=args.num_speculative_tokens,
                 shares_suffixes=(speculation := args.speculation()) is not None and speculation.method == "suffix",
                 draft=None if loaded.draft is None else Draft(loaded.draft, pools[1], host_pools[1]),
                 num_groups=1 + len(config.kv.windows),
                 state_blocks=config.kv.state_blocks,
+                measures_drafts=resolved.ranks is None,
             )
-            executor = make_executor(runner, precompile)
+            is_follower = resolved.ranks is not None and resolved.ranks.rank > 0
+            executor = LocalExecutor(runner, precompile) if is_follower else make_executor(runner, precompile)
             return executor, executor.start()
     except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget}; lower num_gpu_blocks_override, "
             f"kv_cache_memory_bytes or swap_space; {doctor_hint(args)}"
         ) from error
+
+
+def _has_graphs(resolved: ResolvedModel) -> bool:
+    """A trial replay of a CPU's recorded passes would advance recurrent states, and record no collective."""
+    is_unfit = resolved.kv.state_bytes or (resolved.platform.is_host and resolved.ranks is not None)
+    return not resolved.args.enforce_eager and not is_unfit
 
 
 def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor, capacity: Capacity) -> Engine:

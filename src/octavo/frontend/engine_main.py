@@ -71,7 +71,7 @@ def main(fd: int, build: Build = build) -> int:
     channel = Channel(connect=launch.endpoint)
     channel.send(Hello())
     try:
-        _die_with_parent()  # only now: a parent that dies earlier leaves the directory to `orphaned`
+        die_with_parent()  # only now: a parent that dies earlier leaves the directory to `orphaned`
         engine, text, summary = build(launch.options, heartbeats.enter)
         reports_cache = launch.placement is not None and launch.placement.reports_cache
         EngineServer(engine, channel, heartbeats, text, summary, ServedQuery, reports_cache=reports_cache).serve()
@@ -90,14 +90,15 @@ def _take_place(placement: Placement) -> None:
         os.sched_setaffinity(0, placement.cpus)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = None if gpus is None else gpus.split(",")
+    first, last = placement.gpu, placement.gpu + placement.num_gpus
     if visible is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(placement.gpu)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, last)))
     elif visible != [""]:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[placement.gpu : placement.gpu + 1])
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first:last])
     limit_free_memory(placement.host_bytes)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies; on Linux only, and not if the parent is dead already.
 
     Otherwise only the lifeline is watched. To the kernel, the parent is the thread that started this process: that of

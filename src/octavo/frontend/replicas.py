@@ -125,7 +125,7 @@ class Replicas:
         self._num_early = 0
         self.replicas = [
             Replica(self, i, engine_args(args, i), command=command, timeouts=timeouts, placement=placement)
-            for i, placement in enumerate(placements(num))
+            for i, placement in enumerate(placements(num, args.tensor_parallel_size))
         ]
 
     async def start(self) -> None:
@@ -358,11 +358,16 @@ def offset_endpoint(endpoint: str, index: int) -> str:
     return f"{endpoint}_dp{index}"
 
 
-def placements(num: int) -> list[ipc.Placement]:
-    """Equal parts of the processors and the free memory that this process may use; a GPU each."""
+def placements(num: int, num_gpus: int = 1) -> list[ipc.Placement]:
+    """Equal parts of the processors and the free memory that this process may use; so many GPUs each."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     size, host_bytes = len(cpus), free_memory() // num
     return [
-        ipc.Placement(cpus[i * size // num : (i + 1) * size // num] or [cpus[i % size]], i, host_bytes)
+        ipc.Placement(
+            cpus[i * size // num : (i + 1) * size // num] or [cpus[i % size]],
+            i * num_gpus,
+            host_bytes,
+            num_gpus=num_gpus,
+        )
         for i in range(num)
     ]

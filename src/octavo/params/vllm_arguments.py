@@ -108,13 +108,14 @@ ENGINE: tuple[Argument, ...] = (
         " max_num_batched_tokens max_num_seqs enable_prefix_caching kv_offloading_size generation_config"
         " max_logprobs disable_hybrid_kv_cache_manager scheduling_policy long_prefill_token_threshold"
         " max_long_partial_prefills watermark enforce_eager async_scheduling kv_events_config"
-        " speculative_config spec_method spec_model spec_tokens mamba_block_size"),
+        " speculative_config spec_method spec_model spec_tokens mamba_block_size tensor_parallel_size"),
     *_any("engine", "nothing from a model's directory is ever run as code", flags="trust_remote_code", warns=True),
     *_only("engine", "the model's own tokenizer is used", "tokenizer tokenizer_revision", tokenizer_mode="auto"),
-    *_only("engine", "one device computes the whole model", "data_parallel_rank data_parallel_start_rank"
+    *_only("engine", "processes of one machine share a model; set tensor_parallel_size",
+        "data_parallel_rank data_parallel_start_rank"
         " data_parallel_address data_parallel_rpc_port numa_bind_nodes numa_bind_cpus device_ids"
         " distributed_timeout_seconds cpu_distributed_timeout_seconds max_parallel_loading_workers",
-        tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size_local=1,
+        pipeline_parallel_size=1, data_parallel_size_local=1,
         prefill_context_parallel_size=1, decode_context_parallel_size=1, dcp_kv_cache_interleave_size=1,
         cp_kv_cache_interleave_size=1, dcp_comm_backend="ag_rs", nnodes=1, node_rank=0, master_addr="127.0.0.1",
         master_port=29501, numa_bind=False, data_parallel_hybrid_lb=False, data_parallel_external_lb=False,

@@ -170,8 +170,9 @@ class Drafter:
     times   of passes
     """
 
-    def __init__(self, state: RowState, shared: SharedSuffixes | None = None) -> None:
-        """shared: None: guesses come from a row's own tokens alone"""
+    def __init__(self, state: RowState, shared: SharedSuffixes | None = None, *, measures: bool = True) -> None:
+        """shared: None: guesses come from a row's own tokens alone. measures: learns how long passes take"""
+        self._measures = measures
         self.times = PassTimes()
         self._state, self._shared = state, shared
         self._chances = Chances()
@@ -180,7 +181,7 @@ class Drafter:
 
     def record_pass(self, num_lines: int, seconds: float) -> None:
         """Learn the time of a pass, but for the first one of each size: that takes longer, as graphs are recorded."""
-        if num_lines in self._sizes:
+        if num_lines in self._sizes and self._measures:
             self.times.record(num_lines, seconds)
         self._sizes.add(num_lines)
 

@@ -75,6 +75,7 @@ class ModelRunner:
     draft             drafts come from this model; None: from earlier text
     num_groups        groups of layers with block tables of their own
     state_blocks      blocks of a sequence's recurrent state; 0: there is none
+    measures_drafts   the time of passes decides how many drafts they have; not with ranks, whose clocks differ
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ModelRunner:
         draft: Draft | None = None,
         num_groups: int = 1,
         state_blocks: int = 0,
+        measures_drafts: bool = True,
     ) -> None:
         self.platform = platform
         self.num_speculative_tokens = num_speculative_tokens
@@ -112,9 +114,12 @@ class ModelRunner:
         )
         drafts_on_host = num_speculative_tokens > 0 and platform.is_host and draft is None
         shared = SharedSuffixes() if shares_suffixes and drafts_on_host else None
-        self.drafter = Drafter(state.rows, shared) if drafts_on_host else None
+        self.drafter = Drafter(state.rows, shared, measures=measures_drafts) if drafts_on_host else None
+        self._measures_drafts = measures_drafts
         measures = num_speculative_tokens and not drafts_on_host
-        self.draft_limit = DraftLimit(platform.make_timer if measures else None, drafts_cost=draft is not None)
+        self.draft_limit = DraftLimit(
+            platform.make_timer if measures and measures_drafts else None, drafts_cost=draft is not None
+        )
         self.host_sampler = HostSampler(state.rows, state.processors, platform)
         # Of logits of a pass, with the padding of graphs.
         most = min(MAX_DEVICE_LINES, num_rows * (1 + num_speculative_tokens)) if measures else MAX_LINES
@@ -172,7 +177,8 @@ class ModelRunner:
         upload = self._upload(plan, self._batches(plan, on_host), on_host)
         output.swap_in_check, prefills = upload.check, upload.prefills
         if upload.num_drafts:
-            output.on_drafts = partial(self.draft_limit.learn, upload.num_drafts)
+            learn = partial(self.draft_limit.learn, upload.num_drafts)
+            output.on_drafts = learn if self._measures_drafts else lambda num_right: None
         sampler: ColumnSampler
         if on_host:
             num_candidates = 0 if prefills else host.num_beam_candidates(plan)

@@ -61,6 +61,9 @@ class Platform:
         """True if a model in bfloat16 is faster than in float32, and not only smaller."""
         return True
 
+    def check_ranks(self, size: int) -> None:
+        """Raises `ParameterError` if there are fewer devices than tensor parallel ranks."""
+
     def startup_errors(self, doing: str, remedy: Callable[[int], str]) -> AbstractContextManager[None]:
         """Turns device errors into one line while an engine starts; see `memory.diagnostics.startup_errors`."""
         return nullcontext()
@@ -218,6 +221,11 @@ class CudaPlatform(Platform):
         from octavo.kernels.triton import ops  # needs Triton, which a CPU does without
 
         self.ops = ops
+
+    def check_ranks(self, size: int) -> None:
+        if size > (num_gpus := torch.cuda.device_count()):
+            text = f"tensor_parallel_size {size} needs {size} GPUs; there are {num_gpus}"
+            raise ParameterError(text, param="tensor_parallel_size")
 
     def startup_errors(self, doing: str, remedy: Callable[[int], str]) -> AbstractContextManager[None]:
         return diagnostics.startup_errors(self.device, doing, remedy)

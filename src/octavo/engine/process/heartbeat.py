@@ -47,7 +47,10 @@ class StepTimes:
 
 
 class HeartbeatSender:
-    """Sends heartbeats over the lifeline from its own thread, which calls `on_end` when the client is gone."""
+    """Sends heartbeats over the lifeline from its own thread, which calls `on_end` when the client is gone.
+
+    describe   where the running step is, for people
+    """
 
     INTERVAL_S = 0.25
 
@@ -56,6 +59,7 @@ class HeartbeatSender:
         self._on_end = on_end
         self._times = StepTimes()
         self._phase = "starting"
+        self.describe: Callable[[], str] = lambda: ""
         self._planned: list[int] = []  # positions of the steps whose results are outstanding
         self._since: float | None = None  # time of the last progress; None: there is no work
         threading.Thread(target=self._run, name="octavo-heartbeat", daemon=True).start()
@@ -92,7 +96,8 @@ class HeartbeatSender:
     def heartbeat(self) -> Heartbeat:
         since, planned = self._since, sum(self._planned)
         waited = None if since is None else time.monotonic() - since
-        return Heartbeat(self._times.num_steps, waited, self._times.allowed_s(planned), self._phase)
+        place = "" if waited is None else self.describe()
+        return Heartbeat(self._times.num_steps, waited, self._times.allowed_s(planned), self._phase, place)
 
     def _send(self) -> None:
         self._lifeline.send(self.heartbeat())

@@ -49,7 +49,7 @@ class Placement(msgspec.Struct, array_like=True):
     """The part of the machine that an engine process gets, as one of several.
 
     cpus            the processors that it may run on
-    gpu             its GPU, counted from the first visible one
+    gpu             its first GPU, counted from the first visible one
     host_bytes      the free memory that it may count on
     reports_cache   its step reports tell what its cache stores and removes
     """
@@ -58,6 +58,7 @@ class Placement(msgspec.Struct, array_like=True):
     gpu: int
     host_bytes: int
     reports_cache: bool = True
+    num_gpus: int = 1
 
 
 class Launch(msgspec.Struct, array_like=True):
@@ -188,12 +189,14 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False):
     waited_s    seconds since the last result, or since work arrived; None: there is no work
     allowed_s   limit for `waited_s`, from the times of earlier steps of that size
     phase       the current phase of the start
+    place       where tensor parallel ranks are in the current step
     """
 
     num_steps: Count = 0
     waited_s: Seconds | None = None
     allowed_s: Seconds = 0.0
     phase: str = ""
+    place: str = ""
 
 
 # -- tokens and parameters ---------------------------------------------------------------------------------------------

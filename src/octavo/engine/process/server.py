@@ -69,6 +69,7 @@ class EngineServer:
         """Serve until the client closes the engine."""
         engine, heartbeats = self._engine, self._heartbeats
         unsubscribe = engine.scheduler.events.subscribe(heartbeats)
+        heartbeats.describe = getattr(engine.executor, "describe", heartbeats.describe)
         limits = engine.limits
         ready = ipc.Ready(
             limits.vocab_size, limits.max_model_len, list(limits.eos_token_ids), limits.max_logprobs, self._summary

@@ -158,7 +158,8 @@ class EngineProcess:
                 return f"it sent no heartbeat for {silence:.1f} s"
         allowed = max(timeouts.step_s, heartbeat.allowed_s)
         if heartbeat.waited_s is not None and heartbeat.waited_s > allowed:
-            return f"a step took {heartbeat.waited_s:.1f} s, and the limit was {allowed:.1f} s"
+            place = f" ({heartbeat.place})" if heartbeat.place else ""
+            return f"a step took {heartbeat.waited_s:.1f} s, and the limit was {allowed:.1f} s{place}"
         return ""
 
     def _start_error(self, why: str) -> OctavoError:

@@ -52,7 +52,7 @@ class MemoryNeeds:
 
 
 def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryNeeds:
-    """The memory needs of a model on a machine, before its KV pool."""
+    """The memory needs of a model on a machine, or of each of its ranks, before its KV pool."""
     if spec.recurrent_layers:
         args.check_recurrent(spec.architecture, machine.device)
     has_bfloat16 = has_bfloat16_products() or spec.keeps_bits_on("cpu")
@@ -62,10 +62,11 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
     graphs = 0
     if machine.device == "cuda" and not args.enforce_eager:
         graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
-    weights = spec.weight_bytes(size, args.quantization, machine.device)
+    own = spec.of_rank(args.tensor_parallel_size)
+    weights = own.weight_bytes(size, args.quantization, machine.device)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
     kv_dtype = args.resolved_kv_dtype(machine.device, dtype)
-    kv = KVCacheSpec.of(spec, args.block_size, kv_dtype, max_len=max_len)
+    kv = KVCacheSpec.of(own, args.block_size, kv_dtype, max_len=max_len)
     return MemoryNeeds(kv, weights, activations, graphs, dtype)
 
 
@@ -97,9 +98,10 @@ def num_decode_graphs(max_rows: int) -> int:
 
 
 def free_for_kv(args: EngineArgs, need: MemoryNeeds, machine: Machine) -> FreeMemory:
-    """The memory that a machine has for K and V. Raises `MemoryBudgetError` if the other needs do not fit."""
+    """The memory that each rank has for K and V. Raises `MemoryBudgetError` if the other needs do not fit."""
+    host = machine.free_bytes // args.tensor_parallel_size
     if machine.device_bytes is None:
-        return FreeMemory(weights=need.weights, host=machine.free_bytes - need.weights)
+        return FreeMemory(weights=need.weights, host=host - need.weights)
     share = int(machine.device_bytes * (args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION))
     device_bytes = share - need.all - machine.held_bytes - SPARE_BYTES
     if device_bytes <= 0:
@@ -109,4 +111,4 @@ def free_for_kv(args: EngineArgs, need: MemoryNeeds, machine: Machine) -> FreeMe
             f"{gib(need.activations)}, CUDA graphs {gib(need.graphs)}, CUDA and others {gib(machine.held_bytes)}; "
             f"{doctor_hint(args)}"
         )
-    return FreeMemory(weights=need.weights, host=machine.free_bytes, device=device_bytes)
+    return FreeMemory(weights=need.weights, host=host, device=device_bytes)

@@ -1,0 +1,68 @@
+"""Where each rank is: one line of numbers a rank in shared memory, which the rank alone writes and all read."""
+
+from __future__ import annotations
+
+import time
+
+from octavo.runner.ranks.shared_memory import SharedMemory
+
+LINE = 8
+PLAN, COLLECTIVE, IS_INSIDE, TIME_NS, CHECKED = range(5)
+
+
+class StatusBoard:
+    """The lines of all ranks, at the start of the memory.
+
+    A line: plans that the rank has begun, collectives that it has entered, 1 inside one, the time of its last change
+    in ns, and plans whose swapped blocks it has compared.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int, size: int) -> None:
+        self.size, self._first = size, rank * LINE
+        self.numbers = memory.numbers[: size * LINE]
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        return 8 * LINE * size
+
+    def begin_plan(self) -> None:
+        self.numbers[self._first + PLAN] += 1
+        self.numbers[self._first + TIME_NS] = time.monotonic_ns()
+
+    def begin_collective(self) -> None:
+        first = self._first
+        self.numbers[first + COLLECTIVE] += 1
+        self.numbers[first + IS_INSIDE] = 1
+        self.numbers[first + TIME_NS] = time.monotonic_ns()
+
+    def end_collective(self) -> None:
+        self.numbers[self._first + IS_INSIDE] = 0
+
+    def end_check(self, num_plans: int) -> None:
+        """The blocks that this plan and those before it swapped in are as they were swapped out."""
+        self.numbers[self._first + CHECKED] = num_plans
+
+    def num_checked(self) -> int:
+        """Plans whose swapped blocks all other ranks have compared."""
+        return min(self.numbers[rank * LINE + CHECKED] for rank in range(self.size) if rank * LINE != self._first)
+
+    def place(self, rank: int) -> str:
+        plan, collective, is_inside, *_ = self.numbers[rank * LINE : (rank + 1) * LINE].tolist()
+        return f"plan {plan}, {'in' if is_inside else 'after'} collective {collective}"
+
+    def age_s(self, rank: int) -> float:
+        """Seconds since the rank's last change."""
+        return (time.monotonic_ns() - self.numbers[rank * LINE + TIME_NS]) / 1e9
+
+    def __str__(self) -> str:
+        """The ranks by where they are, those that are furthest behind first."""
+        lines = {rank: tuple(self.numbers[rank * LINE : rank * LINE + 2].tolist()) for rank in range(self.size)}
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, line in sorted(lines.items(), key=lambda entry: entry[1]):
+            groups.setdefault(line, []).append(rank)
+        names = ["rank " + " and ".join(map(str, ranks)) for ranks in groups.values()]
+        places = [f"plan {plan}, collective {collective}" for plan, collective in groups]
+        return "; ".join(f"{name} at {place}" for name, place in zip(names, places, strict=True))
+
+    def release(self) -> None:
+        self.numbers.release()
