@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, EngineError, MemoryBudgetError, ParameterError
-from octavo.config import EngineArgs
 from octavo.frontend.process_transport import process_client
 from octavo.frontend.replicas import replicas_client
 from octavo.params.beam_search_params import BeamSearchParams

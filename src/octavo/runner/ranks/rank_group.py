@@ -286,7 +286,10 @@ class RankGroup:
             self.communicator.abort()
 
     def close(self) -> None:
-        """End all ranks and free what they share. A second call does nothing."""
+        """End all ranks and free what they share. A second call does nothing.
+
+        On Linux they end with the watching thread, which started them.
+        """
         if self._closing:
             return
         self._closing = True
