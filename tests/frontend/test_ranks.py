@@ -51,7 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def child_pids(pid: int) -> list[int]:
     """Ranks that this process started and that live."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "octavo.frontend.rank_main"], capture_output=True, text=True)
+    found = subprocess.run(
+        ["pgrep", "-P", str(pid), "-f", "octavo.frontend.ranks.rank_main"], capture_output=True, text=True
+    )
     return [int(word) for word in found.stdout.split()]
 
 
@@ -323,7 +325,7 @@ def test_a_corrupt_swapped_block_of_a_rank_ends_the_group(model: str, tmp_path: 
     code = (
         "import sys; from octavo.runner import checksums as c; work = c.Checksums._work\n"
         "c.Checksums._work = lambda self, outs, ins, moved: [*work(self, outs, ins, moved), *ins]\n"
-        "from octavo.frontend.rank_main import run; run()"
+        "from octavo.frontend.ranks.rank_main import run; run()"
     )
     options = OPTIONS | {
         "preemption_mode": "swap",
