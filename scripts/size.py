@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
     "(top)": 1118,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
-    "params": 668,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
+    "params": 669,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2706,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor

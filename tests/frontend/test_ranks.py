@@ -19,13 +19,16 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, EngineError, MemoryBudgetError, ParameterError
 from octavo.frontend.process_transport import process_client
+from octavo.frontend.replicas import replicas_client
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.runner.ranks import rank_group
 from octavo.runner.ranks.rank_group import RankGroup
 from tests.engine.models import make_talking_checkpoint
+from tests.models.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 OPTIONS: dict[str, Any] = {
@@ -48,7 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def child_pids(pid: int) -> list[int]:
     """Ranks that this process started and that live."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "octavo.frontend.rank_main"], capture_output=True, text=True)
+    found = subprocess.run(
+        ["pgrep", "-P", str(pid), "-f", "octavo.frontend.ranks.rank_main"], capture_output=True, text=True
+    )
     return [int(word) for word in found.stdout.split()]
 
 
@@ -153,6 +158,26 @@ def test_preempted_requests_continue(model: str, mode: str) -> None:
     one, two = both(
         model, use, preemption_mode=mode, num_gpu_blocks_override=60, swap_space=0.1, max_model_len=100, max_num_seqs=8
     )
+    assert one == two
+
+
+def test_a_draft_model_runs_whole_on_each_rank(model: str, tmp_path: Path) -> None:
+    draft = make_talking_checkpoint(tmp_path / "draft", seed=3)  # 37 columns of the MLP, which two does not divide
+    one, two = both(model, lambda llm: results(generate(llm)), spec_model=str(draft), spec_tokens=3)
+    assert one == two
+
+
+def test_window_groups(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    sizes["max_position_embeddings"] = 4096  # shorter sequences have one group
+    gemma = str(make_tiny_checkpoint("gemma3", tmp_path / "gemma", **sizes))
+
+    def use(llm: LLM) -> Any:
+        assert llm.config.kv.windows
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+        return [o.outputs[0].token_ids for o in generate(llm, [[5, 6, 7] * 9, [8, 9]], params)]
+
+    one, two = both(gemma, use, skip_tokenizer_init=True, num_gpu_blocks_override=3000)
     assert one == two
 
 
@@ -300,7 +325,7 @@ def test_a_corrupt_swapped_block_of_a_rank_ends_the_group(model: str, tmp_path: 
     code = (
         "import sys; from octavo.runner import checksums as c; work = c.Checksums._work\n"
         "c.Checksums._work = lambda self, outs, ins, moved: [*work(self, outs, ins, moved), *ins]\n"
-        "from octavo.frontend.rank_main import run; run()"
+        "from octavo.frontend.ranks.rank_main import run; run()"
     )
     options = OPTIONS | {
         "preemption_mode": "swap",
@@ -372,3 +397,21 @@ async def test_a_rank_that_hangs_is_named_and_its_engine_replaced(model: str) ->
     finally:
         client.transport.close()
     wait_until(lambda: is_gone(rank))
+
+
+async def test_replicas_of_two_ranks_each(model: str) -> None:
+    with LLM(model, **OPTIONS) as llm:
+        expected = [list(o.outputs[0].token_ids) for o in generate(llm, [[3 + i, 5, 7] for i in range(4)])]
+    client = replicas_client(EngineArgs(model, **OPTIONS, tensor_parallel_size=2), 2)
+    await client.start()
+    try:
+        pids = [replica.supervisor.pid for replica in client.transport.replicas]
+        assert [len(child_pids(pid)) for pid in pids if pid is not None] == [1, 1]
+
+        async def tokens(i: int) -> list[int]:
+            outputs = [output async for output in client.generate([3 + i, 5, 7], GREEDY)]
+            return list(outputs[-1].outputs[0].token_ids)
+
+        assert await asyncio.gather(*(tokens(i) for i in range(4))) == expected
+    finally:
+        client.transport.close()

@@ -1,20 +1,40 @@
-"""Two GPUs give the tokens of one CPU in float32: every family, every way to compute a step."""
+"""Two tensor parallel ranks on two GPUs: in float32 the tokens of one CPU, for every family, and one fate."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+if torch.cuda.device_count() < 2:
+    pytest.skip("fewer than two GPUs", allow_module_level=True)
+
 from octavo import LLM
+from octavo.errors import DeviceLostError, ParameterError
+from tests.engine.models import make_talking_checkpoint
+from tests.frontend.test_ranks import LONG, PROMPTS, child_pids, generate
 from tests.gpu.test_engine import params
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof.ways import OPTIONS, WAYS, runs
 from tests.runner.test_stub_platform import completions
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TALKING: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "num_gpu_blocks_override": 200,
+    "max_num_seqs": 16,
+    "max_model_len": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking"), intermediate_size=48))
+
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 38},
@@ -44,3 +64,20 @@ def test_tokens_of_two_ranks_equal_the_cpu_engines(kind: str, way: str, tmp_path
     with LLM(directory, device="cuda", tensor_parallel_size=2, **(OPTIONS | WAYS[way])) as llm:
         for outputs in runs(llm, way, prompts, params()):
             assert completions(outputs) == expected
+
+
+def test_the_death_of_a_rank_is_named(model: str) -> None:
+    """Rank 0's GPU waits for it in a collective."""
+    with LLM(model, **TALKING, tensor_parallel_size=2) as llm:
+        generate(llm)
+        stream = llm.stream(PROMPTS, LONG)
+        next(stream)
+        os.kill(child_pids(os.getpid())[0], signal.SIGKILL)
+        with pytest.raises(DeviceLostError, match="rank 1 was killed by SIGKILL"):
+            list(stream)
+
+
+def test_too_many_ranks_are_refused(model: str) -> None:
+    num = torch.cuda.device_count() + 1
+    with pytest.raises(ParameterError, match=f"tensor_parallel_size {num} needs {num} GPUs; there are {num - 1}"):
+        LLM(model, **TALKING, tensor_parallel_size=num)

@@ -112,6 +112,14 @@ def test_a_waiting_writer_hears_that_a_reader_is_gone(ring: Ring) -> None:
         fill(ring)
 
 
+def test_a_reader_that_is_gone_does_not_stop_the_others(ring: Ring) -> None:
+    ring.ring.numbers[LINE + 1] = 1  # reader 1 is asleep
+    os.close(ring.pipes[0][0])
+    ring.pipes[0] = (os.dup(ring.fd), ring.pipes[0][1])  # closed at the end
+    ring.writer.send(b"one")
+    assert ring.readers[1].receive() == b"one"
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 

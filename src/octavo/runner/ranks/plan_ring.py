@@ -9,6 +9,7 @@ first spins, since the next plan mostly comes soon. Then it sleeps on a pipe, an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import struct
@@ -112,7 +113,8 @@ class PlanWriter:
         for reader, fd in enumerate(self._wake, 1):
             if ring.numbers[reader * LINE + 1]:
                 ring.numbers[reader * LINE + 1] = 0
-                os.write(fd, b"\0")
+                with contextlib.suppress(OSError):  # of a reader that is gone, as others notice
+                    os.write(fd, b"\0")
 
     def _wait_for_room(self, size: int, deadline: float, timeout_s: float) -> None:
         ring = self._ring

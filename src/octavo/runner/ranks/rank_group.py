@@ -37,7 +37,7 @@ from octavo.runner.ranks.plan_ring import PlanReader, PlanRing, PlanWriter, Ring
 from octavo.runner.ranks.shared_memory import SharedMemory, make_file
 from octavo.runner.ranks.status_board import StatusBoard
 
-RANK_COMMAND = (sys.executable, *(("-O",) if sys.flags.optimize else ()), "-P", "-m", "octavo.frontend.rank_main")
+RANK_COMMAND = (sys.executable, *(("-O",) if sys.flags.optimize else ()), "-P", "-m", "octavo.frontend.ranks.rank_main")
 REASON_S = 0.5
 """How long a failed collective waits for the news of the rank that made it fail."""
 EXIT_S = 5.0
@@ -286,7 +286,10 @@ class RankGroup:
             self.communicator.abort()
 
     def close(self) -> None:
-        """End all ranks and free what they share. A second call does nothing."""
+        """End all ranks and free what they share. A second call does nothing.
+
+        On Linux they end with the watching thread, which started them.
+        """
         if self._closing:
             return
         self._closing = True

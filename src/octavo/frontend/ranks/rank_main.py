@@ -1,4 +1,4 @@
-"""A tensor parallel rank other than 0: `python -m octavo.frontend.rank_main FD`. Only `RankGroup` starts it.
+"""A tensor parallel rank other than 0: `python -m octavo.frontend.ranks.rank_main FD`. Only `RankGroup` starts it.
 
 FD is the lifeline, over which the engine's options arrive. The process ends with rank 0, the engine.
 """
