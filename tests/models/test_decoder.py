@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.linear import LayerFactory
 from octavo.models.loading.loader import load_model

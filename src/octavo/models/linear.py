@@ -33,12 +33,15 @@ class TensorParallel:
     all_reduce  the sum of the ranks' tensors, in equal bits on all ranks; may reuse the argument's memory. It sums
                 partial outputs, once after attention and once after the MLP
     all_gather  [n, m] -> [n, size * m], the columns of rank r from r * m on: the logits
+    add_reduced (residual, partial, norm) -> residual + the sum of the ranks' partial outputs, with the next norm's
+                weight; None: there is no small-batch path
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] | None = None
     all_gather: Callable[[Tensor], Tensor] | None = None
+    add_reduced: Callable[[NormedResidual, Tensor, Tensor], NormedResidual] | None = None
 
     def kv_heads(self, total: int) -> int:
         """K/V heads of this rank. If ranks are more than heads, rank r has the head r * total // size."""
@@ -139,6 +142,7 @@ class Linear:
         has_bias = shape.bias and not (self.is_partial and tp.rank)
         self.bias = factory.empty(own.num_out) if has_bias else None
         self.all_reduce = tp.all_reduce if self.is_partial else None
+        self.add_reduced = tp.add_reduced if self.is_partial else None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.method.apply(x, self.bias)
@@ -146,8 +150,8 @@ class Linear:
 
     @property
     def max_small_batch_tokens(self) -> int:
-        """Maximum tokens for the fused products below; 0: none. Fused sums need all ranks' parts."""
-        return 0 if self.is_partial else self.method.max_small_batch_tokens
+        """Maximum tokens for the fused products below; 0: none."""
+        return 0 if self.is_partial and self.add_reduced is None else self.method.max_small_batch_tokens
 
     def norm_linear(self, residual: NormedResidual, eps: float, gate: Gate = "") -> Tensor:
         """The residual's RMS norm, this layer, and a gated MLP's activation; see `kernels.reference.norm_linear`."""
@@ -155,6 +159,8 @@ class Linear:
 
     def add_linear(self, residual: NormedResidual, x: Tensor, norm: Tensor) -> NormedResidual:
         """residual + this layer's output for x. norm: weight of the next RMS norm."""
+        if self.add_reduced is not None:
+            return self.add_reduced(residual, self.method.few_rows_linear(x, self.bias), norm)
         return self.method.add_linear(residual, x, self.bias, norm)
 
     def project_qkv(
