@@ -18,13 +18,35 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.multiprocessing as mp
 
 from octavo.kernels.triton.linear.skinny import make_normed_residual
+from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
 from octavo.kernels.triton.reduce import push_add, push_gather, push_reduce
-from octavo.kernels.triton.symmetric import PeerReducer
 
 CALLS, REPLAYS, ROUNDS = 64, 20, 3
 MAX_BYTES = 16 << 20
 SPIN_LIMIT = 1 << 24
 """About 20 s: a rank compiles kernels while another waits."""
+
+
+def open_reducer(device: torch.device, max_bytes: int) -> PeerReducer | None:
+    """Of the ranks of the default group. None on all ranks if a GPU cannot reach another's memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def exchange(data: bytes) -> list[bytes]:
+        parts: list[bytes] = [b""] * size
+        dist.all_gather_object(parts, data)
+        return parts
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    def all_gather(x: torch.Tensor) -> torch.Tensor:
+        parts = x.new_empty(size, *x.shape)
+        dist.all_gather_into_tensor(parts, x)
+        return torch.cat(parts.unbind(0), dim=1)
+
+    buffers = open_buffers(rank, size, device, exchange, max_bytes, spin_limit=SPIN_LIMIT)
+    return None if buffers is None else PeerReducer(buffers, all_reduce, all_gather)
 
 
 def graph_us(call: Callable[[], object], device: torch.device) -> float:
@@ -72,12 +94,11 @@ def measure(rank: int, ranks: int, store: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     say = print if rank == 0 else lambda *words, **options: None
-    reducer = PeerReducer(group, device, MAX_BYTES, spin_limit=SPIN_LIMIT)
-    buffers = reducer.buffers
-    if buffers is None:
+    if (reducer := open_reducer(device, MAX_BYTES)) is None:
         say("no peer memory: nothing to measure", flush=True)
         dist.destroy_process_group()
         return
+    buffers = reducer.buffers
     say(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}; microseconds of a call")
     say(f"{'bfloat16':14}{'KiB':>7}{'push':>9}{'+norm':>9}{'gather':>9}{'NCCL':>9}{'+norm':>9}{'torch':>9}", flush=True)
     for width in (4096, 8192):
@@ -103,7 +124,7 @@ def measure(rank: int, ranks: int, store: str) -> None:
             ]
             times = [graph_us(call, device) for call in calls]
             theirs = one_shot if isinstance(one_shot, str) else f"{graph_us(one_shot, device):9.2f}"
-            if reducer.gave_up():
+            if buffers.status.item():
                 say(f"{rows} x {width}: a word did not come within the spin limit; no time is valid", flush=True)
                 return
             say(f"{rows:5} x {width:6}{x.nbytes >> 10:7}", *(f"{us:8.2f}" for us in times), theirs, flush=True)

@@ -47,10 +47,13 @@ class Communicator:
             raise EngineError(f"{text}: {' '.join(str(error).split())[:200]}") from error
         self._control._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self._is_host = device.type == "cpu"
+        self.tensor_parallel = TensorParallel(rank, size, self.all_reduce, self.all_gather)
+        if not self._is_host:
+            from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers  # triton is not on every host
 
-    @property
-    def tensor_parallel(self) -> TensorParallel:
-        return TensorParallel(self.rank, self.size, self.all_reduce, self.all_gather)
+            if (buffers := open_buffers(rank, size, device, self.exchange)) is not None:
+                peers = PeerReducer(buffers, self.all_reduce, self.all_gather)
+                self.tensor_parallel = TensorParallel(rank, size, peers.all_reduce, peers.all_gather, peers.add_reduced)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, with equal bits on all of them. Reuses x's memory."""
@@ -91,6 +94,13 @@ class Communicator:
         shared = torch.tensor(numbers)
         self._control.broadcast([shared]).wait()
         return [int(number) for number in shared]
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, which pass as many."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        all_bytes = torch.empty(self.size, len(data), dtype=torch.uint8)
+        self._control._allgather_base(all_bytes.view(-1), mine).wait()
+        return [bytes(row.tolist()) for row in all_bytes]
 
     def abort(self) -> None:
         """End the collectives of GPUs that wait for a rank that is gone. Gloo notices by itself."""

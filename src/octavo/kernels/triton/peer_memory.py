@@ -1,0 +1,155 @@
+"""Buffers that the GPUs of a host write to one another (CUDA's IPC), and the sums of ranks over them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.triton.linear.skinny import make_normed_residual
+from octavo.kernels.triton.reduce import NO_LIMIT, PeerBuffers, buffer_shape, push_add, push_gather, push_reduce
+
+logger = logging.getLogger("octavo")
+MAX_PUSHED_BYTES = 1 << 20
+"""Larger messages take NCCL: a pushed word is twice as long as its number."""
+HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1
+NO_HANDLE = bytes(HANDLE_BYTES)
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Called by every rank with as many bytes -> those of all ranks. No rank returns before all have called."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReducer:
+    """Small messages are pushed through peer memory, see `reduce`; the others take NCCL. CUDA graphs capture both.
+
+    all_reduce_large, all_gather_large  NCCL's
+    """
+
+    buffers: PeerBuffers
+    all_reduce_large: Callable[[Tensor], Tensor]
+    all_gather_large: Callable[[Tensor], Tensor]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, in x's memory if that is contiguous: the same bits on all ranks."""
+        x = x.contiguous()
+        if x.numel() and self.buffers.fits(1, x.nbytes):
+            return push_reduce(self.buffers, x)
+        return self.all_reduce_large(x)
+
+    def add_reduced(self, residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
+        """residual + the sum of all ranks' partial [num_tokens, size], with the next norm's weight, norm [size]."""
+        if self.buffers.fits(len(partial), partial.shape[1] * partial.itemsize):
+            return push_add(self.buffers, residual, partial, norm)
+        return make_normed_residual(residual.x + self.all_reduce_large(partial), norm)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on."""
+        x = x.contiguous()
+        if len(x) and self.buffers.fits(len(x), x.shape[1] * x.itemsize):
+            return push_gather(self.buffers, x)
+        return self.all_gather_large(x)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_byte * HANDLE_BYTES),)
+
+
+def open_buffers(
+    rank: int,
+    size: int,
+    device: torch.device,
+    exchange: Exchange,
+    max_bytes: int = MAX_PUSHED_BYTES,
+    *,
+    spin_limit: int = NO_LIMIT,
+) -> PeerBuffers | None:
+    """Allocate this rank's buffer on the current device, and map the others'. None on every rank if one cannot.
+
+    The memory is that of the process: no engine frees it.
+    """
+    shape = buffer_shape(size, max_bytes)
+    mine, handle, problem = _Memory(shape), NO_HANDLE, ""
+    try:
+        runtime = _runtime()
+        handle = mine.allocate(runtime)
+        torch.cuda.synchronize(device)  # it is zero before another rank writes
+    except (OSError, AttributeError, RuntimeError) as error:
+        problem = str(error)
+    addresses = []
+    for peer, other in enumerate(exchange(handle)):
+        if peer == rank:
+            addresses.append(mine.address)
+        elif other == NO_HANDLE or problem:
+            problem = problem or f"rank {peer} has no peer memory"
+        else:
+            try:
+                addresses.append(_open(runtime, other))
+            except RuntimeError as error:
+                problem = str(error)
+    text = problem.encode()[:HANDLE_BYTES].ljust(HANDLE_BYTES, b"\0")
+    problems = [other.rstrip(b"\0").decode() for other in exchange(text)]
+    if any(problems):
+        logger.warning("sums over ranks take NCCL: %s", problem or next(filter(None, problems)))
+        return None
+    return PeerBuffers(
+        rank,
+        size,
+        torch.as_tensor(mine, device=device),
+        torch.tensor(addresses, dtype=torch.int64, device=device),
+        torch.zeros(shape[2], dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        spin_limit,
+    )
+
+
+class _Memory:
+    """Memory of CUDA's allocator and not of torch's, whose blocks are parts of what a handle names."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape, self.address = shape, 0
+
+    def allocate(self, runtime: Any) -> bytes:
+        """Zeros -> their handle for other processes."""
+        num_bytes, pointer, handle = 8, ctypes.c_void_p(), _Handle()
+        for length in self.shape:
+            num_bytes *= length
+        _check(runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(num_bytes)), "cudaMalloc")
+        _check(runtime.cudaMemset(pointer, 0, ctypes.c_size_t(num_bytes)), "cudaMemset")
+        _check(runtime.cudaIpcGetMemHandle(ctypes.byref(handle), pointer), "cudaIpcGetMemHandle")
+        self.address = pointer.value or 0
+        return bytes(handle.data)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": "<i8", "data": (self.address, False), "version": 2}
+
+
+def _open(runtime: Any, handle: bytes) -> int:
+    pointer = ctypes.c_void_p()
+    code = runtime.cudaIpcOpenMemHandle(
+        ctypes.byref(pointer), _Handle.from_buffer_copy(handle), ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS)
+    )
+    _check(code, "cudaIpcOpenMemHandle")
+    return pointer.value or 0
+
+
+def _check(code: int, name: str) -> None:
+    if code:
+        raise RuntimeError(f"{name} returned error {code}")
+
+
+def _runtime() -> Any:
+    """The CUDA runtime that torch has loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.split()[-1] for line in maps if "libcudart" in line]
+    if not paths:
+        raise OSError("this process has not loaded libcudart")
+    return ctypes.CDLL(paths[0])
