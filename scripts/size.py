@@ -21,9 +21,10 @@ BUDGETS: dict[str, int] = {
     "engine": 2700,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
     "frontend": 2391,  # LLM, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 8252,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
-    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
-    "models": 3545,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
+    "kernels": 8530,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
+    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance;
+    # sums and gathers over ranks through peer memory 270
+    "models": 3555,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; of four
     # formats of quantised checkpoints and llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 3380,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import ParameterError
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.linear import LayerFactory, TensorParallel
 from octavo.models.loading.loader import load_model
@@ -390,6 +392,15 @@ class Ranks:
 
         return TensorParallel(rank, len(self.parts), all_reduce)
 
+    def small_batch_rank(self, rank: int) -> TensorParallel:
+        tp = self.rank(rank)
+
+        def add_reduced(residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
+            assert tp.all_reduce is not None
+            return reference.make_normed_residual(residual.x + tp.all_reduce(partial), norm)
+
+        return replace(tp, add_reduced=add_reduced)
+
 
 @pytest.mark.parametrize(
     "case",
@@ -410,6 +421,27 @@ def test_two_ranks_give_the_same_logits(models: Any, case: str) -> None:
             ranks.barrier.abort()  # the other rank waits for this one
             raise
 
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(run, range(2)))
+    for result in results:
+        for actual, wanted in zip(result, expected, strict=True):
+            assert_close(actual, wanted)
+
+
+def test_two_ranks_take_the_small_batch_path_if_they_can_add_to_the_residual(models: Any) -> None:
+    directory, expected = models["llama biases"]
+    ranks = Ranks(2)
+
+    def run(rank: int) -> list[Tensor]:
+        try:
+            decoder = load_tiny(directory, SmallBatchPath(), tp=ranks.small_batch_rank(rank))
+            assert decoder.max_small_batch_tokens == 6
+            return PagedRun(decoder, PROMPTS, block_size=8, tp_size=2).run(7)
+        except BaseException:
+            ranks.barrier.abort()
+            raise
+
+    assert load_tiny(directory, SmallBatchPath(), tp=ranks.rank(0)).max_small_batch_tokens == 0
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(run, range(2)))
     for result in results:

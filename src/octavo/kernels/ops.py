@@ -116,6 +116,8 @@ class ModelOps(Protocol):
         self, residual: NormedResidual, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
     ) -> NormedResidual: ...
 
+    def few_rows_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
     def project_qkv(
         self,
         residual: NormedResidual,

@@ -28,11 +28,15 @@ class TensorParallel:
 
     A rank has some attention heads and some columns of the MLP. `all_reduce` sums the ranks' partial outputs, once
     after attention and once after the MLP.
+
+    add_reduced  (residual, partial, norm) -> residual + the sum of the ranks' partial, with the next norm's weight;
+                 None: there is no small-batch path
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] | None = None
+    add_reduced: Callable[[NormedResidual, Tensor, Tensor], NormedResidual] | None = None
 
     def per_rank(self, total: int, name: str) -> int:
         """total / size; raises `ParameterError` if that is no whole number. `name` is used in the message."""
@@ -136,6 +140,7 @@ class Linear:
         self.bias = factory.empty(sum(self.rows)) if has_bias else None
         self.is_partial = split == "in" and tp.size > 1
         self.all_reduce = tp.all_reduce if self.is_partial else None
+        self.add_reduced = tp.add_reduced if self.is_partial else None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.method.apply(x, self.bias)
@@ -143,8 +148,8 @@ class Linear:
 
     @property
     def max_small_batch_tokens(self) -> int:
-        """Maximum tokens for the fused products below; 0: none. Fused sums need all ranks' parts."""
-        return 0 if self.is_partial else self.method.max_small_batch_tokens
+        """Maximum tokens for the fused products below; 0: none."""
+        return 0 if self.is_partial and self.add_reduced is None else self.method.max_small_batch_tokens
 
     def norm_linear(self, residual: NormedResidual, eps: float, gate: Gate = "") -> Tensor:
         """The residual's RMS norm, this layer, and a gated MLP's activation; see `kernels.reference.norm_linear`."""
@@ -152,6 +157,8 @@ class Linear:
 
     def add_linear(self, residual: NormedResidual, x: Tensor, norm: Tensor) -> NormedResidual:
         """residual + this layer's output for x. norm: weight of the next RMS norm."""
+        if self.add_reduced is not None:
+            return self.add_reduced(residual, self.method.few_rows_linear(x, self.bias), norm)
         return self.method.add_linear(residual, x, self.bias, norm)
 
     def project_qkv(

@@ -111,6 +111,10 @@ class LinearMethod:
         """See `kernels.reference.add_linear`."""
         return self.ops.make_normed_residual(residual.x + self.apply(x, bias), norm)
 
+    def few_rows_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`apply` for at most `max_small_batch_tokens`."""
+        return self.apply(x, bias)
+
     def project_qkv(
         self,
         residual: NormedResidual,
@@ -156,6 +160,9 @@ class PlainMethod(LinearMethod):
 
     def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
         return self.ops.add_linear(residual, x, self.weight, bias, norm)
+
+    def few_rows_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.ops.few_rows_linear(x, self.weight, bias)
 
     def project_qkv(
         self,
@@ -286,6 +293,9 @@ class PackedMethod(PlainMethod):
         if self.packed is None:
             return super().add_linear(residual, x, bias, norm)
         return LinearMethod.add_linear(self, residual, x, bias, norm)
+
+    def few_rows_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return super().few_rows_linear(x, bias) if self.packed is None else self.packed(x, bias)
 
     def project_qkv(
         self,

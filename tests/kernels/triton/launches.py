@@ -16,7 +16,7 @@ from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
-from octavo.kernels.triton import ops
+from octavo.kernels.triton import ops, reduce
 from octavo.kernels.triton.capability import kernels_for
 from octavo.kernels.triton.linear.grouped_kernels import quantise
 
@@ -176,6 +176,18 @@ def quantised() -> None:
             quantise(torch.empty(200, 1024, dtype=BF16), form.group_size)
 
 
+def sums_over_ranks() -> None:
+    for size, dtype in ((2, BF16), (4, F16), (3, F32)):
+        shape = reduce.buffer_shape(size, 1 << 20)
+        buffer, peers = torch.empty(shape, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
+        epochs = torch.zeros(shape[2] + 1, dtype=torch.int32)
+        buffers = reduce.PeerBuffers(0, size, buffer, peers, epochs[1:], epochs[:1])
+        x, norm = torch.empty(8, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
+        reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
+        reduce.push_gather(buffers, x)
+        reduce.push_reduce(buffers, x)
+
+
 def norms_and_activations() -> None:
     for size, dtype in ((64, BF16), (4096, BF16), (896, F32)):
         x, weight = torch.empty(300, size, dtype=dtype), torch.empty(size, dtype=dtype)
@@ -246,6 +258,7 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     float8,
     linear,
     quantised,
+    sums_over_ranks,
     norms_and_activations,
     kv_copies,
     sampling,

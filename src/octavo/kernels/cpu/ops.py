@@ -37,6 +37,7 @@ from octavo.kernels.cpu.step import (
 from octavo.kernels.reference import (
     add_linear,
     block_copy,
+    few_rows_linear,
     gelu,
     kv_write,
     layer_norm,
@@ -59,6 +60,7 @@ __all__ = [
     "block_copy",
     "causal_conv",
     "commit_sampled_tokens",
+    "few_rows_linear",
     "finite_rows",
     "gated_delta_rule",
     "gelu",

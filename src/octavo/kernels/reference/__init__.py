@@ -29,6 +29,7 @@ from octavo.kernels.reference.norms import (
     accumulation_dtype,
     add_linear,
     add_rms_norm,
+    few_rows_linear,
     gelu,
     gelu_mul,
     layer_norm,

@@ -87,6 +87,11 @@ def add_linear(
     return make_normed_residual(residual.x + F.linear(x, weight, bias), norm)
 
 
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias of the small-batch path where `add_linear` needs other ranks' sums."""
+    return F.linear(x, weight, bias)
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (arXiv 1607.06450).
 

@@ -19,7 +19,13 @@ from octavo.kernels.triton.kv.block_copy import block_copy
 from octavo.kernels.triton.kv.swap import swap_in, swap_out
 from octavo.kernels.triton.kv.write import kv_write, rope_kv_write
 from octavo.kernels.triton.linear.grouped import keeps_groups, pack_groups
-from octavo.kernels.triton.linear.skinny import add_linear, make_normed_residual, norm_linear, project_qkv
+from octavo.kernels.triton.linear.skinny import (
+    add_linear,
+    few_rows_linear,
+    make_normed_residual,
+    norm_linear,
+    project_qkv,
+)
 from octavo.kernels.triton.linear.tuning import max_small_batch_tokens
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 from octavo.kernels.triton.sampling.drafts import propose_drafts, reject_drafts
@@ -44,6 +50,7 @@ __all__ = [
     "block_copy",
     "causal_conv",
     "commit_sampled_tokens",
+    "few_rows_linear",
     "finite_rows",
     "gated_delta_rule",
     "gelu",

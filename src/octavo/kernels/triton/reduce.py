@@ -79,11 +79,10 @@ def push_add(buffers: PeerBuffers, residual: NormedResidual, partial: Tensor, no
 
     Rounded once, at the end.
     """
-    num_tokens, size = partial.shape
     words = partial.view(torch.int32)
     total, weighted = torch.empty_like(partial), torch.empty_like(partial)
     parts = cdiv(words.shape[1], SLOT_WORDS)
-    squares = torch.empty(parts, padded_tokens(num_tokens), dtype=torch.float32, device=partial.device)
+    squares = torch.empty(parts, padded_tokens(len(partial)), dtype=torch.float32, device=partial.device)
     _launch(buffers, words, total, (residual.x, norm, weighted, squares))
     return NormedResidual(total, weighted, squares)
 
@@ -144,17 +143,17 @@ def _is_late(stamped, epoch, valid):
 
 
 @triton.jit
-def _sum_ranks(words, DTYPE: tl.constexpr):
+def _sum_ranks(words, dtype: tl.constexpr):
     """Words [ranks, SLOT] of one number of 32 bits or two of 16 -> their sums over the ranks, in float32."""
-    if DTYPE == tl.float32:
+    if dtype == tl.float32:
         return tl.sum(words.to(tl.float32, bitcast=True), 0)
-    elif DTYPE == tl.bfloat16:  # the upper half of a float32
+    elif dtype == tl.bfloat16:  # the upper half of a float32
         low = (words << 16).to(tl.float32, bitcast=True)
         high = (words & -65536).to(tl.float32, bitcast=True)
         return tl.interleave(tl.sum(low, 0), tl.sum(high, 0))
     else:
-        low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
         return tl.interleave(tl.sum(low, 0), tl.sum(high, 0))
 
 

@@ -47,6 +47,8 @@ def test_skinny_products_match_the_reference(num_tokens: int, size: int, num_in:
         expected = reference.add_linear(to_double(residual), x.double(), weight.double(), wide_bias, norm.double())
         residual = cuda.add_linear(residual, x, weight, b, norm, tuning=tuning)
         check_residual(residual, expected, num_tokens)
+        product = cuda.few_rows_linear(x, weight, b, tuning=tuning)
+        assert relative_error(product, reference.few_rows_linear(x.double(), weight.double(), wide_bias)) < 1e-3
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu"])

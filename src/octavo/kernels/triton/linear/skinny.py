@@ -7,6 +7,7 @@ sum after it, are kernels that take as long to start as to run. Here they are fu
     make_normed_residual  x -> residual
     norm_linear           residual -> rms_norm(residual) @ weight.T; for a gated MLP also the activation
     add_linear            residual, x -> residual + x @ weight.T
+    few_rows_linear       x -> x @ weight.T, one rank's part of what `reduce.push_add` adds to the residual
     project_qkv           residual -> q, and K and V to their slots: `norm_linear` and `rope_kv_write`, on Hopper in one
 
 A layer is then four products, attention, and at most one kernel before it. The norm's scale is the same for all outputs
@@ -88,6 +89,11 @@ def add_linear(
     y, norm_outputs = _launch(x, weight, bias, "", tuning, residual=residual.x, norm=norm)
     assert norm_outputs is not None
     return NormedResidual(y, *norm_outputs)
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, tuning: Tuning | None = None) -> Tensor:
+    """`reference.few_rows_linear` for at most `max_small_batch_tokens`; weight is contiguous."""
+    return _launch(x, weight, bias, "", tuning)[0]
 
 
 def project_qkv(

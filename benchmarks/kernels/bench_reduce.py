@@ -1,0 +1,131 @@
+"""Sums over the ranks of several GPUs: pushed through peer memory, by NCCL, and by torch's symmetric memory.
+
+`PYTHONPATH=src python benchmarks/kernels/bench_reduce.py [--ranks 2]`: microseconds of a call in a CUDA graph of 64
+calls, of the slowest rank. Each width ends with the smallest message that NCCL sums faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+import torch.multiprocessing as mp
+
+from octavo.kernels.triton.linear.skinny import make_normed_residual
+from octavo.kernels.triton.reduce import push_add, push_gather, push_reduce
+from octavo.kernels.triton.symmetric import PeerReducer
+
+CALLS, REPLAYS, ROUNDS = 64, 20, 3
+MAX_BYTES = 16 << 20
+SPIN_LIMIT = 1 << 24
+"""About 20 s: a rank compiles kernels while another waits."""
+
+
+def graph_us(call: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of a call, of the slowest rank, in the best round."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
+    rounds = torch.empty(ROUNDS, device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for i in range(ROUNDS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        rounds[i] = begin.elapsed_time(end) * 1e3 / REPLAYS / CALLS
+    dist.all_reduce(rounds, dist.ReduceOp.MAX)
+    return float(rounds.min())
+
+
+def torch_one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object] | str:
+    """torch's sum of x, copied into its symmetric memory before; or why there is none."""
+    try:
+        buffer = symmetric_memory.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+        symmetric_memory.rendezvous(buffer, group)
+        call = lambda: torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group.group_name)  # noqa: E731
+        call()
+        torch.cuda.synchronize()
+    except (RuntimeError, AttributeError) as error:
+        return " ".join(str(error).split())[:80]
+    return call
+
+
+def measure(rank: int, ranks: int, store: str) -> None:
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    say = print if rank == 0 else lambda *words, **options: None
+    reducer = PeerReducer(group, device, MAX_BYTES, spin_limit=SPIN_LIMIT)
+    buffers = reducer.buffers
+    if buffers is None:
+        say("no peer memory: nothing to measure", flush=True)
+        dist.destroy_process_group()
+        return
+    say(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}; microseconds of a call")
+    say(f"{'bfloat16':14}{'KiB':>7}{'push':>9}{'+norm':>9}{'gather':>9}{'NCCL':>9}{'+norm':>9}{'torch':>9}", flush=True)
+    for width in (4096, 8192):
+        crossover = None
+        for rows in (1, 8, 32, 64, 128, 256):
+            x, norm = torch.zeros(rows, width, device=device).bfloat16(), torch.ones(width, device=device).bfloat16()
+            stream = make_normed_residual(x.clone(), norm)
+
+            def nccl(x: torch.Tensor = x) -> torch.Tensor:
+                dist.all_reduce(x, group=group)
+                return x
+
+            def nccl_add(stream: object = stream, norm: torch.Tensor = norm) -> object:
+                return make_normed_residual(stream.x + nccl(), norm)  # type: ignore[attr-defined]
+
+            one_shot = torch_one_shot(x, group)
+            calls = [
+                lambda x=x: push_reduce(buffers, x),
+                lambda x=x, stream=stream, norm=norm: push_add(buffers, stream, x, norm),
+                lambda x=x: push_gather(buffers, x),
+                nccl,
+                nccl_add,
+            ]
+            times = [graph_us(call, device) for call in calls]
+            theirs = one_shot if isinstance(one_shot, str) else f"{graph_us(one_shot, device):9.2f}"
+            if reducer.gave_up():
+                say(f"{rows} x {width}: a word did not come within the spin limit; no time is valid", flush=True)
+                return
+            say(f"{rows:5} x {width:6}{x.nbytes >> 10:7}", *(f"{us:8.2f}" for us in times), theirs, flush=True)
+            if crossover is None and times[3] < times[0]:
+                crossover = x.nbytes
+        say(f"NCCL is faster from: {'none of these' if crossover is None else f'{crossover >> 10} KiB'}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    ranks = parser.parse_args().ranks
+    if torch.cuda.device_count() < ranks:
+        raise SystemExit(f"needs {ranks} GPUs; there are {torch.cuda.device_count()}")
+    print("can_device_access_peer(0, 1):", torch.cuda.can_device_access_peer(0, 1), flush=True)
+    topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
+    print(topology.stdout or topology.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (ranks, f"{folder}/store"), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()

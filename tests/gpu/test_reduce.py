@@ -1,0 +1,110 @@
+"""Sums and gathers over two GPUs: `python -m pytest tests/gpu/test_reduce.py -s`.
+
+Two processes; a wrong kernel gives up after some seconds and the test fails, with the last lines that a rank printed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from octavo.kernels.triton.symmetric import PeerReducer
+from tests.kernels.triton.peers import Case, Inputs, check, collect
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SPIN_LIMIT = 1 << 24
+"""About 20 s: a rank compiles kernels while the other waits."""
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CASES = [Case(rows, width, BF16) for rows in (1, 8, 33, 64) for width in (96, 1030, 4096, 8192)]
+CASES += [Case(3, 4096, F16), Case(5, 2050, F32), Case(128, 4096, BF16)]
+NCCL_CASES = [Case(300, 4096, BF16), Case(1, 75, BF16)]
+"""Too long, and no whole words."""
+
+
+def say(rank: int, *words: Any) -> None:
+    print(f"rank {rank}:", *words, flush=True)
+
+
+def check_shapes(reducer: PeerReducer, rank: int, device: str) -> list[torch.Tensor]:
+    """Of every case, before and after the epochs overflow; with random delays of the host."""
+    kept = []
+    assert reducer.buffers is not None
+    for epoch in (0, (1 << 31) - 40):
+        reducer.buffers.epochs.fill_(epoch)
+        torch.cuda.synchronize()
+        dist.barrier()
+        for case in (*CASES, *NCCL_CASES):
+            for repeat in range(3):
+                time.sleep(0.001 * ((rank + repeat + case.rows) % 3))
+                inputs = Inputs.of(case, repeat, 2, device)
+                results = collect(reducer, case, inputs, rank)
+                assert not reducer.gave_up(), f"{case}: a word did not come within the limit"
+                try:
+                    check(results, inputs, is_pushed=case in CASES)
+                except AssertionError as error:
+                    raise AssertionError(f"rank {rank}, {case}, repeat {repeat}, epoch {epoch}") from error
+                kept += results
+        say(rank, f"{len(CASES)} shapes from epoch {epoch} on are right")
+    return kept
+
+
+def check_replays(reducer: PeerReducer, rank: int, device: str) -> list[torch.Tensor]:
+    """300 replays of a graph of 64 sums; each adds both ranks' parts to what the one before made."""
+    case, kept = Case(8, 4096, BF16), []
+    inputs = Inputs.of(case, 0, 2, device)
+    start = inputs.residual.clone()
+
+    def chain() -> torch.Tensor:
+        x = start
+        for i in range(64):
+            stream = collect(reducer, case, inputs._replace(residual=x), rank)
+            x = stream[1] if i % 2 else stream[0] * 0.5 + stream[4][:, : case.width] * 0.25
+        return x
+
+    expected = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = chain()
+    for repeat in range(300):
+        out.fill_(float("nan"))
+        if repeat % 50 == rank:
+            time.sleep(0.05)
+        graph.replay()
+        if repeat % 20 == 0:
+            assert not reducer.gave_up(), f"replay {repeat}: a word did not come within the limit"
+            assert torch.equal(out, expected), f"replay {repeat} differs from separate launches"
+            kept.append(out.clone())
+    say(rank, "300 replays of 64 x 3 collectives are right")
+    return kept
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    device = f"cuda:{rank}"
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, device_id=torch.device(device)
+    )
+    say(rank, torch.cuda.get_device_name(), "reaches the other:", torch.cuda.can_device_access_peer(rank, 1 - rank))
+    group = dist.group.WORLD
+    assert group is not None
+    reducer = PeerReducer(group, torch.device(device), spin_limit=SPIN_LIMIT)
+    say(rank, "peer memory:", reducer.buffers is not None)
+    assert reducer.buffers is not None
+    kept = check_shapes(reducer, rank, device) + check_replays(reducer, rank, device)
+    torch.save([x.cpu() for x in kept], folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_gpus_get_the_same_sums(tmp_path: Path) -> None:
+    mp.spawn(run_rank, (tmp_path,), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert len(first) > 100 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
