@@ -125,8 +125,7 @@ def measure(rank: int, ranks: int, store: str) -> None:
             times = [graph_us(call, device) for call in calls]
             theirs = one_shot if isinstance(one_shot, str) else f"{graph_us(one_shot, device):9.2f}"
             if buffers.status.item():
-                say(f"{rows} x {width}: a word did not come within the spin limit; no time is valid", flush=True)
-                return
+                raise RuntimeError(f"rank {rank}, {rows} x {width}: a word did not come within the spin limit")
             say(f"{rows:5} x {width:6}{x.nbytes >> 10:7}", *(f"{us:8.2f}" for us in times), theirs, flush=True)
             if crossover is None and times[3] < times[0]:
                 crossover = x.nbytes

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.norms import NormedResidual, make_normed_residual
 from octavo.models.linear import TensorParallel
 
 T = TypeVar("T")
@@ -18,7 +19,8 @@ T = TypeVar("T")
 class Ranks:
     """Ranks whose collectives exchange tensors through a list, with a barrier. Their sums are equal in all bits."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, adds_to_residual: bool = False) -> None:
+        self.adds_to_residual = adds_to_residual
         self.parts: list[Tensor | None] = [None] * size
         self.barrier = threading.Barrier(size, timeout=120)
 
@@ -30,11 +32,18 @@ class Ranks:
             self.barrier.wait()
             return parts
 
+        def all_reduce(part: Tensor) -> Tensor:
+            return torch.stack(exchange(part)).sum(0)
+
+        def add_reduced(residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
+            return make_normed_residual(residual.x + all_reduce(partial), norm)
+
         return TensorParallel(
             rank,
             len(self.parts),
-            all_reduce=lambda part: torch.stack(exchange(part)).sum(0),
+            all_reduce,
             all_gather=lambda part: torch.cat(exchange(part), dim=1),
+            add_reduced=add_reduced if self.adds_to_residual else None,
         )
 
     def run(self, run: Callable[[TensorParallel], T]) -> list[T]:

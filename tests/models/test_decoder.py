@@ -15,13 +15,13 @@ from torch import Tensor
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
-from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.linear import LayerFactory
 from octavo.models.loading.loader import load_model
 from octavo.models.spec import DecoderSpec
 from tests.models.tiny import (
     PagedRun,
+    SmallBatchPath,
     assert_close,
     load_tiny,
     make_tiny_checkpoint,
@@ -190,15 +190,6 @@ def random_steps(seed: int) -> list[list[int]]:
     """Steps with prompts, chunks and single tokens, in which some sequences skip steps."""
     rng = random.Random(seed)
     return [[rng.choice([0, 1, 1, 2, 5, 11]) for _ in PROMPTS] for _ in range(200)]
-
-
-class SmallBatchPath(ModuleType):
-    """The reference, with the small-batch path for up to 6 tokens."""
-
-    def __init__(self) -> None:
-        super().__init__("small batches")
-        self.__dict__.update(vars(reference))
-        self.max_small_batch_tokens = lambda weight: 6
 
 
 class PlainPathMLP:

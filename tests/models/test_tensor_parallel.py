@@ -33,6 +33,7 @@ from tests.models.ranks import Ranks
 from tests.models.test_kept_weights import DEQUANTISED, KeepingOps
 from tests.models.tiny import (
     PagedRun,
+    SmallBatchPath,
     assert_close,
     load_tiny,
     make_tiny_checkpoint,
@@ -87,13 +88,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
     return Models()
 
 
-def run_ranks(path: Path, size: int, chunk: int = 7, **options: Any) -> list[list[Tensor]]:
+def run_ranks(
+    path: Path, size: int, chunk: int = 7, *, adds_to_residual: bool = False, **options: Any
+) -> list[list[Tensor]]:
     """The logits of each prompt, of each rank."""
 
     def run(tp: TensorParallel) -> list[Tensor]:
         return PagedRun(load_tiny(path, tp=tp, **options), PROMPTS, block_size=8, tp_size=size).run(chunk)
 
-    return Ranks(size).run(run)
+    return Ranks(size, adds_to_residual=adds_to_residual).run(run)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -105,6 +108,16 @@ def test_ranks_give_the_same_logits(models: Any, case: str, size: int) -> None:
         for actual, wanted, first in zip(result, expected, results[0], strict=True):
             assert_close(actual, wanted)
             assert torch.equal(actual, first)  # each rank samples by itself
+
+
+@pytest.mark.parametrize("case", ["llama", "phi3", "gemma3"])
+def test_small_batches_of_ranks_have_a_path_where_sums_are_added_to_the_residual(models: Any, case: str) -> None:
+    directory, expected = models[case]
+    ops = SmallBatchPath()
+    assert load_tiny(directory, ops, tp=TensorParallel(0, 2)).max_small_batch_tokens == 0
+    for result in run_ranks(directory, 2, adds_to_residual=True, ops=ops):
+        for actual, wanted in zip(result, expected, strict=True):
+            assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -238,6 +238,15 @@ def num_bytes(model: Model) -> int:
     return sum(weight.target.nbytes for weight in model.weights())
 
 
+class SmallBatchPath(ModuleType):
+    """The reference, with the small-batch path for up to 6 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__("small batches")
+        self.__dict__.update(vars(reference))
+        self.max_small_batch_tokens = lambda weight: 6
+
+
 def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]

@@ -16,8 +16,9 @@ from octavo.kernels.triton.linear.skinny import make_normed_residual
 from octavo.kernels.triton.reduce import NO_LIMIT, PeerBuffers, buffer_shape, push_add, push_gather, push_reduce
 
 logger = logging.getLogger("octavo")
-MAX_PUSHED_BYTES = 1 << 20
-"""Larger messages take NCCL: a pushed word is twice as long as its number."""
+MAX_PUSHED_BYTES = 4 << 20
+"""Larger messages take NCCL, as a pushed word is twice as long as its number: measured on two H200s
+(benchmarks/kernels/bench_reduce.py)."""
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
 NO_HANDLE = bytes(HANDLE_BYTES)
