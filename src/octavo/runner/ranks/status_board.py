@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+from octavo.engine.executor import RankPlace
 from octavo.runner.ranks.shared_memory import SharedMemory
 
 LINE = 8
 PLAN, COLLECTIVE, IS_INSIDE, TIME_NS, CHECKED = range(5)
+BEHIND_S = 1.0
+"""A rank that is not as far as others is behind once it has not moved for this long: ranks differ within each step."""
 
 
 class StatusBoard:
@@ -49,6 +52,18 @@ class StatusBoard:
     def place(self, rank: int) -> str:
         plan, collective, is_inside, *_ = self.numbers[rank * LINE : (rank + 1) * LINE].tolist()
         return f"plan {plan}, {'in' if is_inside else 'after'} collective {collective}"
+
+    def places(self) -> list[RankPlace]:
+        """Where each rank is."""
+        numbers, now_ns = self.numbers.tolist(), time.monotonic_ns()
+        lines = [numbers[first : first + LINE] for first in range(0, len(numbers), LINE)]
+        furthest = max((line[PLAN], line[COLLECTIVE]) for line in lines)
+        places = []
+        for line in lines:
+            age_s, is_less = (now_ns - line[TIME_NS]) / 1e9, (line[PLAN], line[COLLECTIVE]) < furthest
+            place = RankPlace(line[PLAN], line[COLLECTIVE], bool(line[IS_INSIDE]), age_s, is_less and age_s > BEHIND_S)
+            places.append(place)
+        return places
 
     def age_s(self, rank: int) -> float:
         """Seconds since the rank's last change."""

@@ -196,6 +196,26 @@ export function showNumbers(pool, root, bar, compare, unit = 0) {
   bar.children[1].style.setProperty("--share", `${(100 * stats.num_cached) / pool.numBlocks}%`);
 }
 
+// -- tensor parallel ranks --------------------------------------------------------------------------------------------
+
+// One rank is none.
+export function showRanks(ranks, root) {
+  root.hidden = !ranks.length;
+  renderList(
+    $("tbody", root),
+    ranks.map((place, rank) => ({ rank, ...place })),
+    (place) => place.rank,
+    (place) => h("tr", {}, h("th", { scope: "row" }, String(place.rank)), h("td"), h("td"), h("td")),
+    (row, place) => {
+      row.className = place.is_behind ? "behind" : "";
+      const age = place.age_s < 1 ? "now" : `${shortAge(place.age_s)} ago`;
+      const where = `${place.is_inside ? "in " : ""}${format(place.collective)}`;
+      for (const [i, cell] of [format(place.plan), where, place.is_behind ? `behind, ${age}` : age].entries())
+        text(row.children[i + 1], cell);
+    },
+  );
+}
+
 // -- one block --------------------------------------------------------------------------------------------------------
 
 export function describeBlock(pool, block) {
