@@ -23,6 +23,7 @@ class StatusBoard:
     def __init__(self, memory: SharedMemory, rank: int, size: int) -> None:
         self.size, self._first = size, rank * LINE
         self.numbers = memory.numbers[: size * LINE]
+        self.numbers[self._first + TIME_NS] = time.monotonic_ns()
 
     @staticmethod
     def num_bytes(size: int) -> int:

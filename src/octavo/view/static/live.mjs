@@ -44,7 +44,7 @@ export class Live {
 
   _connect() {
     this._setStatus("wait", "connecting");
-    showRanks([], $("#ranks"));
+    this._showRanks([]);
     const source = (this.source = new EventSource(`events?replica=${this.engine}`));
     source.addEventListener("snapshot", (event) => {
       this.stage.show(JSON.parse(event.data));
@@ -60,7 +60,7 @@ export class Live {
       }
     });
     source.addEventListener("engines", (event) => this._listEngines(JSON.parse(event.data).num_replicas));
-    source.addEventListener("ranks", (event) => showRanks(JSON.parse(event.data).ranks, $("#ranks")));
+    source.addEventListener("ranks", (event) => this._showRanks(JSON.parse(event.data).ranks));
     source.addEventListener("bye", (event) => this._retry(JSON.parse(event.data).reason));
     source.onerror = () => this._retry("the server does not respond");
   }
@@ -76,6 +76,10 @@ export class Live {
   _setStatus(state, message) {
     $("#connection").dataset.state = state;
     text($("#connection"), message);
+  }
+
+  _showRanks(ranks) {
+    showRanks(ranks, $("#ranks"), $("#ranks tbody"));
   }
 
   async _fetchBlock(block, engine) {

@@ -199,19 +199,19 @@ export function showNumbers(pool, root, bar, compare, unit = 0) {
 // -- tensor parallel ranks --------------------------------------------------------------------------------------------
 
 // One rank is none.
-export function showRanks(ranks, root) {
-  root.hidden = !ranks.length;
+export function showRanks(ranks, section, rows) {
+  section.hidden = !ranks.length;
   renderList(
-    $("tbody", root),
+    rows,
     ranks.map((place, rank) => ({ rank, ...place })),
     (place) => place.rank,
-    (place) => h("tr", {}, h("th", { scope: "row" }, String(place.rank)), h("td"), h("td"), h("td")),
+    () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")),
     (row, place) => {
       row.className = place.is_behind ? "behind" : "";
       const age = place.age_s < 1 ? "now" : `${shortAge(place.age_s)} ago`;
-      const where = `${place.is_inside ? "in " : ""}${format(place.collective)}`;
-      for (const [i, cell] of [format(place.plan), where, place.is_behind ? `behind, ${age}` : age].entries())
-        text(row.children[i + 1], cell);
+      const name = `${place.rank}${place.is_behind ? " behind" : ""}`;
+      for (const [i, cell] of [name, format(place.plan), format(place.collective), age].entries())
+        text(row.children[i], cell);
     },
   );
 }
