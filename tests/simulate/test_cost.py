@@ -110,7 +110,8 @@ def test_linear_cost_is_the_sum_of_its_terms() -> None:
 
 
 def roofline(model: str, num_devices: int = 1) -> RooflineCost:
-    return RooflineCost(MODELS[model], DEVICES["h200"], MODELS[model].kv_cache(16), num_devices)
+    own = MODELS[model].of_rank(num_devices)
+    return RooflineCost(own, DEVICES["h200"], own.kv_cache(16), num_devices)
 
 
 def test_decode_is_bandwidth_bound_and_prefill_compute_bound() -> None:
