@@ -204,7 +204,13 @@ def with_flags(args: EngineArgs, remedy: tuple[str, ...]) -> EngineArgs:
         (SMOLLM2, "2gib", 6, {"gpu_memory_utilization": 0.4}, "--gpu-memory-utilization 0.95"),
         (SMOLLM2, "1.6gib", 6, {}, "--max-num-batched-tokens 2048"),
         (SMOLLM2, "h200", 6, {"kv_cache_memory_bytes": 200 * GIB}, "without --kv-cache-memory-bytes"),
-        (SMOLLM2, "h200", 6, {"max_model_len": 8192, "gpu_memory_utilization": 0.0125}, "--gpu-memory-utilization 0.95"),
+        (
+            SMOLLM2,
+            "h200",
+            6,
+            {"max_model_len": 8192, "gpu_memory_utilization": 0.0125},
+            "--gpu-memory-utilization 0.95",
+        ),
         (UNSHARED, "1.5gib", 6, {"max_model_len": 8192}, "--max-model-len"),
     ],
 )

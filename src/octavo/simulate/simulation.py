@@ -113,7 +113,9 @@ class SimConfig:
         """Of one rank."""
         args = self.args
         max_len = args.grouped_len(self.model.max_model_len(args.max_model_len))
-        return self.model.of_rank(self.num_devices).kv_cache(args.block_size, max_len, args.resolved_kv_dtype(self._platform, self.model.dtype))
+        return self.model.of_rank(self.num_devices).kv_cache(
+            args.block_size, max_len, args.resolved_kv_dtype(self._platform, self.model.dtype)
+        )
 
     def num_blocks(self) -> int:
         """Usable blocks of a replica, as `octavo doctor` counts them. Raises `MemoryBudgetError` if it does not fit."""

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from octavo.simulate.report import SLO
     from octavo.simulate.traces import Arrival
 
-MaxTensorParallel = Annotated[
-    int, typer.Option(help="Maximum number of GPUs that share a replica's model.")
-]
+MaxTensorParallel = Annotated[int, typer.Option(help="Maximum number of GPUs that share a replica's model.")]
 
 
 class Question(NamedTuple):
