@@ -18,7 +18,7 @@ BUDGETS: dict[str, int] = {
     "params": 669,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2726,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor, places of ranks
+    "engine": 2726,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor with places of ranks
     "frontend": 2490,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 8264,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
@@ -30,9 +30,9 @@ BUDGETS: dict[str, int] = {
     "runner": 4060,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 620: the ring of plans, their processes, collectives, where each is
     "serve": 4972,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants
-    "simulate": 3310,  # replicas behind the router, cost models (of ranks, too), traces, planner, the paper's experiments
+    "simulate": 3310,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
     "bench": 1111,  # `octavo bench`; perplexity of a text
-    "view": 3672,  # live view with ranks, flight recorder and player, playground; lessons, of which 650 lines are their texts
+    "view": 3672,  # live view with ranks, flight recorder and player, playground; lessons, of them 650 lines of texts
     "view (JavaScript)": 2299,  # the page, without a framework; the card of ranks
     "cluster": 997,  # the Ray Serve application: replicas, the pool with a slot a number, failover, `octavo cluster`
     "cli": 2387,  # one file a command; `octavo top` reads every engine of a server and its ranks, and fits the terminal

@@ -371,7 +371,7 @@ RANK_GAUGES = (
     ("octavo:rank_plan", "Plans that a tensor parallel rank has begun.", "plan"),
     ("octavo:rank_collective", "Collectives that a tensor parallel rank has entered.", "collective"),
     ("octavo:rank_age_seconds", "Seconds since a tensor parallel rank last moved on.", "age_s"),
-    ("octavo:rank_behind", "1 if other ranks are further and this one has not moved for a second, else 0.", "is_behind"),
+    ("octavo:rank_behind", "1 if other ranks are further and it has not moved for a second, else 0.", "is_behind"),
 )
 """Name, text, and field of `RankPlace`."""
 CACHE_GAUGES = (
