@@ -204,7 +204,7 @@ def test_sizes_of_a_rank_are_those_of_its_spec(name: str) -> None:
         own, apart = model.of_rank(size), replace(model, spec=None).of_rank(size)
         assert own.num_params == spec.num_params and own.spec == spec
         assert own.kv_cache(16) == KVCacheSpec.of(spec, 16, "bfloat16")
-        assert apart.num_params == pytest.approx(own.num_params, rel=0.03)  # without norms and padding
+        assert apart.num_params == pytest.approx(own.num_params, rel=0.07)  # without norms, padding, copied heads
         assert apart.kv_cache(16).bytes_per_token == own.kv_cache(16).bytes_per_token
     with pytest.raises(ParameterError, match="does not divide the model's 72 attention heads"):
         replace(MODELS["opt-66b"], spec=None).of_rank(7)

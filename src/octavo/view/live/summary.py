@@ -74,8 +74,8 @@ class Summary:
 
 def read_ranks(told: Sequence[Mapping[str, Any]]) -> tuple[RankPlace, ...]:
     """The ranks of a stream's message. Raises `LookupError`, `TypeError` or `ValueError` for anything else."""
-    kinds = int, int, bool, float, bool
-    return tuple(RankPlace(*(of(r[n]) for of, n in zip(kinds, RankPlace._fields, strict=True))) for r in told)
+    kinds: dict[str, type] = {"plan": int, "collective": int, "is_inside": bool, "age_s": float, "is_behind": bool}
+    return tuple(RankPlace(**{name: kind(rank[name]) for name, kind in kinds.items()}) for rank in told)
 
 
 def describe_ranks(ranks: Sequence[RankPlace]) -> list[str]:
