@@ -34,6 +34,11 @@ def test_a_rank_is_behind_once_it_has_not_moved_for_a_while(monkeypatch: pytest.
     boards[1].begin_collective()
     now[0] += 100.0
     assert [place.is_behind for place in boards[0].places()] == [False, False]  # equally far: idle
+    boards[0].begin_plan()
+    now[0] += 2.0
+    assert [place.is_behind for place in boards[0].places()] == [False, False]  # both are in one collective
+    boards[1].end_collective()
+    assert [place.is_behind for place in boards[0].places()] == [False, True]  # it has not begun the plan
     for board in boards:
         board.release()
     memory.close()

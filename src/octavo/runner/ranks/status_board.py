@@ -58,12 +58,13 @@ class StatusBoard:
         """Where each rank is."""
         numbers, now_ns = self.numbers.tolist(), time.monotonic_ns()
         lines = [numbers[first : first + LINE] for first in range(0, len(numbers), LINE)]
-        furthest = max((line[PLAN], line[COLLECTIVE]) for line in lines)
+        last_plan, last_collective = (max(line[column] for line in lines) for column in (PLAN, COLLECTIVE))
         places = []
-        for line in lines:
-            age_s, is_less = (now_ns - line[TIME_NS]) / 1e9, (line[PLAN], line[COLLECTIVE]) < furthest
-            place = RankPlace(line[PLAN], line[COLLECTIVE], bool(line[IS_INSIDE]), age_s, is_less and age_s > BEHIND_S)
-            places.append(place)
+        for plan, collective, is_inside, time_ns, *_ in lines:
+            # Rank 0 begins plans ahead of those that run: inside one collective, that says nothing.
+            age_s = (now_ns - time_ns) / 1e9
+            is_less = collective < last_collective or (plan < last_plan and not is_inside)
+            places.append(RankPlace(plan, collective, bool(is_inside), age_s, is_less and age_s > BEHIND_S))
         return places
 
     def age_s(self, rank: int) -> float:
