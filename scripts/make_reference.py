@@ -26,6 +26,7 @@ from octavo.cli.app import app
 from octavo.cli.options import field_texts
 from octavo.config import EngineArgs, KVEventsConfig, SpeculativeConfig
 from octavo.core.cache.kv_stats import KVStats
+from octavo.engine.executor import RankPlace
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.validation import ValidatedParams
@@ -344,8 +345,8 @@ def metrics() -> Iterator[str]:
     registry.add_router(router)
     registry.http_requests.labels("GET", "200", "/health")
     registry.http_seconds.labels("GET", "/health")
-    engine = EngineStats(num_accepted_per_position=[0])
-    registry.render([EngineState(0, StatsSnapshot(engine, KVStats(**zeros)), Health("running", 0.0))])
+    engine, ranks = EngineStats(num_accepted_per_position=[0]), (RankPlace(0, 0, False, 0.0, False),) * 2
+    registry.render([EngineState(0, StatsSnapshot(engine, KVStats(**zeros)), Health("running", 0.0, ranks=ranks))])
     families: list[Metric] = sorted(registry.registry.collect(), key=lambda family: family.name)
     rows = []
     for family in families:

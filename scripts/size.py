@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "(top)": 1118,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
+    "(top)": 1126,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
     "params": 669,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2706,  # step loop, requests, drafts in grammars, queries, outputs, beams, engine process, supervisor
+    "engine": 2726,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor with places of ranks
     "frontend": 2490,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 8610,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
@@ -27,15 +27,15 @@ BUDGETS: dict[str, int] = {
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 4050,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
-    # of ranks 610: the ring of plans, their processes, collectives
-    "serve": 4952,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
-    "simulate": 3286,  # replicas behind the router, cost models, traces, planner, the paper's experiments
+    "runner": 4060,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    # of ranks 620: the ring of plans, their processes, collectives, where each is
+    "serve": 4972,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants
+    "simulate": 3310,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
     "bench": 1111,  # `octavo bench`; perplexity of a text
-    "view": 3650,  # live view, flight recorder and player, playground; lessons, of which 650 lines are their texts
-    "view (JavaScript)": 2276,  # the page, without a framework
+    "view": 3672,  # live view with ranks, flight recorder and player, playground; lessons, of them 650 lines of texts
+    "view (JavaScript)": 2299,  # the page, without a framework; the card of ranks
     "cluster": 997,  # the Ray Serve application: replicas, the pool with a slot a number, failover, `octavo cluster`
-    "cli": 2372,  # one file a command; `octavo top` reads every engine of a server, and fits the terminal
+    "cli": 2387,  # one file a command; `octavo top` reads every engine of a server and its ranks, and fits the terminal
     "utils": 24,  # the argument parser of vLLM's scripts, the choice of the event loop
     "v1": 5,  # names of modules that vLLM's scripts import
 }

@@ -60,6 +60,8 @@ GEMMA = LLAMA | {
     "query_pre_attn_scalar": 19,
     "sliding_window": 6,
 }
+UNSHARED = SMOLLM2 | {"num_attention_heads": 11, "num_key_value_heads": 11, "head_dim": 64}
+"""No number of ranks divides its heads and its MLP."""
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 60, "n_head": 3, "n_layer": 2, "n_inner": 37, "vocab_size": 97}
 OPT = {
     "architectures": ["OPTForCausalLM"],
@@ -202,7 +204,14 @@ def with_flags(args: EngineArgs, remedy: tuple[str, ...]) -> EngineArgs:
         (SMOLLM2, "2gib", 6, {"gpu_memory_utilization": 0.4}, "--gpu-memory-utilization 0.95"),
         (SMOLLM2, "1.6gib", 6, {}, "--max-num-batched-tokens 2048"),
         (SMOLLM2, "h200", 6, {"kv_cache_memory_bytes": 200 * GIB}, "without --kv-cache-memory-bytes"),
-        (SMOLLM2, "h200", 6, {"max_model_len": 8192, "gpu_memory_utilization": 0.0125}, "--max-model-len"),
+        (
+            SMOLLM2,
+            "h200",
+            6,
+            {"max_model_len": 8192, "gpu_memory_utilization": 0.0125},
+            "--gpu-memory-utilization 0.95",
+        ),
+        (UNSHARED, "1.5gib", 6, {"max_model_len": 8192}, "--max-model-len"),
     ],
 )
 def test_remedy_makes_the_model_fit(
@@ -223,6 +232,33 @@ def test_remedy_makes_the_model_fit(
     assert any(flag.startswith(remedy) for flag in report.remedy), report.remedy
     again = examine(with_flags(args, report.remedy), gpu)
     assert again.fits and again.budget == report.budget and again.need == report.need
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "options", "size"),
+    [
+        ("llama-3.1-70b", "h100", {}, 2),
+        ("llama-3.1-70b", "a100-40", {}, 8),  # 5 would do, and does not divide 64 heads
+        ("llama-3.1-8b", "l4", {"max_model_len": 100_000}, 2),  # rather than fewer tokens
+        ("llama-3.1-70b", "h100", {"tensor_parallel_size": 2, "max_model_len": 131_072}, 4),
+        ("opt-175b", "l4", {}, None),  # 16 would do
+    ],
+)
+def test_ranks_are_a_remedy_for_a_small_gpu(model: str, gpu: str, options: dict[str, Any], size: int | None) -> None:
+    report = examine(EngineArgs(model=model, **options), gpu)
+    assert not report.fits and report.remedy == (() if size is None else (f"--tensor-parallel-size {size}",))
+    if size is None:
+        return
+    again = examine(EngineArgs(model=model, **options | {"tensor_parallel_size": size}), gpu)
+    assert again.fits and again.budget == report.budget and again.need == report.need
+    assert again.need.weights < 1.01 * report.spec.weight_bytes(2) / size
+    assert f"; each of {size} ranks; in bfloat16" in format_report(report)[1]
+
+
+def test_ranks_are_a_remedy_only_where_a_machine_has_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_devices, remedy in ((1, ()), (7, ()), (8, ("--tensor-parallel-size 8",))):
+        monkeypatch.setattr(doctor, "_nvidia_gpu", lambda n=num_devices: ("A100", 40 << 30, 0, n))
+        assert examine(EngineArgs(model="llama-3.1-70b")).remedy == remedy
 
 
 def test_without_a_remedy_a_gpu_is_suggested(tmp_path: Path, free_bytes: list[int]) -> None:
@@ -283,6 +319,17 @@ def test_report_tells_groups_of_layers_apart(call: Call) -> None:
     assert report["kv_windows"] == [1024] * 6 and report["kv_padding_layers"] == 8
     alike = json.loads(call("doctor", "qwen3-8b", "--gpu", "h200", "--json").out)
     assert alike["kv_windows"] == [] and alike["kv_padding_layers"] == 0
+
+
+def test_command_prints_the_bytes_of_a_rank(call: Call) -> None:
+    one, two = (
+        json.loads(call("doctor", "llama-3.1-8b", "--gpu", "h100", "-tp", size, "--json").out) for size in ("1", "2")
+    )
+    assert one["kv_bytes_per_token"] == 2 * two["kv_bytes_per_token"] == 2 * 32 * 8 * 128 * 2
+    assert 0.5 <= two["weight_bytes"] / one["weight_bytes"] < 0.501  # the norms are whole
+    assert two["num_blocks"] > 2 * one["num_blocks"]
+    done = call("doctor", "llama-3.1-8b", "--gpu", "h100", "-tp", "3")
+    assert done.code == 2 and "tensor_parallel_size 3 does not divide the model's 32 attention heads" in done.err
 
 
 def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
@@ -408,6 +455,10 @@ def test_gpu_of_this_machine_is_detected(tmp_path: Path, monkeypatch: pytest.Mon
     report: Report = examine(EngineArgs(model=write_config(tmp_path)))
     assert (report.machine.name, report.machine.device) == ("NVIDIA H100, 80GB HBM3", "cuda")
     assert (report.machine.device_bytes, report.machine.held_bytes) == (81559 << 20, 3000 << 20)
+    assert report.machine.num_devices == 1
+    gpus = "".join(f'echo "H100, 81559, {used}"\n' for used in (0, 9, 0))
+    program.write_text(f'#!/bin/sh\n{gpus}echo "another, 81559, 0"\n')
+    assert examine(EngineArgs(model=write_config(tmp_path))).machine.num_devices == 3
     program.write_text("#!/bin/sh\nexit 9\n")
     assert examine(EngineArgs(model=write_config(tmp_path))).machine.device == "cpu"
     with pytest.raises(ParameterError, match="nvidia-smi finds no GPU"):

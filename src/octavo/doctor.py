@@ -41,6 +41,8 @@ from octavo.simulate.devices import DEVICES, find_device
 from octavo.simulate.models import find_shape
 
 LENGTHS = (1024, 4096, 16384, 65536)
+MAX_RANKS = 8
+"""GPUs of one machine that may share a model, at most: remedies with more are not looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +177,13 @@ def detect_machine(device: str) -> Machine:
     if found is None and device == "cuda":
         raise ParameterError("device is cuda, but nvidia-smi finds no GPU; pass --gpu or --device cpu", param="device")
     if found is not None:
-        name, total, held = found
-        return Machine(name, free_memory(), total, max(held, CONTEXT_BYTES))
+        name, total, held, num_devices = found
+        return Machine(name, free_memory(), total, max(held, CONTEXT_BYTES), num_devices)
     return Machine(f"{os.cpu_count()} cores", free_memory())
 
 
 def machine_with(gpu: str) -> Machine:
-    """This host with an otherwise empty GPU: a name or file of `find_device`, or its memory in GiB."""
+    """This host with otherwise empty GPUs: a name or file of `find_device`, or the memory of each in GiB."""
     try:
         num_bytes = float(gpu.lower().removesuffix("gib")) * GIB
     except ValueError:
@@ -191,19 +193,20 @@ def machine_with(gpu: str) -> Machine:
     if not 1 <= num_bytes / GIB <= 4096:
         known = ", ".join(DEVICES)
         raise ParameterError(f"no GPU {gpu!r}; known: {known}, a .json file, or its memory, such as 48GiB", param="gpu")
-    return Machine(gpu.lower(), free_memory(), int(num_bytes), CONTEXT_BYTES)
+    return Machine(gpu.lower(), free_memory(), int(num_bytes), CONTEXT_BYTES, MAX_RANKS)
 
 
-def _nvidia_gpu() -> tuple[str, int, int] | None:
-    """Name, bytes and used bytes of the first GPU; None if there is none."""
+def _nvidia_gpu() -> tuple[str, int, int, int] | None:
+    """Name, bytes and used bytes of the first GPU, and how many have its name and size; None if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     query = [program, "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        name, total, used = done.stdout.splitlines()[0].rsplit(",", 2)
-        return name.strip(), int(total) << 20, int(used) << 20
+        gpus = [line.rsplit(",", 2) for line in done.stdout.splitlines()]
+        (name, total, used), num_devices = gpus[0], [gpu[:2] for gpu in gpus].count(gpus[0][:2])
+        return name.strip(), int(total) << 20, int(used) << 20, num_devices
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
@@ -220,7 +223,12 @@ def _remedies(
     args: EngineArgs, machine: Machine, spec: ModelSpec, plan: Any
 ) -> Iterator[tuple[EngineArgs, tuple[str, ...], MemoryBudget]]:
     """Argument changes that make the model fit, the smallest first: (args, flags, memory plan)."""
-    for changes in _changes(args, machine):
+    every = list(_changes(args, machine))
+    if sizes := range(args.tensor_parallel_size + 1, min(machine.num_devices, MAX_RANKS) + 1):
+        shorter = [changes for changes in every if "max_model_len" in changes]
+        every = [changes for changes in every if changes not in shorter]
+        every += [*({"tensor_parallel_size": size} for size in sizes), *shorter]
+    for changes in every:
         changed = replace(args, **changes)
         try:
             budget: MemoryBudget = plan(changed)

@@ -382,7 +382,7 @@ async def test_an_engine_process_whose_rank_dies_is_replaced_and_requests_contin
 async def test_a_rank_that_hangs_is_named_and_its_engine_replaced(model: str) -> None:
     from octavo.engine.process.supervisor import EngineTimeouts
 
-    client = process_client(model, **OPTIONS, tensor_parallel_size=2, timeouts=EngineTimeouts(step_s=1.0))
+    client = process_client(model, **OPTIONS, tensor_parallel_size=2, timeouts=EngineTimeouts(step_s=2.5))
     await client.start()
     try:
         async for _ in client.generate([3, 5, 7], LONG):  # the first steps may take long
@@ -390,8 +390,20 @@ async def test_a_rank_that_hangs_is_named_and_its_engine_replaced(model: str) ->
         pid = client.transport.supervisor.pid
         assert pid is not None
         (rank,) = child_pids(pid)
+        await asyncio.sleep(0.3)  # a heartbeat
+        assert [(r.plan > 0, r.is_behind) for r in client.health().ranks] == [(True, False)] * 2
         os.kill(rank, signal.SIGSTOP)
+        seen = set[tuple[bool, ...]]()
+
+        async def watch() -> None:
+            while True:
+                seen.add(tuple(place.is_behind for place in client.health().ranks))
+                await asyncio.sleep(0.05)
+
+        watching = asyncio.create_task(watch())
         outputs = [output async for output in client.generate([4, 5, 7], GREEDY)]
+        watching.cancel()
+        assert (False, True) in seen and (True, False) not in seen
         assert len(outputs[-1].outputs[0].token_ids) == 24
         assert re.search(r"a step took .* \(rank 1 at plan \d+, collective \d+; rank 0 at", client.health().reason)
     finally:

@@ -16,6 +16,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.engine.executor import RankPlace
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot, sum_stats
 from octavo.log_setup import JsonFormatter
@@ -109,6 +110,18 @@ async def test_speculation_has_its_metrics_only_where_it_is_on(model: str) -> No
     async with serving(model) as server:
         await server.complete("hihihihihihihi")
         assert "spec_decode" not in (await server.client.get("/metrics")).text
+
+
+async def test_ranks_have_their_metrics_only_where_there_are_several(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model) as server:
+        assert "octavo:rank" not in (await server.client.get("/metrics")).text
+        ranks = RankPlace(7, 31, True, 2.5, False), RankPlace(7, 30, False, 2.5, True)
+        monkeypatch.setattr(server.engine.transport, "health", lambda: Health("running", 1.0, ranks=ranks))
+        got = values_of((await server.client.get("/metrics")).text)
+        of_rank_1 = [got[f'octavo:rank_{name}{{rank="1"}}'] for name in ("plan", "collective", "age_seconds", "behind")]
+        assert of_rank_1 == [7, 30, 2.5, 1] and got['octavo:rank_behind{rank="0"}'] == 0
 
 
 def test_counters_of_positions_add_up() -> None:

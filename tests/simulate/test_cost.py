@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from octavo.bench.throughput import WORKLOADS
 from octavo.cli.main import run
 from octavo.config import EngineArgs
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.errors import ModelNotFoundError, ParameterError, UsageError
 from octavo.models.config import spec_from_config
@@ -110,7 +112,8 @@ def test_linear_cost_is_the_sum_of_its_terms() -> None:
 
 
 def roofline(model: str, num_devices: int = 1) -> RooflineCost:
-    return RooflineCost(MODELS[model], DEVICES["h200"], MODELS[model].kv_cache(16), num_devices)
+    own = MODELS[model].of_rank(num_devices)
+    return RooflineCost(own, DEVICES["h200"], own.kv_cache(16), num_devices)
 
 
 def test_decode_is_bandwidth_bound_and_prefill_compute_bound() -> None:
@@ -162,12 +165,49 @@ def test_tensor_parallelism_halves_work_and_adds_all_reduces() -> None:
     assert divided > small, "a small model is not worth two"
 
 
-def test_all_all_reduce_sends_most_data_twice() -> None:
-    """A ring of n devices sends 2 (n - 1) / n of [num_tokens, hidden_size], twice per layer."""
+def test_collectives_send_most_data() -> None:
+    """A ring of n devices sends 2 (n - 1) / n of [tokens, hidden] in two all-reduces a layer and one for the embedding,
+    and (n - 1) / n of [rows, vocabulary] in the gather of logits."""
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
     for n in (2, 4):
         each = 2 * (n - 1) / n * 1000 * 4096 * 2 / device.peer_link + device.peer_s
-        assert RooflineCost(model, device, model.kv_cache(16), n)._all_reduce_s(1000) == pytest.approx(2 * 32 * each)
+        gather = (n - 1) / n * 10 * 128_256 * 2 / device.peer_link + device.peer_s
+        own = model.of_rank(n)
+        cost = RooflineCost(own, device, own.kv_cache(16), n)
+        assert cost._collectives_s(1000, 10) == pytest.approx(65 * each + gather, rel=1e-3)  # the padded vocabulary
+    assert RooflineCost(model, device, model.kv_cache(16))._collectives_s(1000, 10) == 0
+
+
+def test_a_rank_reads_its_own_heads() -> None:
+    """Qwen2.5 7B has 4 K/V heads: of 4 ranks each has one, and of a model with 2 such heads each has one, too."""
+    device, shared = DEVICES["h200"], replace(MODELS["qwen2.5-7b"], num_kv_heads=2, spec=None)
+    bandwidth = device.bandwidth * device.bandwidth_share
+    for model, size in ((MODELS["qwen2.5-7b"], 4), (shared, 4), (shared, 2)):
+        own = model.of_rank(size)
+        cost = RooflineCost(own, device, own.kv_cache(16), size)
+        assert cost.kv.num_kv_heads == 1
+        more = cost.step_s(plan_of((100_000, 1, 1))) - cost.step_s(plan_of((0, 1, 1)))
+        assert more == pytest.approx(100_000 * 28 * 2 * 128 * 2 / bandwidth)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_sizes_of_a_rank_are_those_of_its_spec(name: str) -> None:
+    model = MODELS[name]
+    assert model.spec is not None and model.of_rank(1) is model
+    for size in (2, 3, 4, 8):
+        try:
+            spec = model.spec.of_rank(size)
+        except ParameterError as error:
+            with pytest.raises(ParameterError, match=re.escape(str(error))):
+                model.of_rank(size)
+            continue
+        own, apart = model.of_rank(size), replace(model, spec=None).of_rank(size)
+        assert own.num_params == spec.num_params and own.spec == spec
+        assert own.kv_cache(16) == KVCacheSpec.of(spec, 16, "bfloat16")
+        assert apart.num_params == pytest.approx(own.num_params, rel=0.07)  # without norms, padding, copied heads
+        assert apart.kv_cache(16).bytes_per_token == own.kv_cache(16).bytes_per_token
+    with pytest.raises(ParameterError, match="does not divide the model's 72 attention heads"):
+        replace(MODELS["opt-66b"], spec=None).of_rank(7)
 
 
 def test_swaps_use_the_host_link() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from octavo.config import EngineArgs
+from octavo.doctor import examine
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.runner.memory.needs import Machine, memory_needs
 from octavo.simulate import report, traces
@@ -147,9 +148,13 @@ def test_num_blocks_follows_the_memory_budget() -> None:
     config = SimConfig(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
     assert config.num_blocks() == 26_697  # of 69.9 GiB, 14.96 of weights and 2.8 of activations, graphs and CUDA
     assert config.num_host_blocks() == (4 << 30) // (131_072 * 16)
-    with pytest.raises(MemoryBudgetError, match=r"1 x h200's 139\.80 GiB may be used; weights take 131\.42 GiB"):
+    with pytest.raises(MemoryBudgetError, match=r"of h200's 139\.80 GiB may be used; weights take 131\.42 GiB"):
         SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x")).num_blocks()
-    assert SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
+    args = EngineArgs(model="llama-3.1-70b", tensor_parallel_size=2)
+    budget = examine(args, "h200").budget
+    assert budget is not None and budget.num_blocks > 10_000
+    shared = SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2)
+    assert (shared.num_blocks(), shared.kv) == (budget.num_blocks, budget.kv)
 
 
 @pytest.mark.parametrize("name", ["gemma3-27b", "gemma3-270m", "qwen3-8b"])

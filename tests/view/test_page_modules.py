@@ -119,6 +119,27 @@ def run_page(script: str, data: Any = None) -> Any:
     return json.loads(done.stdout)
 
 
+def test_ranks_are_shown_where_there_are_several() -> None:
+    script = """
+    const { showRanks } = await load("panels");
+    const [section, rows] = [new Element(), new Element()];
+    const shown = input.map((ranks) => {
+      showRanks(ranks, section, rows);
+      return [section.hidden, ...rows.children.map((row) => row.children.map((cell) => cell.textContent).join(" "))];
+    });
+    output(shown);
+    """
+    place = {"plan": 1242, "collective": 9922, "is_inside": True, "age_s": 0.3, "is_behind": False}
+    late = place | {"collective": 9921, "age_s": 62.0, "is_behind": True}
+    first, second = "0 1,242 9,922 now", "1 behind 1,242 9,921 62s ago"
+    assert run_page(script, [[], [place, late], [place, place], []]) == [
+        [True],
+        [False, first, second],
+        [False, first, first.replace("0 ", "1 ", 1)],
+        [True],
+    ]
+
+
 def test_missing_stats_are_not_shown() -> None:
     """An attached server has few of them, an engine of Octavo has all."""
     attached = ExternalPool("tcp://127.0.0.1:1")

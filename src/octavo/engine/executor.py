@@ -124,6 +124,21 @@ class Capacity(NamedTuple):
         return cls(*CAPACITY.unpack(data))
 
 
+class RankPlace(NamedTuple):
+    """Where a tensor parallel rank is.
+
+    plan        plans that it has begun           collective  collectives that it has entered
+    is_inside   it is in a collective             age_s       seconds since it last moved on
+    is_behind   others are further, and it has not moved for a second
+    """
+
+    plan: int
+    collective: int
+    is_inside: bool
+    age_s: float
+    is_behind: bool
+
+
 class StepHandle(Protocol):
     """A submitted plan."""
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from octavo.core import events as ev
 from octavo.core.cache.kv_stats import KVStats
+from octavo.engine.executor import RankPlace
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ class Health:
     last_step_age_s  seconds since the engine last made progress; None while it has no work
     num_restarts     restarts so far
     reason           why it is not running, or was last restarted, in one line
+    ranks            where its tensor parallel ranks are, by number; empty for one
     """
 
     state: Literal["starting", "running", "restarting", "failed"]
@@ -117,6 +119,7 @@ class Health:
     last_step_age_s: float | None = None
     num_restarts: int = 0
     reason: str = ""
+    ranks: tuple[RankPlace, ...] = ()
 
 
 def sum_kv_stats(parts: Sequence[KVStats]) -> KVStats:

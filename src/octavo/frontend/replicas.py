@@ -292,7 +292,7 @@ class Replicas:
         age = None if None in ages else min(age for age in ages if age is not None)
         reasons = [f"replica {i}: {health.reason}" for i, health in enumerate(states) if health.reason]
         num_restarts = sum(health.num_restarts for health in states)
-        return replace(best, last_step_age_s=age, num_restarts=num_restarts, reason="; ".join(reasons))
+        return replace(best, last_step_age_s=age, num_restarts=num_restarts, reason="; ".join(reasons), ranks=())
 
     async def stats(self) -> StatsSnapshot:
         """The sum over the replicas."""

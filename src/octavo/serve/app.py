@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
+from octavo.engine.executor import RankPlace
 from octavo.engine.query import DescribeKV
 from octavo.errors import UsageError
 from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
@@ -125,8 +127,13 @@ class App:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        hubs = PerEngine(self._engines, Hub)
+        numbers = itertools.count()
+        hubs = PerEngine(self._engines, lambda ask: Hub(ask, functools.partial(self._ranks, next(numbers))))
         return View(service.model_names[0], hubs=hubs, text_of=text_of, queries=self._queries, playground=False)
+
+    def _ranks(self, number: int) -> Sequence[RankPlace]:
+        engines = self.service.backend.transport.engines
+        return engines[number].health().ranks if number < len(engines) else ()
 
     def _add(self, app: Starlette, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
         def body_limit() -> int:

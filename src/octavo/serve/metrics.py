@@ -287,6 +287,7 @@ class _EngineCollector:
                 waits.add_metric([*self._labels(engine), reason.replace(" ", "_")], count)
         yield waits
         yield from self._speculation()
+        yield from self._ranks()
         yield from self._caches()
 
     def _queues(self) -> Iterator[Metric]:
@@ -316,6 +317,15 @@ class _EngineCollector:
             for position, count in enumerate(engine.stats.engine.num_accepted_per_position):
                 family.add_metric([*self._labels(engine), str(position)], count)
         yield family
+
+    def _ranks(self) -> Iterator[Metric]:
+        """Nothing if no engine has several ranks."""
+        for name, text, value in RANK_GAUGES if any(engine.health.ranks for engine in self.engines) else ():
+            family = GaugeMetricFamily(name, text, labels=[*LABELS, "rank"])
+            for engine in self.engines:
+                for rank, place in enumerate(engine.health.ranks):
+                    family.add_metric([*self._labels(engine), str(rank)], float(getattr(place, value)))
+            yield family
 
     def _caches(self) -> Iterator[Metric]:
         if not any(engine.stats.kv for engine in self.engines):
@@ -357,6 +367,13 @@ COUNTERS = (
     ("octavo:computed_tokens", "Computed tokens.", "num_tokens_computed"),
 )
 """Name, text, and field of `EngineStats`."""
+RANK_GAUGES = (
+    ("octavo:rank_plan", "Plans that a tensor parallel rank has begun.", "plan"),
+    ("octavo:rank_collective", "Collectives that a tensor parallel rank has entered.", "collective"),
+    ("octavo:rank_age_seconds", "Seconds since a tensor parallel rank last moved on.", "age_s"),
+    ("octavo:rank_behind", "1 if other ranks are further and it has not moved for a second, else 0.", "is_behind"),
+)
+"""Name, text, and field of `RankPlace`."""
 CACHE_GAUGES = (
     ("octavo:blocks_saved_by_sharing", "Blocks saved by sharing.", "num_saved_by_sharing"),
     ("octavo:unfilled_slots", "Empty slots of used blocks.", "num_unfilled_slots"),

@@ -124,10 +124,32 @@ class CostModel(Protocol):
         """Device time of a plan."""
 
 
+class Collectives(NamedTuple):
+    """Time of the collectives of tensor parallel ranks: of a pass before the first byte, and for each token and each
+    row of logits."""
+
+    pass_s: float
+    token_s: float
+    row_s: float
+
+
+def collectives(own: ModelShape, device: Device, num_devices: int) -> Collectives:
+    """Of ranks with these sizes. All-reduces of `[num_tokens, hidden_size]`, two in a layer and one for the embedding:
+    each device of a ring sends (n - 1) / n of it twice. A gather of `[num_rows, vocabulary]`: it sends that share once.
+    """
+    if num_devices == 1:
+        return Collectives(0.0, 0.0, 0.0)
+    num_reduces, others = 2 * own.num_layers + 1, num_devices - 1
+    token_bytes = 2 * others / num_devices * own.hidden_size * own.itemsize
+    row_bytes = others * own.num_head_params / own.hidden_size * own.itemsize
+    per_token_s, per_row_s = num_reduces * token_bytes / device.peer_link, row_bytes / device.peer_link
+    return Collectives((num_reduces + 1) * device.peer_s, per_token_s, per_row_s)
+
+
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """Roofline model with tensor parallelism over `num_devices` of one host: weights, heads and KV are split evenly,
-    and each layer has two all-reduces of `[num_tokens, hidden_size]`."""
+    """Roofline model of one of `num_devices` tensor parallel ranks of one host, each on its own device. `model` and
+    `kv` are the sizes of the rank: it reads its own share, and the others theirs meanwhile."""
 
     model: ModelShape
     device: Device
@@ -148,17 +170,17 @@ class RooflineCost:
 
     @property
     def move_s(self) -> float:
-        return self.device.move_s + self.kv.bytes_per_block / (self.device.host_link * self.num_devices)
+        return self.device.move_s + self.kv.bytes_per_block / self.device.host_link
 
     def step_s(self, plan: StepPlan) -> float:
         work, model, device = step_work(plan), self.model, self.device
-        bandwidth = device.bandwidth * device.bandwidth_share * self.num_devices
-        flops = device.flops * device.flops_share * self.num_devices
+        bandwidth, flops = device.bandwidth * device.bandwidth_share, device.flops * device.flops_share
         weights_s = model.bytes_per_pass("cpu" if device.name == "cpu" else "cuda") / bandwidth
         layers_s, head_s = 2 * model.num_layer_params / flops, 2 * model.num_head_params / flops
         per_pass = work.num_decoding / work.num_passes
         passes = work.num_passes - 1
-        activation_bytes = device.activation_passes * model.num_layers * model.hidden_size * model.itemsize
+        hidden_bytes = model.num_layers * model.hidden_size * model.itemsize
+        activation_bytes = device.activation_passes * hidden_bytes / self.num_devices
         num_rows = per_pass + work.num_chunks  # at most one token of a chunk goes through the head
         layer_bytes = self.kv.bytes_per_block / self.kv.block_size / self.kv.num_layers
         attention_s = 0.0
@@ -176,18 +198,14 @@ class RooflineCost:
             + work.num_passes * model.num_layers * device.layer_s
             + (device.chunk_s if work.num_chunks else 0.0)
             + (work.num_slices + work.num_decoding - per_pass) * device.slice_s
-            + self._all_reduce_s(work.num_new + per_pass)
-            + passes * self._all_reduce_s(per_pass)
+            + self._collectives_s(work.num_new + per_pass, num_rows)
+            + passes * self._collectives_s(per_pass, per_pass)
             + self._block_moves_s(work, bandwidth)
         )
 
-    def _all_reduce_s(self, num_tokens: float) -> float:
-        """Ring all-reduce: each device sends (n - 1) / n of the data twice."""
-        n, model, device = self.num_devices, self.model, self.device
-        if n == 1:
-            return 0.0
-        sent_bytes = 2 * (n - 1) / n * num_tokens * model.hidden_size * model.itemsize
-        return 2 * model.num_layers * (device.peer_s + sent_bytes / device.peer_link)
+    def _collectives_s(self, num_tokens: float, num_rows: float) -> float:
+        each = collectives(self.model, self.device, self.num_devices)
+        return each.pass_s + num_tokens * each.token_s + num_rows * each.row_s
 
     def _block_moves_s(self, work: StepWork, bandwidth: float) -> float:
         if not work.num_copied and not work.num_swapped:

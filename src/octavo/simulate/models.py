@@ -11,8 +11,9 @@ from typing import Any
 
 from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
-from octavo.errors import ModelNotFoundError
+from octavo.errors import ModelNotFoundError, ParameterError
 from octavo.models.config import read_spec, spec_from_config
+from octavo.models.rank_sizes import heads_per_rank
 from octavo.models.spec import LayerGroups, ModelSpec, group_layers
 
 
@@ -65,6 +66,21 @@ class ModelShape:
             spec.state_size,
             spec,
         )
+
+    def of_rank(self, size: int) -> ModelShape:
+        """The sizes of one of `size` tensor parallel ranks. Raises `ParameterError` if they cannot share the model."""
+        if size == 1:
+            return self
+        if self.spec is not None:
+            own = ModelShape.of(self.name, self.spec.of_rank(size))
+            num_params = round(own.num_params * self.num_params / self.spec.num_params)
+            return replace(own, num_params=num_params, dtype=self.dtype, max_len=self.max_len, windows=self.windows)
+        if self.num_heads % size:
+            problem = f"tensor_parallel_size {size} does not divide the model's {self.num_heads} attention heads"
+            raise ParameterError(problem, param="tensor_parallel_size")
+        names = "num_params", "num_heads", "num_head_params", "num_embedding_params", "state_size"
+        parts = {name: getattr(self, name) // size for name in names}
+        return replace(self, num_kv_heads=heads_per_rank(self.num_kv_heads, size), **parts)
 
     @property
     def layer_groups(self) -> LayerGroups:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.config import EngineArgs
-from octavo.errors import MemoryBudgetError
+from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.simulate.devices import DEVICES, Device
 from octavo.simulate.models import ModelShape
 from octavo.simulate.report import SLO, summary
@@ -20,7 +20,7 @@ from octavo.simulate.simulation import SimConfig, simulate
 from octavo.simulate.traces import Arrival
 
 NUMBERS_OF_DEVICES = (1, 2, 4, 8)
-"""Tensor parallel sizes of a replica, tried up to `max_devices`."""
+"""Tensor parallel sizes of a replica, tried up to `max_devices` where they can share the model."""
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"max_num_seqs": 512},
     {"max_num_seqs": 128},
@@ -118,11 +118,18 @@ class Planner:
     def search(self) -> PlannerResult:
         for device in self.devices:
             for num_devices in NUMBERS_OF_DEVICES:
-                if num_devices <= self.max_devices and self.model.num_heads % num_devices == 0:
+                if num_devices <= self.max_devices and self._can_share(num_devices):
                     self._search(device, num_devices)
         self.tried.sort(key=lambda c: (0.0, *c.sort_key) if self._meets_slo(c) else (1.0, -c.kept, *c.sort_key[:2]))
         best = next((c for c in self.tried if self._meets_slo(c)), None)
         return PlannerResult(best, self._margin(best) if best is not None else 0.0, self.tried)
+
+    def _can_share(self, num_devices: int) -> bool:
+        try:
+            self.model.of_rank(num_devices)
+        except ParameterError:
+            return False
+        return True
 
     def _meets_slo(self, candidate: Deployment) -> bool:
         return candidate.kept >= self.share

@@ -102,7 +102,7 @@ class SimConfig:
             raise ParameterError(text, param="speculative_config")
 
     def resolved(self) -> EngineArgs:
-        return self.args.resolved(self._platform)
+        return replace(self.args.resolved(self._platform), tensor_parallel_size=self.num_devices)
 
     @property
     def _platform(self) -> str:
@@ -110,25 +110,27 @@ class SimConfig:
 
     @property
     def kv(self) -> KVCacheSpec:
+        """Of one rank."""
         args = self.args
         max_len = args.grouped_len(self.model.max_model_len(args.max_model_len))
-        return self.model.kv_cache(args.block_size, max_len, args.resolved_kv_dtype(self._platform, self.model.dtype))
+        return self.model.of_rank(self.num_devices).kv_cache(
+            args.block_size, max_len, args.resolved_kv_dtype(self._platform, self.model.dtype)
+        )
 
     def num_blocks(self) -> int:
         """Usable blocks of a replica, as `octavo doctor` counts them. Raises `MemoryBudgetError` if it does not fit."""
         if self.args.num_gpu_blocks_override is not None:
             return self.args.num_gpu_blocks_override
-        args, n, spec = self.resolved(), self.num_devices, self.model.spec
-        is_cpu = self.device.name == "cpu"
-        memory = None if is_cpu else int(self.device.memory_bytes * n)
-        machine = Machine(f"{n} x {self.device.name}", HOST_BYTES, memory, n * CONTEXT_BYTES)
-        if is_cpu:
-            machine = replace(machine, free_bytes=free_memory())
-        if spec is None:
-            need = MemoryNeeds(self.kv, self.model.weight_bytes, 0, 0, self.model.dtype)
+        args, device, n = self.resolved(), self.device, self.num_devices
+        if device.name == "cpu":
+            machine = Machine(device.name, free_memory())
         else:
-            need = memory_needs(args, spec, machine)
-            need = replace(need, activations=n * need.activations, graphs=n * need.graphs)
+            name = device.name if n == 1 else f"each of {n} {device.name}"
+            machine = Machine(name, HOST_BYTES * n, int(device.memory_bytes), CONTEXT_BYTES)
+        if self.model.spec is None:
+            need = MemoryNeeds(self.kv, self.model.of_rank(n).weight_bytes, 0, 0, self.model.dtype)
+        else:
+            need = memory_needs(args, self.model.spec, machine)
         model_len = self.model.max_model_len(args.max_model_len)
         return plan_memory(args, need.kv, free_for_kv(args, need, machine), model_len=model_len).num_blocks
 
@@ -140,7 +142,7 @@ class SimConfig:
     def cost_model(self) -> CostModel:
         if self.cost is not None:
             return self.cost
-        return RooflineCost(self.model, self.device, self.kv, self.num_devices)
+        return RooflineCost(self.model.of_rank(self.num_devices), self.device, self.kv, self.num_devices)
 
 
 @dataclass(slots=True)

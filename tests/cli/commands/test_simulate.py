@@ -83,7 +83,7 @@ USAGE_ERRORS = {
     "requests": (["simulate", "--requests", "0"], "requests are 0"),
     "replicas": (["simulate", "--replicas", "0"], "replicas are 0"),
     "router": (["simulate", "--dp-router", "random"], "'random' is not one of"),
-    "heads": (["simulate", "--tensor-parallel-size", "3"], "has 32 heads, which it must divide"),
+    "heads": (["simulate", "--tensor-parallel-size", "3"], "3 does not divide the model's 32 attention heads"),
     "block size": (["simulate", "--block-size", "3"], "power of two"),
     "seed": (["simulate", "--seed", "-1"], "invalid value for '--seed'"),
     "seed of figures": (["reproduce", "fig2", "--seed", "-1"], "invalid value for '--seed'"),
@@ -215,9 +215,9 @@ def test_plan_that_nothing_meets_ends_with_status_1(capsys: Output) -> None:
     line = ["plan", "--trace", "sharegpt", "--rate", "4", "--requests", "20", "--gpu", "l4"]
     assert run([*line, "--slo", "ttft=0.1ms", "--max-gpus", "1"]) == 1
     text = capsys.readouterr().out
-    assert "nothing of up to 1 GPUs meets it; --max-tensor-parallel-size 8 tries hypothetical replicas; the nea" in text
+    assert "nothing of up to 1 GPUs meets it; the nearest:" in text
     assert run([*line, "--slo", "ttft=2s", "--model", "opt-175b"]) == 1
-    assert "opt-175b fits on none of these GPUs; --max-tensor-parallel-size 8" in capsys.readouterr().out
+    assert "opt-175b fits on none of these GPUs, up to 8 for each copy" in capsys.readouterr().out
     assert run([*line, "--slo", "ttft=2s", "--model", "smollm2-135m-instruct"]) == 0
 
 
@@ -239,18 +239,22 @@ def test_sharegpt_file_gives_the_requests_of_bench_serve(capsys: Output, tmp_pat
     assert "has text; pass --tokenizer, a local model that counts its tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--model", "llama-3.1-70b", "--gpu", "h200", "--max-tensor-parallel-size", "2"], ["--gpu", "mi300x"]],
-    ids=["tensor parallel", "no NVIDIA GPU"],
-)
-def test_plan_says_what_is_hypothetical(capsys: Output, options: list[str]) -> None:
+def test_plan_says_what_is_hypothetical(capsys: Output) -> None:
     line = ["plan", "--trace", "alpaca", "--rate", "1", "--requests", "10", "--slo", "ttft=2s"]
-    assert run([*line, *options]) == 0
-    note = "this is hypothetical: today a replica of this engine has one NVIDIA GPU"
+    note = "this is hypothetical: this engine runs on NVIDIA GPUs"
+    assert run([*line, "--gpu", "mi300x"]) == 0
     assert note in capsys.readouterr().out
     assert run([*line, "--gpu", "h200"]) == 0
     assert note not in capsys.readouterr().out
+
+
+def test_plan_shares_a_model_that_one_gpu_does_not_hold(capsys: Output) -> None:
+    line = ["plan", "--trace", "alpaca", "--rate", "1", "--requests", "10", "--slo", "ttft=2s"]
+    assert run([*line, "--model", "llama-3.1-70b", "--gpu", "h100"]) == 0
+    text = capsys.readouterr().out
+    assert "2 x h100: 1 replica of llama-3.1-70b on 2 each\nsettings  --tensor-parallel-size 2" in text
+    assert run([*line, "--model", "llama-3.1-70b", "--gpu", "h100", "--max-tensor-parallel-size", "1"]) == 1
+    assert "llama-3.1-70b fits on none of these GPUs, up to 1 for each copy" in capsys.readouterr().out
 
 
 def test_calibration_names_its_model_and_device(capsys: Output, tmp_path: Path) -> None:

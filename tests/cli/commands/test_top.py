@@ -18,6 +18,7 @@ from rich.console import Console
 
 from octavo.cli.commands import top as top_command
 from octavo.cli.commands.top import Engine, render, render_all
+from octavo.engine.executor import RankPlace
 from octavo.view.live.messages import Delta, Snapshot
 from octavo.view.live.publisher import Publisher
 from octavo.view.live.state import PoolState
@@ -123,6 +124,20 @@ class Stream(BaseHTTPRequestHandler):
         pass
 
 
+class Ranked(Stream):
+    """An engine of two ranks. After the last frame they are told again, and then something else."""
+
+    def send_frames(self, path: str) -> None:
+        for age_s, behind in ((0.0, "false"), (2.5, "true")):
+            if behind == "true":
+                self.send_busy()
+            place = f'{{"plan":1812,"collective":9000,"is_inside":true,"age_s":{age_s},"is_behind":%s}}'
+            places = f"[{place % 'false'},{place % behind}]"
+            for ranks in (places, '[{"plan":1}]', "7", '{"plan":1}'):
+                self.wfile.write(f'event: ranks\ndata: {{"ranks":{ranks}}}\n\n'.encode())
+        self.bye("slow")
+
+
 class Streams(Stream):
     """Of five engines, two run; one has failed, one is silent, and one sends nonsense."""
 
@@ -193,6 +208,15 @@ def test_once_prints_the_summary(call: Call, url: str) -> None:
     assert "first running 8 4 0" in text and "engine" not in text
 
 
+def test_ranks_have_a_line_each(call: Call, url: str) -> None:
+    assert "rank" not in call("top", url, "--once", "--api-key", KEY).out
+    with listening(Ranked) as ranked:
+        done = call("top", ranked, "--once", "--api-key", KEY)
+    assert done.code == 0, done.err
+    assert "rank 0   plan 1,812, in collective 9,000   2.5 s ago\n" in done.out.replace(" \n", "\n")
+    assert "rank 1   plan 1,812, in collective 9,000   2.5 s ago   behind\n" in done.out.replace(" \n", "\n")
+
+
 def test_once_prints_every_engine(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top_command, "CONNECT_S", 0.5)
     monkeypatch.setattr(top_command, "ONCE_S", 0.0)
@@ -226,6 +250,9 @@ def test_an_engine_that_falls_silent_has_no_data(monkeypatch: pytest.MonkeyPatch
     assert [engine.current() for engine in engines] == [busy, idle]
     monkeypatch.setattr(top_command.time, "monotonic", lambda: 112.0)
     assert [engine.current() for engine in engines] == ["silent for 12 s", idle]
+    engines[0]._ranks = RankPlace(5, 9, True, 11.0, False), RankPlace(5, 8, False, 11.0, True)
+    assert engines[0].current() == "silent for 12 s; rank 1 is behind"
+    engines[0]._ranks = ()
     console = Console(file=io.StringIO(), width=100)
     console.print(render_all(engines))
     text = console.file.getvalue()  # type: ignore[attr-defined]

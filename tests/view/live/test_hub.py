@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from octavo.engine.engine import Engine
+from octavo.engine.executor import RankPlace
 from octavo.engine.query import Query
 from octavo.errors import EngineError
+from octavo.view.live import hub as hub_module
 from octavo.view.live.hub import MAX_QUEUED, Hub, Message
 from octavo.view.live.messages import Delta, Frame, Snapshot
 from octavo.view.live.publisher import Publisher
 from octavo.view.live.queries import GetBlock, StopFrames
 from octavo.view.live.state import FrameLostError, PoolState
-from octavo.view.live.summary import Summary
+from octavo.view.live.summary import Summary, read_ranks
 from tests.core.lab import SWAP, Lab
 from tests.proof.oracle import Oracle
 from tests.view.live.test_state import check
@@ -130,6 +132,33 @@ def test_late_viewer_gets_the_same_state(plain: bool) -> None:
         again = StreamReader(world.hub)
         check(await again.until("c"), world.lab.scheduler)
         await aclose(again.stream)
+
+    run(main())
+
+
+def test_ranks_are_told_while_the_engine_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that hangs is when they matter. After a restart there may be none."""
+    monkeypatch.setattr(hub_module, "RANKS_S", 0.001)
+    places = [RankPlace(3, 9, True, 0.04, False), RankPlace(3, 8, False, 7.26, True)]
+
+    async def main() -> None:
+        async def never(query: Query[Any]) -> Any:
+            await asyncio.Event().wait()
+
+        hub = Hub(never, lambda: places)
+        stream = hub.watch()
+        told = [await anext(stream), await anext(stream)]
+        assert [name for name, _ in told] == ["ranks", "ranks"]
+        ranks = json.loads(bytes(told[1][1]))["ranks"]
+        assert ranks[1] == {"plan": 3, "collective": 8, "is_inside": False, "age_s": 7.3, "is_behind": True}
+        assert read_ranks(ranks)[0] == (3, 9, True, 0.0, False)
+        places.clear()
+        while json.loads(bytes((await anext(stream))[1]))["ranks"]:
+            pass
+        await asyncio.sleep(0.01)
+        (viewer,) = hub._viewers
+        assert not viewer._messages  # no rank is told once
+        await aclose(stream)
 
     run(main())
 

@@ -15,6 +15,7 @@ from octavo.errors import ParameterError
 MEMORY_OPTIONS = (
     "revision",
     "device",
+    "tensor_parallel_size",
     "dtype",
     "quantization",
     "block_size",

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from octavo.simulate.report import SLO
     from octavo.simulate.traces import Arrival
 
-MaxTensorParallel = Annotated[
-    int, typer.Option(help="Maximum number of GPUs of a replica. This engine runs on one; more is hypothetical.")
-]
+MaxTensorParallel = Annotated[int, typer.Option(help="Maximum number of GPUs that share a replica's model.")]
 
 
 class Question(NamedTuple):
@@ -57,7 +55,7 @@ def plan(
     gpu: Annotated[list[str] | None, typer.Option(help="Consider this GPU only; may be repeated.")] = None,
     prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price per hour, ...}.')] = None,
     max_gpus: Annotated[int, typer.Option("--max-gpus", help="Maximum number of GPUs.")] = 64,
-    max_tensor_parallel_size: MaxTensorParallel = 1,
+    max_tensor_parallel_size: MaxTensorParallel = 8,
     rate: Rate = None,
     requests: Annotated[int, typer.Option(help="Number of requests, the first of the trace.")] = 2000,
     burstiness: Burstiness = 1.0,
@@ -149,11 +147,10 @@ def print_answer(question: Question, num_requests: int, answer: PlannerResult) -
     wanted = f"{question.slo} for {question.share:.0%} of them"
     print(f"load      {num_requests:,} requests of {question.trace}, {times}; {wanted}")
     if not answer.tried:
-        print(f"{name} fits on none of these GPUs; --max-tensor-parallel-size 8 gives a hypothetical answer")
+        print(f"{name} fits on none of these GPUs, up to {question.max_devices} for each copy")
         return
     if answer.best is None:
-        hint = "" if question.max_devices > 1 else "; --max-tensor-parallel-size 8 tries hypothetical replicas"
-        print(f"nothing of up to {question.max_gpus} GPUs meets it{hint}; the nearest:")
+        print(f"nothing of up to {question.max_gpus} GPUs meets it; the nearest:")
     else:
         print_best(answer.best, answer.margin, name)
     print_table(answer.tried[:12])
@@ -163,12 +160,13 @@ def print_answer(question: Question, num_requests: int, answer: PlannerResult) -
 
 
 def print_best(best: Deployment, load_factor: float, model: str) -> None:
-    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
+    ranks = {"tensor_parallel_size": best.num_devices} if best.num_devices > 1 else {}
+    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in (ranks | best.settings).items())
     margin = f"{load_factor:.2f} times this load" if load_factor > 1 else "only this load"
     copies = f"{best.num_replicas} replica{'s' * (best.num_replicas > 1)} of {model}"
     print(f"{best.num_gpus} x {best.device.name}: {copies} on {best.num_devices} each")
-    if best.num_devices > 1 or not best.device.is_supported:
-        print("note      this is hypothetical: today a replica of this engine has one NVIDIA GPU")
+    if not best.device.is_supported:
+        print("note      this is hypothetical: this engine runs on NVIDIA GPUs")
     print(f"settings  {options.strip() or 'the defaults'}\ncapacity  {margin}\n")
 
 

@@ -207,11 +207,10 @@ def setup_of(
     from octavo.simulate.simulation import SimConfig
 
     shape, device = find_model(model), find_device(gpu)
-    if num_devices < 1 or shape.num_heads % num_devices:
-        raise ParameterError(
-            f"tensor_parallel_size is {num_devices}; {shape.name} has {shape.num_heads} heads, which it must divide",
-            param="tensor_parallel_size",
-        )
+    if num_devices < 1:
+        text = f"tensor_parallel_size is {num_devices}, it must be from 1"
+        raise ParameterError(text, param="tensor_parallel_size")
+    shape.of_rank(num_devices)  # raises if so many cannot share the model
     if num_replicas < 1:
         raise ParameterError(f"replicas are {num_replicas}, it must be from 1", param="replicas")
     args = EngineArgs(model=shape.name, **engine)

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
+    from octavo.engine.executor import RankPlace
     from octavo.view.live.summary import RequestSummary, Summary
 
 RETRY_S = 1.0
@@ -120,6 +122,7 @@ class Engine:
         self.summary: Summary | None = None
         self.problem = "it has sent nothing yet"
         self.error: OctavoError | None = None
+        self._ranks: tuple[RankPlace, ...] = ()
 
     def summaries(self, *, timeout_s: float = TIMEOUT_S) -> Iterator[Summary]:
         """The summary after each frame of the stream, until it ends or times out. Raises `EngineError` if the server
@@ -140,7 +143,7 @@ class Engine:
                         state = PoolState(frame)  # type: ignore[arg-type]  # a snapshot comes first
                     else:
                         state.apply(frame)
-                    self.summary, self.problem, self._heard_s = Summary.of(state), "", time.monotonic()
+                    self.summary, self.problem, self._heard_s = Summary.of(state, self._ranks), "", time.monotonic()
                     yield self.summary
             self.problem = self.problem or "its stream ended"
         except TimeoutError:
@@ -149,13 +152,19 @@ class Engine:
             self.problem = "its stream broke"
 
     def _lines(self, response: Iterable[bytes]) -> Iterator[bytes]:
-        """The lines of the stream. Those that are no frames say the problem, or the number of engines."""
+        """The lines of the stream. Those that are no frames say the problem, the number of engines, or where its tensor
+        parallel ranks are: also while a step takes long, and no frame comes."""
+        from octavo.view.live.summary import read_ranks
+
         for line in response:
             if line.startswith(b"data:") and b'"kind"' not in line[:16]:
-                with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError):
+                with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, LookupError):
                     told = json.loads(line.removeprefix(b"data:"))
                     self.problem = str(told.get("reason", self.problem))
                     self.num_engines = min(int(told.get("num_replicas", self.num_engines)), MAX_ENGINES)
+                    if "ranks" in told:
+                        self._ranks = read_ranks(told["ranks"])
+                        self.summary = self.summary and replace(self.summary, ranks=self._ranks)
             yield line
 
     def read_once(self) -> None:
@@ -181,7 +190,10 @@ class Engine:
         silent_s = time.monotonic() - self._heard_s
         if self.summary is None or self.problem:
             return self.problem
-        return f"silent for {silent_s:.0f} s" if self.summary.running and silent_s > SILENT_S else self.summary
+        if self.summary.running and silent_s > SILENT_S:
+            behind = [f"; rank {rank} is behind" for rank, place in enumerate(self._ranks) if place.is_behind]
+            return f"silent for {silent_s:.0f} s{''.join(behind)}"
+        return self.summary
 
 
 def connect(url: str, path: str, key: str | None, timeout_s: float) -> Any:
@@ -211,7 +223,8 @@ def render(summary: Summary) -> Any:
 
     waiting = Text(summary.first_waiting or "no request waits", style="bold" if summary.first_waiting else "dim")
     rows = [(0, row) for row in summary.requests]
-    return Group(_numbers([summary]), _pool(summary), Text(_cache(summary)), waiting, Text(""), _requests(rows))
+    head = _numbers([summary]), _pool(summary), Text(_cache(summary)), *_ranks(summary), waiting
+    return Group(*head, Text(""), _requests(rows))
 
 
 def render_all(engines: Sequence[Engine], console: Console | None = None) -> Any:
@@ -250,7 +263,7 @@ def _block(i: int, summary: Summary | str) -> list[Any]:
     name = (f"engine {i}   ", "bold")
     if isinstance(summary, str):
         return [Text.assemble(name, f"no data: {summary}")]
-    lines: list[Any] = [Text.assemble(name, _cache(summary)), _numbers([summary]), _pool(summary)]
+    lines: list[Any] = [Text.assemble(name, _cache(summary)), _numbers([summary]), _pool(summary), *_ranks(summary)]
     return [*lines, Text(summary.first_waiting, style="bold")] if summary.first_waiting else lines
 
 
@@ -304,6 +317,16 @@ def _cache(summary: Summary) -> str:
     hits = f"{100 * summary.hit_rate:.0f} % prefix cache hits"
     gain = "" if summary.tokens_per_pass is None else f", {summary.tokens_per_pass:.1f} tokens a pass"
     return f"{hits}, {summary.num_saved:,} saved by sharing, {summary.num_evicted:,} evicted{gain}"
+
+
+def _ranks(summary: Summary) -> list[Any]:
+    """A line of each tensor parallel rank; none for one."""
+    from rich.text import Text
+
+    from octavo.view.live.summary import describe_ranks
+
+    styles = ["bold red" if place.is_behind else "" for place in summary.ranks]
+    return [Text(line, style=style) for line, style in zip(describe_ranks(summary.ranks), styles, strict=True)]
 
 
 def _requests(rows: Sequence[tuple[int, RequestSummary]], *, show_engine: bool = False) -> Any:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from octavo.core import events as ev
+from octavo.engine.executor import Executor
 from octavo.engine.process.ipc import Heartbeat, Lifeline
 
 NUM_WARM_UP_STEPS = 3
@@ -49,7 +50,8 @@ class StepTimes:
 class HeartbeatSender:
     """Sends heartbeats over the lifeline from its own thread, which calls `on_end` when the client is gone.
 
-    describe   where the running step is, for people
+    executor   its `describe` says where the running step is, for people, and its `places` where each rank is, if it has
+               several
     """
 
     INTERVAL_S = 0.25
@@ -59,7 +61,7 @@ class HeartbeatSender:
         self._on_end = on_end
         self._times = StepTimes()
         self._phase = "starting"
-        self.describe: Callable[[], str] = lambda: ""
+        self.executor: Executor | None = None
         self._planned: list[int] = []  # positions of the steps whose results are outstanding
         self._since: float | None = None  # time of the last progress; None: there is no work
         threading.Thread(target=self._run, name="octavo-heartbeat", daemon=True).start()
@@ -96,8 +98,10 @@ class HeartbeatSender:
     def heartbeat(self) -> Heartbeat:
         since, planned = self._since, sum(self._planned)
         waited = None if since is None else time.monotonic() - since
-        place = "" if waited is None else self.describe()
-        return Heartbeat(self._times.num_steps, waited, self._times.allowed_s(planned), self._phase, place)
+        executor, allowed_s = self.executor, self._times.allowed_s(planned)
+        place = "" if waited is None else getattr(executor, "describe", str)()
+        ranks = tuple(getattr(executor, "places", tuple)())
+        return Heartbeat(self._times.num_steps, waited, allowed_s, self._phase, place, ranks)
 
     def _send(self) -> None:
         self._lifeline.send(self.heartbeat())

@@ -29,6 +29,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+from octavo.engine.executor import RankPlace
 from octavo.engine.kv_events import KVCacheEvent
 from octavo.engine.request_update import Count, Index, RequestUpdate, Token
 from octavo.engine.stats import StatsSnapshot
@@ -190,6 +191,7 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False):
     allowed_s   limit for `waited_s`, from the times of earlier steps of that size
     phase       the current phase of the start
     place       where tensor parallel ranks are in the current step
+    ranks       where each of them is, at any time; empty for one rank
     """
 
     num_steps: Count = 0
@@ -197,6 +199,7 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False):
     allowed_s: Seconds = 0.0
     phase: str = ""
     place: str = ""
+    ranks: tuple[RankPlace, ...] = ()
 
 
 # -- tokens and parameters ---------------------------------------------------------------------------------------------

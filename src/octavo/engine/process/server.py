@@ -69,7 +69,7 @@ class EngineServer:
         """Serve until the client closes the engine."""
         engine, heartbeats = self._engine, self._heartbeats
         unsubscribe = engine.scheduler.events.subscribe(heartbeats)
-        heartbeats.describe = getattr(engine.executor, "describe", heartbeats.describe)
+        heartbeats.executor = engine.executor
         limits = engine.limits
         ready = ipc.Ready(
             limits.vocab_size, limits.max_model_len, list(limits.eos_token_ids), limits.max_logprobs, self._summary
@@ -97,6 +97,7 @@ class EngineServer:
             raise
         finally:
             unsubscribe()
+            heartbeats.executor = None  # its memory goes
             engine.close()
 
     # -- commands ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import msgspec
 
 from octavo import errors
 from octavo import log_setup as logs
+from octavo.engine.executor import RankPlace
 from octavo.engine.process import ipc
 from octavo.engine.stats import Health
 from octavo.errors import EngineError, OctavoError
@@ -119,6 +120,10 @@ class EngineProcess:
     def last_step_age_s(self) -> float | None:
         waited = self._heartbeat.waited_s
         return None if waited is None else waited + time.monotonic() - self.heartbeat_at
+
+    @property
+    def ranks(self) -> tuple[RankPlace, ...]:
+        return self._heartbeat.ranks
 
     def send(self, commands: list[msgspec.Raw]) -> None:
         self.channel.send(commands)
@@ -302,7 +307,8 @@ class Supervisor:
 
     def health(self) -> Health:
         age = self.process.last_step_age_s if self.process is not None and self.is_up else None
-        return Health(self._state, time.monotonic() - self._since, age, self._num_restarts, self._reason)
+        ranks = self.process.ranks if self.process is not None and self.is_up else ()
+        return Health(self._state, time.monotonic() - self._since, age, self._num_restarts, self._reason, ranks)
 
     def close(self) -> None:
         """Close the engine process and wait for its exit. Call it on the event loop; a second call does nothing."""

@@ -23,13 +23,14 @@ class Machine:
     """The machine the model is to run on.
 
     device_bytes   memory of the GPU; None on a CPU      held_bytes   part of it in use by CUDA and other processes
-    free_bytes     free memory of the host
+    free_bytes     free memory of the host               num_devices  GPUs like it, which may share the model
     """
 
     name: str
     free_bytes: int
     device_bytes: int | None = None
     held_bytes: int = 0
+    num_devices: int = 1
 
     @property
     def device(self) -> str:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import Capacity, GrammarBitmask, StepHandle
+from octavo.engine.executor import Capacity, GrammarBitmask, RankPlace, StepHandle
 from octavo.errors import DeviceLostError, EngineError, StepError
 from octavo.runner.executor import Executor
 from octavo.runner.ranks.plan_ring import PlanReader
@@ -57,6 +57,10 @@ class RankedExecutor:
     def describe(self) -> str:
         """Where the ranks are, for people."""
         return str(self.group.board)
+
+    def places(self) -> list[RankPlace]:
+        """Where each rank is, for the statistics."""
+        return self.group.board.places()
 
     def lost(self, error: EngineError, number: int) -> DeviceLostError:
         """The error for a failed plan. It names the rank that failed first."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+from octavo.engine.executor import RankPlace
 from octavo.runner.ranks.shared_memory import SharedMemory
 
 LINE = 8
 PLAN, COLLECTIVE, IS_INSIDE, TIME_NS, CHECKED = range(5)
+BEHIND_S = 1.0
+"""A rank that is not as far as others is behind once it has not moved for this long: ranks differ within each step."""
 
 
 class StatusBoard:
@@ -20,6 +23,7 @@ class StatusBoard:
     def __init__(self, memory: SharedMemory, rank: int, size: int) -> None:
         self.size, self._first = size, rank * LINE
         self.numbers = memory.numbers[: size * LINE]
+        self.numbers[self._first + TIME_NS] = time.monotonic_ns()
 
     @staticmethod
     def num_bytes(size: int) -> int:
@@ -49,6 +53,19 @@ class StatusBoard:
     def place(self, rank: int) -> str:
         plan, collective, is_inside, *_ = self.numbers[rank * LINE : (rank + 1) * LINE].tolist()
         return f"plan {plan}, {'in' if is_inside else 'after'} collective {collective}"
+
+    def places(self) -> list[RankPlace]:
+        """Where each rank is."""
+        numbers, now_ns = self.numbers.tolist(), time.monotonic_ns()
+        lines = [numbers[first : first + LINE] for first in range(0, len(numbers), LINE)]
+        last_plan, last_collective = (max(line[column] for line in lines) for column in (PLAN, COLLECTIVE))
+        places = []
+        for plan, collective, is_inside, time_ns, *_ in lines:
+            # Rank 0 begins plans ahead of those that run: inside one collective, that says nothing.
+            age_s = (now_ns - time_ns) / 1e9
+            is_less = collective < last_collective or (plan < last_plan and not is_inside)
+            places.append(RankPlace(plan, collective, bool(is_inside), age_s, is_less and age_s > BEHIND_S))
+        return places
 
     def age_s(self, rank: int) -> float:
         """Seconds since the rank's last change."""

@@ -19,7 +19,7 @@ from octavo.core.plan import StepPlan
 from octavo.errors import ParameterError, naming_file
 from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
-from octavo.simulate.cost import CostModel, LinearCost
+from octavo.simulate.cost import CostModel, LinearCost, collectives
 from octavo.simulate.devices import DEVICES, Device
 from octavo.simulate.executor import TokenSource
 from octavo.simulate.models import MODELS, ModelShape
@@ -144,36 +144,27 @@ def era_cost(server: Server, *, share: float = PASS_SHARE, sequence_s: float = S
 
     A forward pass reads the weights, and a prefill token takes 2 operations per parameter: 33 ms and 0.12 ms for
     OPT-13B. The former is the assumption that affects the knees most, and their ratios less: figure 12 includes other
-    shares. Several GPUs split weights, operations, K and V evenly, and add two all-reduces per layer.
+    shares. Several GPUs are the engine's tensor parallel ranks: each has its own share of weights, operations, K and V,
+    and they add its collectives; the row of logits of a prompt is left out.
     """
-    latency_s, token_s = all_reduce_s(server)
-    bandwidth = server.device.bandwidth * server.num_devices
-    flops = server.device.flops * server.num_devices
-    kv = server.model.kv_cache(16)
+    own, device = server.model.of_rank(server.num_devices), server.device
+    each = collectives(own, device, server.num_devices)
+    bandwidth, kv = device.bandwidth, own.kv_cache(16)
     return LinearCost(
-        pass_s=server.model.weight_bytes / (bandwidth * share) + latency_s,
-        new_s=2 * server.model.num_params / (flops * PROMPT_SHARE) + token_s,
-        decode_s=sequence_s + token_s,
+        pass_s=own.weight_bytes / (bandwidth * share) + each.pass_s,
+        new_s=2 * own.num_params / (device.flops * PROMPT_SHARE) + each.token_s,
+        decode_s=sequence_s + each.token_s + each.row_s,
         kv_s=kv.bytes_per_token / (bandwidth * KV_SHARE),
         copy_s=2 * kv.bytes_per_block / (bandwidth * KV_SHARE),
         move_s=move_s(server, 16, num_copies=2 * server.model.num_layers),
     )
 
 
-def all_reduce_s(server: Server) -> tuple[float, float]:
-    """Time of a pass's all-reduces before the first byte, and per token of `hidden_size` values: each GPU of a ring
-    sends (n - 1) / n of them twice."""
-    n, model, device = server.num_devices, server.model, server.device
-    if n == 1:
-        return 0.0, 0.0
-    sent_bytes = 2 * (n - 1) / n * model.hidden_size * model.itemsize
-    return 2 * model.num_layers * device.peer_s, 2 * model.num_layers * sent_bytes / device.peer_link
-
-
 def move_s(server: Server, block_size: int, num_copies: int) -> float:
     """Time to move a block to the host or back. In the artifact K and V of each layer are separate, which takes many
     copies."""
-    return num_copies * COPY_S + server.model.kv_cache(block_size).bytes_per_block / (LINK * server.num_devices)
+    own = server.model.of_rank(server.num_devices)
+    return num_copies * COPY_S + own.kv_cache(block_size).bytes_per_block / LINK
 
 
 class PaddedCost:
@@ -263,7 +254,7 @@ def config_for(
         watermark=0.01 if system == OURS else 0.0,
         decode_window=1,
         async_scheduling=False,
-        swap_space=20.0 * server.num_devices,
+        swap_space=20.0,
         preemption_mode="swap" if swap else "recompute",
     )
     make: Callable[[SimConfig, int, int], KVCacheManager] = paged

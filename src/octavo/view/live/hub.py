@@ -16,11 +16,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from octavo.engine.executor import RankPlace
 from octavo.engine.query import Query
 from octavo.errors import EngineQueryError, OctavoError
 from octavo.view.live.messages import Frame, Snapshot
@@ -38,6 +39,8 @@ MAX_IDLE_S = 2.0
 MAX_LINGER_S = 60.0
 """After its last viewer left, the hub watches on for `IDLE_RATIO` times as long as the snapshot took, up to this limit:
 a viewer that comes and goes does not cost a snapshot each time."""
+RANKS_S = 1.0
+"""How often viewers are told where ranks are."""
 MAX_BYTES = 16 << 20
 MAX_QUEUED = 100
 """Limits of a viewer's queue. A larger message is accepted if it is the only one."""
@@ -94,12 +97,21 @@ class Viewer:
 class Hub:
     """The viewers of one engine, all on one event loop.
 
+    ranks       where its tensor parallel ranks are; viewers are told even while the engine, in a step, answers nothing
     interval_s  seconds between two polls of the engine, at least
     idle_ratio  see `IDLE_RATIO`
     """
 
-    def __init__(self, query: AskQuery, *, interval_s: float = INTERVAL_S, idle_ratio: float = IDLE_RATIO) -> None:
+    def __init__(
+        self,
+        query: AskQuery,
+        ranks: Callable[[], Sequence[RankPlace]] = tuple,
+        *,
+        interval_s: float = INTERVAL_S,
+        idle_ratio: float = IDLE_RATIO,
+    ) -> None:
         self._query = query
+        self._ranks = ranks
         self._idle_ratio = idle_ratio
         self._interval_s = interval_s
         self._viewers: set[Viewer] = set()
@@ -107,6 +119,7 @@ class Hub:
         self._tenant_views: dict[TenantAccess, TenantView] = {}
         self._latest: dict[TenantAccess | None, Message] = {}  # snapshots after the last frame
         self._linger_until = 0.0
+        self._has_ranks = False
         self.state: PoolState | None = None
         """The state after the last frame; None without viewers."""
 
@@ -118,6 +131,7 @@ class Hub:
         """One viewer's stream: a snapshot, then deltas, until it is closed or disconnected. `access` limits what it
         shows; None: everything."""
         viewer = Viewer(None if access is None or access.sees_all else access)
+        self._tell_ranks(viewer)
         if self.state is not None:
             viewer.put(self._snapshot(viewer.access, self.state))
         self._viewers.add(viewer)
@@ -131,6 +145,7 @@ class Hub:
             self._viewers.discard(viewer)
 
     async def _poll_engine(self) -> None:
+        telling = asyncio.create_task(self._keep_telling_ranks())
         try:
             while self._viewers or asyncio.get_running_loop().time() < self._linger_until:
                 begin = asyncio.get_running_loop().time()
@@ -147,12 +162,26 @@ class Hub:
             logger.exception("the view of the engine failed")
             self._end("the view failed; see the log")
         finally:
+            telling.cancel()
             self._reset()
             self._task = None
         with contextlib.suppress(OctavoError):
             await self._query(StopFrames())
         if self._viewers and self._task is None:  # a viewer came meanwhile
             self._task = asyncio.create_task(self._poll_engine())
+
+    async def _keep_telling_ranks(self) -> None:
+        while True:
+            await asyncio.sleep(RANKS_S)
+            self._tell_ranks(*self._viewers)
+
+    def _tell_ranks(self, *viewers: Viewer) -> None:
+        places, had_ranks = self._ranks(), self._has_ranks
+        self._has_ranks = bool(places)
+        if places or had_ranks:
+            told = [place._replace(age_s=round(place.age_s, 1))._asdict() for place in places]
+            for viewer in viewers:
+                viewer.put(("ranks", msgspec.Raw(msgspec.json.encode({"ranks": told}))))
 
     async def _poll(self) -> float:
         """Apply and send the engine's next frame; returns the seconds that it cost the engine."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from octavo.engine.executor import RankPlace
 from octavo.view.live.messages import RequestView
 from octavo.view.live.state import PoolState
 
@@ -27,7 +30,7 @@ class RequestSummary:
 class Summary:
     """A running server. `prompt_rate` and `output_rate` are tokens per second over the steps that the state holds.
     `tokens_per_pass` of one sequence; None without speculation. `first_waiting` says why the first request in the queue
-    waits, or is ""."""
+    waits, or is "". `ranks` are tensor parallel ones, by number; empty for one."""
 
     used: int
     cached: int
@@ -43,9 +46,10 @@ class Summary:
     first_waiting: str
     requests: tuple[RequestSummary, ...]
     tokens_per_pass: float | None = None
+    ranks: tuple[RankPlace, ...] = ()
 
     @classmethod
-    def of(cls, state: PoolState) -> Summary:
+    def of(cls, state: PoolState, ranks: tuple[RankPlace, ...] = ()) -> Summary:
         counts, stats = state.counts, state.stats
         prompt_rate, output_rate = token_rates(state)
         requests = sorted((_summarize(state, r) for r in state.requests.values()), key=lambda r: (-r.num_blocks, r.id))
@@ -64,7 +68,24 @@ class Summary:
             describe_first_waiting(state),
             tuple(requests[:MAX_REQUESTS]),
             tokens_per_pass(state),
+            ranks,
         )
+
+
+def read_ranks(told: Sequence[Mapping[str, Any]]) -> tuple[RankPlace, ...]:
+    """The ranks of a stream's message. Raises `LookupError`, `TypeError` or `ValueError` for anything else."""
+    kinds: dict[str, type] = {"plan": int, "collective": int, "is_inside": bool, "age_s": float, "is_behind": bool}
+    return tuple(RankPlace(**{name: kind(rank[name]) for name, kind in kinds.items()}) for rank in told)
+
+
+def describe_ranks(ranks: Sequence[RankPlace]) -> list[str]:
+    """A line for each tensor parallel rank."""
+    lines = []
+    for rank, place in enumerate(ranks):
+        where = f"plan {place.plan:,}, {'in' if place.is_inside else 'after'} collective {place.collective:,}"
+        behind = "   behind" if place.is_behind else ""
+        lines.append(f"rank {rank}   {where}   {place.age_s:,.1f} s ago{behind}")
+    return lines
 
 
 def token_rates(state: PoolState) -> tuple[float, float]:

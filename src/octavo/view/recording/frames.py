@@ -63,7 +63,7 @@ def parse_frames(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
     decoder = msgspec.json.Decoder(Frame)
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix(b"data:").strip()
-        is_other = b'"reason"' in text[:12] or b'"num_replicas"' in text[:18]
+        is_other = text.startswith((b'{"reason"', b'{"num_replicas"', b'{"ranks"'))
         if not text.startswith(b"{") or is_other:  # other lines of an event stream
             if text and not text.startswith((b"event:", b":", b"{")):
                 raise TraceError(f"line {number} of {name} is not a frame; expected one JSON object per line")

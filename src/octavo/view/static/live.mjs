@@ -2,6 +2,7 @@
 // engines behind the server, one is shown; the stream says when there are more.
 
 import { $, h, notice, text } from "./dom.mjs";
+import { showRanks } from "./panels.mjs";
 import { FrameLost } from "./pool.mjs";
 import { fetchJson } from "./server.mjs";
 
@@ -43,6 +44,7 @@ export class Live {
 
   _connect() {
     this._setStatus("wait", "connecting");
+    this._showRanks([]);
     const source = (this.source = new EventSource(`events?replica=${this.engine}`));
     source.addEventListener("snapshot", (event) => {
       this.stage.show(JSON.parse(event.data));
@@ -58,6 +60,7 @@ export class Live {
       }
     });
     source.addEventListener("engines", (event) => this._listEngines(JSON.parse(event.data).num_replicas));
+    source.addEventListener("ranks", (event) => this._showRanks(JSON.parse(event.data).ranks));
     source.addEventListener("bye", (event) => this._retry(JSON.parse(event.data).reason));
     source.onerror = () => this._retry("the server does not respond");
   }
@@ -73,6 +76,10 @@ export class Live {
   _setStatus(state, message) {
     $("#connection").dataset.state = state;
     text($("#connection"), message);
+  }
+
+  _showRanks(ranks) {
+    showRanks(ranks, $("#ranks"), $("#ranks tbody"));
   }
 
   async _fetchBlock(block, engine) {

@@ -196,6 +196,26 @@ export function showNumbers(pool, root, bar, compare, unit = 0) {
   bar.children[1].style.setProperty("--share", `${(100 * stats.num_cached) / pool.numBlocks}%`);
 }
 
+// -- tensor parallel ranks --------------------------------------------------------------------------------------------
+
+// One rank is none.
+export function showRanks(ranks, section, rows) {
+  section.hidden = !ranks.length;
+  renderList(
+    rows,
+    ranks.map((place, rank) => ({ rank, ...place })),
+    (place) => place.rank,
+    () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")),
+    (row, place) => {
+      row.className = place.is_behind ? "behind" : "";
+      const age = place.age_s < 1 ? "now" : `${shortAge(place.age_s)} ago`;
+      const name = `${place.rank}${place.is_behind ? " behind" : ""}`;
+      for (const [i, cell] of [name, format(place.plan), format(place.collective), age].entries())
+        text(row.children[i], cell);
+    },
+  );
+}
+
 // -- one block --------------------------------------------------------------------------------------------------------
 
 export function describeBlock(pool, block) {
