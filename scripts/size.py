@@ -23,11 +23,11 @@ BUDGETS: dict[str, int] = {
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 8610,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
-    "models": 3690,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
+    "models": 3700,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 4060,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 4072,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 620: the ring of plans, their processes, collectives, where each is
     "serve": 4972,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants
     "simulate": 3310,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
