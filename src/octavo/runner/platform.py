@@ -223,7 +223,7 @@ class CudaPlatform(Platform):
         self.ops = ops
 
     def check_ranks(self, size: int) -> None:
-        if size > (num_gpus := torch.cuda.device_count()):
+        if 1 < size > (num_gpus := torch.cuda.device_count()):
             text = f"tensor_parallel_size {size} needs {size} GPUs; there are {num_gpus}"
             raise ParameterError(text, param="tensor_parallel_size")
 
