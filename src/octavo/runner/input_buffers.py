@@ -114,7 +114,7 @@ def pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tuple
         for name, i in COLUMN.items():
             (floats if i in FLOATS else line)[i] = own[name] if name in own else getattr(params, name)
         line[NUM_LOGPROBS] = num_logprobs.get(setup.row, -1)
-        stop_ids = list(setup.stop_ids)[:MAX_STOP_IDS]
+        stop_ids = sorted(setup.stop_ids)[:MAX_STOP_IDS]  # the same ones on all tensor parallel ranks
         line[FIRST_STOP_ID : FIRST_STOP_ID + len(stop_ids)] = stop_ids
     return int64(list(last)), lines.reshape(-1)
 
