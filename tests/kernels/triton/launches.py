@@ -197,6 +197,7 @@ def norms_and_activations() -> None:
         ops.add_rms_norm(x, x, weight, 1e-6)
         ops.silu_mul(x)
         ops.gelu_mul(x)
+        ops.gather_own_rows(x, torch.zeros(5, dtype=torch.int64), 16)
 
 
 def kv_copies() -> None:

@@ -110,15 +110,16 @@ def split_buffer(
     paired_bytes: int = PAIRED_BYTES,
 ) -> PeerBuffers:
     """mine  int64 of `buffer_shapes`, this rank's buffer, zeros    addresses  of all ranks' buffers"""
-    device, ways, first = mine.device, [], 0
-    for shape, unit_bytes in zip(shapes, (SLOT_WORDS * WORD_BYTES, BLOCK_BYTES), strict=True):
-        last = first + math.prod(shape)
-        peers = torch.tensor([address + 8 * first for address in addresses], dtype=torch.int64, device=device)
-        epochs = torch.zeros(shape[2], dtype=torch.int32, device=device)
-        ways.append(Slots(mine[first:last].view(shape), peers, epochs, unit_bytes))
-        first = last
-    status = torch.zeros(1, dtype=torch.int32, device=device)
-    return PeerBuffers(rank, len(addresses), *ways, status, spin_limit, paired_bytes)
+    num_words = math.prod(shapes[0])
+    pairs = _slots(mine[:num_words].view(shapes[0]), addresses, SLOT_WORDS * WORD_BYTES)
+    blocks = _slots(mine[num_words:].view(shapes[1]), [address + 8 * num_words for address in addresses], BLOCK_BYTES)
+    status = torch.zeros(1, dtype=torch.int32, device=mine.device)
+    return PeerBuffers(rank, len(addresses), pairs, blocks, status, spin_limit, paired_bytes)
+
+
+def _slots(mine: Tensor, addresses: Sequence[int], unit_bytes: int) -> Slots:
+    peers = torch.tensor(addresses, dtype=torch.int64, device=mine.device)
+    return Slots(mine, peers, torch.zeros(mine.shape[2], dtype=torch.int32, device=mine.device), unit_bytes)
 
 
 def push_reduce(buffers: PeerBuffers, x: Tensor) -> Tensor:
