@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,20 @@ def test_a_rank_gives_up_after_the_limit_and_waits_no_more(paired_bytes: int) ->
     limitless = Pushing(memory.of_rank(0, 0, reduce.NO_LIMIT))
     limitless.buffers.status.fill_(1)
     limitless.all_reduce(torch.ones(8, 96))
+
+
+@pytest.mark.parametrize("epoch", [-1, 0, (1 << 31) - 2])
+def test_a_rank_can_be_one_use_ahead_and_no_way_reads_the_other(epoch: int) -> None:
+    """Rank 1 sends twice in each way, and gives up waiting; then rank 0 begins, with all of it in its memory."""
+    memory = Memory.allocate(2, 1 << 14, PAIRS)
+    buffers = [memory.of_rank(rank, epoch, spin_limit=0) for rank in range(2)]
+    both = [[Pushing(replace(way, paired_bytes=limit)) for limit in (PAIRS, BLOCKS)] for way in buffers]
+    sent = [torch.full((3000,), float(value)) for value in range(1, 5)]
+    for i, theirs in enumerate(sent):
+        both[1][i % 2].all_reduce(theirs.clone())
+    for i, theirs in enumerate(sent):
+        assert torch.equal(both[0][i % 2].all_reduce(torch.ones(3000)), theirs + 1)
+    assert not buffers[0].status.item() and buffers[1].status.item()
 
 
 def test_a_rank_waits_for_every_word_of_the_epoch() -> None:
