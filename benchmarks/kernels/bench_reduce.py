@@ -1,7 +1,7 @@
 """Sums over the ranks of several GPUs: pushed through peer memory, by NCCL, and by torch's symmetric memory.
 
-`PYTHONPATH=src python benchmarks/kernels/bench_reduce.py [--ranks 2]`: microseconds of a call in a CUDA graph of 64
-calls, of the slowest rank. Each width ends with the smallest message that NCCL sums faster.
+`PYTHONPATH=src python benchmarks/kernels/bench_reduce.py [--ranks 2] [--way pairs]`: microseconds of a call in a CUDA
+graph of 64 calls, of the slowest rank. Each width ends with the smallest messages that blocks and NCCL sum faster.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ import torch.multiprocessing as mp
 
 from octavo.kernels.triton.linear.skinny import make_normed_residual
 from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
-from octavo.kernels.triton.reduce import push_add, push_gather, push_reduce
+from octavo.kernels.triton.reduce import PAIRED_BYTES, push_add, push_gather, push_reduce
 
 CALLS, REPLAYS, ROUNDS = 64, 20, 3
 MAX_BYTES = 16 << 20
@@ -27,7 +28,7 @@ SPIN_LIMIT = 1 << 24
 """About 20 s: a rank compiles kernels while another waits."""
 
 
-def open_reducer(device: torch.device, max_bytes: int) -> PeerReducer | None:
+def open_reducer(device: torch.device, max_bytes: int, paired_bytes: int = PAIRED_BYTES) -> PeerReducer | None:
     """Of the ranks of the default group. None on all ranks if a GPU cannot reach another's memory."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -45,7 +46,7 @@ def open_reducer(device: torch.device, max_bytes: int) -> PeerReducer | None:
         dist.all_gather_into_tensor(parts, x)
         return torch.cat(parts.unbind(0), dim=1)
 
-    buffers = open_buffers(rank, size, device, exchange, max_bytes, spin_limit=SPIN_LIMIT)
+    buffers = open_buffers(rank, size, device, exchange, max_bytes, spin_limit=SPIN_LIMIT, paired_bytes=paired_bytes)
     return None if buffers is None else PeerReducer(buffers, all_reduce, all_gather)
 
 
@@ -86,7 +87,7 @@ def torch_one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], ob
     return call
 
 
-def measure(rank: int, ranks: int, store: str) -> None:
+def measure(rank: int, ranks: int, store: str, ways: list[str]) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -94,16 +95,19 @@ def measure(rank: int, ranks: int, store: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     say = print if rank == 0 else lambda *words, **options: None
-    if (reducer := open_reducer(device, MAX_BYTES)) is None:
+    if (reducer := open_reducer(device, MAX_BYTES, MAX_BYTES)) is None:
         say("no peer memory: nothing to measure", flush=True)
         dist.destroy_process_group()
         return
-    buffers = reducer.buffers
+    limits = {"pairs": MAX_BYTES, "blocks": 0}
+    buffers = {way: replace(reducer.buffers, paired_bytes=limits[way]) for way in ways}
+    status = reducer.buffers.status
     say(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}; microseconds of a call")
-    say(f"{'bfloat16':14}{'KiB':>7}{'push':>9}{'+norm':>9}{'gather':>9}{'NCCL':>9}{'+norm':>9}{'torch':>9}", flush=True)
+    pushed = "".join(f"{way:>9}{'+norm':>9}{'gather':>9}" for way in ways)
+    say(f"{'bfloat16':14}{'KiB':>7}{pushed}{'NCCL':>9}{'+norm':>9}{'torch':>9}", flush=True)
     for width in (4096, 8192):
-        crossover = None
-        for rows in (1, 8, 32, 64, 128, 256):
+        faster: dict[str, int] = {}
+        for rows in (1, 8, 32, 64, 128, 256, 512, 1024):
             x, norm = torch.zeros(rows, width, device=device).bfloat16(), torch.ones(width, device=device).bfloat16()
             stream = make_normed_residual(x.clone(), norm)
 
@@ -115,21 +119,26 @@ def measure(rank: int, ranks: int, store: str) -> None:
                 return make_normed_residual(stream.x + nccl(), norm)  # type: ignore[attr-defined]
 
             one_shot = torch_one_shot(x, group)
-            calls = [
-                lambda x=x: push_reduce(buffers, x),
-                lambda x=x, stream=stream, norm=norm: push_add(buffers, stream, x, norm),
-                lambda x=x: push_gather(buffers, x),
-                nccl,
-                nccl_add,
-            ]
+            calls = []
+            for way in buffers.values():
+                calls += [
+                    lambda way=way, x=x: push_reduce(way, x),
+                    lambda way=way, x=x, stream=stream, norm=norm: push_add(way, stream, x, norm),
+                    lambda way=way, x=x: push_gather(way, x),
+                ]
+            calls += [nccl, nccl_add]
             times = [graph_us(call, device) for call in calls]
             theirs = one_shot if isinstance(one_shot, str) else f"{graph_us(one_shot, device):9.2f}"
-            if buffers.status.item():
+            if status.item():
                 raise RuntimeError(f"rank {rank}, {rows} x {width}: a word did not come within the spin limit")
             say(f"{rows:5} x {width:6}{x.nbytes >> 10:7}", *(f"{us:8.2f}" for us in times), theirs, flush=True)
-            if crossover is None and times[3] < times[0]:
-                crossover = x.nbytes
-        say(f"NCCL is faster from: {'none of these' if crossover is None else f'{crossover >> 10} KiB'}", flush=True)
+            if times[-2] < min(times[:-2:3]):
+                faster.setdefault("NCCL", x.nbytes)
+            if len(ways) == 2 and times[3] < times[0]:
+                faster.setdefault("blocks", x.nbytes)
+        for name in ("blocks", "NCCL"):
+            first = f"{faster[name] >> 10} KiB" if name in faster else "none of these"
+            say(f"{name}: faster from {first}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -137,14 +146,16 @@ def measure(rank: int, ranks: int, store: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--way", choices=("pairs", "blocks"), help="of sending; default: both")
+    args = parser.parse_args()
+    ranks, ways = args.ranks, [args.way] if args.way else ["pairs", "blocks"]
     if torch.cuda.device_count() < ranks:
         raise SystemExit(f"needs {ranks} GPUs; there are {torch.cuda.device_count()}")
     print("can_device_access_peer(0, 1):", torch.cuda.can_device_access_peer(0, 1), flush=True)
     topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
     print(topology.stdout or topology.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (ranks, f"{folder}/store"), nprocs=ranks)
+        mp.spawn(measure, (ranks, f"{folder}/store", ways), nprocs=ranks)
 
 
 if __name__ == "__main__":

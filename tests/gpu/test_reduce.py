@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [Case(rows, width, BF16) for rows in (1, 8, 33, 64) for width in (96, 1030, 4096, 8192)]
 CASES += [Case(3, 4096, F16), Case(5, 2050, F32), Case(128, 4096, BF16)]
-NCCL_CASES = [Case(300, 4096, BF16), Case(1, 75, BF16)]
+CASES += [Case(256, 4096, BF16), Case(130, 8192, F16), Case(300, 1030, F32), Case(900, 4096, BF16)]
+NCCL_CASES = [Case(1030, 4096, BF16), Case(1, 75, BF16)]
 """Too long, and no whole words."""
 
 
@@ -35,7 +36,8 @@ def check_shapes(reducer: PeerReducer, rank: int, device: str) -> list[torch.Ten
     """Of every case, before and after the epochs overflow; with random delays of the host."""
     kept = []
     for epoch in (0, (1 << 31) - 40):
-        reducer.buffers.epochs.fill_(epoch)
+        for slots in (reducer.buffers.pairs, reducer.buffers.blocks):
+            slots.epochs.fill_(epoch)
         torch.cuda.synchronize()
         dist.barrier()
         for case in (*CASES, *NCCL_CASES):

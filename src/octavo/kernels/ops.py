@@ -21,7 +21,9 @@ from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorSt
 class ModelOps(Protocol):
     """Operations that models call."""
 
-    # -- norms, activations, rotary embedding --------------------------------------------------------------------------
+    # -- embeddings, norms, activations, rotary embedding --------------------------------------------------------------
+
+    def gather_own_rows(self, table: Tensor, token_ids: Tensor, first: int) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

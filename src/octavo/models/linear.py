@@ -224,10 +224,7 @@ class VocabEmbedding:
         """[num_tokens] int64 -> [num_tokens, width]."""
         if self.tp.all_reduce is None:
             return self.table.gather_rows(token_ids)
-        rows = token_ids - self.first
-        own = rows.clamp(0, self.table.weight.shape[0] - 1)
-        x = self.table.gather_rows(own)
-        return self.tp.all_reduce(x.masked_fill_((rows != own).unsqueeze(1), 0.0))
+        return self.tp.all_reduce(self.table.gather_own_rows(token_ids, self.first))
 
     def logits(self, x: Tensor) -> Tensor:
         """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype."""

@@ -91,6 +91,12 @@ class LinearMethod:
         """weight[indices], [num_indices, num_in]."""
         raise NotImplementedError
 
+    def gather_own_rows(self, token_ids: Tensor, first: int) -> Tensor:
+        """See `kernels.reference.gather_own_rows`."""
+        rows = token_ids - first
+        own = rows.clamp(0, self.weight.shape[0] - 1)
+        return self.gather_rows(own).masked_fill_((rows != own).unsqueeze(1), 0.0)
+
     def logits(self, x: Tensor) -> Tensor:
         """x @ weight.T, unrounded: float32, on a GPU x's dtype."""
         raise NotImplementedError
@@ -142,6 +148,9 @@ class PlainMethod(LinearMethod):
 
     def gather_rows(self, indices: Tensor) -> Tensor:
         return packed_linear.embed(self.weight, indices)
+
+    def gather_own_rows(self, token_ids: Tensor, first: int) -> Tensor:
+        return self.ops.gather_own_rows(self.weight, token_ids, first)
 
     def logits(self, x: Tensor) -> Tensor:
         # On a GPU the sampler converts logits: a float32 copy would take longer than a layer.
@@ -263,11 +272,13 @@ class PackedMethod(PlainMethod):
         return F.linear(x, self.weight, bias) if self.packed is None else self.packed(x, bias)
 
     def gather_rows(self, indices: Tensor) -> Tensor:
-        return (
-            super().gather_rows(indices)
-            if self.packed is None
-            else cast("PackedHead", self.packed).gather_rows(indices)
-        )
+        if self.packed is None:
+            return super().gather_rows(indices)
+        return cast("PackedHead", self.packed).gather_rows(indices)
+
+    def gather_own_rows(self, token_ids: Tensor, first: int) -> Tensor:
+        method = PlainMethod if self.packed is None else LinearMethod
+        return method.gather_own_rows(self, token_ids, first)
 
     def logits(self, x: Tensor) -> Tensor:
         return super().logits(x) if self.packed is None else self.packed(x, None, float32_out=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -178,14 +179,15 @@ def quantised() -> None:
 
 def sums_over_ranks() -> None:
     for size, dtype in ((2, BF16), (4, F16), (3, F32)):
-        shape = reduce.buffer_shape(size, 1 << 20)
-        buffer, peers = torch.empty(shape, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
-        epochs = torch.zeros(shape[2] + 1, dtype=torch.int32)
-        buffers = reduce.PeerBuffers(0, size, buffer, peers, epochs[1:], epochs[:1])
-        x, norm = torch.empty(8, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
-        reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
-        reduce.push_gather(buffers, x)
-        reduce.push_reduce(buffers, x)
+        shapes = reduce.buffer_shapes(size, 1 << 21)
+        buffer = torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64)
+        buffers = reduce.split_buffer(0, buffer, [0] * size, shapes)
+        norm = torch.empty(4096, dtype=dtype)
+        for num_rows in (8, 128):
+            x = torch.empty(num_rows, 4096, dtype=dtype)
+            reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
+            reduce.push_gather(buffers, x)
+            reduce.push_reduce(buffers, x)
 
 
 def norms_and_activations() -> None:
@@ -195,6 +197,7 @@ def norms_and_activations() -> None:
         ops.add_rms_norm(x, x, weight, 1e-6)
         ops.silu_mul(x)
         ops.gelu_mul(x)
+        ops.gather_own_rows(x, torch.zeros(5, dtype=torch.int64), 16)
 
 
 def kv_copies() -> None:

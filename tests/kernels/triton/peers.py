@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -96,37 +97,47 @@ class Pushing:
         return reduce.push_gather(self.buffers, x)
 
 
-def shared_buffers(rank: int, mine: Sequence[Tensor], epoch: int, spin_limit: int) -> PeerBuffers:
-    """Buffers in this process's memory; epoch: the last one, of all slots"""
-    num_slots = mine[rank].shape[2]
-    return PeerBuffers(
-        rank,
-        len(mine),
-        mine[rank],
-        torch.tensor([buffer.data_ptr() for buffer in mine]),
-        torch.full((num_slots,), epoch, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int32),
-        spin_limit,
-    )
+class Memory(NamedTuple):
+    """Ranks' buffers in the memory of this host."""
+
+    mine: Sequence[Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    paired_bytes: int
+
+    @classmethod
+    def allocate(cls, size: int, max_bytes: int, paired_bytes: int) -> Memory:
+        shapes = reduce.buffer_shapes(size, max_bytes, paired_bytes)
+        num_words = sum(map(math.prod, shapes))
+        mine = [torch.zeros(num_words, dtype=torch.int64).share_memory_() for _ in range(size)]
+        return cls(mine, shapes, paired_bytes)
+
+    def of_rank(self, rank: int, epoch: int, spin_limit: int) -> PeerBuffers:
+        """epoch: the last one, of all slots"""
+        addresses, shapes = [buffer.data_ptr() for buffer in self.mine], self.shapes
+        limits = {"spin_limit": spin_limit, "paired_bytes": self.paired_bytes}
+        buffers = reduce.split_buffer(rank, self.mine[rank], addresses, shapes, **limits)
+        for slots in (buffers.pairs, buffers.blocks):
+            slots.epochs.fill_(epoch)
+        return buffers
 
 
-def run_interpreted(
-    rank: int, mine: Sequence[Tensor], epoch: int, cases: Sequence[Case], delay_s: float, folder: Path
-) -> None:
+def run_interpreted(rank: int, memory: Memory, epoch: int, cases: Sequence[Case], delay_s: float, folder: Path) -> None:
     """A rank's process: waits a random time before each case, and writes its results to a file."""
     torch.set_num_threads(1)
-    buffers, late = shared_buffers(rank, mine, epoch, spin_limit=200_000), random.Random(rank)
+    buffers, late = memory.of_rank(rank, epoch, spin_limit=200_000), random.Random(rank)
     results: list[Any] = []
     for case in cases:
         for repeat in range(case.repeats):
             time.sleep(delay_s * late.random())
-            results.append(collect(Pushing(buffers), case, Inputs.of(case, repeat, len(mine)), rank))
-    torch.save((results, buffers.epochs, buffers.status), folder / f"{rank}.pt")
+            results.append(collect(Pushing(buffers), case, Inputs.of(case, repeat, buffers.size), rank))
+    epochs = torch.cat([buffers.pairs.epochs, buffers.blocks.epochs])
+    torch.save((results, epochs, buffers.status), folder / f"{rank}.pt")
 
 
-def interpret_ranks(size: int, epoch: int, cases: Sequence[Case], folder: Path, *, delay_s: float = 0.0) -> list[Any]:
+def interpret_ranks(
+    size: int, epoch: int, cases: Sequence[Case], folder: Path, *, paired_bytes: int, delay_s: float = 0.0
+) -> list[Any]:
     """(results, epochs, status) of each rank."""
-    shape = reduce.buffer_shape(size, 1 << 20)
-    mine = [torch.zeros(shape, dtype=torch.int64).share_memory_() for _ in range(size)]
-    mp.spawn(run_interpreted, (mine, epoch, cases, delay_s, folder), nprocs=size)
+    memory = Memory.allocate(size, 1 << 20, paired_bytes)
+    mp.spawn(run_interpreted, (memory, epoch, cases, delay_s, folder), nprocs=size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(size)]

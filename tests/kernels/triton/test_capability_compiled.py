@@ -145,7 +145,7 @@ def test_the_compile_tests_launch_every_kernel_of_a_gpu(capability: tuple[int, i
 TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a"}
 STACK = {
     "_decode": 112,
-    "_exchange": 8,
+    "_exchange_pairs": 8,
     "_skinny": 24,
     "_hopper_prefill": 64,
     "_skinny_hopper": 48,

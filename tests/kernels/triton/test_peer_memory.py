@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,17 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers
-from octavo.kernels.triton.reduce import buffer_shape
-from tests.kernels.triton.peers import Case, Inputs, check, collect, shared_buffers
+from tests.kernels.triton.peers import Case, Inputs, Memory, check, collect
 
 CASES = [
     Case(2, 96, torch.float32),
     Case(8, 600, torch.float32),
     Case(1, 75, torch.float16),
     Case(4, 96, torch.float16),
+    Case(2, 2000, torch.float32),
 ]
-USES = [3, 0, 0, 3]
-"""Of the first slot, by each case: with 4 slots, the second has too many units, and the third no whole words."""
+USES = [3, 0, 0, 3, 3]
+"""Of the first slot or block, by each case: with 2 blocks, the second has too many units, the third no whole words."""
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -37,17 +36,17 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def run_rank(rank: int, mine: Sequence[Tensor], folder: Path) -> None:
+def run_rank(rank: int, memory: Memory, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    buffers = shared_buffers(rank, mine, 0, spin_limit=200_000)
+    buffers = memory.of_rank(rank, 0, spin_limit=200_000)
     reducer, results, epoch = PeerReducer(buffers, all_reduce, all_gather), [], 0
     for case, uses in zip(CASES, USES, strict=True):
         inputs = Inputs.of(case, 0, 2)
         results.append(collect(reducer, case, inputs, rank))
         check(results[-1], inputs, is_pushed=uses > 0)
         epoch += uses
-        assert int(buffers.epochs[0]) == epoch, case
+        assert int(buffers.pairs.epochs[0] + buffers.blocks.epochs[0]) == epoch, case
     assert not buffers.status.item()
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
@@ -55,8 +54,7 @@ def run_rank(rank: int, mine: Sequence[Tensor], folder: Path) -> None:
 
 
 def test_messages_are_pushed_where_they_fit(tmp_path: Path) -> None:
-    mine = [torch.zeros(buffer_shape(2, 1 << 13), dtype=torch.int64).share_memory_() for _ in range(2)]
-    mp.spawn(run_rank, (mine, tmp_path), nprocs=2)
+    mp.spawn(run_rank, (Memory.allocate(2, 1 << 14, 1 << 13), tmp_path), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

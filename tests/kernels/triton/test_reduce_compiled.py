@@ -1,39 +1,73 @@
-"""The kernel that sums over ranks, compiled for Hopper without a GPU."""
+"""The kernels that sum over ranks, compiled for Hopper without a GPU."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import pytest
 
+from octavo.kernels.triton import reduce
 from octavo.kernels.triton.precompile import compile_kernel
-from tests.kernels.triton.compiled import list_launches
+from tests.kernels.triton.compiled import MULTIPROCESSOR_REGISTERS, list_launches, register_usage
 from tests.kernels.triton.launches import sums_over_ranks
 
 
 @pytest.fixture(scope="module")
-def kernels() -> list[str]:
-    lines = [line for line in list_launches(9, 0, sums_over_ranks) if "_exchange" in line]
-    return [compile_kernel(line).asm["ptx"] for line in lines]
+def kernels() -> dict[str, list[Any]]:
+    """By name: of three sizes of groups, with and without a norm, and a gather."""
+    compiled: dict[str, list[Any]] = {"_exchange_pairs": [], "_exchange_blocks": []}
+    for line in list_launches(9, 0, sums_over_ranks):
+        if (name := json.loads(line)[1]) in compiled:
+            compiled[name].append(compile_kernel(line))
+    assert [len(variants) for variants in compiled.values()] == [9, 9]
+    return compiled
 
 
-def test_words_are_sent_and_read_whole_with_their_epoch(kernels: list[str]) -> None:
+@pytest.fixture(scope="module")
+def texts(kernels: dict[str, list[Any]]) -> list[str]:
+    return [kernel.asm["ptx"] for variants in kernels.values() for kernel in variants]
+
+
+def test_words_are_sent_and_read_whole_with_their_epoch(kernels: dict[str, list[Any]]) -> None:
     """Two at a time, 64 bits each. Every read is volatile: it goes to memory each time."""
-    assert len(kernels) == 9
-    for ptx in kernels:
+    for kernel in kernels["_exchange_pairs"]:
+        ptx = kernel.asm["ptx"]
         assert "st.global.v2.b64" in ptx and "st.global.b64" not in ptx
         assert "ld.volatile.global.v2.b64" in ptx and "ld.global.v2.b64" not in ptx
 
 
-def test_nothing_is_read_before_the_preceding_kernel_has_ended(kernels: list[str]) -> None:
-    for ptx in kernels:
+def test_blocks_are_sent_16_bytes_at_a_time_before_their_flag_is_released(kernels: dict[str, list[Any]]) -> None:
+    """Threads meet between the last data and the flag; and between the flag that is acquired and the first data."""
+    for kernel in kernels["_exchange_blocks"]:
+        ptx = kernel.asm["ptx"]
+        release, acquire = ptx.index("atom.global.sys.release.exch"), ptx.index("atom.global.sys.acquire.add")
+        sent = ptx.rindex("st.global.v4.b32", 0, release)
+        assert set(re.findall(r"st\.global[.\w]*", ptx[:release])) == {"st.global.v4.b32"}
+        assert set(re.findall(r"ld\.global\.cg[.\w]*", ptx)) == {"ld.global.cg.v4.b32"}
+        assert "bar.sync" in ptx[sent:release]
+        assert "atom" not in ptx[:release] and ptx.count("bar.sync", acquire) >= 2
+
+
+def test_all_programs_of_a_launch_are_resident(kernels: dict[str, list[Any]]) -> None:
+    for kernel in (kernel for variants in kernels.values() for kernel in variants):
+        registers, spilled = register_usage(kernel)
+        threads = 32 * kernel.metadata.num_warps
+        assert not spilled
+        assert reduce.PROGRAMS_PER_MULTIPROCESSOR * threads * registers <= MULTIPROCESSOR_REGISTERS
+
+
+def test_nothing_is_read_before_the_preceding_kernel_has_ended(texts: list[str]) -> None:
+    for ptx in texts:
         assert ptx.index("griddepcontrol.wait") < min(
-            found.start() for found in re.finditer(r"\b(ld|st)\..*global", ptx)
+            found.start() for found in re.finditer(r"\b(ld|st|atom)\..*global", ptx)
         )
 
 
-def test_the_epoch_is_counted_after_all_threads_have_read_it(kernels: list[str]) -> None:
+def test_the_epoch_is_counted_after_all_threads_have_read_it(kernels: dict[str, list[Any]]) -> None:
     """Between the last read of words and the next store, threads meet."""
-    for ptx in kernels:
+    for kernel in kernels["_exchange_pairs"]:
+        ptx = kernel.asm["ptx"]
         last_read = ptx.rindex("ld.volatile.global")
         assert "bar.sync" in ptx[last_read : ptx.index("st.global", last_read)]

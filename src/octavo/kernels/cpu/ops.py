@@ -15,7 +15,7 @@ from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import paged_attention
 from octavo.kernels.cpu.grouped_linear import keeps_groups
-from octavo.kernels.cpu.packed_linear import pack_groups
+from octavo.kernels.cpu.packed_linear import embed, pack_groups
 from octavo.kernels.cpu.recurrent import causal_conv, gated_delta_rule
 from octavo.kernels.cpu.sampling import (
     apply_token_bitmask,
@@ -63,6 +63,7 @@ __all__ = [
     "few_rows_linear",
     "finite_rows",
     "gated_delta_rule",
+    "gather_own_rows",
     "gelu",
     "gelu_mul",
     "init_token_counts",
@@ -92,6 +93,13 @@ __all__ = [
     "update_token_counts",
     "write_logprobs",
 ]
+
+
+def gather_own_rows(table: Tensor, token_ids: Tensor, first: int) -> Tensor:
+    """See `reference.gather_own_rows`."""
+    rows = token_ids - first
+    own = rows.clamp(0, len(table) - 1)
+    return embed(table, own).masked_fill_((rows != own).unsqueeze(1), 0.0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

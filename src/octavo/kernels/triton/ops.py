@@ -15,6 +15,7 @@ from octavo.kernels.reference import (
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.embedding import gather_own_rows
 from octavo.kernels.triton.kv.block_copy import block_copy
 from octavo.kernels.triton.kv.swap import swap_in, swap_out
 from octavo.kernels.triton.kv.write import kv_write, rope_kv_write
@@ -53,6 +54,7 @@ __all__ = [
     "few_rows_linear",
     "finite_rows",
     "gated_delta_rule",
+    "gather_own_rows",
     "gelu",
     "gelu_mul",
     "init_token_counts",

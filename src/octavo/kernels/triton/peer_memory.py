@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,20 @@ from torch import Tensor
 
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear.skinny import make_normed_residual
-from octavo.kernels.triton.reduce import NO_LIMIT, PeerBuffers, buffer_shape, push_add, push_gather, push_reduce
+from octavo.kernels.triton.reduce import (
+    NO_LIMIT,
+    PAIRED_BYTES,
+    PeerBuffers,
+    buffer_shapes,
+    push_add,
+    push_gather,
+    push_reduce,
+    split_buffer,
+)
 
 logger = logging.getLogger("octavo")
-MAX_PUSHED_BYTES = 4 << 20
-"""Larger messages take NCCL, as a pushed word is twice as long as its number: measured on two H200s
-(benchmarks/kernels/bench_reduce.py)."""
+MAX_PUSHED_BYTES = 8 << 20
+"""Larger messages take NCCL; benchmarks/kernels/bench_reduce.py measures where it is faster."""
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
 NO_HANDLE = bytes(HANDLE_BYTES)
@@ -29,7 +38,7 @@ Exchange = Callable[[bytes], list[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class PeerReducer:
-    """Small messages are pushed through peer memory, see `reduce`; the others take NCCL. CUDA graphs capture both.
+    """Up to some MiB are pushed through peer memory, see `reduce`; the others take NCCL. CUDA graphs capture both.
 
     all_reduce_large, all_gather_large  NCCL's
     """
@@ -41,20 +50,20 @@ class PeerReducer:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in x's memory if that is contiguous: the same bits on all ranks."""
         x = x.contiguous()
-        if x.numel() and self.buffers.fits(1, x.nbytes):
+        if self.buffers.slots_for(1, x.nbytes):
             return push_reduce(self.buffers, x)
         return self.all_reduce_large(x)
 
     def add_reduced(self, residual: NormedResidual, partial: Tensor, norm: Tensor) -> NormedResidual:
         """residual + the sum of all ranks' partial [num_tokens, size], with the next norm's weight, norm [size]."""
-        if self.buffers.fits(len(partial), partial.shape[1] * partial.itemsize):
+        if self.buffers.slots_for(len(partial), partial.shape[1] * partial.itemsize):
             return push_add(self.buffers, residual, partial, norm)
         return make_normed_residual(residual.x + self.all_reduce_large(partial), norm)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, m] of each rank -> [n, size * m], rank r's columns from r * m on."""
         x = x.contiguous()
-        if len(x) and self.buffers.fits(len(x), x.shape[1] * x.itemsize):
+        if self.buffers.slots_for(len(x), x.shape[1] * x.itemsize):
             return push_gather(self.buffers, x)
         return self.all_gather_large(x)
 
@@ -71,13 +80,14 @@ def open_buffers(
     max_bytes: int = MAX_PUSHED_BYTES,
     *,
     spin_limit: int = NO_LIMIT,
+    paired_bytes: int = PAIRED_BYTES,
 ) -> PeerBuffers | None:
     """Allocate this rank's buffer on the current device, and map the others'. None on every rank if one cannot.
 
     The memory is that of the process: no engine frees it.
     """
-    shape = buffer_shape(size, max_bytes)
-    mine, handle, problem = _Memory(shape), NO_HANDLE, ""
+    shapes = buffer_shapes(size, max_bytes, paired_bytes)
+    mine, handle, problem = _Memory(sum(map(math.prod, shapes))), NO_HANDLE, ""
     try:
         runtime = _runtime()
         handle = mine.allocate(runtime)
@@ -100,28 +110,19 @@ def open_buffers(
     if any(problems):
         logger.warning("sums over ranks take NCCL: %s", problem or next(filter(None, problems)))
         return None
-    return PeerBuffers(
-        rank,
-        size,
-        torch.as_tensor(mine, device=device),
-        torch.tensor(addresses, dtype=torch.int64, device=device),
-        torch.zeros(shape[2], dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        spin_limit,
-    )
+    buffer = torch.as_tensor(mine, device=device)
+    return split_buffer(rank, buffer, addresses, shapes, spin_limit=spin_limit, paired_bytes=paired_bytes)
 
 
 class _Memory:
     """Memory of CUDA's allocator and not of torch's, whose blocks are parts of what a handle names."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape, self.address = shape, 0
+    def __init__(self, num_words: int) -> None:
+        self.num_words, self.address = num_words, 0
 
     def allocate(self, runtime: Any) -> bytes:
         """Zeros -> their handle for other processes."""
-        num_bytes, pointer, handle = 8, ctypes.c_void_p(), _Handle()
-        for length in self.shape:
-            num_bytes *= length
+        num_bytes, pointer, handle = 8 * self.num_words, ctypes.c_void_p(), _Handle()
         _check(runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(num_bytes)), "cudaMalloc")
         _check(runtime.cudaMemset(pointer, 0, ctypes.c_size_t(num_bytes)), "cudaMemset")
         _check(runtime.cudaIpcGetMemHandle(ctypes.byref(handle), pointer), "cudaIpcGetMemHandle")
@@ -130,7 +131,7 @@ class _Memory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": self.shape, "typestr": "<i8", "data": (self.address, False), "version": 2}
+        return {"shape": (self.num_words,), "typestr": "<i8", "data": (self.address, False), "version": 2}
 
 
 def _open(runtime: Any, handle: bytes) -> int:

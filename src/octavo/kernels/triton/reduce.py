@@ -1,23 +1,30 @@
-"""Sums and gathers over the ranks of a group, in one kernel on each GPU: small messages, pushed through peer memory.
+"""Sums and gathers over the ranks of a group, in one kernel on each GPU: messages pushed through peer memory.
 
-Every rank has a buffer that the others write to. A message is cut into slots of SLOT_WORDS words of 32 bits. A word is
-sent in 64 bits, together with the epoch of its slot: how often the slot was used. 64 bits are written at once, so a
-word whose epoch is the awaited one has arrived, in any order of the words and without a fence or a flag:
+Every rank has a buffer that the others write to. A message is cut into units, each a part of a row; each unit has a
+slot in the buffer, with an epoch: how often the slot was used. A rank sends unit u into slot [epoch % 2, rank, u] of
+the buffers, then waits for its own slots [epoch % 2, every rank, u], and adds them up. There are two ways to send:
 
-    rank 0: x -> words -> (epoch, word) into slot [epoch % 2, rank 0] of every rank's buffer
-            then waits until its own slots [epoch % 2, every rank] have the epoch, and adds them up
+pairs   (short messages) A word of 32 bits is sent in 64 bits, together with the epoch. 64 bits are written at once, so
+        a word whose epoch is the awaited one has arrived: in any order of the words, without a fence or a flag. This
+        has the shortest latency, and doubles the bytes.
+blocks  (long messages) Data is sent as it is. Then all threads of the program meet, and its flags are set to the epoch
+        with release semantics for the whole system: who acquires the flag's epoch reads the data.
 
 * All ranks add the same numbers in the same order, in float32: their results are the same bits.
-* A program sends all of its slots before it waits, and waits only for slots, never for programs of its own GPU.
+* A program sends all of its units before it waits, and waits only for slots, never for programs of its own GPU.
 * A rank can be one use of a slot ahead of another, which still reads; hence two buffers. It cannot be two ahead: it has
   received the slot's use in between, which the other sends in a later launch than the one that reads.
-* Epochs are on the device, and the kernel counts them: a CUDA graph's replay is one more use. They may overflow.
+* The two ways share no memory and no epochs, so no word of one is taken for the other's. The shape of a message
+  chooses the way, on all ranks alike, and the above holds for the slots of each way, whatever is launched in between.
+* Epochs are on the device, and the kernels count them: a CUDA graph's replay is one more use. They may overflow.
 
 Ranks must launch the same sequence of these kernels, of the same shapes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,44 +40,91 @@ from octavo.kernels.triton.linear.tuning import padded_tokens
 
 SLOT_WORDS = 512
 WORD_BYTES = 4
+BLOCK_BYTES = 8192
+FLAG_BYTES = 128
+"""At the beginning of a block, a line of memory of its own."""
+PAIRED_BYTES = 512 << 10
+"""Longer messages are sent in blocks."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """At most so many: all programs of a launch are resident."""
 NO_LIMIT = (1 << 31) - 1
+BLOCK, FLAG = tl.constexpr(BLOCK_BYTES), tl.constexpr(FLAG_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of one way on all ranks, as one rank sees them.
+
+    mine        [2, size, num_slots, ...] int64, this rank's: pairs [..., SLOT_WORDS]; blocks a flag, then data
+    peers       [size] int64, addresses of all ranks' slots, its own included
+    epochs      [num_slots] int32, uses of each slot
+    unit_bytes  of data that a slot takes
+    """
+
+    mine: Tensor
+    peers: Tensor
+    epochs: Tensor
+    unit_bytes: int
+
+    def fits(self, num_rows: int, row_bytes: int) -> bool:
+        """True if a message of so many rows has slots: rows begin in slots of their own."""
+        return row_bytes % WORD_BYTES == 0 and 0 < num_rows * cdiv(row_bytes, self.unit_bytes) <= len(self.epochs)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBuffers:
     """The buffers of all ranks, as one rank sees them, and the state of its own.
 
-    mine        [2, size, num_slots, SLOT_WORDS] int64, this rank's buffer
-    peers       [size] int64, addresses of all ranks' buffers, its own included
-    epochs      [num_slots] int32, uses of each slot
-    status      [1] int32, not 0 once a word has not come within spin_limit reads; then no kernel waits any longer
-    spin_limit  reads of a slot until a program gives up, with a wrong result; a read takes about a microsecond
+    status        [1] int32, not 0 once a unit has not come within spin_limit reads; then no kernel waits any longer
+    spin_limit    reads of a slot until a program gives up, with a wrong result; a read takes about a microsecond
+    paired_bytes  longer messages are sent in blocks
     """
 
     rank: int
     size: int
-    mine: Tensor
-    peers: Tensor
-    epochs: Tensor
+    pairs: Slots
+    blocks: Slots
     status: Tensor
     spin_limit: int = NO_LIMIT
+    paired_bytes: int = PAIRED_BYTES
 
-    def fits(self, num_rows: int, row_bytes: int) -> bool:
-        """True if a message of so many rows has slots: rows begin in slots of their own."""
-        return row_bytes % WORD_BYTES == 0 and num_rows * cdiv(row_bytes, SLOT_WORDS * WORD_BYTES) <= len(self.epochs)
+    def slots_for(self, num_rows: int, row_bytes: int) -> Slots | None:
+        """The way of a message; None: it is too long, or its rows are no whole words."""
+        ways = (self.pairs,) * (num_rows * row_bytes <= self.paired_bytes) + (self.blocks,)
+        return next((way for way in ways if way.fits(num_rows, row_bytes)), None)
 
 
-def buffer_shape(size: int, max_bytes: int) -> tuple[int, int, int, int]:
-    """Of a rank's buffer, for messages of at most max_bytes."""
-    return 2, size, cdiv(max_bytes, SLOT_WORDS * WORD_BYTES), SLOT_WORDS
+def buffer_shapes(size: int, max_bytes: int, paired_bytes: int = PAIRED_BYTES) -> tuple[tuple[int, ...], ...]:
+    """Of the pairs and the blocks of a rank's buffer, in int64, for messages of at most max_bytes."""
+    pairs = 2, size, cdiv(min(max_bytes, paired_bytes), SLOT_WORDS * WORD_BYTES), SLOT_WORDS
+    return pairs, (2, size, cdiv(max_bytes, BLOCK_BYTES), (FLAG_BYTES + BLOCK_BYTES) // 8)
+
+
+def split_buffer(
+    rank: int,
+    mine: Tensor,
+    addresses: Sequence[int],
+    shapes: tuple[tuple[int, ...], ...],
+    *,
+    spin_limit: int = NO_LIMIT,
+    paired_bytes: int = PAIRED_BYTES,
+) -> PeerBuffers:
+    """mine  int64 of `buffer_shapes`, this rank's buffer, zeros    addresses  of all ranks' buffers"""
+    num_words = math.prod(shapes[0])
+    pairs = _slots(mine[:num_words].view(shapes[0]), addresses, SLOT_WORDS * WORD_BYTES)
+    blocks = _slots(mine[num_words:].view(shapes[1]), [address + 8 * num_words for address in addresses], BLOCK_BYTES)
+    status = torch.zeros(1, dtype=torch.int32, device=mine.device)
+    return PeerBuffers(rank, len(addresses), pairs, blocks, status, spin_limit, paired_bytes)
+
+
+def _slots(mine: Tensor, addresses: Sequence[int], unit_bytes: int) -> Slots:
+    peers = torch.tensor(addresses, dtype=torch.int64, device=mine.device)
+    return Slots(mine, peers, torch.zeros(mine.shape[2], dtype=torch.int32, device=mine.device), unit_bytes)
 
 
 def push_reduce(buffers: PeerBuffers, x: Tensor) -> Tensor:
     """The sum of all ranks' x, in x's memory; x contiguous."""
-    words = x.view(-1).view(torch.int32)
-    _launch(buffers, words[None], x)
+    _launch(buffers, x.view(1, -1), x)
     return x
 
 
@@ -79,11 +133,8 @@ def push_add(buffers: PeerBuffers, residual: NormedResidual, partial: Tensor, no
 
     Rounded once, at the end.
     """
-    words = partial.view(torch.int32)
     total, weighted = torch.empty_like(partial), torch.empty_like(partial)
-    parts = cdiv(words.shape[1], SLOT_WORDS)
-    squares = torch.empty(parts, padded_tokens(len(partial)), dtype=torch.float32, device=partial.device)
-    _launch(buffers, words, total, (residual.x, norm, weighted, squares))
+    squares = _launch(buffers, partial, total, (residual.x, norm, weighted))
     return NormedResidual(total, weighted, squares)
 
 
@@ -96,44 +147,49 @@ def push_gather(buffers: PeerBuffers, x: Tensor) -> Tensor:
 
 def _launch(
     buffers: PeerBuffers,
-    words: Tensor,
+    x: Tensor,
     out: Tensor,
-    norm: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    norm: tuple[Tensor, Tensor, Tensor] | None = None,
     *,
     gather: bool = False,
-) -> None:
-    """words: of x, [num_rows, row_words]    norm: residual, the norm's weight, weighted, squares"""
-    num_rows, row_words = words.shape
-    num_units = num_rows * cdiv(row_words, SLOT_WORDS)
-    num_slots = len(buffers.epochs)
-    assert 0 < num_units <= num_slots and words.is_contiguous(), (words.shape, words.stride(), num_slots)
-    residual, weight, weighted, squares = or_placeholder(out, *(norm or (None,) * 4))
-    _exchange[(min(num_units, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(words.device)),)](
-        words,
+) -> Tensor:
+    """x: [num_rows, row_size]    norm: residual, the norm's weight, weighted -> parts of the sums of squares"""
+    num_rows, row_size = x.shape
+    row_bytes = row_size * x.itemsize
+    slots = buffers.slots_for(num_rows, row_bytes)
+    assert slots is not None and x.is_contiguous(), (x.shape, x.stride())
+    parts = cdiv(row_bytes, slots.unit_bytes)
+    num_units, padded = num_rows * parts, padded_tokens(num_rows)
+    squares = None if norm is None else torch.empty(parts, padded, dtype=torch.float32, device=x.device)
+    residual, weight, weighted, squares = or_placeholder(out, *(norm or (None,) * 3), squares)
+    in_pairs = slots is buffers.pairs
+    kernel, data = (_exchange_pairs, x.view(torch.int32)) if in_pairs else (_exchange_blocks, x)
+    kernel[(min(num_units, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device)),)](
+        data,
         residual,
         weight,
         out,
         weighted,
         squares,
-        buffers.mine,
-        buffers.peers,
-        buffers.epochs,
+        slots.mine,
+        slots.peers,
+        slots.epochs,
         buffers.status,
         buffers.rank,
-        num_rows,
         num_units,
-        num_slots,
-        row_words,
-        0 if norm is None else squares.shape[1],
+        len(slots.epochs),
+        data.shape[1],
+        padded,
         buffers.spin_limit,
         SIZE=buffers.size,
         RANKS=triton.next_power_of_2(buffers.size),
-        SLOT=SLOT_WORDS,
+        UNIT=slots.unit_bytes // data.itemsize,
         GATHER=gather,
         WITH_NORM=norm is not None,
         num_warps=4,
-        **pdl_options(words.device),
+        **pdl_options(x.device),
     )
+    return squares
 
 
 @triton.jit
@@ -144,7 +200,7 @@ def _is_late(stamped, epoch, valid):
 
 @triton.jit
 def _sum_ranks(words, dtype: tl.constexpr):
-    """Words [ranks, SLOT] of one number of 32 bits or two of 16 -> their sums over the ranks, in float32."""
+    """Words [ranks, UNIT] of one number of 32 bits or two of 16 -> their sums over the ranks, in float32."""
     if dtype == tl.float32:
         return tl.sum(words.to(tl.float32, bitcast=True), 0)
     elif dtype == tl.bfloat16:  # the upper half of a float32
@@ -157,8 +213,38 @@ def _sum_ranks(words, dtype: tl.constexpr):
         return tl.interleave(tl.sum(low, 0), tl.sum(high, 0))
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "num_units", "num_slots", "padded", "spin_limit"])
-def _exchange(
+@triton.jit
+def _store_sum(
+    total,
+    residual,
+    norm,
+    out,
+    weighted,
+    squares,
+    row,
+    part,
+    row_size,
+    padded,
+    UNIT: tl.constexpr,
+    WITH_NORM: tl.constexpr,
+):
+    """A unit's sums [UNIT], with the residual and the next norm if there is one."""
+    column = part * UNIT + tl.arange(0, UNIT)
+    valid = column < row_size
+    offsets = row * row_size + column
+    if WITH_NORM:
+        total += tl.load(residual + offsets, mask=valid, other=0.0).to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + offsets, rounded, mask=valid)
+    if WITH_NORM:
+        wide = rounded.to(tl.float32)
+        tl.store(squares + part * padded + row, tl.sum(wide * wide, 0))
+        weight = tl.load(norm + column, mask=valid, other=0.0).to(tl.float32)
+        tl.store(weighted + offsets, (wide * weight).to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["rank", "num_units", "num_slots", "padded", "spin_limit"])
+def _exchange_pairs(
     words,
     residual,
     norm,
@@ -170,7 +256,6 @@ def _exchange(
     epochs,
     status,
     rank,
-    num_rows,
     num_units,
     num_slots,
     row_words,
@@ -178,28 +263,29 @@ def _exchange(
     spin_limit,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
-    SLOT: tl.constexpr,
+    UNIT: tl.constexpr,
     GATHER: tl.constexpr,
     WITH_NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Send and receive some units: a part of a row that fills a slot.
+    """Send and receive some units in pairs.
 
+    words   [num_rows, row_words], x
     padded  tokens of `squares`
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     wait_for_predecessor(USE_PDL)
-    word = tl.arange(0, SLOT)
+    word = tl.arange(0, UNIT)
     rank_index = tl.arange(0, RANKS)[:, None]
-    units_per_row = (row_words + SLOT - 1) // SLOT
+    units_per_row = (row_words + UNIT - 1) // UNIT
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         epoch = tl.load(epochs + unit) + 1
-        column = unit % units_per_row * SLOT + word
+        column = unit % units_per_row * UNIT + word
         valid = column < row_words
         value = tl.load(words + unit // units_per_row * row_words + column, mask=valid, other=0)
         stamped = (epoch.to(tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
-        offset = (((epoch & 1) * SIZE + rank) * num_slots + unit) * SLOT
+        offset = (((epoch & 1) * SIZE + rank) * num_slots + unit) * UNIT
         for peer in tl.static_range(SIZE):
             buffer = tl.multiple_of(tl.load(peers + peer).to(tl.pointer_type(tl.int64)), 16)
             tl.store(buffer + offset + word, stamped, mask=valid)
@@ -207,9 +293,9 @@ def _exchange(
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         epoch = tl.load(epochs + unit) + 1
         row, part = unit // units_per_row, unit % units_per_row
-        column = part * SLOT + word
+        column = part * UNIT + word
         valid = (rank_index < SIZE) & (column < row_words)[None, :]
-        slots = mine + (((epoch & 1) * SIZE + rank_index) * num_slots + unit) * SLOT + word[None, :]
+        slots = mine + (((epoch & 1) * SIZE + rank_index) * num_slots + unit) * UNIT + word[None, :]
         stamped = tl.load(slots, mask=valid, other=0, volatile=True)
         late, num_reads = _is_late(stamped, epoch, valid), 0
         while (late != 0) & (num_reads < limit):
@@ -224,15 +310,106 @@ def _exchange(
             tl.store(out + (row * SIZE + rank_index) * row_words + column[None, :], received, mask=valid)
         else:
             total = _sum_ranks(received, DTYPE)
-            element = part * SLOT * PER_WORD + tl.arange(0, SLOT * PER_WORD)
-            is_element = element < row_words * PER_WORD
-            offsets = row * row_words * PER_WORD + element
-            if WITH_NORM:
-                total += tl.load(residual + offsets, mask=is_element, other=0.0).to(tl.float32)
-            rounded = total.to(DTYPE)
-            tl.store(out + offsets, rounded, mask=is_element)
-            if WITH_NORM:
-                wide = rounded.to(tl.float32)
-                tl.store(squares + part * padded + row, tl.sum(wide * wide, 0))
-                weight = tl.load(norm + element, mask=is_element, other=0.0).to(tl.float32)
-                tl.store(weighted + offsets, (wide * weight).to(DTYPE), mask=is_element)
+            _store_sum(
+                total,
+                residual,
+                norm,
+                out,
+                weighted,
+                squares,
+                row,
+                part,
+                row_words * PER_WORD,
+                padded,
+                UNIT * PER_WORD,
+                WITH_NORM,
+            )
+
+
+@triton.jit
+def _block(peers, peer, index, DTYPE: tl.constexpr):
+    """The data of a rank's block, in 16 bytes at a time."""
+    address = tl.load(peers + peer) + index.to(tl.int64) * (FLAG + BLOCK) + FLAG
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit(do_not_specialize=["rank", "num_units", "num_slots", "padded", "spin_limit"])
+def _exchange_blocks(
+    x,
+    residual,
+    norm,
+    out,
+    weighted,
+    squares,
+    mine,
+    peers,
+    epochs,
+    status,
+    rank,
+    num_units,
+    num_slots,
+    row_size,
+    padded,
+    spin_limit,
+    SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
+    UNIT: tl.constexpr,
+    GATHER: tl.constexpr,
+    WITH_NORM: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Send and receive some units in blocks. A rank sends to itself, too: all blocks are read alike.
+
+    x       [num_rows, row_size]
+    padded  tokens of `squares`
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    wait_for_predecessor(USE_PDL)
+    element = tl.arange(0, UNIT)
+    rank_index = tl.arange(0, RANKS)
+    is_rank = rank_index < SIZE
+    units_per_row = (row_size + UNIT - 1) // UNIT
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        epoch = tl.load(epochs + unit) + 1
+        column = unit % units_per_row * UNIT + element
+        valid = column < row_size
+        value = tl.load(x + unit // units_per_row * row_size + column, mask=valid)
+        index = ((epoch & 1) * SIZE + rank) * num_slots + unit
+        for i in tl.static_range(1, SIZE + 1):  # each rank begins with another one, and ends with itself
+            tl.store(_block(peers, (rank + i) % SIZE, index, DTYPE) + element, value, mask=valid)
+    tl.debug_barrier()  # the release below covers what the other threads have written before it
+    addresses = tl.load(peers + rank_index, mask=is_rank, other=0)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        epoch = tl.load(epochs + unit) + 1
+        index = ((epoch & 1) * SIZE + rank) * num_slots + unit
+        flags = (addresses + index.to(tl.int64) * (FLAG + BLOCK)).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags, epoch, mask=is_rank, sem="release", scope="sys")
+    limit = tl.where(tl.load(status) == 0, spin_limit, 0)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        epoch = tl.load(epochs + unit) + 1
+        first = (epoch & 1) * SIZE * num_slots + unit
+        indices = (first + rank_index * num_slots).to(tl.int64)
+        flags = mine.to(tl.pointer_type(tl.int32)) + indices * ((FLAG + BLOCK) // 4)
+        late, num_reads = 1, -1
+        while (late != 0) & (num_reads < limit):
+            found = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
+            late = tl.max((is_rank & (found != epoch)).to(tl.int32), 0)
+            num_reads += 1
+        tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
+        if late != 0:
+            tl.store(status, 1)
+        tl.store(epochs + unit, epoch)
+        row, part = unit // units_per_row, unit % units_per_row
+        column = part * UNIT + element
+        valid = column < row_size
+        if not GATHER:
+            total = tl.zeros([UNIT], tl.float32)
+        for peer in tl.static_range(SIZE):
+            block = _block(peers, rank, first + peer * num_slots, DTYPE)
+            received = tl.load(block + element, mask=valid, other=0, cache_modifier=".cg")  # L1 may have old data
+            if GATHER:
+                tl.store(out + (row * SIZE + peer) * row_size + column, received, mask=valid)
+            else:
+                total += received.to(tl.float32)
+        if not GATHER:
+            _store_sum(total, residual, norm, out, weighted, squares, row, part, row_size, padded, UNIT, WITH_NORM)
