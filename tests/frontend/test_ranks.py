@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,9 @@ from octavo.runner.ranks import rank_group
 from octavo.runner.ranks.rank_group import RankGroup
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import make_tiny_checkpoint
+from tests.proof.reliability import ranks_under_fire
+from tests.proof.tally import Tally, World
+from tests.serve.event_loop import run
 
 ROOT = Path(__file__).parents[2]
 OPTIONS: dict[str, Any] = {
@@ -222,6 +226,14 @@ def test_a_rank_that_never_comes_is_named(model: str, monkeypatch: pytest.Monkey
 # -- one fate ----------------------------------------------------------------------------------------------------------
 
 LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+SWAPPING: dict[str, Any] = {
+    "preemption_mode": "swap",
+    "num_gpu_blocks_override": 60,
+    "swap_space": 0.1,
+    "max_model_len": 100,
+    "max_num_seqs": 8,
+}
+SWAPPED = SamplingParams(temperature=0.9, seed=3, max_tokens=60, ignore_eos=True, n=2)
 DEATH = r"rank 1 was killed by SIGKILL, at plan \d+, (in|after) collective \d+"
 
 
@@ -257,6 +269,43 @@ def test_the_death_of_a_rank_ends_the_group_and_is_named(model: str, when: str) 
         assert "\n" not in str(raised.value)
         with pytest.raises(DeviceLostError, match=DEATH):
             generate(llm)
+
+
+HANG = r"rank 1 hangs: it stands at plan \d+, (in|after) collective \d+ for \d+ s, and others wait"
+
+
+@pytest.fixture
+def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "HANG_S", 2.0)
+
+
+@pytest.mark.usefixtures("is_impatient")
+def test_a_rank_that_hangs_ends_the_group_without_a_supervisor(model: str) -> None:
+    with LLM(model, **OPTIONS, tensor_parallel_size=2) as llm:
+        generate(llm)
+        (pid,) = child_pids(os.getpid())
+        time.sleep(3.0)  # an idle group does not hang
+        generate(llm)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DeviceLostError, match=HANG) as raised:
+            generate(llm, PROMPTS, LONG)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("is_impatient")
+def test_a_hang_in_a_check_of_swapped_blocks_ends_the_group(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All collectives of the plan are over then."""
+    code = (
+        "import time; from octavo.runner.ranks.status_board import StatusBoard as b\n"
+        "b.end_check = lambda self, num_plans: time.sleep(1000)\n"
+        "from octavo.frontend.ranks.rank_main import run; run()"
+    )
+    monkeypatch.setattr(RankGroup.__init__, "__defaults__", ((sys.executable, "-c", code),))
+    with (
+        LLM(model, **OPTIONS | SWAPPING, tensor_parallel_size=2) as llm,
+        pytest.raises(DeviceLostError, match=HANG),
+    ):
+        generate(llm, PROMPTS, SWAPPED)
 
 
 def test_an_error_of_a_rank_ends_the_group_and_is_named(model: str) -> None:
@@ -327,22 +376,14 @@ def test_a_corrupt_swapped_block_of_a_rank_ends_the_group(model: str, tmp_path: 
         "c.Checksums._work = lambda self, outs, ins, moved: [*work(self, outs, ins, moved), *ins]\n"
         "from octavo.frontend.ranks.rank_main import run; run()"
     )
-    options = OPTIONS | {
-        "preemption_mode": "swap",
-        "num_gpu_blocks_override": 60,
-        "swap_space": 0.1,
-        "max_model_len": 100,
-        "max_num_seqs": 8,
-    }
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=60, ignore_eos=True, n=2)
     before = RankGroup.__init__.__defaults__
     RankGroup.__init__.__defaults__ = ((sys.executable, "-c", code),)
     try:
-        llm = LLM(model, **options, tensor_parallel_size=2)
+        llm = LLM(model, **OPTIONS | SWAPPING, tensor_parallel_size=2)
     finally:
         RankGroup.__init__.__defaults__ = before
     with llm, pytest.raises(DeviceLostError, match=r"rank 1 failed: StepError: .* swapped blocks came back corrupted"):
-        generate(llm, PROMPTS, params)
+        generate(llm, PROMPTS, SWAPPED)
 
 
 # -- the engine process ------------------------------------------------------------------------------------------------
@@ -409,6 +450,62 @@ async def test_a_rank_that_hangs_is_named_and_its_engine_replaced(model: str) ->
     finally:
         client.transport.close()
     wait_until(lambda: is_gone(rank))
+
+
+async def test_an_idle_engine_whose_rank_dies_is_replaced(model: str) -> None:
+    """Before the next request."""
+    client = process_client(model, **OPTIONS, tensor_parallel_size=2)
+    await client.start()
+    try:
+        pid = client.transport.supervisor.pid
+        assert pid is not None
+        os.kill(child_pids(pid)[0], signal.SIGKILL)
+        deadline = time.monotonic() + 60.0
+        while client.health().num_restarts == 0 or client.health().state != "running":
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert re.search(DEATH, client.health().reason)
+        assert client.transport.supervisor.pid != pid
+    finally:
+        client.transport.close()
+
+
+async def test_a_stopped_rank_0_takes_the_others_with_it(model: str) -> None:
+    """It is the engine process, whose heartbeats cease."""
+    from octavo.engine.process.supervisor import EngineTimeouts
+
+    timeouts = EngineTimeouts(silence_s=2.5)
+    client = process_client(model, **OPTIONS, tensor_parallel_size=2, timeouts=timeouts)
+    await client.start()
+    try:
+        expected = [output async for output in client.generate([4, 5, 7], LONG)][-1].outputs[0].token_ids
+        pid = client.transport.supervisor.pid
+        assert pid is not None
+        (rank,) = child_pids(pid)
+        task = asyncio.create_task(last(client, [4, 5, 7]))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGSTOP)
+        assert await task == expected
+        assert re.search("it sent no heartbeat for", client.health().reason)
+        wait_until(lambda: is_gone(pid) and is_gone(rank))
+    finally:
+        client.transport.close()
+
+
+async def last(client: Any, prompt: list[int]) -> list[int]:
+    outputs = [output async for output in client.generate(prompt, LONG)]
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 2)])
+def test_a_storm_of_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> None:
+    """The short form of a trial of `make reliability`, which also has bounds of times."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    tally = Tally("")
+    run(ranks_under_fire(tally, World("", {}, 1.0, tmp_path / "model"), number, times), limit_s=None)  # type: ignore[arg-type]
+    assert tally.runs >= 16
+    assert (tally.lost, tally.hung, tally.wrong, tally.leaked) == (0, 0, 0, 0), tally.notes
 
 
 async def test_replicas_of_two_ranks_each(model: str) -> None:

@@ -21,6 +21,7 @@ import logging
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from typing import Any
 
 from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs
+from octavo.engine.process.heartbeat import NUM_WARM_UP_STEPS
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts
 from octavo.errors import OctavoError
 from octavo.frontend.engine_client import EngineClient
@@ -104,25 +106,39 @@ async def strike(tally: Tally, engine: ProcessTransport, number: int, noticed_s:
     tally.back_s = max(tally.back_s, back)
 
 
+@contextlib.asynccontextmanager
+async def endless_streams(tally: Tally, client: Client, wanted: dict[str, list[list[int]]]) -> AsyncIterator[Client]:
+    """Context manager: meanwhile 16 streams begin again and again."""
+    over = asyncio.Event()
+
+    async def stream(prompt: str) -> None:
+        while not over.is_set():
+            await tally.check(stream_tokens(client, prompt, params_of(prompt)), wanted[prompt])
+
+    async with at_rest(tally, client):
+        streams = [asyncio.ensure_future(stream(prompt)) for prompt in PROMPTS]
+        yield client
+        over.set()
+        await asyncio.gather(*streams)
+
+
 async def streams_under_fire(tally: Tally, world: World, number: int, times: int, timeouts: EngineTimeouts) -> None:
     """16 endless streams, and repeated signals."""
-    chance, over = random.Random(0), asyncio.Event()
-
-    async def stream(client: Client, prompt: str) -> None:
-        while not over.is_set():
-            await tally.check(stream_tokens(client, prompt, params_of(prompt)), world.wanted[prompt])
-
+    chance = random.Random(0)
     args = EngineArgs(model=world.model, dtype="float32", **OPTIONS)
-    async with at_rest(tally, client_of(args, world.engines, timeouts=timeouts)) as client:
-        streams = [asyncio.ensure_future(stream(client, prompt)) for prompt in PROMPTS]
+    async with endless_streams(tally, client_of(args, world.engines, timeouts=timeouts), world.wanted) as client:
         for _ in range(times):
             before = num_streamed(client)
             await tally.until(lambda: num_streamed(client) > before, LONG_S)  # noqa: B023
             await asyncio.sleep(chance.uniform(0.0, 0.3))
             noticed_s = SILENCE_S if number == signal.SIGSTOP else NOTICED_S
             await strike(tally, chance.choice(client.transport.engines), number, noticed_s)
-        over.set()
-        await asyncio.gather(*streams)
+
+
+def reference(llm: LLM) -> dict[str, list[list[int]]]:
+    """The tokens of an undisturbed engine."""
+    outputs = llm.generate(PROMPTS, [params_of(prompt) for prompt in PROMPTS], use_tqdm=False)
+    return {prompt: [c.token_ids for c in output.outputs] for prompt, output in zip(PROMPTS, outputs, strict=True)}
 
 
 def num_streamed(client: Client) -> int:
@@ -141,6 +157,77 @@ async def killed(tally: Tally, world: World) -> None:
 
 async def stopped(tally: Tally, world: World) -> None:
     await streams_under_fire(tally, world, signal.SIGSTOP, world.times(5), EngineTimeouts())
+
+
+RANK_TIMEOUTS = EngineTimeouts(silence_s=2.5, step_s=2.5)
+RANK_OPTIONS: dict[str, Any] = {**OPTIONS, "dtype": "float32", "device": "cpu", "tensor_parallel_size": 2}
+
+
+async def ranks_under_fire(tally: Tally, world: World, number: int, times: int) -> None:
+    """16 endless streams of engines with two tensor parallel ranks, one of which gets a signal, again and again.
+
+    Nothing of a rank may be left: no process, file, socket directory or shared memory.
+    """
+    chance, found, ranks = random.Random(number), list[float](), set[int]()
+    model = str(make_talking_checkpoint(world.folder / f"ranked-{number}", intermediate_size=48))  # a multiple of two
+    with LLM(model, **RANK_OPTIONS) as llm:
+        wanted = reference(llm)
+    before = rank_files()
+    args = EngineArgs(model=model, **RANK_OPTIONS)
+    client = client_of(args, world.engines, timeouts=RANK_TIMEOUTS)
+    async with endless_streams(tally, client, wanted):
+        for _ in range(times):
+            engine = chance.choice(client.transport.engines)
+            num_before = num_streamed(client)
+            await tally.until(lambda: num_streamed(client) > num_before, LONG_S)  # noqa: B023
+            if number == signal.SIGSTOP:  # the first steps of an engine may take minutes
+                await tally.until(lambda: num_steps(engine) > NUM_WARM_UP_STEPS, LONG_S)  # noqa: B023
+            await asyncio.sleep(chance.uniform(0.0, 0.3))
+            if (process := engine.supervisor.process) is None:
+                continue
+            group = [process.pid, *ranks_of(process.pid)]
+            ranks.update(group)
+            begin = time.monotonic()
+            os.kill(chance.choice(group), number)
+            await tally.until(lambda: not engine.supervisor.is_up, LONG_S)  # noqa: B023
+            found.append(time.monotonic() - begin)
+            limit_s = NOTICED_S
+            if number == signal.SIGSTOP:  # a step may take some times as long as earlier ones
+                limit_s += process.step_limit_s
+            if found[-1] > limit_s:
+                tally.miss(f"noticed after {found[-1]:.1f} s, over the bound of {limit_s:.1f} s")
+            tally.back_s = max(tally.back_s, await tally.until(lambda: engine.supervisor.is_up, BACK_S))  # noqa: B023
+    tally.noticed_s = max(found)
+    tally.figures = f"{len(found)} signals, noticed after {statistics.median(found):.3f} s (median)"
+    await tally.until(lambda: not any(map(is_alive, ranks)), ALONE_S)
+    tally.leaked += bool(any(map(is_alive, ranks)) or rank_files() - before)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes of the ranks other than 0."""
+    found = []
+    for child in children_of(pid):
+        with contextlib.suppress(OSError):
+            if b"rank_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+def num_steps(engine: ProcessTransport) -> int:
+    return 0 if engine.supervisor.process is None else engine.supervisor.process.num_steps
+
+
+def rank_files() -> set[str]:
+    """Shared memory, and files in the temporary directory."""
+    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+
+
+async def ranks_killed(tally: Tally, world: World) -> None:
+    await ranks_under_fire(tally, world, signal.SIGKILL, world.times(50))
+
+
+async def ranks_stopped(tally: Tally, world: World) -> None:
+    await ranks_under_fire(tally, world, signal.SIGSTOP, world.times(50))
 
 
 ORACLE_PARAMS = SamplingParams(max_tokens=40, seed=1)
@@ -243,6 +330,8 @@ run(main(), limit_s=None)
 TRIALS: dict[str, tuple[str, Callable[[Tally, World], Awaitable[None]]]] = {
     "killed": ("engine killed under 16 streams", killed),
     "stopped": ("engine stopped under 16 streams", stopped),
+    "ranks-killed": ("one of two ranks killed under 16 streams", ranks_killed),
+    "ranks-stopped": ("one of two ranks stopped under 16 streams", ranks_stopped),
     "hooks": ("exception in each part of the loop", hooks),
     "leaving": ("readers leave at any time", leaving),
     "starts": ("start fails in each phase", starts),
@@ -267,8 +356,7 @@ def main() -> int:
         tempfile.tempdir = os.environ["TMPDIR"] = folder  # ignore sockets of other processes
         model = str(make_talking_checkpoint(Path(folder) / "model"))
         with LLM(model, dtype="float32", block_size=4, num_gpu_blocks_override=200, max_num_seqs=16) as llm:
-            outputs = llm.generate(PROMPTS, [params_of(prompt) for prompt in PROMPTS], use_tqdm=False)
-        wanted = {p: [c.token_ids for c in o.outputs] for p, o in zip(PROMPTS, outputs, strict=True)}
+            wanted = reference(llm)
         world = World(model, wanted, args.scale, Path(folder), args.engines)
         for name, (title, trial) in TRIALS.items():
             if args.only is None or name in args.only:

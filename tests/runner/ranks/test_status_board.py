@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.runner.ranks.shared_memory import SharedMemory, make_file
-from octavo.runner.ranks.status_board import BEHIND_S, StatusBoard
+from octavo.runner.ranks.status_board import BEHIND_S, Standstill, StatusBoard
 
 
 def test_a_rank_is_behind_once_it_has_not_moved_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,40 @@ def test_a_rank_is_behind_once_it_has_not_moved_for_a_while(monkeypatch: pytest.
     assert [place.is_behind for place in boards[0].places()] == [False, False]  # both are in one collective
     boards[1].end_collective()
     assert [place.is_behind for place in boards[0].places()] == [False, True]  # it has not begun the plan
+    for board in boards:
+        board.release()
+    memory.close()
+    os.close(fd)
+
+
+def test_a_standstill_counts_while_some_wait_for_others() -> None:
+    fd = make_file()
+    memory = SharedMemory(fd, StatusBoard.num_bytes(2))
+    boards = [StatusBoard(memory, rank, 2) for rank in range(2)]
+    standstill = Standstill(boards[0])
+
+    def ticks() -> list[float]:
+        return [standstill.tick(0.5) for _ in range(3)]
+
+    assert ticks() == [0.0, 0.0, 0.0]  # equally far: idle
+    boards[0].begin_plan()
+    assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1
+    boards[1].begin_plan()
+    assert ticks() == [0.0, 0.0, 0.0]
+    boards[1].begin_collective()
+    assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 0
+    boards[0].begin_collective()
+    assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1  # both are in one: this process does not hang
+    boards[0].begin_plan()  # ahead of those that run
+    assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1
+    boards[1].begin_plan()
+    for board in boards:
+        board.end_collective()
+    assert ticks() == [0.0, 0.0, 0.0]
+    boards[0].await_check(2)
+    assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1
+    boards[1].end_check(2)
+    assert ticks() == [0.0, 0.0, 0.0]
     for board in boards:
         board.release()
     memory.close()

@@ -51,7 +51,7 @@ class HeartbeatSender:
     """Sends heartbeats over the lifeline from its own thread, which calls `on_end` when the client is gone.
 
     executor   its `describe` says where the running step is, for people, and its `places` where each rank is, if it has
-               several
+               several; its `failure` says why they have ended
     """
 
     INTERVAL_S = 0.25
@@ -101,7 +101,8 @@ class HeartbeatSender:
         executor, allowed_s = self.executor, self._times.allowed_s(planned)
         place = "" if waited is None else getattr(executor, "describe", str)()
         ranks = tuple(getattr(executor, "places", tuple)())
-        return Heartbeat(self._times.num_steps, waited, allowed_s, self._phase, place, ranks)
+        failure = getattr(executor, "failure", "")
+        return Heartbeat(self._times.num_steps, waited, allowed_s, self._phase, place, ranks, failure)
 
     def _send(self) -> None:
         self._lifeline.send(self.heartbeat())

@@ -192,6 +192,7 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False):
     phase       the current phase of the start
     place       where tensor parallel ranks are in the current step
     ranks       where each of them is, at any time; empty for one rank
+    failure     why the ranks have ended; "" while they live
     """
 
     num_steps: Count = 0
@@ -200,6 +201,7 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False):
     phase: str = ""
     place: str = ""
     ranks: tuple[RankPlace, ...] = ()
+    failure: str = ""
 
 
 # -- tokens and parameters ---------------------------------------------------------------------------------------------

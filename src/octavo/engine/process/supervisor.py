@@ -125,6 +125,16 @@ class EngineProcess:
     def ranks(self) -> tuple[RankPlace, ...]:
         return self._heartbeat.ranks
 
+    @property
+    def num_steps(self) -> int:
+        """Steps whose results have arrived, as of the last heartbeat."""
+        return self._heartbeat.num_steps
+
+    @property
+    def step_limit_s(self) -> float:
+        """How long the current step may take."""
+        return max(self._timeouts.step_s, self._heartbeat.allowed_s)
+
     def send(self, commands: list[msgspec.Raw]) -> None:
         self.channel.send(commands)
 
@@ -156,12 +166,14 @@ class EngineProcess:
 
     def _hang_reason(self, now: float) -> str:
         timeouts, heartbeat = self._timeouts, self._heartbeat
+        if heartbeat.failure:  # of an idle engine; another one ends by itself
+            return heartbeat.failure
         silence = now - self.heartbeat_at
         if silence > timeouts.silence_s:
             is_working = not self._ready.done() or cpu_time_s(self.pid) - self._cpu_s > BUSY_CPU_SHARE * silence
             if not is_working or silence > timeouts.start_s:
                 return f"it sent no heartbeat for {silence:.1f} s"
-        allowed = max(timeouts.step_s, heartbeat.allowed_s)
+        allowed = self.step_limit_s
         if heartbeat.waited_s is not None and heartbeat.waited_s > allowed:
             place = f" ({heartbeat.place})" if heartbeat.place else ""
             return f"a step took {heartbeat.waited_s:.1f} s, and the limit was {allowed:.1f} s{place}"

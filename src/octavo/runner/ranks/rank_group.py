@@ -29,19 +29,23 @@ import msgspec
 import torch
 
 from octavo import log_setup as logs
+from octavo.engine.process.heartbeat import NUM_WARM_UP_STEPS, WARM_UP_S
 from octavo.engine.process.ipc import Lifeline
 from octavo.engine.process.supervisor import rebuild_error
 from octavo.errors import DeviceLostError, EngineError, OctavoError
 from octavo.runner.ranks.communicator import CONNECT_TIMEOUT_S, Communicator
 from octavo.runner.ranks.plan_ring import PlanReader, PlanRing, PlanWriter, RingError
 from octavo.runner.ranks.shared_memory import SharedMemory, make_file
-from octavo.runner.ranks.status_board import StatusBoard
+from octavo.runner.ranks.status_board import PLAN, Standstill, StatusBoard
 
 RANK_COMMAND = (sys.executable, *(("-O",) if sys.flags.optimize else ()), "-P", "-m", "octavo.frontend.ranks.rank_main")
 REASON_S = 0.5
 """How long a failed collective waits for the news of the rank that made it fail."""
 EXIT_S = 5.0
 """How long a rank may take to exit when it is asked to."""
+HANG_S = 60.0
+"""How long no rank may move while some wait for others; in the first plans, which compile kernels, WARM_UP_S."""
+WATCH_S = 0.25
 
 
 class RankLaunch(msgspec.Struct, array_like=True):
@@ -255,13 +259,23 @@ class RankGroup:
         by_fd = {child.lifeline.fileno(): child for child in self._children}
         for fd in (*by_fd, self._wake_watcher):
             poll.register(fd, select.POLLIN)
+        standstill = Standstill(self.board)
         while not self._closing:
-            for fd, _ in poll.poll():
+            if not (ready := poll.poll(1000 * WATCH_S)):
+                self._end_if_stuck(standstill)
+            for fd, _ in ready:
                 if self._closing:
                     return
                 if fd in by_fd and not self._read(by_fd[fd]):
                     self._end(by_fd[fd])
                     return
+
+    def _end_if_stuck(self, standstill: Standstill) -> None:
+        """A supervisor's step limit mostly comes earlier. Before the first plan, others may load their weights."""
+        seconds, num_plans = standstill.tick(WATCH_S), self.board.numbers[PLAN]
+        if num_plans and seconds > (HANG_S if num_plans > NUM_WARM_UP_STEPS else WARM_UP_S):
+            place = self.board.place(standstill.rank)
+            self.fail(f"rank {standstill.rank} hangs: it stands at {place} for {seconds:.0f} s, and others wait")
 
     def _read(self, child: _Child) -> bool:
         """Read a message of a rank. Returns False if it is gone."""

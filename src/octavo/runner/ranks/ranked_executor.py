@@ -49,6 +49,8 @@ class RankedExecutor:
         try:
             self.group.send(PLAN + plan.encode())
             self.group.board.begin_plan()
+            if plan.swap_ins:
+                self.group.board.await_check(self._num_plans)
             handle.local = self.local.submit(plan)
         except DeviceLostError as error:
             handle.error = error
@@ -61,6 +63,11 @@ class RankedExecutor:
     def places(self) -> list[RankPlace]:
         """Where each rank is, for the statistics."""
         return self.group.board.places()
+
+    @property
+    def failure(self) -> str:
+        """Why the group has ended; "" while it lives."""
+        return self.group.failure
 
     def lost(self, error: EngineError, number: int) -> DeviceLostError:
         """The error for a failed plan. It names the rank that failed first."""

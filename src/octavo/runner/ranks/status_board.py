@@ -17,7 +17,7 @@ class StatusBoard:
     """The lines of all ranks, at the start of the memory.
 
     A line: plans that the rank has begun, collectives that it has entered, 1 inside one, the time of its last change
-    in ns, and plans whose swapped blocks it has compared.
+    in ns, and plans whose swapped blocks it has compared; of rank 0, those whose blocks the others must compare.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int) -> None:
@@ -44,6 +44,10 @@ class StatusBoard:
 
     def end_check(self, num_plans: int) -> None:
         """The blocks that this plan and those before it swapped in are as they were swapped out."""
+        self.numbers[self._first + CHECKED] = num_plans
+
+    def await_check(self, num_plans: int) -> None:
+        """Of rank 0: the others must compare the blocks that this plan swaps in."""
         self.numbers[self._first + CHECKED] = num_plans
 
     def num_checked(self) -> int:
@@ -83,3 +87,30 @@ class StatusBoard:
 
     def release(self) -> None:
         self.numbers.release()
+
+
+class Standstill:
+    """How long no rank has moved while some wait for others.
+
+    rank  one for which the others wait, if there is one
+    """
+
+    def __init__(self, board: StatusBoard) -> None:
+        self._board = board
+        self._before: list[int] = []
+        self.seconds, self.rank = 0.0, 0
+
+    def tick(self, seconds: float) -> float:
+        """Count a time after which the board is read again; returns the sum of those without a change.
+
+        A clock would count times in which this process, too, was stopped.
+        """
+        numbers, before = self._board.numbers.tolist(), self._before
+        self._before = numbers
+        lines = [numbers[first : first + LINE] for first in range(0, len(numbers), LINE)]
+        places = [(line[COLLECTIVE], line[CHECKED], line[PLAN]) for line in lines]
+        waits = len(set(places)) > 1 or any(line[IS_INSIDE] for line in lines)
+        self.seconds = self.seconds + seconds if waits and numbers == before else 0.0
+        # Where all are in one collective, any of the others may hang; rank 0 is this process.
+        self.rank = min(range(len(lines)), key=lambda rank: (places[rank], rank == 0))
+        return self.seconds
