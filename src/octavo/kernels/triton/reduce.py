@@ -163,32 +163,23 @@ def _launch(
     squares = None if norm is None else torch.empty(parts, padded, dtype=torch.float32, device=x.device)
     residual, weight, weighted, squares = or_placeholder(out, *(norm or (None,) * 3), squares)
     in_pairs = slots is buffers.pairs
-    kernel, data = (_exchange_pairs, x.view(torch.int32)) if in_pairs else (_exchange_blocks, x)
-    kernel[(min(num_units, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device)),)](
-        data,
-        residual,
-        weight,
-        out,
-        weighted,
-        squares,
-        slots.mine,
-        slots.peers,
-        slots.epochs,
-        buffers.status,
-        buffers.rank,
-        num_units,
-        len(slots.epochs),
-        data.shape[1],
-        padded,
-        buffers.spin_limit,
-        SIZE=buffers.size,
-        RANKS=triton.next_power_of_2(buffers.size),
-        UNIT=slots.unit_bytes // data.itemsize,
-        GATHER=gather,
-        WITH_NORM=norm is not None,
-        num_warps=4,
+    x = x.view(torch.int32) if in_pairs else x
+    args = (x, residual, weight, out, weighted, squares, slots.mine, slots.peers, slots.epochs, buffers.status)
+    numbers = (buffers.rank, num_units, len(slots.epochs), x.shape[1], padded, buffers.spin_limit)
+    options = {
+        "SIZE": buffers.size,
+        "RANKS": triton.next_power_of_2(buffers.size),
+        "UNIT": slots.unit_bytes // x.itemsize,
+        "GATHER": gather,
+        "WITH_NORM": norm is not None,
+        "num_warps": 4,
         **pdl_options(x.device),
-    )
+    }
+    grid = (min(num_units, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device)),)
+    if in_pairs:
+        _exchange_pairs[grid](*args, *numbers, **options)
+    else:
+        _exchange_blocks[grid](*args, *numbers, **options)
     return squares
 
 
