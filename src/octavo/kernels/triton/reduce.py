@@ -43,8 +43,8 @@ WORD_BYTES = 4
 BLOCK_BYTES = 8192
 FLAG_BYTES = 128
 """At the beginning of a block, a line of memory of its own."""
-PAIRED_BYTES = 512 << 10
-"""Longer messages are sent in blocks."""
+PAIRED_BYTES = 1 << 20
+"""Longer messages are sent in blocks: measured on two H200s (benchmarks/kernels/bench_reduce.py)."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """At most so many: all programs of a launch are resident."""
 NO_LIMIT = (1 << 31) - 1
