@@ -78,7 +78,7 @@ docs: $(DEV) ## the pages of docs/ as a site in site/, without a network; a warn
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.proof.prove $(ARGS)
 
-reliability: $(DEV) ## faults by the hundred, overload, hostile clients (17 minutes): nothing lost, hung, wrong or leaked
+reliability: $(DEV) ## faults by the hundred, overload, hostile clients (half an hour): nothing lost, hung, wrong or leaked
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.proof.reliability $(ARGS)
 
 mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the tests kill it

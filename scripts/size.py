@@ -18,7 +18,7 @@ BUDGETS: dict[str, int] = {
     "params": 669,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
-    "engine": 2736,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor with places of ranks
+    "engine": 2736,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor, also of ranks
     "frontend": 2490,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 8800,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
@@ -27,8 +27,8 @@ BUDGETS: dict[str, int] = {
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 4102,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
-    # of ranks 620: the ring of plans, their processes, collectives, where each is
+    "runner": 4110,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs
     "serve": 4972,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants
     "simulate": 3310,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
     "bench": 1111,  # `octavo bench`; perplexity of a text

@@ -297,7 +297,7 @@ def test_a_hang_in_a_check_of_swapped_blocks_ends_the_group(model: str, monkeypa
     """All collectives of the plan are over then."""
     code = (
         "import time; from octavo.runner.ranks.status_board import StatusBoard as b\n"
-        "b.end_check = lambda self, num_plans: time.sleep(1000)\n"
+        "b.set_checked = lambda self, num_plans: time.sleep(1000)\n"
         "from octavo.frontend.ranks.rank_main import run; run()"
     )
     monkeypatch.setattr(RankGroup.__init__, "__defaults__", ((sys.executable, "-c", code),))

@@ -67,15 +67,20 @@ def client_of(
     return make_client(args, ProcessTransport(args, command, timeouts))
 
 
-async def stream_tokens(client: Client, prompt: Any, params: SamplingParams) -> list[list[int]]:
-    """The tokens of each sample of a stream, which must only grow."""
+async def stream_tokens(
+    client: Client, prompt: Any, params: SamplingParams, pause_s: float | None = None
+) -> list[list[int]]:
+    """The tokens of each sample of a stream, which must only grow. Raises `TimeoutError` after a pause of `pause_s`."""
     so_far: dict[int, list[int]] = {}
-    async for output in client.generate(prompt, params):
-        for completion in output.outputs:
-            before = so_far.get(completion.index, [])
-            if completion.token_ids[: len(before)] != before:
-                return [[-1]]
-            so_far[completion.index] = completion.token_ids
+    async with asyncio.timeout(pause_s) as limit:
+        async for output in client.generate(prompt, params):
+            if pause_s is not None:
+                limit.reschedule(asyncio.get_running_loop().time() + pause_s)
+            for completion in output.outputs:
+                before = so_far.get(completion.index, [])
+                if completion.token_ids[: len(before)] != before:
+                    return [[-1]]
+                so_far[completion.index] = completion.token_ids
     return [so_far[index] for index in sorted(so_far)]
 
 
@@ -107,16 +112,22 @@ async def strike(tally: Tally, engine: ProcessTransport, number: int, noticed_s:
 
 
 @contextlib.asynccontextmanager
-async def endless_streams(tally: Tally, client: Client, wanted: dict[str, list[list[int]]]) -> AsyncIterator[Client]:
-    """Context manager: meanwhile 16 streams begin again and again."""
+async def endless_streams(
+    tally: Tally, client: Client, wanted: dict[str, list[list[int]]], pause_s: float | None = None
+) -> AsyncIterator[Client]:
+    """Context manager: meanwhile 16 streams begin again and again.
+
+    pause_s  a stream counts as hung if no token comes for this long; None: if it does not end within `LONG_S`
+    """
     over = asyncio.Event()
 
-    async def stream(prompt: str) -> None:
+    async def streams_of(prompt: str) -> None:
         while not over.is_set():
-            await tally.check(stream_tokens(client, prompt, params_of(prompt)), wanted[prompt])
+            stream = stream_tokens(client, prompt, params_of(prompt), pause_s)
+            await tally.check(stream, wanted[prompt], LONG_S if pause_s is None else None)
 
     async with at_rest(tally, client):
-        streams = [asyncio.ensure_future(stream(prompt)) for prompt in PROMPTS]
+        streams = [asyncio.ensure_future(streams_of(prompt)) for prompt in PROMPTS]
         yield client
         over.set()
         await asyncio.gather(*streams)
@@ -175,14 +186,15 @@ async def ranks_under_fire(tally: Tally, world: World, number: int, times: int) 
     before = rank_files()
     args = EngineArgs(model=model, **RANK_OPTIONS)
     client = client_of(args, world.engines, timeouts=RANK_TIMEOUTS)
-    async with endless_streams(tally, client, wanted):
+    # Two processes that import torch take most of the time between two faults: a stream outlives many.
+    async with endless_streams(tally, client, wanted, pause_s=LONG_S):
         for _ in range(times):
             engine = chance.choice(client.transport.engines)
             num_before = num_streamed(client)
             await tally.until(lambda: num_streamed(client) > num_before, LONG_S)  # noqa: B023
             if number == signal.SIGSTOP:  # the first steps of an engine may take minutes
                 await tally.until(lambda: num_steps(engine) > NUM_WARM_UP_STEPS, LONG_S)  # noqa: B023
-            await asyncio.sleep(chance.uniform(0.0, 0.3))
+            await asyncio.sleep(chance.uniform(0.0, 1.0))
             if (process := engine.supervisor.process) is None:
                 continue
             group = [process.pid, *ranks_of(process.pid)]

@@ -47,11 +47,11 @@ class Tally:
         self.late = True
         self.notes.append(note)
 
-    async def check(self, result: Awaitable[Any], expected: Any) -> None:
-        """Runs one request to its end and counts its result."""
+    async def check(self, result: Awaitable[Any], expected: Any, limit_s: float | None = LONG_S) -> None:
+        """Runs one request to its end and counts its result. limit_s None: `result` has a limit of its own."""
         self.runs += 1
         try:
-            got = await asyncio.wait_for(result, LONG_S)
+            got = await asyncio.wait_for(result, limit_s)
         except TimeoutError:
             self.hung += 1
         except (OctavoError, OSError) as error:

@@ -69,9 +69,9 @@ def test_a_standstill_counts_while_some_wait_for_others() -> None:
     for board in boards:
         board.end_collective()
     assert ticks() == [0.0, 0.0, 0.0]
-    boards[0].await_check(2)
+    boards[0].set_checked(2)
     assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1
-    boards[1].end_check(2)
+    boards[1].set_checked(2)
     assert ticks() == [0.0, 0.0, 0.0]
     for board in boards:
         board.release()

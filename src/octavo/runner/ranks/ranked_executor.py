@@ -50,7 +50,7 @@ class RankedExecutor:
             self.group.send(PLAN + plan.encode())
             self.group.board.begin_plan()
             if plan.swap_ins:
-                self.group.board.await_check(self._num_plans)
+                self.group.board.set_checked(self._num_plans)
             handle.local = self.local.submit(plan)
         except DeviceLostError as error:
             handle.error = error
@@ -156,7 +156,7 @@ def follow(executor: Executor, reader: PlanReader, board: StatusBoard) -> None:
         if plan.swap_ins:
             if corrupt := output.swap_in_check.take():
                 raise StepError(f"{len(corrupt)} swapped blocks came back corrupted; check this host's memory")
-            board.end_check(num_plans)
+            board.set_checked(num_plans)
 
 
 def receive(reader: PlanReader) -> bytes:

@@ -42,12 +42,8 @@ class StatusBoard:
     def end_collective(self) -> None:
         self.numbers[self._first + IS_INSIDE] = 0
 
-    def end_check(self, num_plans: int) -> None:
-        """The blocks that this plan and those before it swapped in are as they were swapped out."""
-        self.numbers[self._first + CHECKED] = num_plans
-
-    def await_check(self, num_plans: int) -> None:
-        """Of rank 0: the others must compare the blocks that this plan swaps in."""
+    def set_checked(self, num_plans: int) -> None:
+        """The blocks that this plan and those before it swapped in are as they were; of rank 0: shall be compared."""
         self.numbers[self._first + CHECKED] = num_plans
 
     def num_checked(self) -> int:
