@@ -179,11 +179,11 @@ def quantised() -> None:
 
 def sums_over_ranks() -> None:
     for size, dtype in ((2, BF16), (4, F16), (3, F32)):
-        shapes = reduce.buffer_shapes(size, 1 << 21)
+        shapes = reduce.buffer_shapes(size, 1 << 22)
         buffer = torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64)
         buffers = reduce.split_buffer(0, buffer, [0] * size, shapes)
         norm = torch.empty(4096, dtype=dtype)
-        for num_rows in (8, 128):
+        for num_rows in (8, 256):
             x = torch.empty(num_rows, 4096, dtype=dtype)
             reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
             reduce.push_gather(buffers, x)
