@@ -92,7 +92,9 @@ async def at_rest(tally: Tally, client: Client) -> AsyncIterator[Client]:
         yield client
         stats = await client.kv_stats()
         tally.leaked += bool(stats.num_used or num_unfinished(client))
-    tally.leaked += bool(residue() - before)
+    if left := residue() - before:
+        tally.leaked += 1
+        tally.notes.append(f"left: {left}")
 
 
 def num_unfinished(client: Client) -> int:
@@ -212,7 +214,9 @@ async def ranks_under_fire(tally: Tally, world: World, number: int, times: int) 
     tally.noticed_s = max(found)
     tally.figures = f"{len(found)} signals, noticed after {statistics.median(found):.3f} s (median)"
     await tally.until(lambda: not any(map(is_alive, ranks)), ALONE_S)
-    tally.leaked += bool(any(map(is_alive, ranks)) or rank_files() - before)
+    if left := [*filter(is_alive, ranks), *(rank_files() - before)]:
+        tally.leaked += 1
+        tally.notes.append(f"left: {left}")
 
 
 def ranks_of(pid: int) -> list[int]:
