@@ -51,8 +51,9 @@ OTHER = {
 EXCUSED: dict[str, str] = {"octavo cluster": "it needs Ray, an extra; tests/cluster runs it"}
 """Part of a command -> why it cannot run here."""
 FAILS = {
-    "octavo doctor ./llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-model-len 20337;"),
-    "octavo doctor llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-model-len 20337;"),
+    "octavo doctor ./llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-num-batched-tokens"),
+    "octavo doctor llama-3.1-8b --gpu l4 --max-model-len 32768": (1, "This makes it fit: --max-num-batched-tokens"),
+    "octavo doctor llama-3.1-70b --gpu h100": (1, "This makes it fit: --tensor-parallel-size 2;"),
     "octavo serve smollm2-135m-instruct -pp 2": (2, "pipeline_parallel_size is 2: processes of one machine share"),
 }
 """Command that fails, as its page says -> its exit status, and a part of its message."""
@@ -154,7 +155,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     for name in MODELS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        model = make_talking_checkpoint(folder / name, max_position_embeddings=4096)
+        model = make_talking_checkpoint(folder / name, max_position_embeddings=4096, intermediate_size=48)
         (model / "chat_template.jinja").write_text((ROOT / "examples" / "tools.jinja").read_text())
     (folder / "llama-3.1-8b").mkdir()
     (folder / "llama-3.1-8b" / "config.json").write_text(json.dumps(LLAMA_8B))
