@@ -22,6 +22,7 @@ FILES = (
     "src/octavo/runner/*.py",
     "src/octavo/runner/drafts/*.py",
     "src/octavo/runner/passes/*.py",
+    "src/octavo/runner/ranks/*.py",
     "src/octavo/runner/sampling/*.py",
     "tests/proof/oracle.py",
 )

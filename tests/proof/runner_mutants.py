@@ -55,6 +55,17 @@ RUNNER_MUTANTS = [
     Mutant("a draft model does not see prompts", "Passes._forward", "self.draft_model.prefill(token_ids, batch)", "pass"),
     Mutant("a draft model skips passes without drafts", "DraftModel.propose", "range(num_drafts + 1)", "range(num_drafts + 1 if num_drafts else 0)"),
     Mutant("a draft model's last draft has no K and V", "DraftModel.propose", "range(num_drafts + 1)", "range(max(num_drafts, 1))"),
+    # -- ranks -----------------------------------------------------------------------------------------------------------
+    Mutant("ranks know different ones of many stop tokens", "pack_setups", "sorted(setup.stop_ids)", "list(setup.stop_ids)"),
+    Mutant("a lost plan is not noticed", "PlanReader._check_piece", "number != self._number", "False"),
+    Mutant("a torn plan is taken", "PlanReader._check_piece", "checksum(...) != crc", "False"),
+    Mutant("a plan is longer than what was written", "PlanReader._check_piece", "size > num_unread - _HEADER.size", "False"),
+    Mutant("a position that runs backwards is followed", "PlanReader._check_piece", "not _HEADER.size <= num_unread <= ring.capacity", "False"),
+    Mutant("the rest of a message is another's", "PlanReader.receive", "parts and ...", "False and ..."),
+    Mutant("the writer overtakes the slowest reader", "PlanWriter._wait_for_room", "min(positions := self._positions())", "max(positions := self._positions())"),
+    Mutant("the end of the ring is written, and not its beginning", "PlanRing.copy_in", "self.bytes[: len(data) - first] = data[first:]"),
+    Mutant("a reader keeps the room of what it has read", "PlanReader._next_piece", "self._ring.numbers[self._line] = self._read"),
+    Mutant("a piece's length is not under its checksum", "checksum", "zlib.crc32(part, zlib.crc32(header))", "zlib.crc32(part)"),
     # -- outputs ---------------------------------------------------------------------------------------------------------
     Mutant("a plan overwrites unread output", "OutputBuffers.new_output", "output.detach()", "pass"),
     Mutant("a step at its end keeps its tensors", "Executor._end", "handle.step = None"),
