@@ -388,9 +388,9 @@ class EngineArgs(ValidatedParams):
         return supported if self.max_model_len in (None, -1) else min(self.max_model_len, supported)
 
     def for_checkpoint(self, stored: str | None) -> EngineArgs:
-        """Without a `quantization` that says how the files are quantised. stored: how they are; None: not at all
+        """Drop a `quantization` that names the format of the files, which is known without it.
 
-        Raises `ParameterError` if it says something else.
+        stored: the files' format; None: they are not quantised. Raises `ParameterError` if another format is named.
         """
         name = self.quantization and self.quantization.removesuffix("_marlin")
         if name is None or (name in ROUNDED and name != stored):
