@@ -91,6 +91,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 11,
         "tie_word_embeddings": False,
     },
+    "qwen3_moe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 22,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "hidden_size": 72,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
     "internlm2": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48},
     "internlm3": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 36, "head_dim": 20},
 }
@@ -132,6 +151,8 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
         "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
         "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
         "internlm2": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "internlm3": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -205,7 +226,8 @@ def randomise(model: Any, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
                 is_conv1d = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
-                parameter.copy_(noise * 1.5 / parameter.shape[0 if is_conv1d else 1] ** 0.5)
+                inputs = 0 if is_conv1d else 2 if "experts" in name else 1
+                parameter.copy_(noise * 1.5 / parameter.shape[inputs] ** 0.5)
             elif name.endswith("weight"):  # a norm; Gemma's and Qwen3.5's weights are added to 1
                 adds = type(model).__name__.startswith(("Gemma", "Qwen3_5")) and "linear_attn" not in name
                 parameter.copy_(0.2 * noise + (0 if adds else 1))

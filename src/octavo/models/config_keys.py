@@ -27,6 +27,7 @@ INERT = (
     "_experts_implementation*", "experts_implementation", "auto_class", "gradient_checkpointing", "use_bfloat16",
     # training
     "initializer_range", "init_std", "*dropout*", "*_pdrop", "layerdrop", "rope_init_fn", "output_router_logits",
+    "router_aux_loss_coef", "router_jitter_noise",
     # outputs of Transformers and heads other than the language model's
     "output_attentions", "output_hidden_states", "output_scores", "return_dict*", "use_return_dict", "torchscript",
     "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "summary_*",

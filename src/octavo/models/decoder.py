@@ -10,8 +10,9 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
+from octavo.models.experts import Experts
 from octavo.models.layers import MLP, Attention, GatedMLP, Mixer, empty_norm
-from octavo.models.linear import LayerFactory, VocabEmbedding, Weight
+from octavo.models.linear import LayerFactory, Linear, VocabEmbedding, Weight
 from octavo.models.spec import DecoderSpec
 
 
@@ -108,11 +109,22 @@ class Decoder:
         self.groups = spec.layer_groups
 
     def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
-        """Create a layer. A model with another MLP, such as experts, overrides this."""
         spec = self.spec
-        own = spec.of_rank(factory.tp.size)
-        norms = {role: empty_norm(spec, norm.size, factory) for role, norm in own.norms.items()}
-        return DecoderLayer(spec, factory, Attention(spec, layer, factory, norms), GatedMLP(spec, factory), norms)
+        shapes = spec.of_rank(factory.tp.size).kind_of(layer).norms
+        norms = {role: empty_norm(spec, norm.size, factory) for role, norm in shapes.items()}
+        return DecoderLayer(spec, factory, self.make_mixer(layer, factory, norms), self.make_mlp(layer, factory), norms)
+
+    def make_mixer(self, layer: int, factory: LayerFactory, norms: dict[str, Tensor]) -> Mixer:
+        """norms: the layer's"""
+        return Attention(self.spec, layer, factory, norms)
+
+    def make_mlp(self, layer: int, factory: LayerFactory) -> MLP:
+        spec = self.spec
+        if spec.has_experts(layer):
+            return Experts(spec, factory)
+        shapes, own = spec.mlp_linears, spec.of_rank(factory.tp.size).mlp_linears
+        gate_up, down = (Linear(shape, own[role], factory) for role, shape in shapes.items())
+        return GatedMLP(gate_up, down, spec.activation, factory.ops)
 
     @cached_property
     def max_small_batch_tokens(self) -> int:

@@ -19,20 +19,22 @@ from octavo.models.family import Family
 # fmt: off
 READ = (
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "expert_count",
+    "expert_used_count",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 )
 """Keys that are read for every architecture, after the prefix "architecture."."""
-INERT = ("expert_used_count", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type", "decoder_start_token_id",
+INERT = ("rope.scaling.finetuned", "tensor_data_layout", "pooling_type", "decoder_start_token_id",
          "attention.layer_norm_epsilon")
 REFUSED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
     "attention.output_scale": (1,), "attention.scale": (0,), "attention.shared_kv_layers": (0,),
     "attention.sliding_window": (0,), "attention.sliding_window_pattern": (), "attention.temperature_length": (),
     "attention.temperature_scale": (), "attn_logit_softcapping": (0,), "embedding_length_per_layer_input": (0,),
-    "embedding_scale": (0, 1), "final_logit_softcapping": (0,), "leading_dense_block_count": (0,),
+    "embedding_scale": (0, 1), "expert_gating_func": (0, 1), "expert_group_count": (0, 1), "expert_shared_count": (0,),
+    "expert_weights_norm": (True,), "expert_weights_scale": (0, 1), "final_logit_softcapping": (0,), "leading_dense_block_count": (0,),
     "logit_scale": (0, 1), "nextn_predict_layers": (0,), "residual_scale": (0, 1), "rope.dimension_count_swa": (),
     "rope.dimension_sections": (), "rope.freq_base_swa": (), "rope.scaling.alpha": (),
     "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (1.0, -1.0),
@@ -57,17 +59,18 @@ def gguf_keys(arch: str, family: Family) -> KeyTable:
 def gguf_key_use(reader: GGUFFile, name: str) -> KeyUse:
     """What becomes of the metadata of a file whose spec could be read, for `octavo doctor`."""
     arch = reader.value("general.architecture")
-    keys = gguf_keys(arch, registry.find_family(registry.gguf_entries()[arch].architectures[0]))
+    keys = gguf_keys(arch, registry.find_family(_entries(reader, arch)[arch].architectures[0]))
     return keys.sort((key for key in reader.fields if not key.startswith("tokenizer.")), name)
 
 
 def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
     """The metadata in the keys of config.json. `name` is the file name for messages."""
     arch = reader.value("general.architecture")
-    entries = registry.gguf_entries()
+    entries = _entries(reader, arch)
     if arch not in entries:
+        kind = " with experts" if reader.value(f"{arch}.expert_count", 0) else ""
         raise UnsupportedModelError(
-            f"{name} has the architecture {cut(repr(arch))}; supported in GGUF files: {', '.join(entries)}"
+            f"{name} has the architecture {cut(repr(arch))}{kind}; supported in GGUF files{kind}: {', '.join(entries)}"
         )
     entry = entries[arch]
     tensors = {tensor.name for tensor in reader.tensors}
@@ -83,8 +86,6 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
     # Only refused keys need their values: token lists take long to read.
     values = {key: reader.value(key) if key in keys.refused else None for key in reader.fields}
     keys.check(values, name, "convert the model again without it, or use its safetensors files")
-    if get("expert_count", 0):
-        raise UnsupportedModelError(f"{name} is a mixture of {get('expert_count')} experts; use a dense model")
     num_heads = get("attention.head_count")
     if not isinstance(num_heads, int) or num_heads < 1:
         raise UnsupportedModelError(f"{name} has {num_heads} attention heads; one positive number is supported")
@@ -117,6 +118,10 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
     }
     config |= family.gguf.config(config, get)
     return {key: value for key, value in config.items() if config_keys(family).reads(key)}
+
+
+def _entries(reader: GGUFFile, arch: str) -> dict[str, registry.Entry]:
+    return registry.gguf_entries(has_experts=bool(reader.value(f"{arch}.expert_count", 0)))
 
 
 def stored_kinds(reader: GGUFFile) -> tuple[Counter[str], Counter[str]]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import head_dim_of
 from octavo.kernels.reference.norms import NormedResidual, accumulation_dtype
-from octavo.models.decoder import Decoder, DecoderLayer
-from octavo.models.layers import Attention, GatedMLP, Mixer, empty_norm
+from octavo.models.decoder import Decoder
+from octavo.models.layers import Attention, Mixer
 from octavo.models.linear import LayerFactory, Linear, Weight
 from octavo.models.spec import HybridSpec
 
@@ -115,13 +115,11 @@ class GatedDeltaNet:
 class HybridDecoder(Decoder):
     spec: HybridSpec
 
-    def make_layer(self, layer: int, factory: LayerFactory) -> DecoderLayer:
-        spec = self.spec
-        group, index = spec.layer_groups.places[layer]
-        shapes = spec.of_rank(factory.tp.size).layer_kinds[1 if group < 0 else 0].norms
-        norms = {role: empty_norm(spec, norm.size, factory) for role, norm in shapes.items()}
-        mixer: Mixer = GatedDeltaNet(spec, index, factory) if group < 0 else GatedAttention(spec, layer, factory, norms)
-        return DecoderLayer(spec, factory, mixer, GatedMLP(spec, factory), norms)
+    def make_mixer(self, layer: int, factory: LayerFactory, norms: dict[str, Tensor]) -> Mixer:
+        group, index = self.spec.layer_groups.places[layer]
+        if group < 0:
+            return GatedDeltaNet(self.spec, index, factory)
+        return GatedAttention(self.spec, layer, factory, norms)
 
     def _memory_of_layers(self, batch: RaggedBatch, kv: Tensor) -> Iterator[tuple[RaggedBatch, Tensor]]:
         """As in `Decoder`; of recurrent layers, the pool as float32 numbers."""

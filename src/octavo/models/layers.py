@@ -161,15 +161,18 @@ class MLP(Protocol):
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up in one product (arXiv 2002.05202)."""
 
-    def __init__(self, spec: DecoderSpec, factory: LayerFactory) -> None:
-        self.gate_name: Gate = "gelu" if spec.activation == "gelu_tanh" else "silu"
-        self.gate = factory.ops.gelu_mul if self.gate_name == "gelu" else factory.ops.silu_mul
-        linears, own = spec.linears, spec.of_rank(factory.tp.size).linears
-        self.gate_up = Linear(linears["mlp_in"], own["mlp_in"], factory)
-        self.down = Linear(linears["down"], own["down"], factory)
+    def __init__(self, gate_up: Linear, down: Linear, activation: str, ops: ModelOps) -> None:
+        """activation: of `DecoderSpec`"""
+        self.gate_name: Gate = "gelu" if activation == "gelu_tanh" else "silu"
+        self.gate = ops.gelu_mul if self.gate_name == "gelu" else ops.silu_mul
+        self.gate_up, self.down = gate_up, down
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate(self.gate_up(x)))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the output."""
+        return self.down.partial(self.gate(self.gate_up(x)))
 
     @property
     def max_small_batch_tokens(self) -> int:

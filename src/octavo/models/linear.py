@@ -19,7 +19,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear_methods import HeadNorms, LinearMethod, PlainMethod, Role
-from octavo.models.rank_sizes import heads_per_rank
+from octavo.models.spec.ranks import heads_per_rank
 from octavo.models.spec import LinearShape, ModelSpec
 
 
@@ -117,8 +117,9 @@ class LayerFactory:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def method(self, num_out: int, num_in: int, role: Role = "linear") -> LinearMethod:
-        return self.linear_method(num_out, num_in, ops=self.ops, dtype=self.dtype, device=self.device, role=role)
+    def method(self, num_out: int, num_in: int, role: Role = "linear", num_experts: int = 1) -> LinearMethod:
+        options = {"ops": self.ops, "dtype": self.dtype, "device": self.device}
+        return self.linear_method(num_out, num_in, role=role, num_experts=num_experts, **options)
 
 
 class Linear:
@@ -131,12 +132,15 @@ class Linear:
 
     shape  of the whole layer    own  of this rank's part
     x [num_tokens, own.in_size] -> y [num_tokens, own.num_out]
+
+    The projections of `num_experts` experts are merged likewise, whose products are the method's `experts_in` and
+    `experts_out`.
     """
 
-    def __init__(self, shape: LinearShape, own: LinearShape, factory: LayerFactory) -> None:
+    def __init__(self, shape: LinearShape, own: LinearShape, factory: LayerFactory, num_experts: int = 1) -> None:
         self.tp = tp = factory.tp
         self.shape, self.own = shape, own
-        self.method = factory.method(*own.shape)
+        self.method = factory.method(*own.shape, "linear" if num_experts == 1 else "experts", num_experts)
         self.is_partial = own.in_size < shape.in_size
         # Where results are summed over ranks, only one rank adds the bias.
         has_bias = shape.bias and not (self.is_partial and tp.rank)
@@ -145,8 +149,12 @@ class Linear:
         self.add_reduced = tp.add_reduced if self.is_partial else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.method.apply(x, self.bias)
+        y = self.partial(x)
         return y if self.all_reduce is None else self.all_reduce(y)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the output, which `__call__` sums over the ranks if inputs are split."""
+        return self.method.apply(x, self.bias)
 
     @property
     def max_small_batch_tokens(self) -> int:

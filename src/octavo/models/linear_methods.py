@@ -16,10 +16,11 @@ from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
 from octavo.kernels.cpu.packed_linear import MatmulBackend
-from octavo.kernels.groups import SUPER_SIZE, FusedWeight, GroupForm, Groups, PackedHead, PackedWeight
+from octavo.kernels.groups import SUPER_SIZE, FusedWeight, GroupForm, Groups, PackedExperts, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference import split_heads
+from octavo.kernels.reference.experts import ExpertGate, Routing
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.rounding import round_to_groups
 from octavo.models.quantization import METHODS
@@ -37,8 +38,12 @@ class HeadNorms(TypedDict):
     kv_scales: Tensor | None
 
 
-Role = Literal["linear", "head", "table"]
-"""What a weight is for: products, logits and maybe embeddings, or embeddings alone."""
+Role = Literal["linear", "experts", "router", "head", "table"]
+"""What a weight is for: products, products of experts, logits of a router, logits of tokens and maybe embeddings, or
+embeddings alone."""
+
+NO_LIMIT = 1 << 30
+"""`max_small_batch_tokens` of what is as fast on any path."""
 
 
 class LinearMethod:
@@ -48,7 +53,8 @@ class LinearMethod:
     `logits`; it may convert the weight in `finish`. `max_small_batch_tokens` offers the small-batch path. The fused
     products of that path follow from `apply`; a subclass with faster ones overrides them.
 
-    weight  [num_out, num_in], as in the checkpoint; only its shape before it is allocated
+    weight       [num_out, num_in], as in the checkpoint; only its shape before it is allocated
+    num_experts  equal parts of its rows that are weights of experts
     """
 
     def __init__(
@@ -60,8 +66,9 @@ class LinearMethod:
         dtype: torch.dtype,
         device: torch.device | str,
         role: Role = "linear",
+        num_experts: int = 1,
     ) -> None:
-        self.ops, self.role, self.device = ops, role, device
+        self.ops, self.role, self.device, self.num_experts = ops, role, device, num_experts
         self.weight = torch.empty(num_out, num_in, dtype=dtype, device="meta")
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -100,6 +107,14 @@ class LinearMethod:
     def logits(self, x: Tensor) -> Tensor:
         """x @ weight.T, unrounded: float32, on a GPU x's dtype."""
         raise NotImplementedError
+
+    def experts_in(self, x: Tensor, bias: Tensor | None, routing: Routing, gate: ExpertGate) -> Tensor:
+        """See `kernels.reference.experts_in`."""
+        return self.ops.experts_in(x, self.weight, bias, routing, self.num_experts, gate)
+
+    def experts_out(self, x: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+        """See `kernels.reference.experts_out`."""
+        return self.ops.experts_out(x, self.weight, bias, routing, self.num_experts)
 
     # -- small-batch path ----------------------------------------------------------------------------------------------
 
@@ -208,15 +223,16 @@ class PackedMethod(PlainMethod):
     ) -> None:
         """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others"""
         super().__init__(num_out, num_in, **options)
-        self.form = {"linear": form, "head": head_form, "table": None}[self.role]
+        self.form = {"linear": form, "experts": form, "head": head_form}.get(self.role)
         self.backend = backend
         self.packed: PackedWeight | None = None
+        self.packed_experts: PackedExperts | None = None
         self._parts: list[Tensor | Groups] = []
         self.fused: FusedWeight | None = None  # `packed`, if it has fused products
 
     def keeps(self, form: GroupForm) -> bool:
         if self.role != "linear" and torch.device(self.device).type != "cpu":
-            return False  # a GPU's head is plain
+            return False  # a GPU's head is plain, and its experts are
         unit = SUPER_SIZE if form.is_nested else form.group_size
         num_in = self.weight.shape[1]
         return num_in % unit == 0 and self.ops.keeps_groups(form, num_in, self.weight.dtype)
@@ -224,6 +240,8 @@ class PackedMethod(PlainMethod):
     def allocate(self, forms: Sequence[tuple[int, GroupForm | None]]) -> None:
         self._parts = []
         num_in, dtype = self.weight.shape[1], self.weight.dtype
+        if self.role == "experts" and len({form for _, form in forms}) > 1:
+            forms = [(self.weight.shape[0], None)]  # their products take one form
         for form, parts in groupby(forms, key=lambda part: part[1]):
             num_out = sum(num_rows for num_rows, _ in parts)
             self._parts.append(
@@ -240,6 +258,9 @@ class PackedMethod(PlainMethod):
         return super().rows(first, last)
 
     def finish(self) -> None:
+        if self.role == "experts":
+            self._finish_experts()
+            return
         parts: list[PackedWeight] = []
         sizes = [part.shape[0] for part in self._parts]
         while self._parts:
@@ -254,10 +275,24 @@ class PackedMethod(PlainMethod):
         if hasattr(self.packed, "max_small_batch_tokens"):
             self.fused = cast("FusedWeight", self.packed)
 
+    def _finish_experts(self) -> None:
+        part = self._round(self._parts.pop())
+        if isinstance(part, Groups):
+            self.packed_experts = self.ops.pack_experts(part.with_narrow_scales(), self.num_experts)
+            if self.packed_experts is not None:
+                return
+            part = part.dequantised().to(self.weight.dtype)
+        self.weight = part
+
+    def _round(self, part: Tensor | Groups) -> Tensor | Groups:
+        """A plain part in `form`."""
+        if isinstance(part, Groups) or self.form is None or part.shape[1] % self.form.group_size:
+            return part
+        return round_to_groups(part, self.form)
+
     def _pack(self, part: Tensor | Groups) -> PackedWeight | Tensor:
         """A plain weight is returned as it is where plain torch is as fast."""
-        if isinstance(part, Tensor) and self.form is not None and part.shape[1] % self.form.group_size == 0:
-            part = round_to_groups(part, self.form)
+        part = self._round(part)
         if isinstance(part, Groups):
             packed = self.ops.pack_groups(part.with_narrow_scales())
             if packed is not None:
@@ -265,7 +300,7 @@ class PackedMethod(PlainMethod):
             part = part.dequantised().to(self.weight.dtype)
         if self.role == "table":
             return part
-        pack = packed_linear.pack_head if self.role == "head" else packed_linear.pack
+        pack = packed_linear.pack if self.role == "linear" else packed_linear.pack_head
         return pack(part, self.backend) or part
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -282,6 +317,16 @@ class PackedMethod(PlainMethod):
 
     def logits(self, x: Tensor) -> Tensor:
         return super().logits(x) if self.packed is None else self.packed(x, None, float32_out=True)
+
+    def experts_in(self, x: Tensor, bias: Tensor | None, routing: Routing, gate: ExpertGate) -> Tensor:
+        if self.packed_experts is None:
+            return super().experts_in(x, bias, routing, gate)
+        return self.packed_experts.experts_in(x, bias, routing, gate)
+
+    def experts_out(self, x: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+        if self.packed_experts is None:
+            return super().experts_out(x, bias, routing)
+        return self.packed_experts.experts_out(x, bias, routing)
 
     @property
     def max_small_batch_tokens(self) -> int:

@@ -17,12 +17,14 @@ class Entry(NamedTuple):
     architectures, model_types  in config.json
     gguf                        `general.architecture` in GGUF files, whose models have the first of `architectures`;
                                 "": GGUF files of this family are not supported
+    has_experts                 of models with experts: llama.cpp calls Mixtral "llama", too
     """
 
     family: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     gguf: str = ""
+    has_experts: bool = False
 
 
 _IN = "octavo.models.families"
@@ -47,6 +49,10 @@ FAMILIES = [
     Entry(
         f"{_IN}.qwen3_5:FAMILY", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5", "qwen3_5_text")
     ),
+    Entry(
+        f"{_IN}.qwen3_moe:FAMILY", ("Qwen3MoeForCausalLM",), ("qwen3_moe",), gguf="qwen3moe", has_experts=True
+    ),
+    Entry(f"{_IN}.mixtral:FAMILY", ("MixtralForCausalLM",), ("mixtral",), gguf="llama", has_experts=True),
     Entry(f"{_IN}.internlm2:FAMILY", ("InternLM2ForCausalLM",), ("internlm2",)),
     Entry(f"{_IN}.internlm3:FAMILY", ("InternLM3ForCausalLM",), ("internlm3",)),
 ]
@@ -63,9 +69,9 @@ def model_types() -> list[str]:
     return [name for entry in FAMILIES for name in entry.model_types]
 
 
-def gguf_entries() -> dict[str, Entry]:
-    """Families of GGUF files, by `general.architecture`."""
-    return {entry.gguf: entry for entry in FAMILIES if entry.gguf}
+def gguf_entries(*, has_experts: bool) -> dict[str, Entry]:
+    """Families of GGUF files with or without experts, by `general.architecture`."""
+    return {entry.gguf: entry for entry in FAMILIES if entry.gguf and entry.has_experts == has_experts}
 
 
 def find_family(architecture: str) -> Family:

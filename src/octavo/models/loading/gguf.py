@@ -83,7 +83,7 @@ def _dequantised_row_reader(
     size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
 
     def read(rows: Rows, columns: range | None = None) -> Tensor:
-        data, *others = _blocks(tensor, order, rows, columns), *shape[1:]
+        data, *others = _blocks(tensor, order, rows, columns), *shape[1:][-1:]
         if columns is not None:
             first = columns.start // size * size
             others = [cdiv(columns.stop, size) * size - first]
@@ -105,6 +105,8 @@ def _block_reader(tensor: gguf.ReaderTensor, order: np.ndarray | None) -> Reader
 def _blocks(tensor: gguf.ReaderTensor, order: np.ndarray | None, rows: Rows, columns: range | None) -> np.ndarray:
     """Rows of a tensor as it is stored, cut to the quantisation blocks that hold the columns."""
     data = tensor.data
+    if data.ndim == 3:
+        data = data.reshape(-1, data.shape[-1])  # of experts
     if columns is not None:
         size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
         width = data.shape[1] * size // int(tensor.shape[0])  # of a block

@@ -29,6 +29,7 @@ from octavo.kernels.ops import ModelOps
 from octavo.models.config import find_format
 from octavo.models.linear import SINGLE_RANK, LayerFactory, Slot, TensorParallel, VocabEmbedding, Weight
 from octavo.models.linear_methods import LinearMethod, PlainMethod
+from octavo.models.loading.experts import split_experts
 from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.quantised import read_quantised
 from octavo.models.loading.safetensors import read_safetensors
@@ -97,6 +98,7 @@ def load_model(
     wrong shape or dtype, or that contain NaN or infinity.
     """
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
+    stored = split_experts(stored)
     if (form := find_format(checkpoint.config)) is not None:
         raise_problems(checkpoint, read_quantised(stored, form, find_family(spec.architecture)))
     head, embedding = f"{spec.names.head}.weight", f"{spec.names.embedding}.weight"

@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.checkpoint.safetensors_header import check_headers
 from octavo.errors import cut
+from octavo.models.loading.experts import is_merged
 from octavo.models.loading.stored_tensor import (
     FLOAT_DTYPES,
     Reader,
@@ -44,15 +45,21 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
             shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
             heads = spec.num_heads if name.endswith("q_proj.weight") else spec.num_kv_heads
             order = half_rotation_rows(shape[0], heads) if len(shape) == 2 and family.is_interleaved(key) else None
-            read = _row_reader(shard, key, order, spec.has_unit_offset(name))
+            read = _row_reader(
+                shard, key, order, plus_one=spec.has_unit_offset(name), is_merged=len(shape) == 3 and is_merged(name)
+            )
             stored[name] = StoredTensor(shape, dtype, dtype in FLOAT_DTYPES, read, path.name, key)
     raise_problems(checkpoint, problems)
     return stored
 
 
-def _row_reader(shard: Any, key: str, order: np.ndarray | None, plus_one: bool) -> Reader[Tensor]:
+def _row_reader(
+    shard: Any, key: str, order: np.ndarray | None, *, plus_one: bool, is_merged: bool
+) -> Reader[Tensor]:
     def read(rows: Rows, columns: range | None = None) -> Tensor:
         values: Tensor = shard.get_tensor(key)  # a view of the mapping
+        if is_merged:
+            values = values.flatten(0, 1)
         if columns is not None:
             values = values[:, columns.start : columns.stop]
         values = values[rows if order is None else order[rows]]

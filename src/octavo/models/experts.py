@@ -1,0 +1,92 @@
+"""A mixture of experts, in place of a decoder layer's MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from octavo.kernels.reference.experts import ExpertGate
+from octavo.kernels.reference.norms import NormedResidual
+from octavo.models.layers import GatedMLP
+from octavo.models.linear import LayerFactory, Linear, Slot, Weight
+from octavo.models.linear_methods import NO_LIMIT
+from octavo.models.spec import DecoderSpec, LinearShape
+
+
+class WholeLinear:
+    """A small linear layer with outputs in float32, which is never quantised and equal on all ranks."""
+
+    def __init__(self, shape: LinearShape, factory: LayerFactory) -> None:
+        self.shape = shape
+        self.method = factory.method(*shape.shape, "router")
+        self.bias = factory.empty(shape.num_out) if shape.bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_size] -> [num_tokens, num_out] float32."""
+        logits = self.method.logits(x).float()
+        return logits if self.bias is None else logits + self.bias
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        name = prefix + self.shape.names[0]
+        yield Weight(f"{name}.weight", self.shape.shape, Slot(self.method, 0, self.shape.num_out), (0, 0))
+        if self.bias is not None:
+            yield Weight.whole(f"{name}.bias", self.bias)
+
+
+class Experts:
+    """The sum of a few gated MLPs of many, which a router chooses for each token, and maybe of one for all tokens.
+
+    A rank has some columns of each expert.
+    """
+
+    def __init__(self, spec: DecoderSpec, factory: LayerFactory) -> None:
+        experts, own = spec.experts, spec.of_rank(factory.tp.size).experts
+        assert experts is not None and own is not None
+        self.spec, self.ops, self.tp = experts, factory.ops, factory.tp
+        self.gate = ExpertGate(experts.gate, experts.alpha, experts.limit)
+        linears, own_linears = experts.linears(spec.hidden_size), own.linears(spec.hidden_size)
+        self.router = WholeLinear(linears["router"], factory)
+        self.up, self.down = (
+            Linear(linears[role], own_linears[role], factory, num_experts=experts.num)
+            for role in ("experts_in", "experts_out")
+        )
+        self.shared: GatedMLP | None = None
+        if experts.shared_inner:
+            parts = (Linear(linears[role], own_linears[role], factory) for role in ("shared_in", "shared_out"))
+            self.shared = GatedMLP(*parts, spec.activation, factory.ops)
+            self.shared_gate = WholeLinear(linears["shared_gate"], factory)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._partial(x)
+        return y if self.tp.all_reduce is None else self.tp.all_reduce(y)
+
+    def _partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the output."""
+        spec = self.spec
+        routing = self.ops.route(
+            self.router(x), spec.top_k, softmax_first=spec.softmax_first, renormalise=spec.renormalise
+        )
+        inner = self.up.method.experts_in(x, self.up.bias, routing, self.gate)
+        y = self.down.method.experts_out(inner, self.down.bias, routing)
+        if self.shared is not None:
+            y += self.shared.partial(x) * self.shared_gate(x).sigmoid().to(x.dtype)
+        return y
+
+    @property
+    def max_small_batch_tokens(self) -> int:
+        return 0 if self.tp.size > 1 and self.tp.add_reduced is None else NO_LIMIT
+
+    def forward_small_batch(self, residual: NormedResidual, eps: float, next_norm: Tensor) -> NormedResidual:
+        y = self._partial((residual.weighted * residual.scale(eps)).to(residual.x.dtype))
+        if self.tp.add_reduced is not None:
+            return self.tp.add_reduced(residual, y, next_norm)
+        return self.ops.make_normed_residual(residual.x + y, next_norm)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        yield from self.router.weights(prefix)
+        yield from self.up.weights(prefix)
+        yield from self.down.weights(prefix)
+        if self.shared is not None:
+            yield from self.shared.weights(prefix)
+            yield from self.shared_gate.weights(prefix)

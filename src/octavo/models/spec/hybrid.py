@@ -1,0 +1,98 @@
+"""Decoders with recurrent layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from octavo.models.spec.decoder import DecoderSpec
+from octavo.models.spec.model import ModelSpec
+from octavo.models.spec.ranks import heads_per_rank
+from octavo.models.spec.tensors import LayerKind, LinearShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridSpec(DecoderSpec):
+    """Qwen3.5: a decoder of the Llama family with Gated DeltaNets (arXiv 2412.06464) as its recurrent layers.
+
+    The outputs of its other layers' attention are gated: each head of Q has a gate of the same size beside it.
+
+    num_key_heads, key_dim      heads of Q and of K in a recurrent layer, and their size
+    num_value_heads, value_dim  of V
+    conv_size                   tokens that the convolution of Q, K and V sees
+    """
+
+    model: ClassVar[str] = "octavo.models.hybrid:HybridDecoder"
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    def _qkv_shape(self, sizes: tuple[int, int, int]) -> LinearShape:
+        """Of layers with attention: Q, its gates, K and V. Q and the gates are merged in one tensor."""
+        shape = DecoderSpec._qkv_shape(self, sizes)
+        return replace(shape, names=(shape.names[0], *shape.names), out_sizes=(sizes[0], *sizes))
+
+    @property
+    def _qkv_order(self) -> tuple[int, ...]:
+        """Rows of Q, of its gates, of K and of V in the checkpoint, where a head's gate follows its Q."""
+        dim, own = self.head_dim, tuple(range(self.head_dim))
+        head = own if self.rotary_dim is None else self._head_order
+        k, v = 2 * self.num_heads, 2 * self.num_heads + self.num_kv_heads
+        parts = [(2 * i, head) for i in range(self.num_heads)]
+        parts += [(2 * i + 1, own) for i in range(self.num_heads)]
+        parts += [(i, head) for i in range(k, v)] + [(i, own) for i in range(v, v + self.num_kv_heads)]
+        return tuple(part * dim + row for part, order in parts for row in order)
+
+    @property
+    def conv_sizes(self) -> tuple[int, int, int]:
+        """Channels of Q, of K and of V in a recurrent layer."""
+        key_size = self.num_key_heads * self.key_dim
+        return key_size, key_size, self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return sum(self.conv_sizes)
+
+    @property
+    def recurrent_linears(self) -> dict[str, LinearShape]:
+        """Of recurrent layers: "qkv" has Q, K and V, the output's gate, and two numbers for each head of V."""
+        hidden, num_heads, names = self.hidden_size, self.num_value_heads, ("qkv", "qkv", "qkv", "z", "b", "a")
+        inner = num_heads * self.value_dim
+        sizes = (*self.conv_sizes, inner, num_heads, num_heads)
+        return {
+            "qkv": LinearShape(tuple(f"linear_attn.in_proj_{name}" for name in names), hidden, sizes),
+            "out": LinearShape(("linear_attn.out_proj",), inner, (hidden,)),
+        }
+
+    def kind_of(self, layer: int) -> LayerKind:
+        if layer not in self.recurrent_layers:
+            return DecoderSpec.kind_of(self, layer)
+        num_floats = self.conv_channels * self.conv_size + 2 * self.num_value_heads + self.value_dim
+        norms = {role: norm for role, norm in self.norms.items() if role not in ("q", "k")}
+        return LayerKind(1, self.recurrent_linears | self.mlp_linears_of(layer), norms, num_floats)
+
+    def has_unit_offset(self, name: str) -> bool:
+        return ModelSpec.has_unit_offset(self, name) and not name.endswith("linear_attn.norm.weight")
+
+    @property
+    def layer_state_size(self) -> int:
+        """Numbers in the state of a recurrent layer: the last inputs of its convolution, and a matrix for each head."""
+        return self.conv_channels * (self.conv_size - 1) + self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        return len(self.recurrent_layers) * self.layer_state_size
+
+    def split_sizes(self) -> dict[str, int]:
+        return DecoderSpec.split_sizes(self) | {"value heads": self.num_value_heads}
+
+    def shared_sizes(self) -> dict[str, int]:
+        return ModelSpec.shared_sizes(self) | {"key heads": self.num_key_heads}
+
+    def sizes_of_rank(self, size: int) -> dict[str, Any]:
+        return DecoderSpec.sizes_of_rank(self, size) | {
+            "num_key_heads": heads_per_rank(self.num_key_heads, size),
+            "num_value_heads": self.num_value_heads // size,
+        }
