@@ -19,9 +19,10 @@ from torch import Tensor
 from octavo.kernels.group_form import SUPER_SIZE, GroupForm
 
 if TYPE_CHECKING:
+    from octavo.kernels.reference.experts import ExpertGate, Routing
     from octavo.kernels.reference.norms import Gate, NormedResidual
 
-__all__ = ["SUPER_SIZE", "FusedWeight", "GroupForm", "Groups", "PackedHead", "PackedWeight"]
+__all__ = ["SUPER_SIZE", "FusedWeight", "GroupForm", "Groups", "PackedExperts", "PackedHead", "PackedWeight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +177,21 @@ class FusedWeight(PackedWeight, Protocol):
 
     def add_linear(self, residual: NormedResidual, x: Tensor, bias: Tensor | None, norm: Tensor) -> NormedResidual:
         """See `reference.add_linear`."""
+        ...
+
+
+class PackedExperts(Protocol):
+    """The weights of all experts of a layer for one of their two products, in its layout."""
+
+    def experts_in(self, x: Tensor, bias: Tensor | None, routing: Routing, gate: ExpertGate) -> Tensor:
+        """See `reference.experts_in`."""
+        ...
+
+    def experts_out(self, h: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+        """See `reference.experts_out`."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights."""
         ...

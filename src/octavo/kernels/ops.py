@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.groups import GroupForm, Groups, PackedHead
+from octavo.kernels.groups import GroupForm, Groups, PackedExperts, PackedHead
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.reference.experts import ExpertGate, Routing
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
 
@@ -97,6 +98,20 @@ class ModelOps(Protocol):
         first: int,
         batch: RaggedBatch,
     ) -> Tensor: ...
+
+    # -- experts -------------------------------------------------------------------------------------------------------
+
+    def route(self, logits: Tensor, top_k: int, *, softmax_first: bool, renormalise: bool) -> Routing: ...
+
+    def experts_in(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, num_experts: int, gate: ExpertGate
+    ) -> Tensor: ...
+
+    def experts_out(
+        self, h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, num_experts: int
+    ) -> Tensor: ...
+
+    def pack_experts(self, groups: Groups, num_experts: int) -> PackedExperts | None: ...
 
     # -- quantised weights ---------------------------------------------------------------------------------------------
 

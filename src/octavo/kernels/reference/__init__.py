@@ -11,6 +11,7 @@ Sums are taken in float32, in float64 for float64 inputs, whatever the dtype of 
 # ruff: noqa: F401
 from octavo.kernels.reference.attention import gather_kv, merge_attention, paged_attention, visible_keys
 from octavo.kernels.reference.embedding import gather_own_rows
+from octavo.kernels.reference.experts import ExpertGate, Routing, experts_in, experts_out, pack_experts, route
 from octavo.kernels.reference.groups import keeps_groups, pack_groups
 from octavo.kernels.reference.kv import (
     SCALE_BYTES,

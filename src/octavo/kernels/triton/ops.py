@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from octavo.kernels.reference import (
     causal_conv,
+    experts_in,
+    experts_out,
     finite_rows,
     gated_delta_rule,
     gelu,
     layer_norm,
+    pack_experts,
     rope_table,
+    route,
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.attention.paged_attention import paged_attention
@@ -51,6 +55,8 @@ __all__ = [
     "block_copy",
     "causal_conv",
     "commit_sampled_tokens",
+    "experts_in",
+    "experts_out",
     "few_rows_linear",
     "finite_rows",
     "gated_delta_rule",
@@ -64,6 +70,7 @@ __all__ = [
     "make_normed_residual",
     "max_small_batch_tokens",
     "norm_linear",
+    "pack_experts",
     "pack_groups",
     "packed_top_logprobs",
     "paged_attention",
@@ -75,6 +82,7 @@ __all__ = [
     "rms_norm",
     "rope_kv_write",
     "rope_table",
+    "route",
     "sample",
     "sample_checked",
     "silu_mul",
