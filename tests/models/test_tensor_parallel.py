@@ -25,9 +25,9 @@ from octavo.models.loading.gguf import read_gguf
 from octavo.models.loading.loader import dummy_model, empty_model
 from octavo.models.loading.quantised import read_quantised
 from octavo.models.loading.safetensors import read_safetensors
-from octavo.models.spec.ranks import check_tensor_parallel
 from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
+from octavo.models.spec.ranks import check_tensor_parallel
 from tests.models.quantization.writers import VARIANTS, quantise
 from tests.models.ranks import Ranks
 from tests.models.test_kept_weights import DEQUANTISED, KeepingOps

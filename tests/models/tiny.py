@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.models import config as model_config
 from octavo.models.loading.gguf_groups import KINDS as KINDS_OF_BLOCKS
 from octavo.models.loading.loader import Model, load_model
+from octavo.models.registry import find_family
 from octavo.models.spec import ModelSpec
 
 VOCAB_SIZE = 97
@@ -98,7 +100,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "hidden_size": 40,
         "num_experts": 6,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 22,
+        "moe_intermediate_size": 20,
         "norm_topk_prob": False,
         "mlp_only_layers": [1],
     },
@@ -107,6 +109,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "head_dim": 24,
         "hidden_size": 72,
+        "intermediate_size": 36,
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
     },
@@ -352,8 +355,12 @@ GGUF_ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "MixtralForCausalLM": "llama",
 }
 GGUF_PARTS = {
+    "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -402,6 +409,20 @@ def random_blocks(kind: str, rows: np.ndarray, *, scale: float = 0.01) -> np.nda
     return blocks.reshape(len(rows), -1)
 
 
+def merge_experts(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By Transformers' names today, with the weights of all experts in one tensor, as llama.cpp has them."""
+    family = find_family(json.loads((directory / "config.json").read_text())["architectures"][0])
+    merged: dict[str, dict[int, Tensor]] = {}
+    whole = {}
+    for name, tensor in tensors.items():
+        name = family.tensor_name(name)
+        if match := re.fullmatch(r"(.*\.experts\.)(\d+)\.(.*)", name):
+            merged.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
+        else:
+            whole[name] = tensor
+    return whole | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in merged.items()}
+
+
 def write_tiny_gguf(
     directory: Path,
     path: Path,
@@ -441,7 +462,12 @@ def write_tiny_gguf(
         add[type(value)](key, value)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    for name, tensor in merge_experts(directory, load_file(directory / "model.safetensors")).items():
         rows = tensor.numpy()
         stored_name = gguf_name(name, GEMMA3_PARTS if arch == "gemma3" else GGUF_PARTS)
         if arch == "llama" and "q_proj" in name:
@@ -452,8 +478,10 @@ def write_tiny_gguf(
             rows = rows + 1
         chosen = quantisation if isinstance(quantisation, str) else quantisation(stored_name)
         kind = gguf.GGMLQuantizationType[chosen]
-        if rows.ndim == 2 and chosen != "F32" and rows.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
-            blocks = random_blocks(chosen, rows) if chosen.endswith("_K") else gguf.quants.quantize(rows, kind)
+        if rows.ndim > 1 and chosen != "F32" and rows.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+            flat = rows.reshape(-1, rows.shape[-1])
+            blocks = random_blocks(chosen, flat) if chosen.endswith("_K") else gguf.quants.quantize(flat, kind)
+            blocks = blocks.reshape(*rows.shape[:-1], -1)
             writer.add_tensor(stored_name, blocks, raw_dtype=kind)
         else:
             writer.add_tensor(stored_name, rows)

@@ -53,8 +53,10 @@ class Experts:
         )
         self.shared: GatedMLP | None = None
         if experts.shared_inner:
-            parts = (Linear(linears[role], own_linears[role], factory) for role in ("shared_in", "shared_out"))
-            self.shared = GatedMLP(*parts, spec.activation, factory.ops)
+            shared_in, shared_out = (
+                Linear(linears[role], own_linears[role], factory) for role in ("shared_in", "shared_out")
+            )
+            self.shared = GatedMLP(shared_in, shared_out, spec.activation, factory.ops)
             self.shared_gate = WholeLinear(linears["shared_gate"], factory)
 
     def __call__(self, x: Tensor) -> Tensor:

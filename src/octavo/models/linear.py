@@ -19,8 +19,8 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear_methods import HeadNorms, LinearMethod, PlainMethod, Role
-from octavo.models.spec.ranks import heads_per_rank
 from octavo.models.spec import LinearShape, ModelSpec
+from octavo.models.spec.ranks import heads_per_rank
 
 
 @dataclass(frozen=True, slots=True)

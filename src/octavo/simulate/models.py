@@ -13,8 +13,8 @@ from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import ModelNotFoundError, ParameterError
 from octavo.models.config import read_spec, spec_from_config
-from octavo.models.spec.ranks import heads_per_rank
 from octavo.models.spec import LayerGroups, ModelSpec, group_layers
+from octavo.models.spec.ranks import heads_per_rank
 
 
 @dataclass(frozen=True, slots=True)

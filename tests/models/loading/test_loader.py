@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -44,6 +45,12 @@ WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "
 
 def tensors_of(decoder: Model) -> dict[str, Tensor]:
     return {weight.name: weight.target for weight in decoder.weights()}
+
+
+def stored_tensors(directory: Path) -> dict[str, Tensor]:
+    """By Transformers' names today."""
+    family = find_family(read_spec(directory).architecture)
+    return {family.tensor_name(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
 
 
 def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
@@ -93,10 +100,7 @@ def llama(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", [*KINDS, *HYBRIDS])
 def test_every_tensor_is_loaded_unchanged(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_tiny_checkpoint(kind, tmp_path / kind)
-    family = find_family(read_spec(directory).architecture)
-    expected = {
-        family.tensor_name(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()
-    }
+    expected = stored_tensors(directory)
     assert_same_tensors(load_tiny(directory), expected)
     monkeypatch.setattr(loader, "CHUNK_ELEMENTS", 300)  # many chunks a tensor, the last one shorter
     assert_same_tensors(load_tiny(directory), expected)
@@ -190,17 +194,19 @@ def test_text_weights_of_a_multimodal_checkpoint(layout: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
 def test_gguf_loads_the_same_model(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # llama.cpp's Gemma 3 scales heads by their own width, and every sixth layer has no sliding window.
-    gemma3 = {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6, "num_hidden_layers": 6}
-    sizes = gemma3 if kind == "gemma3" else {}
+    sizes: dict[str, Any] = {
+        "gemma3": {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6, "num_hidden_layers": 6},
+        "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
+    }.get(kind, {})
     directory = make_tiny_checkpoint(kind, tmp_path / kind, tie_word_embeddings=tied, **sizes)
     path = write_tiny_gguf(directory, tmp_path / f"{kind}.gguf")
     monkeypatch.setattr(loader, "CHUNK_ELEMENTS", 300)  # chunks that begin and end inside a head
     decoder = load_tiny(path)
     assert decoder.spec.tie_word_embeddings == tied
-    assert_same_tensors(decoder, load_file(directory / "model.safetensors"))
+    assert_same_tensors(decoder, stored_tensors(directory))
     prompts = random_prompts(11, 5)
     expected = transformers_logits(directory, prompts)
     for actual, wanted in zip(PagedRun(decoder, prompts, block_size=8).run(4), expected, strict=True):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from octavo.models.config_values import DECODER_KEYS, Config, read_decoder_spec, read_size, read_windows
-from octavo.models.families.qwen3_moe import gguf_experts, read_experts
+from octavo.models.config_values import DECODER_KEYS, Config, read_decoder_spec, read_size
+from octavo.models.families.qwen3_moe import gguf_experts, read_experts, read_one_window
 from octavo.models.family import Family, GGUFFormat
 from octavo.models.spec import DecoderSpec
 
 
 def read(config: Config, common: Config) -> DecoderSpec:
     experts = read_experts(config, inner=read_size(config, "intermediate_size"))
-    windows = read_windows(config, lambda layer: True)
-    return read_decoder_spec(config, common, windows=windows, experts=experts)
+    return read_decoder_spec(config, common, windows=read_one_window(config), experts=experts)
 
 
 PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -21,7 +20,13 @@ FAMILY = Family(
     read=read,
     keys=(*DECODER_KEYS, "sliding_window", "num_experts", "num_experts_per_tok"),
     aliases={"num_local_experts": "num_experts"},
-    defaults={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
+    defaults={
+        "num_key_value_heads": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+    },
     renamed=(
         (r"(.*)\.block_sparse_moe\.gate\.", r"\1.mlp.gate."),
         *(

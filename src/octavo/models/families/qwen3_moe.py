@@ -14,9 +14,9 @@ from octavo.models.config_values import (
     read_flag,
     read_num_layers,
     read_size,
+    read_windows,
     value_error,
 )
-from octavo.models.families.qwen2 import WINDOW_KEYS, read_qwen_windows
 from octavo.models.family import Family, GGUFFormat
 from octavo.models.spec import DecoderSpec, ExpertsSpec
 
@@ -40,10 +40,15 @@ def read_dense_layers(config: Config) -> tuple[int, ...]:
     """Layers with an MLP: `mlp_only_layers`, and all but every decoder_sparse_step-th."""
     num_layers, step = read_num_layers(config), read_size(config, "decoder_sparse_step", default=1)
     listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(is_int(layer) and 0 <= layer < num_layers for layer in listed):
-        raise value_error("mlp_only_layers", listed, f"a list of layers below {num_layers}")
+    if not isinstance(listed, list) or not all(is_int(layer) for layer in listed):
+        raise value_error("mlp_only_layers", listed, "a list of layers")
     chosen = set(listed)
     return tuple(layer for layer in range(num_layers) if layer in chosen or (layer + 1) % step)
+
+
+def read_one_window(config: Config) -> tuple[int, ...]:
+    """The sliding window of all layers, whatever `layer_types` says."""
+    return read_windows(config | {"layer_types": None}, lambda layer: True)
 
 
 def gguf_experts(config: Config, get: Callable[..., Any]) -> Config:
@@ -61,18 +66,17 @@ def read(config: Config, common: Config) -> DecoderSpec:
     experts = read_experts(
         config, renormalise=read_flag(config, "norm_topk_prob"), dense_layers=read_dense_layers(config)
     )
-    windows = read_qwen_windows(config)
-    return read_decoder_spec(
-        config, common, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=windows, experts=experts
-    )
+    windows = read_one_window(config) if read_flag(config, "use_sliding_window") else ()
+    return read_decoder_spec(config, common, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=windows, experts=experts)
 
 
 FAMILY = Family(
     read=read,
-    keys=(*DECODER_KEYS, *WINDOW_KEYS, *EXPERT_KEYS, *DENSE_KEYS, "attention_bias"),
+    keys=(*DECODER_KEYS, *EXPERT_KEYS, *DENSE_KEYS, "attention_bias", "sliding_window", "use_sliding_window"),
     aliases={"num_local_experts": "num_experts"},
     defaults={
         "num_key_value_heads": 4,
+        "sliding_window": 4096,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,

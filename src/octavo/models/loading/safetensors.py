@@ -53,9 +53,7 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
     return stored
 
 
-def _row_reader(
-    shard: Any, key: str, order: np.ndarray | None, *, plus_one: bool, is_merged: bool
-) -> Reader[Tensor]:
+def _row_reader(shard: Any, key: str, order: np.ndarray | None, *, plus_one: bool, is_merged: bool) -> Reader[Tensor]:
     def read(rows: Rows, columns: range | None = None) -> Tensor:
         values: Tensor = shard.get_tensor(key)  # a view of the mapping
         if is_merged:

@@ -5,7 +5,6 @@ A spec declares each layer's tensors once (`layer_kinds`): models create them fr
 and the simulator count them.
 """
 
-# ruff: noqa: F401
 from octavo.models.spec.decoder import DecoderSpec
 from octavo.models.spec.experts import ExpertsSpec
 from octavo.models.spec.gpt import GPTSpec
@@ -13,3 +12,18 @@ from octavo.models.spec.groups import LayerGroups, group_layers
 from octavo.models.spec.hybrid import HybridSpec
 from octavo.models.spec.model import ModelSpec
 from octavo.models.spec.tensors import LLAMA_NAMES, LayerKind, LinearShape, NormShape, TensorNames
+
+__all__ = [
+    "LLAMA_NAMES",
+    "DecoderSpec",
+    "ExpertsSpec",
+    "GPTSpec",
+    "HybridSpec",
+    "LayerGroups",
+    "LayerKind",
+    "LinearShape",
+    "ModelSpec",
+    "NormShape",
+    "TensorNames",
+    "group_layers",
+]
