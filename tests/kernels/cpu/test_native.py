@@ -192,7 +192,7 @@ def test_a_missing_compiler_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_the_cache_key_depends_on_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = native._digest(sys.executable, "native")
     assert native._digest(sys.executable, "native") == before
-    for name in ("native.cpp", "grouped.h"):
+    for name in ("native.cpp", "experts.h", "grouped.h"):
         changed = tmp_path / name
         changed.write_text(native.SOURCE.with_name(name).read_text() + "//")
         with monkeypatch.context() as patch:

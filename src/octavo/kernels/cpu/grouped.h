@@ -269,78 +269,115 @@ template <class K, int R> void round_row(const bfloat16 *x, long num_in, long nu
     }
 }
 
-template <class K, int R> void round_rows(long rows, const bfloat16 *x, const Grouped &a, long num_groups, void *out) {
+template <class K, int R>
+void round_rows(long num_rows, const bfloat16 *const *rows, long num_in, long num_groups, int zero, void *out) {
     if constexpr (R > 1)
-        if (rows < R) return round_rows<K, R - 1>(rows, x, a, num_groups, out);
-    for (int r = 0; r < R; r++)
-        round_row<K, R>(x + r * a.num_in, a.num_in, num_groups, a.zero, r, static_cast<XGroup<R> *>(out));
+        if (num_rows < R) return round_rows<K, R - 1>(num_rows, rows, num_in, num_groups, zero, out);
+    for (int r = 0; r < R; r++) round_row<K, R>(rows[r], num_in, num_groups, zero, r, static_cast<XGroup<R> *>(out));
 }
 
 // Memory of x in int8, which a core's second-level cache keeps; of the weights of a step, which all rows use while its
 // first-level cache keeps them; and how far ahead of its use a single block of rows has memory read.
 constexpr long X_BYTES = 384 << 10, GROUPED_STEP_BYTES = 8 << 10, AHEAD_BYTES = 4 << 10;
 
-// Rows in blocks of LEAST to MOST, of which no two differ by more than a row; tiles in runs of T.
-template <class K, int LEAST, int MOST, int T, class Y> void grouped_product(const Grouped &a) {
+template <class K> struct GroupedSizes {
+    long num_blocks, num_groups, num_tiles, tile_bytes, num_out, row_bytes;  // row_bytes: of x
+
+    GroupedSizes(long num_in, long num_out)
+        : num_blocks((num_in + K::INPUTS - 1) / K::INPUTS), num_groups(num_blocks * (K::INPUTS / X_GROUP)),
+          num_tiles((num_out + TILE_OUT - 1) / TILE_OUT), tile_bytes(num_blocks * K::BYTES), num_out(num_out),
+          row_bytes(num_groups * X_GROUP_BYTES) {}
+};
+
+// Rows in runs of at most `most`, of which no two differ by more than a row.
+struct Runs {
+    long num, less, more;
+
+    Runs(long num_rows, long most) : num((num_rows + most - 1) / most), less(num_rows / num), more(num_rows % num) {}
+    long row(long run) const { return run * less + std::min(run, more); }
+    long size(long run) const { return row(run + 1) - row(run); }
+};
+
+// Runs of LEAST to MOST rows with TILES tiles at a time.
+template <int LEAST_ROWS, int MOST_ROWS, int NUM_TILES> struct TileShape {
+    static constexpr int LEAST = LEAST_ROWS, MOST = MOST_ROWS, TILES = NUM_TILES;
+};
+
+// use(the shape for so many rows)
+template <class K, class Use> void with_tiles(long num_rows, const Use &use) {
+    if constexpr (WORDS == 16)
+        if (num_rows > 4) return use(TileShape<3, 5, 2>());
+    use(TileShape<1, 4, 1>());
+}
+
+// Sums [rows, Shape::TILES, 16] of tiles and the rows of runs [begin, end), in scratch memory. x: that of run 0.
+template <class K, class Shape>
+__attribute__((noinline)) const float *multiply_tile(const uint8_t *blocks, const GroupedSizes<K> &sizes, long first_tile,
+                                                     const char *x, const Runs &runs, long begin, long end) {
+    constexpr long PASSES = TILE_OUT / WORDS, T = Shape::TILES;
+    long num_blocks = sizes.num_blocks, first_row = runs.row(begin), is_one = end - begin == 1;
+    long step = is_one && T * PASSES == 1 ? num_blocks : std::max(1L, GROUPED_STEP_BYTES / (T * K::BYTES));
+    long lines = (K::BYTES / 64 + end - begin - 1) / (end - begin);
+    const uint8_t *tile = blocks + first_tile * sizes.tile_bytes;
+    long tile_stride = first_tile + T <= sizes.num_tiles ? sizes.tile_bytes : 0;  // an odd tile is computed twice
+    long num_sums = (runs.row(end) - first_row) * T * TILE_OUT;
+    float *sums = scratch<3>(num_sums);
+    std::fill_n(sums, num_sums, 0.0f);
+    for (long block = 0; block < num_blocks; block += step) {
+        long count = std::min(step, num_blocks - block);
+        const uint8_t *now = tile + block * K::BYTES, *next = now + count * K::BYTES;
+        if (block + count == num_blocks) next += (T - 1) * tile_stride;
+        for (long run = begin; run < end; run++) {
+            long row = runs.row(run), num_rows = runs.size(run), done = (run - begin) * lines;
+            const uint8_t *ahead = is_one ? now + AHEAD_BYTES : next + done * count * 64;
+            const char *from = x + row * sizes.row_bytes + block * (K::INPUTS / X_GROUP) * X_GROUP_BYTES * num_rows;
+            for (long pass = 0; pass < PASSES; pass++)
+                multiply_rows<K, Shape::MOST, T, Shape::LEAST>(num_rows, now, tile_stride, pass * WORDS, from, count,
+                                                               sums + (row - first_row) * T * TILE_OUT + pass * WORDS, ahead,
+                                                               pass || done * 64 >= K::BYTES ? 0 : lines);
+        }
+    }
+    return sums;
+}
+
+// A row's sums of some tiles, with a bias, to y [num_out].
+template <class Y> void write_sums(const float *sums, long first_tile, long num_tiles, const bfloat16 *bias, long num_out, Y *y) {
+    for (long t = 0; t < num_tiles; t++, sums += TILE_OUT) {
+        long out = (first_tile + t) * TILE_OUT, width = std::min(TILE_OUT, num_out - out);
+        auto write = [&](long width) {
+            for (long i = 0; i < width; i++) y[out + i] = narrow<Y>(bias ? sums[i] + wide(bias[out + i]) : sums[i]);
+        };
+        width == TILE_OUT ? write(TILE_OUT) : write(width);
+    }
+}
+
+template <class K, class Shape> void grouped_product(const Grouped &a) {
     if (!a.num_rows) return;  // a chunk that needs no logits
-    long num_blocks = (a.num_in + K::INPUTS - 1) / K::INPUTS, num_groups = num_blocks * (K::INPUTS / X_GROUP);
-    long num_tiles = (a.num_out + TILE_OUT - 1) / TILE_OUT, tile_bytes = num_blocks * K::BYTES;
-    long num_runs = (a.num_rows + MOST - 1) / MOST, less = a.num_rows / num_runs, more = a.num_rows % num_runs;
-    auto row_of = [&](long run) { return run * less + std::min(run, more); };
-    long row_bytes = num_groups * X_GROUP_BYTES, chunk = std::max(1L, X_BYTES / (row_bytes * MOST));
-    auto *x = reinterpret_cast<char *>(scratch<2>(a.num_rows * row_bytes / sizeof(float)));
-    parallel_for(num_runs, a.num_rows * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long run) {
-        long row = row_of(run);
-        round_rows<K, MOST>(row_of(run + 1) - row, a.x + row * a.num_in, a, num_groups, x + row * row_bytes);
+    const GroupedSizes<K> sizes(a.num_in, a.num_out);
+    Runs runs(a.num_rows, Shape::MOST);
+    auto *x = reinterpret_cast<char *>(scratch<2>(a.num_rows * sizes.row_bytes / sizeof(float)));
+    parallel_for(runs.num, a.num_rows * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long run) {
+        const bfloat16 *rows[Shape::MOST];
+        for (long row = runs.row(run); row < runs.row(run + 1); row++) rows[row - runs.row(run)] = a.x + row * a.num_in;
+        round_rows<K, Shape::MOST>(runs.size(run), rows, a.num_in, sizes.num_groups, a.zero, x + runs.row(run) * sizes.row_bytes);
     });
-    constexpr long PASSES = TILE_OUT / WORDS;
-    for (long begin = 0; begin < num_runs; begin += chunk) {
-        long end = std::min(num_runs, begin + chunk), first_row = row_of(begin), is_one = end - begin == 1;
-        long step = is_one && T * PASSES == 1 ? num_blocks : std::max(1L, GROUPED_STEP_BYTES / (T * K::BYTES));
-        long lines = (K::BYTES / 64 + end - begin - 1) / (end - begin);
-        parallel_for((num_tiles + T - 1) / T, a.num_threads, [&](long first_tile_run) {
-            long first_tile = first_tile_run * T;
-            const uint8_t *tile = a.blocks + first_tile * tile_bytes;
-            long tile_stride = first_tile + T <= num_tiles ? tile_bytes : 0;  // an odd tile is computed twice
-            long num_sums = (row_of(end) - first_row) * T * TILE_OUT;
-            float *sums = scratch<3>(num_sums);
-            std::fill_n(sums, num_sums, 0.0f);
-            for (long block = 0; block < num_blocks; block += step) {
-                long count = std::min(step, num_blocks - block);
-                const uint8_t *now = tile + block * K::BYTES, *next = now + count * K::BYTES;
-                if (block + count == num_blocks) next += (T - 1) * tile_stride;
-                for (long run = begin; run < end; run++) {
-                    long row = row_of(run), done = (run - begin) * lines;
-                    const uint8_t *ahead = is_one ? now + AHEAD_BYTES : next + done * count * 64;
-                    for (long pass = 0; pass < PASSES; pass++)
-                        multiply_rows<K, MOST, T, LEAST>(row_of(run + 1) - row, now, tile_stride, pass * WORDS,
-                                                         x + row * row_bytes + block * (K::INPUTS / X_GROUP) * X_GROUP_BYTES * (row_of(run + 1) - row),
-                                                         count, sums + (row - first_row) * T * TILE_OUT + pass * WORDS, ahead,
-                                                         pass || done * 64 >= K::BYTES ? 0 : lines);
-                }
+    long chunk = std::max(1L, X_BYTES / (sizes.row_bytes * Shape::MOST));
+    for (long begin = 0; begin < runs.num; begin += chunk) {
+        long end = std::min(runs.num, begin + chunk);
+        parallel_for((sizes.num_tiles + Shape::TILES - 1) / Shape::TILES, a.num_threads, [&](long i) {
+            const float *sums = multiply_tile<K, Shape>(a.blocks, sizes, i * Shape::TILES, x, runs, begin, end);
+            for (long row = runs.row(begin); row < runs.row(end); row++, sums += Shape::TILES * TILE_OUT) {
+                auto write = [&](auto *y) {
+                    write_sums(sums, i * Shape::TILES, Shape::TILES, a.bias, a.num_out, y + row * a.y_stride);
+                };
+                a.float32_out ? write(static_cast<float *>(a.y)) : write(static_cast<bfloat16 *>(a.y));
             }
-            for (long row = first_row; row < row_of(end); row++)
-                for (long t = 0; t < T; t++) {
-                    long out = (first_tile + t) * TILE_OUT, width = std::min(TILE_OUT, a.num_out - out);
-                    const float *from = sums + ((row - first_row) * T + t) * TILE_OUT;
-                    Y *to = static_cast<Y *>(a.y) + row * a.y_stride + out;
-                    auto write = [&](long width) {
-                        for (long i = 0; i < width; i++) to[i] = narrow<Y>(a.bias ? from[i] + wide(a.bias[out + i]) : from[i]);
-                    };
-                    width == TILE_OUT ? write(TILE_OUT) : write(width);
-                }
         });
     }
 }
 
 template <class K> void grouped_linear(const Grouped &a) {
-    auto product = [&](auto type) {
-        typedef decltype(type) Y;
-        if constexpr (WORDS == 16)
-            if (a.num_rows > 4) return grouped_product<K, 3, 5, 2, Y>(a);
-        grouped_product<K, 1, 4, 1, Y>(a);
-    };
-    a.float32_out ? product(float()) : product(bfloat16());
+    with_tiles<K>(a.num_rows, [&](auto shape) { grouped_product<K, decltype(shape)>(a); });
 }
 
 // -- packing, embeddings ----------------------------------------------------------------------------------------------

@@ -402,6 +402,7 @@ template <int TILE> void embed(const Embed &a) {
 }
 
 #include "grouped.h"
+#include "experts.h"
 
 // -- norms, activations, rope -----------------------------------------------------------------------------------------
 
@@ -859,7 +860,9 @@ EXPORT embed_plain(const Embed *a) { embed<1>(*a); }  // a plain table has tiles
 #define EXPORT_KIND(BITS, NAME, SCALES)                                                                             \
     EXPORT grouped_linear_##BITS##_##NAME(const Grouped *a) { grouped_linear<Kind<BITS, SCALES>>(*a); }             \
     EXPORT pack_groups_##BITS##_##NAME(const PackGroups *a) { pack_groups<Kind<BITS, SCALES>>(*a); }                \
-    EXPORT embed_groups_##BITS##_##NAME(const EmbedGroups *a) { embed_groups<Kind<BITS, SCALES>>(*a); }
+    EXPORT embed_groups_##BITS##_##NAME(const EmbedGroups *a) { embed_groups<Kind<BITS, SCALES>>(*a); }             \
+    EXPORT experts_in_##BITS##_##NAME(const Experts *a) { experts_in<bfloat16>(*a, grouped_products<Kind<BITS, SCALES>>); } \
+    EXPORT experts_out_##BITS##_##NAME(const Experts *a) { experts_out<bfloat16>(*a, grouped_products<Kind<BITS, SCALES>>); }
 
 FOR_EACH_KIND(EXPORT_KIND)
 
@@ -868,6 +871,8 @@ FOR_EACH_KIND(EXPORT_KIND)
         a->float32_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a);    \
     }                                                                               \
     EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                      \
+    EXPORT experts_in_##NAME(const Experts *a) { experts_in<T>(*a, plain_products<T>); } \
+    EXPORT experts_out_##NAME(const Experts *a) { experts_out<T>(*a, plain_products<T>); } \
     EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                               \
         auto write = a->float32_norm ? a->int8_kv ? rope_kv_write<T, float, int8_t> : rope_kv_write<T, float, T>    \
                      : a->int8_kv ? rope_kv_write<T, T, int8_t> : rope_kv_write<T, T, T>;    \
@@ -877,6 +882,8 @@ FOR_EACH_KIND(EXPORT_KIND)
         a->int8_kv ? decode_attention<T, int8_t>(*a) : decode_attention<T, T>(*a); \
     } \
     EXPORT sample_##NAME(const Sample *a) { sample<T>(*a); }
+
+EXPORT route_tokens(const Route *a) { route(*a); }
 
 EXPORT_FOR(float, f32)
 EXPORT_FOR(bfloat16, bf16)

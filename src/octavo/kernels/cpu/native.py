@@ -25,23 +25,25 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.checkpoint.catalog import cache_dir
+from octavo.kernels.reference.experts import ExpertGate, Routing
 
 logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-SOURCES = (SOURCE, SOURCE.with_name("grouped.h"), SOURCE.with_name("team.h"))
+SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("experts", "grouped", "team")))
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     *("-fopenmp-simd", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"),
 )
 COMPILE_S = 120.0
 
+GATES = MappingProxyType({"silu": 0, "gelu": 1, "swiglu": 2})  # as in experts.h
 SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
 MAX_GROUP_SIZE, MAX_HEAD_DIM, MAX_BLOCK_SIZE = 16, 256, 256  # as in native.cpp
 
@@ -72,6 +74,19 @@ _PackGroups = _struct(
     (INT, "num_threads"),
 )
 _EmbedGroups = _struct("EmbedGroups", (POINTER, "token_ids blocks out"), (LONG, "num_tokens size"), (INT, "zero"))
+_Route = _struct(
+    "Route",
+    (POINTER, "logits experts weights"),
+    (LONG, "num_tokens num_experts top_k"),
+    (INT, "softmax_first renormalise"),
+)
+_Experts = _struct(
+    "Experts",
+    (POINTER, "x weight bias experts weights out"),
+    (LONG, "num_tokens top_k num_experts num_in num_out"),
+    (FLOAT, "alpha limit"),
+    (INT, "gate zero num_threads"),
+)
 _Norm = _struct(
     "Norm",
     (POINTER, "x residual weight out residual_out"),
@@ -140,6 +155,20 @@ class GroupedWeight(Protocol):
     zero: int
 
 
+class ExpertsWeight(NamedTuple):
+    """The weights of all experts for one product.
+
+    memory   [num_experts * num_out, num_in], or blocks of a kind of grouped.h, whole tiles for each expert
+    num_out  of an expert
+    """
+
+    memory: Tensor
+    num_experts: int
+    num_out: int
+    kind: str = ""
+    zero: int = 0
+
+
 class RecordedCalls:
     """A sequence of native calls that can be replayed. Keeps the tensors that they read and write alive."""
 
@@ -176,10 +205,16 @@ class Library:
         for kind in GROUPED_BLOCKS:
             for name, opened in (
                 ("grouped_linear", without_gil),
+                ("experts_in", without_gil),
+                ("experts_out", without_gil),
                 ("pack_groups", without_gil),
                 ("embed_groups", with_gil),
             ):
                 self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
+        self._functions["route_tokens", None] = _function(with_gil, "route_tokens")
+        for name in ("experts_in", "experts_out"):
+            for dtype, suffix in SUFFIXES.items():
+                self._functions[name, dtype] = _function(without_gil, f"{name}_{suffix}")
         for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "sample"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(with_gil, f"{name}_{suffix}")
@@ -254,6 +289,60 @@ class Library:
         pointers = map(_pointer, tensors)
         arguments = _PackGroups(*pointers, blocks.data_ptr(), num_out, num_in, torch.get_num_threads())
         self._call(f"pack_groups_{kind}", None, arguments, *tensors, blocks)
+
+    def route(self, logits: Tensor, top_k: int, softmax_first: bool, renormalise: bool) -> Routing:
+        """See `reference.route`."""
+        num_tokens, num_experts = logits.shape
+        weights = torch.empty(num_tokens, top_k)
+        experts = torch.empty(num_tokens, top_k, dtype=torch.int32)
+        pointers = logits.data_ptr(), experts.data_ptr(), weights.data_ptr()
+        arguments = _Route(*pointers, num_tokens, num_experts, top_k, softmax_first, renormalise)
+        self._call("route_tokens", None, arguments, logits, experts, weights)
+        return Routing(experts, weights)
+
+    def experts_in(
+        self, x: Tensor, weight: ExpertsWeight, bias: Tensor | None, routing: Routing, gate: ExpertGate
+    ) -> Tensor:
+        """See `reference.experts_in`."""
+        out = x.new_empty(*routing.experts.shape, weight.num_out // 2)
+        self._experts("experts_in", x, weight, bias, routing, out, gate)
+        return out
+
+    def experts_out(self, h: Tensor, weight: ExpertsWeight, bias: Tensor | None, routing: Routing) -> Tensor:
+        """See `reference.experts_out`."""
+        out = h.new_empty(len(h), weight.num_out)
+        self._experts("experts_out", h, weight, bias, routing, out, ExpertGate())
+        return out
+
+    def _experts(
+        self,
+        name: str,
+        x: Tensor,
+        weight: ExpertsWeight,
+        bias: Tensor | None,
+        routing: Routing,
+        out: Tensor,
+        gate: ExpertGate,
+    ) -> None:
+        arguments = _Experts(
+            x.data_ptr(),
+            weight.memory.data_ptr(),
+            _pointer(bias),
+            routing.experts.data_ptr(),
+            routing.weights.data_ptr(),
+            out.data_ptr(),
+            *routing.experts.shape,
+            weight.num_experts,
+            x.shape[-1],
+            weight.num_out,
+            gate.alpha,
+            gate.limit,
+            GATES[gate.name],
+            weight.zero,
+            torch.get_num_threads(),
+        )
+        called = (f"{name}_{weight.kind}", None) if weight.kind else (name, x.dtype)
+        self._call(*called, arguments, x, weight.memory, bias, routing, out)
 
     def embed(self, table: Tensor, token_ids: Tensor, size: int) -> Tensor:
         """Rows [num_tokens, size] bfloat16 of a weight in tiles, as for `linear`, or of a plain weight."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import paged_attention
+from octavo.kernels.cpu.experts import experts_in, experts_out, pack_experts, route
 from octavo.kernels.cpu.grouped_linear import keeps_groups
 from octavo.kernels.cpu.packed_linear import embed, pack_groups
 from octavo.kernels.cpu.recurrent import causal_conv, gated_delta_rule
@@ -37,8 +38,6 @@ from octavo.kernels.cpu.step import (
 from octavo.kernels.reference import (
     add_linear,
     block_copy,
-    experts_in,
-    experts_out,
     few_rows_linear,
     gelu,
     kv_write,
@@ -46,11 +45,9 @@ from octavo.kernels.reference import (
     make_normed_residual,
     max_small_batch_tokens,
     norm_linear,
-    pack_experts,
     project_qkv,
     propose_drafts,
     rope_table,
-    route,
     swap_in,
     swap_out,
     update_token_counts,
