@@ -62,13 +62,17 @@ LARGE_WAYS = WAYS | {
 LARGE_PROMPTS = random_prompts(300, 40, 7, 131, 1, 64, 200, 18, vocab_size=512)
 
 
+ALL_EXPERTS = {"qwen3_moe": {"num_experts_per_tok": 6}, "mixtral": {"num_experts_per_tok": 5}}
+"""Of fewer, rounding may choose others, and change all logits."""
+
+
 def make_rounded_checkpoint(kind: str, directory: Path, **sizes: Any) -> Path:
     """Make a tiny model with weights exact in bfloat16 and a logit spread of SPREAD.
 
     Its matrices neither amplify nor damp: those of the other tests are 1.5 times as large and would amplify rounding.
     Tied embeddings are small, otherwise most tokens would be followed by themselves regardless of the layers.
     """
-    file = make_tiny_checkpoint(kind, directory, **sizes) / "model.safetensors"
+    file = make_tiny_checkpoint(kind, directory, **(ALL_EXPERTS.get(kind, {}) | sizes)) / "model.safetensors"
     tensors = {name: tensor / 1.5 if tensor.ndim > 1 else tensor for name, tensor in load_file(file).items()}
     for name in tensors:
         if name.endswith(EMBEDDINGS) and kind in TIED:
