@@ -21,11 +21,11 @@ BUDGETS: dict[str, int] = {
     "engine": 2736,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor, also of ranks
     "frontend": 2490,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 8800,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
-    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
-    "models": 3704,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
+    "kernels": 9000,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
+    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance; experts 300
+    "models": 4110,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
-    # llama.cpp's blocks 900: their keys, tensors and the bits that are kept
+    # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290
     "router": 246,  # which replica caches what, and the choice of one
     "runner": 4110,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs
