@@ -22,7 +22,7 @@ BUDGETS: dict[str, int] = {
     "frontend": 2490,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
     "kernels": 9000,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
-    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance; experts 300
+    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
     "models": 4110,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290

@@ -130,6 +130,37 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 10,
     },
+    "qwen3_next": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 48,
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 10,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "mlp_only_layers": [2],
+    },
+    "qwen3_5_moe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 48,
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 10,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+    },
 }
 """Kinds with recurrent layers, which some features do not support."""
 
@@ -154,6 +185,8 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
         "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
         "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+        "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+        "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
@@ -232,7 +265,7 @@ def randomise(model: Any, seed: int) -> None:
                 inputs = 0 if is_conv1d else 2 if "experts" in name else 1
                 parameter.copy_(noise * 1.5 / parameter.shape[inputs] ** 0.5)
             elif name.endswith("weight"):  # a norm; Gemma's and Qwen3.5's weights are added to 1
-                adds = type(model).__name__.startswith(("Gemma", "Qwen3_5")) and "linear_attn" not in name
+                adds = type(model).__name__.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn" not in name
                 parameter.copy_(0.2 * noise + (0 if adds else 1))
             else:
                 parameter.copy_(0.3 * noise)

@@ -1,9 +1,12 @@
-"""Qwen3.5, dense and text only: three layers with a Gated DeltaNet (arXiv 2412.06464), then one with attention.
+"""Qwen3.5, text only: three layers with a Gated DeltaNet (arXiv 2412.06464), then one with attention.
 
-Norms multiply by 1 + weight, attention has a gate for its output, and a quarter of each head is rotated.
+Norms multiply by 1 + weight, attention has a gate for its output, and a quarter of each head is rotated. The larger
+models have experts, of which one is for all tokens.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from octavo.errors import UnsupportedModelError, cut
 from octavo.models.config_values import (
@@ -18,8 +21,11 @@ from octavo.models.config_values import (
     read_size,
     value_error,
 )
+from octavo.models.families.qwen3_moe import read_experts
 from octavo.models.family import Family
 from octavo.models.spec import DecoderSpec, HybridSpec
+
+SHARED_KEY = "shared_expert_intermediate_size"
 
 
 def read_recurrent_layers(config: Config) -> tuple[int, ...]:
@@ -37,7 +43,8 @@ def read_recurrent_layers(config: Config) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
 
 
-def read(config: Config, common: Config) -> DecoderSpec:
+def read(config: Config, common: Config, **traits: Any) -> DecoderSpec:
+    """traits: further fields of the spec"""
     bias = read_flag(config, "attention_bias")
     num_key_heads, num_value_heads = (
         read_size(config, f"linear_num_{name}_heads", maximum=MAX_HEADS) for name in ("key", "value")
@@ -62,31 +69,51 @@ def read(config: Config, common: Config) -> DecoderSpec:
         key_dim=read_size(config, "linear_key_head_dim", maximum=MAX_HEAD_DIM),
         value_dim=read_size(config, "linear_value_head_dim", maximum=MAX_HEAD_DIM),
         conv_size=read_size(config, "linear_conv_kernel_dim", maximum=64),
+        **traits,
     )
 
 
-FAMILY = Family(
-    read=read,
-    keys=(
-        *DECODER_KEYS,
-        "attention_bias",
-        "full_attention_interval",
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-    ),
-    refused={"attn_output_gate": (True,)},
+def read_moe(config: Config, common: Config) -> DecoderSpec:
+    shared = read_size(config, SHARED_KEY)
+    return read(config, common, experts=read_experts(config, shared_inner=shared))
+
+
+HYBRID_KEYS = (
+    *DECODER_KEYS,
+    "attention_bias",
+    "full_attention_interval",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+HYBRID_DEFAULTS: Config = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+REFUSED = {"attn_output_gate": (True,)}
+RENAMED = ((r"model\.language_model\.", "model."),)
+
+FAMILY = Family(read=read, keys=HYBRID_KEYS, refused=REFUSED, defaults=HYBRID_DEFAULTS, renamed=RENAMED)
+MOE_FAMILY = Family(
+    read=read_moe,
+    keys=(*HYBRID_KEYS, "num_experts", "num_experts_per_tok", "moe_intermediate_size", SHARED_KEY),
+    refused=REFUSED,
     defaults={
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
+        **HYBRID_DEFAULTS,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        SHARED_KEY: 512,
+        "intermediate_size": 512,  # of dense layers, which it has not
     },
-    renamed=((r"model\.language_model\.", "model."),),
+    renamed=RENAMED,
 )

@@ -13,13 +13,15 @@ from octavo.models.spec.tensors import LayerKind, LinearShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridSpec(DecoderSpec):
-    """Qwen3.5: a decoder of the Llama family with Gated DeltaNets (arXiv 2412.06464) as its recurrent layers.
+    """Qwen3.5 and Qwen3-Next: decoders whose recurrent layers are Gated DeltaNets (arXiv 2412.06464).
 
     The outputs of its other layers' attention are gated: each head of Q has a gate of the same size beside it.
 
     num_key_heads, key_dim      heads of Q and of K in a recurrent layer, and their size
     num_value_heads, value_dim  of V
     conv_size                   tokens that the convolution of Q, K and V sees
+    merged_by_key_head          the checkpoint's projections are two tensors (Qwen3-Next): for each key head its Q, K,
+                                values and gates, and its two numbers for each of these
     """
 
     model: ClassVar[str] = "octavo.models.hybrid:HybridDecoder"
@@ -28,6 +30,7 @@ class HybridSpec(DecoderSpec):
     key_dim: int
     value_dim: int
     conv_size: int
+    merged_by_key_head: bool = False
 
     def _qkv_shape(self, sizes: tuple[int, int, int]) -> LinearShape:
         """Of layers with attention: Q, its gates, K and V. Q and the gates are merged in one tensor."""
@@ -58,13 +61,29 @@ class HybridSpec(DecoderSpec):
     @property
     def recurrent_linears(self) -> dict[str, LinearShape]:
         """Of recurrent layers: "qkv" has Q, K and V, the output's gate, and two numbers for each head of V."""
-        hidden, num_heads, names = self.hidden_size, self.num_value_heads, ("qkv", "qkv", "qkv", "z", "b", "a")
+        hidden, num_heads = self.hidden_size, self.num_value_heads
+        names = ("qkvz",) * 4 + ("ba",) * 2 if self.merged_by_key_head else ("qkv", "qkv", "qkv", "z", "b", "a")
         inner = num_heads * self.value_dim
         sizes = (*self.conv_sizes, inner, num_heads, num_heads)
+        order = self._recurrent_order if self.merged_by_key_head else None
         return {
-            "qkv": LinearShape(tuple(f"linear_attn.in_proj_{name}" for name in names), hidden, sizes),
+            "qkv": LinearShape(tuple(f"linear_attn.in_proj_{name}" for name in names), hidden, sizes, order=order),
             "out": LinearShape(("linear_attn.out_proj",), inner, (hidden,)),
         }
+
+    @property
+    def _recurrent_order(self) -> tuple[int, ...]:
+        """Rows of the projections in the two tensors, which have one key head after the other."""
+        values = self.num_value_heads // self.num_key_heads
+        order: list[int] = []
+        first = 0
+        for sizes in ((self.key_dim, self.key_dim, *(values * self.value_dim,) * 2), (values, values)):
+            stride = sum(sizes)
+            for i, size in enumerate(sizes):
+                starts = (first + head * stride + sum(sizes[:i]) for head in range(self.num_key_heads))
+                order += [start + row for start in starts for row in range(size)]
+            first += self.num_key_heads * stride
+        return tuple(order)
 
     def kind_of(self, layer: int) -> LayerKind:
         if layer not in self.recurrent_layers:
