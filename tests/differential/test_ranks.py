@@ -23,7 +23,7 @@ OTHERS = [
     *((case, 2, "windows") for case in CASES if CASES[case][0] not in HYBRIDS),
     *((case, 4, "chunks") for case in ("llama", "mistral", "gemma3", "gpt2", "olmo2", "phi3")),
     *(("llama tied", 2, way) for way in WAYS if way not in ("windows", "graphs", "eager")),
-    ("qwen3_5", 2, "chunks"),
+    *((kind, 2, "chunks") for kind in ("qwen3_5", "qwen3_next", "qwen3_5_moe")),
 ]
 
 

@@ -16,7 +16,8 @@ from tests.differential.test_transformers import ManualScheduler
 from tests.differential.uncached import UncachedModel
 
 KIND = "qwen3_5"
-CASES = list(dict.fromkeys(case._replace(kind=KIND) for case in pairwise_cases()))
+KINDS = (KIND, "qwen3_next", "qwen3_5_moe")
+CASES = list(dict.fromkeys(case._replace(kind=KINDS[i % 3]) for i, case in enumerate(pairwise_cases())))
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "device": "cpu",
@@ -37,7 +38,8 @@ def model(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_same_greedy_tokens_as_transformers(case: Case, model: TinyModel) -> None:
+def test_same_greedy_tokens_as_transformers(case: Case, tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model(case.kind)
     prompts, expected = model.prompts, model.greedy
     if case.batch == 1:
         index = len(case.name) % len(prompts)

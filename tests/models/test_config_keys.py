@@ -273,5 +273,25 @@ def hybrids(config: Change) -> Iterator[Change]:
 GROUPS["hybrids"] = hybrids
 
 
-def test_variants_of_a_hybrid_equal_transformers_or_are_refused(tmp_path: Path) -> None:
-    assert problems("qwen3_5", "hybrids", tmp_path / "model") == []
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_variants_of_a_hybrid_equal_transformers_or_are_refused(kind: str, tmp_path: Path) -> None:
+    assert problems(kind, "hybrids", tmp_path / "model") == []
+
+
+def experts(config: Change) -> Iterator[Change]:
+    """Values of the keys of experts."""
+    for key in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        yield from ({key: value} for value in (ABSENT, None, 0, 1, 10**9, -1, "2", 2.0, True))
+    yield from ({"norm_topk_prob": value} for value in (ABSENT, None, True, False, 1))
+    yield from ({"decoder_sparse_step": value} for value in (ABSENT, None, 1, 2, 3, 9, -1, "1"))
+    yield from ({"mlp_only_layers": value} for value in (ABSENT, None, [], [0], [0, 2], [9], [-1], [0.5], 1, "0"))
+    yield from ({"hidden_act": value} for value in ("silu", "gelu_pytorch_tanh", "gelu", "relu"))
+    yield from ({"shared_expert_intermediate_size": value} for value in (ABSENT, None, 0, 3, 20))
+
+
+GROUPS["experts"] = experts
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe"])
+def test_variants_of_experts_equal_transformers_or_are_refused(kind: str, tmp_path: Path) -> None:
+    assert problems(kind, "experts", tmp_path / "model") == []

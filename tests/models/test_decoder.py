@@ -156,6 +156,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm2 biases": ("internlm2", {"attention_bias": True, "intermediate_size": 38}),
     "internlm3": ("internlm3", {}),
     "internlm3 biases": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe few": ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_experts_per_tok": 1}),
+    "mixtral": ("mixtral", {}),
+    "mixtral all": ("mixtral", {"num_experts_per_tok": 5, "sliding_window": 7, "hidden_act": "gelu_pytorch_tanh"}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next all": ("qwen3_next", {"num_experts_per_tok": 6, "norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5 turned": (
         "qwen3_5",
