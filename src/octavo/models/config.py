@@ -74,6 +74,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         "dtype": read_dtype(config),
         "quant_method": None if form is None else _text_part(outer)[KEY]["quant_method"],
         "stored_as": "" if form is None else form.description,
+        "kv_scheme": "" if form is None else form.kv_scheme,
     }
     spec = family.read(config, common)
     if form is not None and spec.names.is_conv1d:

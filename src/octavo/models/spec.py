@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from octavo.kernels.group_form import GroupForm
 from octavo.models import quantization as methods
@@ -173,6 +173,8 @@ class ModelSpec:
     dtype                    the checkpoint's, a name such as "bfloat16"; for quantised GGUF files, "bfloat16"
     quant_method             vLLM's name of how the checkpoint is quantised, such as "awq"; None: it is not
     stored_as                how the files of a quantised checkpoint hold the weights, for people; "": they are not
+    kv_scheme                how config.json wants K and V in float8: static, with scales in the files, or dynamic;
+                             "": it does not
     forms                    of those of linear layers, and the number of weights in each
     vocabulary_forms         the same of embeddings and head, which a GPU dequantises
     names                    names of the checkpoint's tensors
@@ -201,6 +203,7 @@ class ModelSpec:
     dtype: str = "float32"
     quant_method: str | None = None
     stored_as: str = ""
+    kv_scheme: Literal["", "static", "dynamic"] = ""
     forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
     vocabulary_forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
     names: TensorNames = field(default=LLAMA_NAMES, repr=False)

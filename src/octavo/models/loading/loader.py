@@ -30,6 +30,7 @@ from octavo.models.config import find_format
 from octavo.models.linear import SINGLE_RANK, LayerFactory, Slot, TensorParallel, VocabEmbedding, Weight
 from octavo.models.linear_methods import LinearMethod, PlainMethod
 from octavo.models.loading.gguf import read_gguf
+from octavo.models.loading.kv_scales import take_kv_scales
 from octavo.models.loading.quantised import read_quantised
 from octavo.models.loading.safetensors import read_safetensors
 from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredTensor, raise_problems
@@ -42,10 +43,14 @@ MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
 
 class Model(Protocol):
-    """A causal language model over the paged KV cache: `decoder.Decoder`, `gpt.GPT`, or what another spec names."""
+    """A causal language model over the paged KV cache: `decoder.Decoder`, `gpt.GPT`, or what another spec names.
+
+    stored_kv_scales  those of the checkpoint, as for `set_kv_scales`; None: it has none
+    """
 
     spec: ModelSpec
     vocabulary: VocabEmbedding
+    stored_kv_scales: Tensor | None
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """See `decoder.Decoder.forward`."""
@@ -99,6 +104,8 @@ def load_model(
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
     if (form := find_format(checkpoint.config)) is not None:
         raise_problems(checkpoint, read_quantised(stored, form, find_family(spec.architecture)))
+    kv_scales, problems = take_kv_scales(stored, spec)
+    raise_problems(checkpoint, problems)
     head, embedding = f"{spec.names.head}.weight", f"{spec.names.embedding}.weight"
     if spec.tie_word_embeddings and embedding not in stored and head in stored:
         stored[embedding] = stored.pop(head)  # one name of the tied tensor is as good as the other
@@ -107,6 +114,10 @@ def load_model(
     raise_problems(checkpoint, dict.fromkeys(_mismatches(shapes, stored)))  # each problem once
     model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
     raise_problems(checkpoint, _fill(model, stored))
+    if kv_scales is not None:
+        num_heads = tp.kv_heads(spec.num_kv_heads)
+        first = tp.start(spec.num_kv_heads, num_heads)
+        model.stored_kv_scales = kv_scales[:, :, first : first + num_heads].contiguous().to(device)
     return model
 
 
