@@ -30,7 +30,7 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.config import read_spec
 from octavo.models.linear import SINGLE_RANK
 from octavo.models.linear_methods import find_linear_method
-from octavo.models.loading.loader import Model, dummy_model, load_model
+from octavo.models.loading.loader import Model, dummy_model, find_forms, load_model
 from octavo.models.spec import ModelSpec
 from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.executor import Executor as LocalExecutor
@@ -320,9 +320,9 @@ def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
     method = find_linear_method(args.quantization, platform.name, batch_invariant=args.batch_invariant)
 
     def load(each: ResolvedModel | ResolvedDraft) -> Model:
-        read: Callable[..., Model] = (
-            dummy_model if args.load_format == "dummy" else partial(load_model, each.checkpoint)
-        )
+        read: Callable[..., Model] = partial(load_model, each.checkpoint)
+        if args.load_format == "dummy":
+            read = partial(dummy_model, find_form=find_forms(each.checkpoint, each.spec))
         return read(
             each.spec,
             dtype=getattr(torch, each.dtype),
