@@ -37,8 +37,8 @@ class HeadNorms(TypedDict):
     kv_scales: Tensor | None
 
 
-Role = Literal["linear", "head", "table"]
-"""What a weight is for: products, logits and maybe embeddings, or embeddings alone."""
+Role = Literal["linear", "head", "tied", "table"]
+"""What a weight is for: products, logits, logits and embeddings, or embeddings alone."""
 
 
 class LinearMethod:
@@ -208,15 +208,16 @@ class PackedMethod(PlainMethod):
     ) -> None:
         """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others"""
         super().__init__(num_out, num_in, **options)
-        self.form = {"linear": form, "head": head_form, "table": None}[self.role]
+        self.form = {"linear": form, "table": None}.get(self.role, head_form)
         self.backend = backend
         self.packed: PackedWeight | None = None
         self._parts: list[Tensor | Groups] = []
         self.fused: FusedWeight | None = None  # `packed`, if it has fused products
 
     def keeps(self, form: GroupForm) -> bool:
-        if self.role != "linear" and torch.device(self.device).type != "cpu":
-            return False  # a GPU's head is plain
+        is_head = self.role == "head" and not form.is_float
+        if torch.device(self.device).type != "cpu" and self.role != "linear" and not is_head:
+            return False  # embeddings in groups take longer to read; float8 products round activations
         unit = SUPER_SIZE if form.is_nested else form.group_size
         num_in = self.weight.shape[1]
         return num_in % unit == 0 and self.ops.keeps_groups(form, num_in, self.weight.dtype)
@@ -265,7 +266,7 @@ class PackedMethod(PlainMethod):
             part = part.dequantised().to(self.weight.dtype)
         if self.role == "table":
             return part
-        pack = packed_linear.pack_head if self.role == "head" else packed_linear.pack
+        pack = packed_linear.pack if self.role == "linear" else packed_linear.pack_head
         return pack(part, self.backend) or part
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -281,7 +282,7 @@ class PackedMethod(PlainMethod):
         return method.gather_own_rows(self, token_ids, first)
 
     def logits(self, x: Tensor) -> Tensor:
-        return super().logits(x) if self.packed is None else self.packed(x, None, float32_out=True)
+        return super().logits(x) if self.packed is None else self.packed(x, None, float32_out=not x.is_cuda)
 
     @property
     def max_small_batch_tokens(self) -> int:

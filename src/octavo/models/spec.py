@@ -176,7 +176,8 @@ class ModelSpec:
     kv_scheme                how config.json wants K and V in float8: static, with scales in the files, or dynamic;
                              "": it does not
     forms                    of those of linear layers, and the number of weights in each
-    vocabulary_forms         the same of embeddings and head, which a GPU dequantises
+    vocabulary_forms         the same of embeddings and head
+    head_form                of a head that is not tied: a GPU keeps integers, and dequantises embeddings
     names                    names of the checkpoint's tensors
     """
 
@@ -206,6 +207,7 @@ class ModelSpec:
     kv_scheme: Literal["", "static", "dynamic"] = ""
     forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
     vocabulary_forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
+    head_form: GroupForm | None = field(default=None, repr=False)
     names: TensorNames = field(default=LLAMA_NAMES, repr=False)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
@@ -259,7 +261,8 @@ class ModelSpec:
 
         Quantised weights keep their bits where the device's products do, in 16-bit dtypes.
         """
-        forms = self.forms + (self.vocabulary_forms if device == "cpu" else ())
+        heads = () if (head := self.head_form) is None or head.is_float else ((head, math.prod(self.vocabulary)),)
+        forms = self.forms + (self.vocabulary_forms if device == "cpu" else heads)
         kept = [(form, count) for form, count in forms if itemsize == 2 and form.is_kept_on(device)]
         num_kept = sum(count for _, count in kept)
         num_bytes = sum(form.num_bytes(count) for form, count in kept)

@@ -25,11 +25,15 @@ from tests.models.test_kept_weights import NESTED, WIDE, KeepingOps
 from tests.models.tiny import PagedRun, make_tiny_checkpoint, random_prompts, write_tiny_gguf
 
 
-class CpuForms(KeepingOps):
-    """Keeps the forms that memory plans count as kept on a CPU."""
+class PlannedForms(KeepingOps):
+    """Keeps the forms that memory plans count as kept on a device."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.device = device
 
     def keeps_groups(self, form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
-        return form.is_kept_on("cpu")
+        return form.is_kept_on(self.device)
 
 
 class Unpacked(PackedMethod):
@@ -37,11 +41,26 @@ class Unpacked(PackedMethod):
         """The parts stay as they were filled."""
 
 
+class UnpackedOnGpu(Unpacked):
+    """Keeps what it would keep on a GPU."""
+
+    def keeps(self, form: GroupForm) -> bool:
+        own, self.device = self.device, "cuda"
+        kept = super().keeps(form)
+        self.device = own
+        return kept
+
+
 def make_dummy(path: Path, method: Any = Unpacked, ops: Any = None, **options: Any) -> Model:
     checkpoint = open_checkpoint(path, weights=False)
     spec = read_spec(checkpoint)
     find_form = find_forms(checkpoint, spec)
-    options = {"dtype": torch.bfloat16, "device": "cpu", "ops": ops or CpuForms(), "linear_method": method} | options
+    options = {
+        "dtype": torch.bfloat16,
+        "device": "cpu",
+        "ops": ops or PlannedForms(),
+        "linear_method": method,
+    } | options
     return dummy_model(spec, find_form=find_form, **options)
 
 
@@ -88,6 +107,34 @@ def test_bytes_are_those_that_the_doctor_counts(name: str, tied: bool, tmp_path:
     assert num_bytes(model) == model.spec.weight_bytes(2)
     kept = any(isinstance(weight.target, Groups) for weight in model.weights())
     assert kept == (name not in ("gptq, order", "fp8"))
+
+
+ON_GPU = {
+    "awq": (CONFIGS["awq"], False),
+    "ct int8 with the head": (CONFIGS["ct int8 with the head"], True),
+    "ct fp8 with the head": (VARIANTS["ct fp8 row"].config | {"ignore": []}, False),
+    "Q8_0": (None, True),
+    "Q4_K": (None, False),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_a_gpu_keeps_a_head_of_integers(name: str, tied: bool, tmp_path: Path) -> None:
+    """Not a tied one, which is the embedding, too; nor one in float8."""
+    config, keeps_head = ON_GPU[name]
+    sizes = NESTED if name == "Q4_K" else WIDE
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **sizes, tie_word_embeddings=tied)
+    gguf = config is None
+    path = (
+        write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=name) if gguf else only_config(directory, **config)
+    )
+    model = make_dummy(path, UnpackedOnGpu, PlannedForms("cuda"))
+    assert num_bytes(model) == model.spec.weight_bytes(2, device="cuda")
+    kept = {weight.name for weight in model.weights() if isinstance(weight.target, Groups)}
+    assert ("lm_head.weight" in kept) == (keeps_head and not tied)
+    assert "model.embed_tokens.weight" not in kept
+    assert bool(kept) == (name != "Q4_K")
 
 
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_K", "Q6_K"])
