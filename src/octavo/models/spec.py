@@ -261,8 +261,11 @@ class ModelSpec:
 
         Quantised weights keep their bits where the device's products do, in 16-bit dtypes.
         """
-        heads = () if (head := self.head_form) is None or head.is_float else ((head, math.prod(self.vocabulary)),)
-        forms = self.forms + (self.vocabulary_forms if device == "cpu" else heads)
+        forms = self.forms
+        if device == "cpu":
+            forms += self.vocabulary_forms
+        elif self.head_form is not None and not self.head_form.is_float:
+            forms += ((self.head_form, math.prod(self.vocabulary)),)
         kept = [(form, count) for form, count in forms if itemsize == 2 and form.is_kept_on(device)]
         num_kept = sum(count for _, count in kept)
         num_bytes = sum(form.num_bytes(count) for form, count in kept)
