@@ -172,9 +172,9 @@ class EngineArgs(ValidatedParams):
                               the files are quantised, which is found without them; another one is an error
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
-    kv_cache_dtype            K and V; auto: in the dtype of the activations. int8, on a CPU: a scale per head and
-                              token. fp8 (fp8_e4m3) or fp8_e5m2, on a GPU: a scale per layer and head, calibrated at
-                              start
+    kv_cache_dtype            K and V; auto: in the dtype of the activations, or in fp8 on a GPU if the checkpoint has a
+                              kv_cache_scheme. int8, on a CPU: a scale per head and token. fp8 (fp8_e4m3) or fp8_e5m2,
+                              on a GPU: a scale per layer and head, the checkpoint's or calibrated at start
     num_gpu_blocks_override   usable blocks on any device; None: derived from `kv_cache_memory_bytes`
     kv_cache_memory_bytes     bytes for the KV pool; None: on a CPU the smallest of 4 GiB, a quarter of the free memory,
                               and what max_num_seqs sequences of max_model_len need
@@ -423,10 +423,14 @@ class EngineArgs(ValidatedParams):
             )
         return dtype
 
-    def resolved_kv_dtype(self, device: str, dtype: str) -> str:
-        """The dtype of K and V; dtype: of the activations. Raises `ParameterError` if the device does not have it."""
+    def resolved_kv_dtype(self, device: str, dtype: str, *, prefers_float8: bool = False) -> str:
+        """The dtype of K and V. Raises `ParameterError` if the device does not have it.
+
+        dtype           of the activations
+        prefers_float8  the checkpoint asks for float8, and the device has it
+        """
         if self.kv_cache_dtype == "auto":
-            return dtype
+            return KV_DTYPES["fp8"] if prefers_float8 else dtype
         if (device == "cpu") == (self.kv_cache_dtype == "int8"):
             return KV_DTYPES[self.kv_cache_dtype]
         text = f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported on {device}"

@@ -30,13 +30,13 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.config import read_spec
 from octavo.models.linear import SINGLE_RANK
 from octavo.models.linear_methods import find_linear_method
-from octavo.models.loading.loader import Model, dummy_model, load_model
+from octavo.models.loading.loader import Model, dummy_model, find_forms, load_model
 from octavo.models.spec import ModelSpec
 from octavo.runner.drafts.draft_model import Draft
 from octavo.runner.executor import Executor as LocalExecutor
 from octavo.runner.executor import make_executor
 from octavo.runner.memory.budget import LESS_SWAP, FreeMemory, MemoryBudget, doctor_hint, free_memory, plan_memory
-from octavo.runner.memory.kv_scales import MAX_TOKENS, calibrate
+from octavo.runner.memory.kv_scales import MAX_TOKENS, fix_scales
 from octavo.runner.memory.profile import GPUMemoryProfile, Precompile, smaller_passes
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.platform import Platform, find_platform
@@ -224,12 +224,22 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
         platform.make_batch_invariant(spec, dtype)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
     own = spec.of_rank(args.tensor_parallel_size)
-    kv = KVCacheSpec.of(own, args.block_size, args.resolved_kv_dtype(platform.name, dtype), max_len=max_len)
+    kv = KVCacheSpec.of(own, args.block_size, _kv_dtype(args, spec, platform, dtype), max_len=max_len)
     draft = _resolve_draft(args, spec, platform)
     if draft is not None:
-        draft_dtype = args.resolved_kv_dtype(platform.name, draft.dtype)
+        draft_dtype = _kv_dtype(args, draft.spec, platform, draft.dtype)
         kv = replace(kv, draft=KVCacheSpec.of(draft.spec, args.block_size, draft_dtype))
     return ResolvedModel(args, platform, checkpoint, spec, dtype, kv, tokenizer, defaults, draft)
+
+
+def _kv_dtype(args: EngineArgs, spec: ModelSpec, platform: Platform, dtype: str) -> str:
+    """The dtype of a model's K and V. dtype: of its activations"""
+    prefers_float8 = bool(spec.kv_scheme) and platform.has_float8
+    kv_dtype = args.resolved_kv_dtype(platform.name, dtype, prefers_float8=prefers_float8)
+    if spec.kv_scheme and args.kv_cache_dtype == "auto":
+        reason = "" if prefers_float8 else ": this device has no float8 for it"
+        logger.info("kv_cache_scheme of config.json: K and V are in %s%s", kv_dtype, reason)
+    return kv_dtype
 
 
 def _resolve_draft(args: EngineArgs, target: ModelSpec, platform: Platform) -> ResolvedDraft | None:
@@ -257,18 +267,13 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
     """Load the weights on a device with memory of its own, and plan with what its largest passes leave."""
     args, platform, num_bytes = resolved.args, resolved.platform, resolved.weight_bytes
     free_some = f"free as much as the weights take, {num_bytes / GIB:.2f} GiB; {doctor_hint(args)}"
-    if resolved.kv.dtype == "float8_e4m3fn" and torch.cuda.get_device_capability(platform.device) < (8, 9):
+    if resolved.kv.dtype == "float8_e4m3fn" and not platform.has_float8:
         text = f"kv_cache_dtype {args.kv_cache_dtype!r} needs a GPU of compute capability 8.9; use fp8_e5m2"
         raise ParameterError(text, param="kv_cache_dtype")
     with platform.startup_errors("loading the weights", lambda _: free_some):
         platform.check_weights(num_bytes, args)
         model, draft = _load(resolved, resolved.model_len)
     timer.lap("weights")
-    for each, kv, loaded in ((resolved, resolved.kv, model), (resolved.draft, resolved.kv.draft, draft)):
-        if each is not None and kv is not None and loaded is not None and kv.dtype.startswith("float8"):
-            ids = [] if resolved.tokenizer is None else resolved.tokenizer.encode(inspect.getsource(octavo.config))
-            ids = ids[: min(MAX_TOKENS, args.max_num_batched_tokens or 1, resolved.model_len)]
-            calibrate(loaded, ids, kv, dtype=getattr(torch, each.dtype), device=platform.device)
     with platform.startup_errors("computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
         profile = platform.measure(model, args, kv_cache=resolved.kv, precompile=precompile, draft=draft)
     profile.check(args, resolved.kv)
@@ -280,6 +285,19 @@ def _load_and_measure(resolved: ResolvedModel, precompile: Precompile | None, ti
     budget = _plan(resolved, FreeMemory(weights=num_bytes, host=host, device=available))
     logger.info("%s", profile.table(budget))
     return LoadedModel(model, draft, budget, profile)
+
+
+def _fix_kv_scales(resolved: ResolvedModel, model: Model, draft: Model | None) -> None:
+    """Of pools in float8."""
+    args, tokenizer = resolved.args, resolved.tokenizer
+
+    def read_text() -> list[int]:
+        ids = [] if tokenizer is None else tokenizer.encode(inspect.getsource(octavo.config))
+        return ids[: min(MAX_TOKENS, args.max_num_batched_tokens or 1, resolved.model_len)]
+
+    for each, kv, loaded in ((resolved, resolved.kv, model), (resolved.draft, resolved.kv.draft, draft)):
+        if each is not None and kv is not None and loaded is not None and kv.dtype.startswith("float8"):
+            fix_scales(loaded, read_text, kv, dtype=getattr(torch, each.dtype), device=resolved.platform.device)
 
 
 def _plan(resolved: ResolvedModel, free: FreeMemory) -> MemoryBudget:
@@ -302,9 +320,9 @@ def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
     method = find_linear_method(args.quantization, platform.name, batch_invariant=args.batch_invariant)
 
     def load(each: ResolvedModel | ResolvedDraft) -> Model:
-        read: Callable[..., Model] = (
-            dummy_model if args.load_format == "dummy" else partial(load_model, each.checkpoint)
-        )
+        read: Callable[..., Model] = partial(load_model, each.checkpoint)
+        if args.load_format == "dummy":
+            read = partial(dummy_model, find_form=find_forms(each.checkpoint, each.spec))
         return read(
             each.spec,
             dtype=getattr(torch, each.dtype),
@@ -321,7 +339,9 @@ def _load(resolved: ResolvedModel, max_len: int) -> tuple[Model, Model | None]:
         threads.submit(platform.compile_kernels)
         models = [each for each in (resolved, resolved.draft) if each is not None]
         model, *drafts = threads.map(load, models)
-        return model, drafts[0] if drafts else None
+    draft = drafts[0] if drafts else None
+    _fix_kv_scales(resolved, model, draft)
+    return model, draft
 
 
 def _config(resolved: ResolvedModel, budget: MemoryBudget) -> EngineConfig:

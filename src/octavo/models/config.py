@@ -45,7 +45,15 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
             for part in (kinds, of_vocabulary)
         )
         names = ", ".join(dict.fromkeys([*kinds, *of_vocabulary]))
-        return replace(spec, quant_method="gguf", stored_as=names, forms=forms, vocabulary_forms=vocabulary_forms)
+        head = next((t.tensor_type.name for t in checkpoint.gguf.tensors if t.name == "output.weight"), "")
+        return replace(
+            spec,
+            quant_method="gguf",
+            stored_as=names,
+            forms=forms,
+            vocabulary_forms=vocabulary_forms,
+            head_form=GGUF_FORMS.get(head),
+        )
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     if spec.tie_word_embeddings and _has_other_head(checkpoint, spec):
         return replace(spec, tie_word_embeddings=False)
@@ -74,6 +82,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         "dtype": read_dtype(config),
         "quant_method": None if form is None else _text_part(outer)[KEY]["quant_method"],
         "stored_as": "" if form is None else form.description,
+        "kv_scheme": "" if form is None else form.kv_scheme,
     }
     spec = family.read(config, common)
     if form is not None and spec.names.is_conv1d:
@@ -83,7 +92,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         return spec
     head = None if spec.tie_word_embeddings else form.form(spec.names.head, spec.vocabulary[1])
     heads = () if head is None else ((head, math.prod(spec.vocabulary)),)
-    return replace(spec, forms=tuple(_forms(spec, form)), vocabulary_forms=heads)
+    return replace(spec, forms=tuple(_forms(spec, form)), vocabulary_forms=heads, head_form=head)
 
 
 def _forms(spec: ModelSpec, form: Format) -> Iterator[tuple[GroupForm, int]]:

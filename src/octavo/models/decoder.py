@@ -88,6 +88,7 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, factory: LayerFactory, *, max_len: int | None = None) -> None:
         self.spec = spec
+        self.stored_kv_scales: Tensor | None = None
         self.ops = ops = factory.ops
         self.vocabulary = VocabEmbedding(spec, factory)
         self.embedding_scale = spec.embedding_scale

@@ -97,6 +97,7 @@ class GPT:
 
     def __init__(self, spec: GPTSpec, factory: LayerFactory, *, max_len: int | None = None) -> None:
         self.spec = spec
+        self.stored_kv_scales: Tensor | None = None
         self.vocabulary = VocabEmbedding(spec, factory)
         self.others = {name: factory.empty(*shape) for name, shape in spec.others.items()}
         self.positions = self.others.get(spec.names.positions)  # [num_positions, hidden_size]

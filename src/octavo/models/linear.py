@@ -225,7 +225,7 @@ class VocabEmbedding:
         self.num_rows, width = spec.of_rank(self.tp.size).vocabulary
         self.first = self.tp.rank * self.num_rows
         own = min(self.num_rows, spec.vocab_size - self.first), width
-        self.head = factory.method(*own, "head")
+        self.head = factory.method(*own, "tied" if self.tied else "head")
         self.table = self.head if self.tied else factory.method(*own, "table")
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ class HeadNorms(TypedDict):
     kv_scales: Tensor | None
 
 
-Role = Literal["linear", "experts", "router", "head", "table"]
-"""What a weight is for: products, products of experts, logits of a router, logits of tokens and maybe embeddings, or
+Role = Literal["linear", "experts", "router", "head", "tied", "table"]
+"""What a weight is for: products, products of experts, logits of a router, logits of tokens, these and embeddings, or
 embeddings alone."""
 
 NO_LIMIT = 1 << 30
@@ -223,7 +223,7 @@ class PackedMethod(PlainMethod):
     ) -> None:
         """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others"""
         super().__init__(num_out, num_in, **options)
-        self.form = {"linear": form, "experts": form, "head": head_form}.get(self.role)
+        self.form = {"linear": form, "experts": form, "head": head_form, "tied": head_form}.get(self.role)
         self.backend = backend
         self.packed: PackedWeight | None = None
         self.packed_experts: PackedExperts | None = None
@@ -231,8 +231,9 @@ class PackedMethod(PlainMethod):
         self.fused: FusedWeight | None = None  # `packed`, if it has fused products
 
     def keeps(self, form: GroupForm) -> bool:
-        if self.role != "linear" and torch.device(self.device).type != "cpu":
-            return False  # a GPU's head is plain, and its experts are
+        is_head = self.role == "head" and not form.is_float
+        if torch.device(self.device).type != "cpu" and self.role != "linear" and not is_head:
+            return False  # embeddings in groups take longer to read; float8 products round activations
         unit = SUPER_SIZE if form.is_nested else form.group_size
         num_in = self.weight.shape[1]
         return num_in % unit == 0 and self.ops.keeps_groups(form, num_in, self.weight.dtype)
@@ -316,7 +317,7 @@ class PackedMethod(PlainMethod):
         return method.gather_own_rows(self, token_ids, first)
 
     def logits(self, x: Tensor) -> Tensor:
-        return super().logits(x) if self.packed is None else self.packed(x, None, float32_out=True)
+        return super().logits(x) if self.packed is None else self.packed(x, None, float32_out=not x.is_cuda)
 
     def experts_in(self, x: Tensor, bias: Tensor | None, routing: Routing, gate: ExpertGate) -> Tensor:
         if self.packed_experts is None:

@@ -46,6 +46,7 @@ class Platform:
     ops            its operations
     is_host        operations compute in the host's memory, and have done so when their call returns. Then the host may
                    read the state of the rows at any time
+    has_float8     pools can be in float8 (e4m3)
     has_cascade    attention reads a prefix once for neighbours that share it (`RaggedBatch.common_prefix_lens`)
     """
 
@@ -53,6 +54,7 @@ class Platform:
     device: torch.device
     ops: Ops
     is_host = False
+    has_float8 = False
     has_cascade = False
 
     # -- start of an engine --------------------------------------------------------------------------------------------
@@ -218,6 +220,7 @@ class CudaPlatform(Platform):
 
     def __init__(self) -> None:
         self.device = diagnostics.find_gpu()
+        self.has_float8 = torch.cuda.get_device_capability(self.device) >= (8, 9)
         from octavo.kernels.triton import ops  # needs Triton, which a CPU does without
 
         self.ops = ops

@@ -113,9 +113,10 @@ class SimConfig:
         """Of one rank."""
         args = self.args
         max_len = args.grouped_len(self.model.max_model_len(args.max_model_len))
-        return self.model.of_rank(self.num_devices).kv_cache(
-            args.block_size, max_len, args.resolved_kv_dtype(self._platform, self.model.dtype)
-        )
+        spec, platform = self.model.spec, self._platform
+        prefers_float8 = spec is not None and bool(spec.kv_scheme) and platform == "cuda"
+        dtype = args.resolved_kv_dtype(platform, self.model.dtype, prefers_float8=prefers_float8)
+        return self.model.of_rank(self.num_devices).kv_cache(args.block_size, max_len, dtype)
 
     def num_blocks(self) -> int:
         """Usable blocks of a replica, as `octavo doctor` counts them. Raises `MemoryBudgetError` if it does not fit."""

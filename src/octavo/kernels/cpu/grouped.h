@@ -100,6 +100,12 @@ template <int BITS> inline void add_products(IntWords &sum, const UintWords *wor
     } else
         add(words[0], words[1], 1);
 }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#define INT8_INSTRUCTIONS "usdot"
+template <int BITS> inline void add_products(IntWords &sum, const UintWords *words, IntWords x0, IntWords x1) {
+    auto dot = [](IntWords sum, UintWords w, IntWords x) { return (IntWords)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)x); };
+    sum = dot(dot(sum, words[0], x0), words[1], x1);
+}
 #else
 #define INT8_INSTRUCTIONS "int16"
 template <int BITS> inline void add_products(IntWords &sum, const UintWords *words, IntWords x0, IntWords x1) {

@@ -14,6 +14,8 @@
 #include <vector>
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "team.h"

@@ -580,7 +580,7 @@ def _digest(compiler: str, march: str) -> str:
     """Digest of the sources, the compiler, its flags and the processor."""
     processor = platform.machine()
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        processor += next((line for line in lines if line.startswith("flags")), "")
+        processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
     stat = os.stat(compiler)
     sources = (path.read_text() for path in SOURCES)
     parts = (*sources, *FLAGS, march, os.path.realpath(compiler), str(stat.st_mtime_ns), processor)

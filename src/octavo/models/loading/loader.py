@@ -31,7 +31,9 @@ from octavo.models.linear import SINGLE_RANK, LayerFactory, Slot, TensorParallel
 from octavo.models.linear_methods import LinearMethod, PlainMethod
 from octavo.models.loading.experts import split_experts
 from octavo.models.loading.gguf import read_gguf
+from octavo.models.loading.kv_scales import take_kv_scales
 from octavo.models.loading.quantised import read_quantised
+from octavo.models.loading.random_weights import SIGMA, fill_randomly
 from octavo.models.loading.safetensors import read_safetensors
 from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Rows, StoredTensor, raise_problems
 from octavo.models.quantization.form import WHOLE, TensorError
@@ -43,10 +45,14 @@ MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
 
 class Model(Protocol):
-    """A causal language model over the paged KV cache: `decoder.Decoder`, `gpt.GPT`, or what another spec names."""
+    """A causal language model over the paged KV cache: `decoder.Decoder`, `gpt.GPT`, or what another spec names.
+
+    stored_kv_scales  those of the checkpoint, as for `set_kv_scales`; None: it has none
+    """
 
     spec: ModelSpec
     vocabulary: VocabEmbedding
+    stored_kv_scales: Tensor | None
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """See `decoder.Decoder.forward`."""
@@ -101,6 +107,8 @@ def load_model(
     stored = split_experts(stored)
     if (form := find_format(checkpoint.config)) is not None:
         raise_problems(checkpoint, read_quantised(stored, form, find_family(spec.architecture)))
+    kv_scales, problems = take_kv_scales(stored, spec)
+    raise_problems(checkpoint, problems)
     head, embedding = f"{spec.names.head}.weight", f"{spec.names.embedding}.weight"
     if spec.tie_word_embeddings and embedding not in stored and head in stored:
         stored[embedding] = stored.pop(head)  # one name of the tied tensor is as good as the other
@@ -109,6 +117,10 @@ def load_model(
     raise_problems(checkpoint, dict.fromkeys(_mismatches(shapes, stored)))  # each problem once
     model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
     raise_problems(checkpoint, _fill(model, stored))
+    if kv_scales is not None:
+        num_heads = tp.kv_heads(spec.num_kv_heads)
+        first = tp.start(spec.num_kv_heads, num_heads)
+        model.stored_kv_scales = kv_scales[:, :, first : first + num_heads].contiguous().to(device)
     return model
 
 
@@ -121,25 +133,47 @@ def dummy_model(
     tp: TensorParallel = SINGLE_RANK,
     linear_method: Callable[..., LinearMethod] = PlainMethod,
     max_len: int | None = None,
+    find_form: Callable[[str, int], GroupForm | None] = lambda module, num_in: None,
 ) -> Model:
-    """The model of `spec` with random weights, for benchmarks. Ranks have equal copies of what is not split."""
+    """The model of `spec` with random weights, for benchmarks. Ranks have equal copies of what is not split.
+
+    find_form  that of a checkpoint: see `find_forms`
+    """
     model = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, linear_method=linear_method, max_len=max_len)
     generator = torch.Generator(device)
     for method, weights in _weights_by_method(model):
         if method is not None:
-            method.allocate([(method.weight.shape[0], None)])
+            modules = [(weight, weight.name.removesuffix(".weight")) for weight in weights]
+            method.allocate([_form_of(weight, find_form(name, weight.shape[1])) for weight, name in modules])
         for weight in weights:
-            target = cast("Tensor", weight.target)
-            if len(weight.shape) == 1 and not weight.name.endswith("bias"):
+            target = weight.target
+            part = 0 if target.shape == weight.shape else 1 + tp.rank
+            generator.manual_seed(zlib.crc32(f"{weight.name} {part}".encode()))
+            if isinstance(target, Groups):
+                fill_randomly(target, generator)
+            elif len(weight.shape) == 1 and not weight.name.endswith("bias"):
                 target.fill_(1.0)  # a norm
             else:
-                part = 0 if target.shape == weight.shape else 1 + tp.rank
-                generator.manual_seed(zlib.crc32(f"{weight.name} {part}".encode()))
-                target.normal_(0.0, 0.02, generator=generator)
+                target.normal_(0.0, SIGMA, generator=generator)
         if method is not None:
             method.finish()
             _return_freed_memory()
     return model
+
+
+def find_forms(checkpoint: Checkpoint, spec: ModelSpec) -> Callable[[str, int], GroupForm | None]:
+    """(module, its inputs) -> the form of its weight in the files, of which only config.json need be there.
+
+    A function of None: not quantised, or in no form.
+    """
+    if checkpoint.format == "gguf":
+        groups = {name: tensor.groups for name, tensor in read_gguf(checkpoint, spec).items()}
+        forms = {name.removesuffix(".weight"): None if one is None else one.form for name, one in groups.items()}
+        return lambda module, num_in: forms.get(module)
+    form = find_format(checkpoint.config)
+    if form is None:
+        return lambda module, num_in: None
+    return lambda module, num_in: None if module == spec.names.embedding else form.form(module, num_in)
 
 
 def _return_freed_memory() -> None:
@@ -203,7 +237,9 @@ def _fill(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
     with ThreadPoolExecutor(num_threads) as threads:
         for method, weights in _weights_by_method(model):
             if method is not None:
-                method.allocate([_form_of(weight, stored[weight.name]) for weight in weights])
+                groups = [stored[weight.name].groups for weight in weights]
+                forms = [None if one is None else one.form for one in groups]
+                method.allocate([_form_of(weight, form) for weight, form in zip(weights, forms, strict=True)])
             jobs = [job for weight in weights for job in _copy_jobs(weight, stored[weight.name])]
             pending.append((method, [threads.submit(_copy_rows, *job) for job in jobs]))
             if len(pending) > num_threads:
@@ -213,11 +249,10 @@ def _fill(model: Model, stored: dict[str, StoredTensor]) -> Iterator[str]:
     yield from problems
 
 
-def _form_of(weight: Weight, stored: StoredTensor) -> tuple[int, GroupForm | None]:
-    """Rows of a linear layer's weight, and the form in which they are kept."""
+def _form_of(weight: Weight, stored: GroupForm | None) -> tuple[int, GroupForm | None]:
+    """Rows of a linear layer's weight, and the form in which they are kept. stored: that of the files"""
     slot = cast("Slot", weight.place)
-    form = None if slot.is_transposed or stored.groups is None else stored.groups.form
-    form = None if form is None else form.of_columns(slot.method.weight.shape[1])
+    form = None if slot.is_transposed or stored is None else stored.of_columns(slot.method.weight.shape[1])
     return slot.last - slot.first, form if form is not None and slot.method.keeps(form) else None
 
 

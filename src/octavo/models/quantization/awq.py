@@ -14,6 +14,7 @@ from octavo.models.quantization.form import (
     FILE,
     FLOATS,
     REMEDY,
+    KVScheme,
     Numbers,
     Parts,
     QuantisedWeight,
@@ -43,6 +44,7 @@ class AWQ:
     excluded: tuple[str, ...]
     keys: KeyUse
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
+    kv_scheme: KVScheme = ""
 
     @property
     def description(self) -> str:

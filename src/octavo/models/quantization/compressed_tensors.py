@@ -22,6 +22,7 @@ from octavo.models.quantization.form import (
     FLOATS,
     REMEDY,
     WHOLE,
+    KVScheme,
     Numbers,
     Parts,
     QuantisedWeight,
@@ -36,11 +37,10 @@ from octavo.models.quantization.form import (
 from octavo.models.quantization.fp8 import read_block
 
 KEYS = KeyTable(
-    read=("quant_method", "config_groups", "format", "ignore", "sparsity_config"),
+    read=("quant_method", "config_groups", "format", "ignore", "sparsity_config", "kv_cache_scheme"),
     inert=("quantization_status", "global_compression_ratio", "version", "run_compressed", "dequantize",
            "use_optimized_inference"),
-    refused={"kv_cache_scheme": (), "transform_config": ({},),
-             "moe_sparsity_config": ()},
+    refused={"transform_config": ({},), "moe_sparsity_config": ()},
 )  # fmt: skip
 GROUP_KEYS = KeyTable(
     read=("targets", "weights", "format"), inert=("input_activations",), refused={"output_activations": ()}
@@ -49,6 +49,11 @@ WEIGHT_KEYS = KeyTable(
     read=("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "actorder"),
     inert=("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),  # the tensors have dtypes
     refused={"dynamic": (False,)},
+)
+KV_KEYS = KeyTable(
+    read=("num_bits", "type", "strategy", "symmetric", "dynamic"),
+    inert=("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+    refused={"group_size": (), "block_structure": (), "actorder": ()},
 )
 PACKED = "pack-quantized"
 STORED = {  # format -> (type, bits) of weights -> dtype of the tensor
@@ -88,6 +93,7 @@ class CompressedTensors:
     schemes: tuple[Scheme, ...]
     ignored: tuple[str, ...]
     keys: KeyUse
+    kv_scheme: KVScheme = ""
     parts: tuple[str, ...] = (
         *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
         *("input_scale", "input_zero_point"),
@@ -95,7 +101,8 @@ class CompressedTensors:
 
     @property
     def description(self) -> str:
-        return f"compressed-tensors: {'; '.join(scheme.description for scheme in self.schemes)}"
+        schemes = [scheme.description for scheme in self.schemes]
+        return f"compressed-tensors: {'; '.join([*schemes, *(['K and V in fp8 (e4m3)'] if self.kv_scheme else [])])}"
 
     def form(self, module: str, num_in: int) -> GroupForm | None:
         scheme = None if any(_matches(name, (module,)) for name in self.ignored) else self._find_scheme((module,))
@@ -223,7 +230,24 @@ def read_compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
     if not isinstance(groups, dict) or not groups:
         raise invalid("config_groups", groups, "an object of groups")
     schemes = tuple(_read_scheme(name, group, config.get("format")) for name, group in groups.items())
-    return CompressedTensors(schemes, _read_targets(config, "ignore"), keys)
+    return CompressedTensors(schemes, _read_targets(config, "ignore"), keys, _read_kv_scheme(config))
+
+
+def _read_kv_scheme(config: dict[str, Any]) -> KVScheme:
+    """Whether K and V are to be stored in float8. The tensors show whether a scale is a head's or a layer's."""
+    key = "kv_cache_scheme"
+    scheme = config.get(key)
+    if scheme is None:
+        return ""
+    if not isinstance(scheme, dict):
+        raise invalid(key, scheme, "an object")
+    KV_KEYS.check(scheme, f"{FILE}, {key}", REMEDY)
+    named = {f"{key}.{name}": value for name, value in scheme.items()}
+    choose(named, f"{key}.type", ("float",), "int")
+    choose(named, f"{key}.num_bits", (8,), 8)
+    choose(named, f"{key}.symmetric", (True,), True)
+    choose(named, f"{key}.strategy", ("tensor", "attn_head"), "tensor")
+    return "dynamic" if choose(named, f"{key}.dynamic", (False, True), False) else "static"
 
 
 def _read_scheme(name: str, group: Any, file_format: Any) -> Scheme:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from octavo.checkpoint.keys import KeyUse
 from octavo.errors import CheckpointError, UnsupportedModelError, cut
@@ -23,6 +23,8 @@ FILE = f"{KEY} of config.json"
 REMEDY = "use the unquantised checkpoint or a GGUF file"
 MAX_SIZE = 2**28
 FLOATS = ("F32", "F16", "BF16")
+KVScheme: TypeAlias = Literal["", "static", "dynamic"]
+"""K and V in float8, as a checkpoint asks: with scales in its files, or without; "": it does not ask."""
 WHOLE: EllipsisType = ...
 """The rows of a whole tensor, of any number of dimensions."""
 
@@ -110,6 +112,7 @@ class Format(Protocol):
 
     parts  last parts of the names of a quantised module's tensors; "weight" may also be that of a plain module
     keys   what becomes of the keys of `quantization_config`
+    kv_scheme  how K and V are to be stored
     """
 
     @property
@@ -117,6 +120,9 @@ class Format(Protocol):
 
     @property
     def keys(self) -> KeyUse: ...
+
+    @property
+    def kv_scheme(self) -> KVScheme: ...
 
     @property
     def description(self) -> str:

@@ -18,6 +18,7 @@ from octavo.models.quantization.form import (
     FLOATS,
     MAX_SIZE,
     REMEDY,
+    KVScheme,
     Numbers,
     Parts,
     QuantisedWeight,
@@ -33,7 +34,8 @@ KEYS = KeyTable(
     read=("quant_method", "weight_block_size", "activation_scheme", "modules_to_not_convert", "ignored_layers", "fmt",
           "scale_fmt"),
     inert=("dequantize",),
-    refused={"modules_to_convert": ([],), "expert_dtype": ("fp8",), "kv_cache_scheme": (), "kv_cache_quant_method": ()},
+    refused={"modules_to_convert": ([],), "expert_dtype": ("fp8",), "kv_cache_scheme": ("static",),
+             "kv_cache_quant_method": ()},  # static: the files have scales of K and V
 )  # fmt: skip
 DEFAULT_BLOCK = (128, 128)
 
@@ -47,6 +49,7 @@ class FP8:
     excluded: tuple[str, ...]
     keys: KeyUse
     parts: tuple[str, ...] = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
+    kv_scheme: KVScheme = ""
 
     @property
     def description(self) -> str:

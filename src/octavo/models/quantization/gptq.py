@@ -16,6 +16,7 @@ from octavo.models.quantization.form import (
     FILE,
     FLOATS,
     REMEDY,
+    KVScheme,
     Numbers,
     Parts,
     QuantisedWeight,
@@ -53,6 +54,7 @@ class GPTQ:
     excluded: tuple[str, ...]
     keys: KeyUse
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
+    kv_scheme: KVScheme = ""
 
     @property
     def description(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from octavo.kernels.group_form import GroupForm
 from octavo.models import quantization as methods
@@ -33,8 +33,11 @@ class ModelSpec:
     dtype                    the checkpoint's, a name such as "bfloat16"; for quantised GGUF files, "bfloat16"
     quant_method             vLLM's name of how the checkpoint is quantised, such as "awq"; None: it is not
     stored_as                how the files of a quantised checkpoint hold the weights, for people; "": they are not
+    kv_scheme                how config.json wants K and V in float8: static, with scales in the files, or dynamic;
+                             "": it does not
     forms                    of those of linear layers, and the number of weights in each
-    vocabulary_forms         the same of embeddings and head, which a GPU dequantises
+    vocabulary_forms         the same of embeddings and head
+    head_form                of a head that is not tied: a GPU keeps integers, and dequantises embeddings
     names                    names of the checkpoint's tensors
     """
 
@@ -61,8 +64,10 @@ class ModelSpec:
     dtype: str = "float32"
     quant_method: str | None = None
     stored_as: str = ""
+    kv_scheme: Literal["", "static", "dynamic"] = ""
     forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
     vocabulary_forms: tuple[tuple[GroupForm, int], ...] = field(default=(), repr=False)
+    head_form: GroupForm | None = field(default=None, repr=False)
     names: TensorNames = field(default=LLAMA_NAMES, repr=False)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
@@ -116,7 +121,11 @@ class ModelSpec:
 
         Quantised weights keep their bits where the device's products do, in 16-bit dtypes.
         """
-        forms = self.forms + (self.vocabulary_forms if device == "cpu" else ())
+        forms = self.forms
+        if device == "cpu":
+            forms += self.vocabulary_forms
+        elif self.head_form is not None and not self.head_form.is_float:
+            forms += ((self.head_form, math.prod(self.vocabulary)),)
         kept = [(form, count) for form, count in forms if itemsize == 2 and form.is_kept_on(device)]
         num_kept = sum(count for _, count in kept)
         num_bytes = sum(form.num_bytes(count) for form, count in kept)

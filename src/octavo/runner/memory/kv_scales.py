@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,20 @@ logger = logging.getLogger("octavo")
 MAX_TOKENS = 4096
 HEADROOM = 2.0
 """Largest magnitude that is not cut off, by the largest of the calibration. A float8 keeps its precision below."""
+
+
+def fix_scales(
+    model: Model, read_text: Callable[[], Sequence[int]], kv: KVCacheSpec, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Set the scales that the checkpoint has, or else those of `calibrate`. read_text: its ids"""
+    scales = model.stored_kv_scales
+    if scales is None:
+        calibrate(model, read_text(), kv, dtype=dtype, device=device)
+        return
+    model.set_kv_scales(scales)
+    logger.info("K and V in float8: scales of %d layers are the checkpoint's", len(scales))
+    if (scales == 1).all():
+        logger.warning("K and V in float8: all scales of the checkpoint are 1, as if it had not been calibrated")
 
 
 def calibrate(

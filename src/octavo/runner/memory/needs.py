@@ -66,7 +66,8 @@ def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryN
     own = spec.of_rank(args.tensor_parallel_size)
     weights = own.weight_bytes(size, args.quantization, machine.device)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
-    kv_dtype = args.resolved_kv_dtype(machine.device, dtype)
+    prefers_float8 = bool(spec.kv_scheme) and machine.device == "cuda"  # whose capability is not known
+    kv_dtype = args.resolved_kv_dtype(machine.device, dtype, prefers_float8=prefers_float8)
     kv = KVCacheSpec.of(own, args.block_size, kv_dtype, max_len=max_len)
     return MemoryNeeds(kv, weights, activations, graphs, dtype)
 
