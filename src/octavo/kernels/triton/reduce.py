@@ -207,15 +207,16 @@ def _is_late(stamped, epoch, valid):
 
 
 @triton.jit
-def _limit_after(num_reads, limit, status, stop):
-    """The limit of reads, 0 once this rank has given up. Looks at `stop` now and then.
+def _count_read(reads_left, status, stop):
+    """The reads that are left, 0 once this rank has given up. Looks at `stop` now and then.
 
     All threads of the program get the same answer, because it comes from an atomic operation: they meet in the loop.
     """
-    if ((READS_PER_LOOK - 1) & num_reads) == 0:
-        if tl.atomic_max(status, tl.load(stop, volatile=True)) != 0:
-            limit = 0
-    return limit
+    reads_left -= 1
+    if ((READS_PER_LOOK - 1) & reads_left) == 0:
+        if tl.atomic_max(status, tl.load(stop, volatile=True), sem="relaxed") != 0:
+            reads_left = 0
+    return reads_left
 
 
 @triton.jit
@@ -318,14 +319,13 @@ def _exchange_pairs(
         valid = (rank_index < SIZE) & (column < row_words)[None, :]
         slots = mine + (((epoch & 1) * SIZE + rank_index) * num_slots + unit) * UNIT + word[None, :]
         stamped = tl.load(slots, mask=valid, other=0, volatile=True)
-        late, num_reads = _is_late(stamped, epoch, valid), 0
-        while (late != 0) & (num_reads < limit):
+        late, reads_left = _is_late(stamped, epoch, valid), limit
+        while (late != 0) & (reads_left > 0):
             stamped = tl.load(slots, mask=valid, other=0, volatile=True)
             late = _is_late(stamped, epoch, valid)
-            num_reads += 1
-            limit = _limit_after(num_reads, limit, status, stop)
+            reads_left = _count_read(reads_left, status, stop)
         if late != 0:
-            tl.atomic_max(status, 1)  # LATE
+            tl.atomic_max(status, 1, sem="relaxed")  # LATE
         tl.store(epochs + unit, epoch)  # all threads have read it: they met in `_is_late`
         received = stamped.to(tl.int32)
         if GATHER:
@@ -413,15 +413,14 @@ def _exchange_blocks(
         first = (epoch & 1) * SIZE * num_slots + unit
         indices = (first + rank_index * num_slots).to(tl.int64)
         flags = mine.to(tl.pointer_type(tl.int32)) + indices * ((FLAG + BLOCK) // 4)
-        late, num_reads = 1, -1
-        while (late != 0) & (num_reads < limit):
+        late, reads_left = 2, limit  # not read yet
+        while (late == 2) | ((late == 1) & (reads_left > 0)):
             found = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
             late = tl.max((is_rank & (found != epoch)).to(tl.int32), 0)
-            num_reads += 1
-            limit = _limit_after(num_reads, limit, status, stop)
+            reads_left = _count_read(reads_left, status, stop)
         tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
         if late != 0:
-            tl.atomic_max(status, 1)  # LATE
+            tl.atomic_max(status, 1, sem="relaxed")  # LATE
         tl.store(epochs + unit, epoch)
         row, part = unit // units_per_row, unit % units_per_row
         column = part * UNIT + element
