@@ -53,7 +53,7 @@ LATE, STOPPED = 1, 2
 """Values of `PeerBuffers.status`: a unit has not come within the limit; the host has stopped the kernels."""
 BLOCK, FLAG = tl.constexpr(BLOCK_BYTES), tl.constexpr(FLAG_BYTES)
 READS_PER_LOOK = tl.constexpr(256)
-"""A power of two: reads of a slot for one look at `PeerBuffers.stop`, which goes to the host's memory and takes longer."""
+"""A power of two: reads of a slot for one look at `PeerBuffers.stop`, which takes longer, in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _count_read(reads_left, status, stop):
     All threads of the program get the same answer, because it comes from an atomic operation: they meet in the loop.
     """
     reads_left -= 1
-    if ((READS_PER_LOOK - 1) & reads_left) == 0:
+    if ((READS_PER_LOOK - 1) & reads_left) == 0:  # noqa: SIM102 - Triton computes both sides of an `and`
         if tl.atomic_max(status, tl.load(stop, volatile=True), sem="relaxed") != 0:
             reads_left = 0
     return reads_left

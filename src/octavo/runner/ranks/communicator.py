@@ -108,9 +108,9 @@ class Communicator:
         return [bytes(row.tolist()) for row in all_bytes]
 
     def abort(self) -> None:
-        """End the collectives of GPUs that wait for a rank that is gone: their results are wrong. Any thread may call it.
+        """End the collectives of GPUs that wait for a rank that is gone. Their results are wrong.
 
-        Gloo notices by itself. Pushed sums end first, since NCCL may wait for the work of its GPU.
+        Any thread may call it. Gloo notices by itself. Pushed sums end first: NCCL may wait for the work of its GPU.
         """
         if self._buffers is not None:
             self._buffers.stop_waiting()
