@@ -23,6 +23,7 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, EngineError, MemoryBudgetError, ParameterError
+from octavo.frontend.build import _resolve
 from octavo.frontend.process_transport import process_client
 from octavo.frontend.replicas import replicas_client
 from octavo.params.beam_search_params import BeamSearchParams
@@ -207,6 +208,12 @@ def test_a_rank_has_its_part_of_the_memory(model: str) -> None:
 def test_a_start_that_fails_says_why(model: str, options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         LLM(model, **(OPTIONS | {"tensor_parallel_size": 2} | options))
+
+
+def test_kernels_of_ranks_are_compiled_for_their_number(model: str) -> None:
+    """A start of one rank compiles other kernels than one of two."""
+    keys = [_resolve(EngineArgs(model, **OPTIONS, tensor_parallel_size=size)).kernel_key for size in (1, 2)]
+    assert keys[0] != keys[1]
 
 
 def test_a_rank_that_cannot_start_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ if torch.cuda.device_count() < 2:
 
 from octavo import LLM
 from octavo.errors import DeviceLostError, ParameterError
+from octavo.runner.ranks import rank_group
 from tests.engine.models import make_talking_checkpoint
-from tests.frontend.test_ranks import LONG, PROMPTS, child_pids, generate
+from tests.frontend.test_ranks import DEATH, HANG, LONG, PROMPTS, child_pids, generate
 from tests.gpu.test_engine import params
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof.ways import OPTIONS, WAYS, runs
@@ -55,25 +56,42 @@ SIZES: dict[str, dict[str, Any]] = {
 """Heads and columns that two ranks divide."""
 
 
-@pytest.mark.parametrize(("kind", "way"), [*((kind, "graphs") for kind in SIZES), *(("llama", way) for way in WAYS)])
-def test_tokens_of_two_ranks_equal_the_cpu_engines(kind: str, way: str, tmp_path: Path) -> None:
-    directory = str(make_tiny_checkpoint(kind, tmp_path / kind, **SIZES[kind]))
-    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
-    with LLM(directory, device="cpu", **OPTIONS) as llm:
-        expected = completions(llm.generate(prompts, params(), use_tqdm=False))
+FAMILIES = [(kind, "graphs") for kind in SIZES]
+OTHER_WAYS = [("llama", way) for way in WAYS if way != "graphs"]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A kind -> its checkpoint, prompts, and the CPU's tokens."""
+
+    @functools.cache
+    def compute(kind: str) -> tuple[str, list[list[int]], Any]:
+        directory = str(make_tiny_checkpoint(kind, tmp_path_factory.mktemp(kind) / kind, **SIZES[kind]))
+        prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
+        with LLM(directory, device="cpu", **OPTIONS) as llm:
+            return directory, prompts, completions(llm.generate(prompts, params(), use_tqdm=False))
+
+    return compute
+
+
+@pytest.mark.parametrize(("kind", "way"), [*FAMILIES, *OTHER_WAYS])
+def test_tokens_of_two_ranks_equal_the_cpu_engines(kind: str, way: str, on_cpu: Any) -> None:
+    directory, prompts, expected = on_cpu(kind)
     with LLM(directory, device="cuda", tensor_parallel_size=2, **(OPTIONS | WAYS[way])) as llm:
         for outputs in runs(llm, way, prompts, params()):
             assert completions(outputs) == expected
 
 
-def test_the_death_of_a_rank_is_named(model: str) -> None:
-    """Rank 0's GPU waits for it in a collective."""
+@pytest.mark.parametrize(("number", "text"), [(signal.SIGKILL, DEATH), (signal.SIGSTOP, HANG)], ids=["kill", "stop"])
+def test_a_lost_rank_is_named(model: str, number: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's GPU waits for it in a sum. It ends soon after the loss is known, and so does `close`."""
+    monkeypatch.setattr(rank_group, "HANG_S", 5.0)
     with LLM(model, **TALKING, tensor_parallel_size=2) as llm:
         generate(llm)
         stream = llm.stream(PROMPTS, LONG)
         next(stream)
-        os.kill(child_pids(os.getpid())[0], signal.SIGKILL)
-        with pytest.raises(DeviceLostError, match="rank 1 was killed by SIGKILL"):
+        os.kill(child_pids(os.getpid())[0], number)
+        with pytest.raises(DeviceLostError, match=text):
             list(stream)
 
 

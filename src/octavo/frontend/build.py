@@ -145,8 +145,9 @@ class ResolvedModel:
     def kernel_key(self) -> str:
         """See `Platform.precompiler`."""
         args = self.args
-        sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, self.model_len
-        return f"{self.spec} {self.dtype} {self.kv.dtype} {sizes} {self.draft and (self.draft.spec, self.draft.dtype)}"
+        sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, self.model_len
+        dtypes, passes = (self.dtype, self.kv.dtype), (args.enforce_eager, args.tensor_parallel_size)
+        return f"{self.spec} {dtypes} {sizes} {passes} {self.draft and (self.draft.spec, self.draft.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,10 +61,22 @@ def lone_rank(spin_limit: int, paired_bytes: int = PAIRS) -> tuple[Pushing, Memo
 def test_a_rank_gives_up_after_the_limit_and_waits_no_more(paired_bytes: int) -> None:
     rank, memory = lone_rank(3, paired_bytes)
     rank.all_reduce(torch.ones(8, 96))
-    assert rank.buffers.status.item() == 1
+    assert rank.buffers.status.item() == reduce.LATE
     limitless = Pushing(memory.of_rank(0, 0, reduce.NO_LIMIT))
-    limitless.buffers.status.fill_(1)
+    limitless.buffers.status.fill_(reduce.LATE)
     limitless.all_reduce(torch.ones(8, 96))
+
+
+@pytest.mark.parametrize("paired_bytes", [PAIRS, BLOCKS])
+def test_another_thread_stops_a_rank_that_waits(paired_bytes: int) -> None:
+    """A kernel that looked only once would reach the limit. Later ones do not even begin to wait."""
+    rank, _memory = lone_rank(20_000, paired_bytes)
+    stopper = threading.Timer(0.3, rank.buffers.stop_waiting)
+    stopper.start()
+    rank.all_reduce(torch.ones(8, 96))
+    stopper.join()
+    assert rank.buffers.status.item() == reduce.STOPPED
+    Pushing(replace(rank.buffers, spin_limit=reduce.NO_LIMIT)).all_reduce(torch.ones(8, 96))
 
 
 @pytest.mark.parametrize("epoch", [-1, 0, (1 << 31) - 2])

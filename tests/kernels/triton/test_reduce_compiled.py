@@ -67,7 +67,15 @@ def test_nothing_is_read_before_the_preceding_kernel_has_ended(texts: list[str])
 
 def test_the_epoch_is_counted_after_all_threads_have_read_it(kernels: dict[str, list[Any]]) -> None:
     """Between the last read of words and the next store, threads meet."""
+    read = "ld.volatile.global.v2"
     for kernel in kernels["_exchange_pairs"]:
-        ptx = kernel.asm["ptx"]
-        last_read = ptx.rindex("ld.volatile.global")
-        assert "bar.sync" in ptx[last_read : ptx.index("st.global", last_read)]
+        parts = [part for part in kernel.asm["ptx"].split("st.global") if read in part]
+        assert parts and all("bar.sync" in part[part.rindex(read) :] for part in parts)
+
+
+def test_all_threads_of_a_program_give_up_together(texts: list[str]) -> None:
+    """The host's word is read in memory. One thread takes it over; the others get its answer after they met."""
+    for ptx in texts:
+        look = ptx.index("ld.volatile.global.b32")
+        taken = ptx.index("atom.global.gpu.relaxed.max.s32", look)
+        assert ptx.index("st.shared", taken) < ptx.index("bar.sync", taken) < ptx.index("ld.shared", taken)

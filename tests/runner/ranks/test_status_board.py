@@ -58,6 +58,8 @@ def test_a_standstill_counts_while_some_wait_for_others() -> None:
     boards[0].begin_plan()
     assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1
     boards[1].begin_plan()
+    assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1  # inside a pushed sum, which no host sees
+    boards[0].set_results(1)
     assert ticks() == [0.0, 0.0, 0.0]
     boards[1].begin_collective()
     assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 0
@@ -66,6 +68,7 @@ def test_a_standstill_counts_while_some_wait_for_others() -> None:
     boards[0].begin_plan()  # ahead of those that run
     assert ticks() == [0.0, 0.5, 1.0] and standstill.rank == 1
     boards[1].begin_plan()
+    boards[0].set_results(2)
     for board in boards:
         board.end_collective()
     assert ticks() == [0.0, 0.0, 0.0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import NoReturn
 
 from octavo import log_setup as logs
 from octavo.config import EngineArgs
@@ -16,8 +17,8 @@ from octavo.frontend.engine_main import die_with_parent
 from octavo.utils.signals import ignore_signals
 
 
-def main(fd: int) -> int:
-    """Follow rank 0 until it ends; returns the exit status."""
+def main(fd: int) -> NoReturn:
+    """Follow rank 0 until it ends, then exit."""
     ignore_signals()
     die_with_parent()
     os.set_inheritable(fd, False)
@@ -39,19 +40,18 @@ def main(fd: int) -> int:
         executor = build_rank(args, member)
         with torch.inference_mode():
             follow(executor, member.reader, member.board)
+        code = 0
     except Exception as error:
         logging.getLogger("octavo").debug("rank %d ends", member.rank, exc_info=True)
         member.fail(error)
-        return 1
-    return 0
-
-
-def run() -> None:
-    """Run `main` and exit at once: device threads and their clean-up at exit cannot delay it. Never returns."""
-    code = main(int(sys.argv[-1]))
+        code = 1
     logs.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # while the executor lives: no clean-up of the device, of NCCL or of threads can delay it
+
+
+def run() -> NoReturn:
+    main(int(sys.argv[-1]))
 
 
 if __name__ == "__main__":

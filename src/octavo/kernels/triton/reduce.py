@@ -17,6 +17,7 @@ blocks  (long messages) Data is sent as it is. Then all threads of the program m
 * The two ways share no memory and no epochs, so no word of one is taken for the other's. The shape of a message
   chooses the way, on all ranks alike, and the above holds for the slots of each way, whatever is launched in between.
 * Epochs are on the device, and the kernels count them: a CUDA graph's replay is one more use. They may overflow.
+* A word of a rank that is gone never comes. The host then sets `PeerBuffers.stop`, and the kernels give up.
 
 Ranks must launch the same sequence of these kernels, of the same shapes.
 """
@@ -48,7 +49,11 @@ PAIRED_BYTES = 1 << 20
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """At most so many: all programs of a launch are resident."""
 NO_LIMIT = (1 << 31) - 1
+LATE, STOPPED = 1, 2
+"""Values of `PeerBuffers.status`: a unit has not come within the limit; the host has stopped the kernels."""
 BLOCK, FLAG = tl.constexpr(BLOCK_BYTES), tl.constexpr(FLAG_BYTES)
+READS_PER_LOOK = tl.constexpr(256)
+"""A power of two: reads of a slot for one look at `PeerBuffers.stop`, which takes longer, in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,9 @@ class Slots:
 class PeerBuffers:
     """The buffers of all ranks, as one rank sees them, and the state of its own.
 
-    status        [1] int32, not 0 once a unit has not come within spin_limit reads; then no kernel waits any longer
-    spin_limit    reads of a slot until a program gives up, with a wrong result; a read takes about a microsecond
+    status        [1] int32, not 0 once a program has given up, with a wrong result: LATE or STOPPED. Then none waits
+    stop          [1] int32 in the host's memory, pinned: STOPPED ends all waits
+    spin_limit    reads of a slot until a program gives up; a read takes about a microsecond
     paired_bytes  longer messages are sent in blocks
     """
 
@@ -85,8 +91,17 @@ class PeerBuffers:
     pairs: Slots
     blocks: Slots
     status: Tensor
+    stop: Tensor
     spin_limit: int = NO_LIMIT
     paired_bytes: int = PAIRED_BYTES
+
+    def stop_waiting(self) -> None:
+        """End this rank's kernels that wait for others, and those that will: all later results are wrong.
+
+        Any thread may call it. It writes to memory that the GPU reads: a call of CUDA may wait for a lock of the
+        driver, which a thread holds that launches kernels behind those that wait.
+        """
+        self.stop.numpy()[0] = STOPPED
 
     def slots_for(self, num_rows: int, row_bytes: int) -> Slots | None:
         """The way of a message; None: it is too long, or its rows are no whole words."""
@@ -114,7 +129,8 @@ def split_buffer(
     pairs = _slots(mine[:num_words].view(shapes[0]), addresses, SLOT_WORDS * WORD_BYTES)
     blocks = _slots(mine[num_words:].view(shapes[1]), [address + 8 * num_words for address in addresses], BLOCK_BYTES)
     status = torch.zeros(1, dtype=torch.int32, device=mine.device)
-    return PeerBuffers(rank, len(addresses), pairs, blocks, status, spin_limit, paired_bytes)
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=mine.is_cuda)
+    return PeerBuffers(rank, len(addresses), pairs, blocks, status, stop, spin_limit, paired_bytes)
 
 
 def _slots(mine: Tensor, addresses: Sequence[int], unit_bytes: int) -> Slots:
@@ -164,7 +180,8 @@ def _launch(
     residual, weight, weighted, squares = or_placeholder(out, *(norm or (None,) * 3), squares)
     in_pairs = slots is buffers.pairs
     x = x.view(torch.int32) if in_pairs else x
-    args = (x, residual, weight, out, weighted, squares, slots.mine, slots.peers, slots.epochs, buffers.status)
+    args = (x, residual, weight, out, weighted, squares, slots.mine, slots.peers, slots.epochs)
+    words = (buffers.status, buffers.stop)
     numbers = (buffers.rank, num_units, len(slots.epochs), x.shape[1], padded, buffers.spin_limit)
     options = {
         "SIZE": buffers.size,
@@ -177,9 +194,9 @@ def _launch(
     }
     grid = (min(num_units, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device)),)
     if in_pairs:
-        _exchange_pairs[grid](*args, *numbers, **options)
+        _exchange_pairs[grid](*args, *words, *numbers, **options)
     else:
-        _exchange_blocks[grid](*args, *numbers, **options)
+        _exchange_blocks[grid](*args, *words, *numbers, **options)
     return squares
 
 
@@ -187,6 +204,19 @@ def _launch(
 def _is_late(stamped, epoch, valid):
     """Not 0 if a word has not arrived yet."""
     return tl.max(tl.max((valid & ((stamped >> 32) != epoch)).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _count_read(reads_left, status, stop):
+    """The reads that are left, 0 once this rank has given up. Looks at `stop` now and then.
+
+    All threads of the program get the same answer, because it comes from an atomic operation: they meet in the loop.
+    """
+    reads_left -= 1
+    if ((READS_PER_LOOK - 1) & reads_left) == 0:  # noqa: SIM102 - Triton computes both sides of an `and`
+        if tl.atomic_max(status, tl.load(stop, volatile=True), sem="relaxed") != 0:
+            reads_left = 0
+    return reads_left
 
 
 @triton.jit
@@ -246,6 +276,7 @@ def _exchange_pairs(
     peers,
     epochs,
     status,
+    stop,
     rank,
     num_units,
     num_slots,
@@ -288,13 +319,13 @@ def _exchange_pairs(
         valid = (rank_index < SIZE) & (column < row_words)[None, :]
         slots = mine + (((epoch & 1) * SIZE + rank_index) * num_slots + unit) * UNIT + word[None, :]
         stamped = tl.load(slots, mask=valid, other=0, volatile=True)
-        late, num_reads = _is_late(stamped, epoch, valid), 0
-        while (late != 0) & (num_reads < limit):
+        late, reads_left = _is_late(stamped, epoch, valid), limit
+        while (late != 0) & (reads_left > 0):
             stamped = tl.load(slots, mask=valid, other=0, volatile=True)
             late = _is_late(stamped, epoch, valid)
-            num_reads += 1
+            reads_left = _count_read(reads_left, status, stop)
         if late != 0:
-            tl.store(status, 1)
+            tl.atomic_max(status, 1, sem="relaxed")  # LATE
         tl.store(epochs + unit, epoch)  # all threads have read it: they met in `_is_late`
         received = stamped.to(tl.int32)
         if GATHER:
@@ -336,6 +367,7 @@ def _exchange_blocks(
     peers,
     epochs,
     status,
+    stop,
     rank,
     num_units,
     num_slots,
@@ -381,14 +413,14 @@ def _exchange_blocks(
         first = (epoch & 1) * SIZE * num_slots + unit
         indices = (first + rank_index * num_slots).to(tl.int64)
         flags = mine.to(tl.pointer_type(tl.int32)) + indices * ((FLAG + BLOCK) // 4)
-        late, num_reads = 1, -1
-        while (late != 0) & (num_reads < limit):
+        late, reads_left = 2, limit  # not read yet
+        while (late == 2) | ((late == 1) & (reads_left > 0)):
             found = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
             late = tl.max((is_rank & (found != epoch)).to(tl.int32), 0)
-            num_reads += 1
+            reads_left = _count_read(reads_left, status, stop)
         tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
         if late != 0:
-            tl.store(status, 1)
+            tl.atomic_max(status, 1, sem="relaxed")  # LATE
         tl.store(epochs + unit, epoch)
         row, part = unit // units_per_row, unit % units_per_row
         column = part * UNIT + element

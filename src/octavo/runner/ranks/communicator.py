@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -13,6 +13,9 @@ from torch import Tensor
 from octavo.errors import EngineError
 from octavo.models.linear import TensorParallel
 from octavo.runner.ranks.status_board import StatusBoard
+
+if TYPE_CHECKING:
+    from octavo.kernels.triton.reduce import PeerBuffers
 
 dist: Any = torch.distributed  # its types lack much of what it has
 CONNECT_TIMEOUT_S = 60
@@ -47,12 +50,14 @@ class Communicator:
             raise EngineError(f"{text}: {' '.join(str(error).split())[:200]}") from error
         self._control._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self._is_host = device.type == "cpu"
+        self._buffers: PeerBuffers | None = None
         self.tensor_parallel = TensorParallel(rank, size, self.all_reduce, self.all_gather)
         if not self._is_host:
             from octavo.kernels.triton.peer_memory import PeerReducer, open_buffers  # triton is not on every host
 
-            if (buffers := open_buffers(rank, size, device, self.exchange)) is not None:
-                peers = PeerReducer(buffers, self.all_reduce, self.all_gather)
+            self._buffers = open_buffers(rank, size, device, self.exchange)
+            if self._buffers is not None:
+                peers = PeerReducer(self._buffers, self.all_reduce, self.all_gather)
                 self.tensor_parallel = TensorParallel(rank, size, peers.all_reduce, peers.all_gather, peers.add_reduced)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -103,7 +108,12 @@ class Communicator:
         return [bytes(row.tolist()) for row in all_bytes]
 
     def abort(self) -> None:
-        """End the collectives of GPUs that wait for a rank that is gone. Gloo notices by itself."""
+        """End the collectives of GPUs that wait for a rank that is gone. Their results are wrong.
+
+        Any thread may call it. Gloo notices by itself. Pushed sums end first: NCCL may wait for the work of its GPU.
+        """
+        if self._buffers is not None:
+            self._buffers.stop_waiting()
         if not self._is_host:
             self._group.abort()
 

@@ -194,6 +194,7 @@ class RankGroup:
             self.check()
             torch.set_num_threads(self.num_threads)
             self.communicator = Communicator(self.board, 0, self.size, self._store_fd, device)
+            self.check()  # a rank that ended before: `fail` had nothing to abort
         return self.communicator
 
     @contextmanager
@@ -231,13 +232,20 @@ class RankGroup:
         return bool(self.failure)
 
     def fail(self, why: str) -> None:
-        """End the group, whose first failure counts."""
+        """End the group, whose first failure counts.
+
+        The failure is known before collectives are aborted: no result of theirs passes for a right one.
+        """
         with self._changed:
-            self.failure = self.failure or f"the tensor parallel ranks end: {why} ({self.board})"
+            if self.failure:
+                return
+            self.failure = f"the tensor parallel ranks end: {why} ({self.board})"
             self._changed.notify_all()
         for child in self._children:
             if child.process is not None and child.process.poll() is None:
                 child.process.kill()
+        if self.communicator is not None:
+            self.communicator.abort()
 
     # -- the watching thread -------------------------------------------------------------------------------------------
 
@@ -278,7 +286,7 @@ class RankGroup:
             self.fail(f"rank {standstill.rank} hangs: it stands at {place} for {seconds:.0f} s, and others wait")
 
     def _read(self, child: _Child) -> bool:
-        """Read a message of a rank. Returns False if it is gone."""
+        """Read a message of a rank. Returns False if it is gone, or fails: its exit may wait for its GPU."""
         if not (data := child.lifeline.receive()):
             return False
         message = _MESSAGE.decode(data)
@@ -288,7 +296,7 @@ class RankGroup:
             else:
                 child.started = True
             self._changed.notify_all()
-        return True
+        return child.failure is None
 
     def _end(self, child: _Child) -> None:
         if (failure := child.failure) is not None:
@@ -296,8 +304,6 @@ class RankGroup:
         else:
             self._cause = EngineError(f"rank {child.rank} {child.ending()} while it started")
         self.fail(f"rank {child.rank} {child.ending()}, at {self.board.place(child.rank)}")
-        if self.communicator is not None:
-            self.communicator.abort()
 
     def close(self) -> None:
         """End all ranks and free what they share. A second call does nothing.

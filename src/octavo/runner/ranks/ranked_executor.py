@@ -101,7 +101,7 @@ class RankedHandle:
         if self.local is None or self.error is not None:
             return None
         result = self.local.poll(timeout_s)
-        return result if result is None or self._is_checked() else None
+        return result if result is None or self._is_right() else None
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         if self.local is None or self.error is not None:
@@ -120,20 +120,23 @@ class RankedHandle:
         except (StepError, DeviceLostError) as error:
             self.error = self._executor.lost(error, self._number)
             raise self.error from error
-        if not self._is_checked():
+        if not self._is_right():
             raise DeviceLostError(self._executor.group.failure)
+        self._executor.group.board.set_results(self._number)
         return result
 
-    def _is_checked(self) -> bool:
-        """Wait until all ranks have compared the blocks that the plan swaps in. False: the group has ended."""
+    def _is_right(self) -> bool:
+        """Wait until all ranks have compared the blocks that the plan swaps in. False: the group has ended.
+
+        Then the sums of ranks were aborted, perhaps those of this plan.
+        """
         group = self._executor.group
-        while self._has_swap_ins and group.board.num_checked() < self._number:
-            if group.failure:
-                self.error = DeviceLostError(group.failure)
-                return False
+        while not group.failure and self._has_swap_ins and group.board.num_checked() < self._number:
             time.sleep(CHECK_INTERVAL_S)
         self._has_swap_ins = False
-        return True
+        if group.failure:
+            self.error = DeviceLostError(group.failure)
+        return self.error is None
 
 
 def follow(executor: Executor, reader: PlanReader, board: StatusBoard) -> None:

@@ -8,7 +8,7 @@ from octavo.engine.executor import RankPlace
 from octavo.runner.ranks.shared_memory import SharedMemory
 
 LINE = 8
-PLAN, COLLECTIVE, IS_INSIDE, TIME_NS, CHECKED = range(5)
+PLAN, COLLECTIVE, IS_INSIDE, TIME_NS, CHECKED, RESULTS = range(6)
 BEHIND_S = 1.0
 """A rank that is not as far as others is behind once it has not moved for this long: ranks differ within each step."""
 
@@ -17,7 +17,8 @@ class StatusBoard:
     """The lines of all ranks, at the start of the memory.
 
     A line: plans that the rank has begun, collectives that it has entered, 1 inside one, the time of its last change
-    in ns, and plans whose swapped blocks it has compared; of rank 0, those whose blocks the others must compare.
+    in ns, and plans whose swapped blocks it has compared; of rank 0, those whose blocks the others must compare. Then,
+    of rank 0 alone, plans whose results it has. Pushed sums are no collectives here: no host is inside them.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int) -> None:
@@ -45,6 +46,10 @@ class StatusBoard:
     def set_checked(self, num_plans: int) -> None:
         """The blocks that this plan and those before it swapped in are as they were; of rank 0: shall be compared."""
         self.numbers[self._first + CHECKED] = num_plans
+
+    def set_results(self, num_plans: int) -> None:
+        """Rank 0 has the results of this plan and those before it."""
+        self.numbers[self._first + RESULTS] = num_plans
 
     def num_checked(self) -> int:
         """Plans whose swapped blocks all other ranks have compared."""
@@ -105,8 +110,8 @@ class Standstill:
         self._before = numbers
         lines = [numbers[first : first + LINE] for first in range(0, len(numbers), LINE)]
         places = [(line[COLLECTIVE], line[CHECKED], line[PLAN]) for line in lines]
-        waits = len(set(places)) > 1 or any(line[IS_INSIDE] for line in lines)
+        waits = len(set(places)) > 1 or any(line[IS_INSIDE] for line in lines) or lines[0][PLAN] > lines[0][RESULTS]
         self.seconds = self.seconds + seconds if waits and numbers == before else 0.0
-        # Where all are in one collective, any of the others may hang; rank 0 is this process.
+        # Where all are equally far, any of the others may hang; rank 0 is this process.
         self.rank = min(range(len(lines)), key=lambda rank: (places[rank], rank == 0))
         return self.seconds
