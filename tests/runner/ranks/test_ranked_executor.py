@@ -24,9 +24,9 @@ from octavo.runner.ranks.ranked_executor import RankedExecutor, RankedHandle
 from octavo.runner.ranks.status_board import LINE, PLAN
 from tests.runner.handwritten_plans import Plan
 
-SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
+SLEEP = (sys.executable, "-c", "import time; time.sleep(120)")
 WRONG = StepResult([[7]])
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 
 class Waiting:
@@ -125,7 +125,7 @@ def test_the_message_of_a_failing_rank_ends_the_group(monkeypatch: pytest.Monkey
         "import sys, time; from octavo.engine.process.ipc import Lifeline\n"
         "from octavo.runner.ranks.rank_group import RankMember\n"
         "member = RankMember(Lifeline.inherited(int(sys.argv[-1])), lambda: None)\n"
-        "member.fail(ValueError('planted')); time.sleep(60)"
+        "member.fail(ValueError('planted')); time.sleep(120)"
     )
     monkeypatch.setattr(rank_group, "EXIT_S", 0.1)
     group = RankGroup(2, {}, (sys.executable, "-c", code))
