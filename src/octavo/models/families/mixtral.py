@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from octavo.models.config_values import DECODER_KEYS, Config, read_decoder_spec, read_size
-from octavo.models.families.qwen3_moe import gguf_experts, read_experts, read_one_window
+from octavo.models.families.qwen3_moe import gguf_experts, num_key, read_experts, read_one_window
 from octavo.models.family import Family, GGUFFormat
 from octavo.models.spec import DecoderSpec
 
 
 def read(config: Config, common: Config) -> DecoderSpec:
-    experts = read_experts(config, inner=read_size(config, "intermediate_size"))
+    experts = read_experts(config, num_key(config), inner=read_size(config, "intermediate_size"))
     return read_decoder_spec(config, common, windows=read_one_window(config), experts=experts)
 
 
@@ -18,8 +18,7 @@ PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 FAMILY = Family(
     read=read,
-    keys=(*DECODER_KEYS, "sliding_window", "num_experts", "num_experts_per_tok"),
-    aliases={"num_local_experts": "num_experts"},
+    keys=(*DECODER_KEYS, "sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"),
     defaults={
         "num_key_value_heads": 8,
         "num_experts": 8,

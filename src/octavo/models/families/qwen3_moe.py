@@ -25,15 +25,20 @@ EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n
 DENSE_KEYS = ("decoder_sparse_step", "mlp_only_layers")
 
 
-def read_experts(config: Config, **traits: Any) -> ExpertsSpec:
+def read_experts(config: Config, num_key: str = "num_experts", **traits: Any) -> ExpertsSpec:
     """traits: further fields of the spec; inner, if it is not `moe_intermediate_size`"""
-    num = read_size(config, "num_experts", maximum=MAX_EXPERTS)
+    num = read_size(config, num_key, maximum=MAX_EXPERTS)
     top_k = read_size(config, "num_experts_per_tok", maximum=num)
     if "inner" not in traits:
         traits["inner"] = read_size(config, "moe_intermediate_size")
     gates = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
     traits.setdefault("gate", read_activation(config, "hidden_act", "silu", gates))
     return ExpertsSpec(num=num, top_k=top_k, **traits)
+
+
+def num_key(config: Config) -> str:
+    """The key of the number of experts: Transformers 5's, which overrides the one before."""
+    return "num_local_experts" if "num_local_experts" in config else "num_experts"
 
 
 def read_dense_layers(config: Config) -> tuple[int, ...]:
@@ -64,7 +69,7 @@ def gguf_experts(config: Config, get: Callable[..., Any]) -> Config:
 def read(config: Config, common: Config) -> DecoderSpec:
     bias = read_flag(config, "attention_bias")
     experts = read_experts(
-        config, renormalise=read_flag(config, "norm_topk_prob"), dense_layers=read_dense_layers(config)
+        config, num_key(config), renormalise=read_flag(config, "norm_topk_prob"), dense_layers=read_dense_layers(config)
     )
     windows = read_one_window(config) if read_flag(config, "use_sliding_window") else ()
     return read_decoder_spec(config, common, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=windows, experts=experts)
@@ -72,8 +77,15 @@ def read(config: Config, common: Config) -> DecoderSpec:
 
 FAMILY = Family(
     read=read,
-    keys=(*DECODER_KEYS, *EXPERT_KEYS, *DENSE_KEYS, "attention_bias", "sliding_window", "use_sliding_window"),
-    aliases={"num_local_experts": "num_experts"},
+    keys=(
+        *DECODER_KEYS,
+        *EXPERT_KEYS,
+        *DENSE_KEYS,
+        "num_local_experts",
+        "attention_bias",
+        "sliding_window",
+        "use_sliding_window",
+    ),
     defaults={
         "num_key_value_heads": 4,
         "sliding_window": 4096,
