@@ -19,15 +19,15 @@ BUDGETS: dict[str, int] = {
     "core": 3395,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 720,  # finding a model's files, reading headers, the tables of keys
     "engine": 2736,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor, also of ranks
-    "frontend": 2490,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
+    "frontend": 2505,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2252,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), output parser, helper processes
-    "kernels": 9000,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
+    "kernels": 9050,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
-    "models": 4110,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
+    "models": 4350,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 4110,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 4130,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs
     "serve": 4972,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants
     "simulate": 3310,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
