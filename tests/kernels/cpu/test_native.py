@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -229,3 +230,32 @@ def test_loops_of_several_threads_and_of_a_forked_process() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", SHARED], env=environment, capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "7", done.stderr
+
+
+# -- ARM: compiled, and run in an emulator ------------------------------------------------------------------------------
+
+COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs aarch64-linux-gnu-g++")
+ARM_ROOT = "/usr/aarch64-linux-gnu"
+
+
+def compile_for_arm(march: str, source: Path, out: Path, flags: tuple[str, ...]) -> None:
+    command = [str(COMPILER), *flags, f"-march={march}", f"-I{native.SOURCE.parent}", str(source), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+
+
+@NEEDS_COMPILER
+def test_the_library_compiles_for_arm(tmp_path: Path) -> None:
+    compile_for_arm("armv8.6-a", native.SOURCE, tmp_path / "native.so", native.FLAGS)
+
+
+@NEEDS_COMPILER
+@pytest.mark.skipif(EMULATOR is None, reason="needs qemu-aarch64")
+@pytest.mark.parametrize(("march", "instructions"), [("armv8-a", "int16"), ("armv8.6-a", "usdot")])
+def test_products_are_right_on_arm(march: str, instructions: str, tmp_path: Path) -> None:
+    flags = tuple(flag for flag in native.FLAGS if flag not in ("-shared", "-O3"))
+    compile_for_arm(march, Path(__file__).with_name("check_products.cpp"), tmp_path / "check", (*flags, "-O1"))
+    command = [str(EMULATOR), "-cpu", "max", "-L", ARM_ROOT, str(tmp_path / "check")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout == f"{instructions}: products right, halves right\n", done.stderr
