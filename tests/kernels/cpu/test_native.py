@@ -232,7 +232,7 @@ def test_loops_of_several_threads_and_of_a_forked_process() -> None:
     assert done.stdout.strip() == "7", done.stderr
 
 
-# -- ARM: compiled, and run in an emulator ------------------------------------------------------------------------------
+# -- ARM: compiled, and run in an emulator ----------------------------------------------------------------------------
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs aarch64-linux-gnu-g++")
