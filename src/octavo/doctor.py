@@ -27,7 +27,7 @@ from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import MemoryBudgetError, ModelNotFoundError, ParameterError
 from octavo.models.config import config_key_uses, read_spec
-from octavo.models.spec import ModelSpec
+from octavo.models.spec import DecoderSpec, ModelSpec
 from octavo.runner.memory import needs
 from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
 from octavo.runner.memory.needs import (
@@ -71,6 +71,12 @@ class Report:
     def fits(self) -> bool:
         return self.problem is None
 
+    @property
+    def expert_bytes(self) -> int:
+        """Of the weights, those of experts: their share of the parameters."""
+        own = self.spec.of_rank(self.args.tensor_parallel_size)
+        return self.need.weights * own.num_expert_params // own.num_params
+
     def as_dict(self) -> dict[str, Any]:
         budget, need = self.budget, self.need
         report: dict[str, Any] = {
@@ -81,6 +87,7 @@ class Report:
             "dtype": need.dtype,
             "kv_cache_dtype": need.kv.dtype,
             "weight_bytes": need.weights,
+            "expert_bytes": self.expert_bytes,
             "stored_as": self.spec.stored_as or None,
             "activation_bytes": need.activations,
             "graph_bytes": need.graphs,
@@ -317,6 +324,13 @@ def format_report(report: Report) -> list[str]:
         out.append(f"  {name:<12} {_gib(num_bytes):>12}   {text}".rstrip())
 
     row("weights", need.weights, _weights_text(report.args, spec, need.dtype, machine.device))
+    if isinstance(spec, DecoderSpec) and spec.experts is not None:
+        experts = spec.experts
+        row(
+            "  experts",
+            report.expert_bytes,
+            f"of these: {experts.num} a layer, of which a token goes to {experts.top_k}",
+        )
     row("activations", need.activations, f"of a step of {report.args.max_num_batched_tokens:,} tokens; an estimate")
     if need.graphs:
         row("CUDA graphs", need.graphs, "an estimate")

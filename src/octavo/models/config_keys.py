@@ -45,7 +45,7 @@ INERT = (
     "eta_cutoff", "exponential_decay_length_penalty", "num_assistant_tokens*", "assistant_*", "target_lookbehind",
     # encoders and images, which are not served
     "vision_config", "*_token_index", "mm_tokens_per_image", "tie_encoder_decoder", "cross_attention_hidden_size",
-    "is_decoder", "_sliding_window_pattern",
+    "is_decoder", "_sliding_window_pattern", "max_window_layers",
 )
 # fmt: on
 

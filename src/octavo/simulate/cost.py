@@ -175,10 +175,13 @@ class RooflineCost:
     def step_s(self, plan: StepPlan) -> float:
         work, model, device = step_work(plan), self.model, self.device
         bandwidth, flops = device.bandwidth * device.bandwidth_share, device.flops * device.flops_share
-        weights_s = model.bytes_per_pass("cpu" if device.name == "cpu" else "cuda") / bandwidth
         layers_s, head_s = 2 * model.num_layer_params / flops, 2 * model.num_head_params / flops
         per_pass = work.num_decoding / work.num_passes
         passes = work.num_passes - 1
+        kind = "cpu" if device.name == "cpu" else "cuda"
+        first_s, weights_s = (
+            model.bytes_per_pass(kind, num_tokens) / bandwidth for num_tokens in (work.num_new + per_pass, per_pass)
+        )
         hidden_bytes = model.num_layers * model.hidden_size * model.itemsize
         activation_bytes = device.activation_passes * hidden_bytes / self.num_devices
         num_rows = per_pass + work.num_chunks  # at most one token of a chunk goes through the head
@@ -190,7 +193,7 @@ class RooflineCost:
         num_tokens, num_uses = work.num_new + work.num_decoding, work.num_chunks + work.num_decoding
         states_s = num_tokens * STATE_FLOPS * model.state_size / flops + num_uses * 2 * self.kv.state_bytes / bandwidth
         return (
-            max(weights_s, (work.num_new + per_pass) * layers_s + num_rows * head_s)
+            max(first_s, (work.num_new + per_pass) * layers_s + num_rows * head_s)
             + passes * max(weights_s, per_pass * (layers_s + head_s))
             + num_tokens * activation_bytes / bandwidth
             + attention_s

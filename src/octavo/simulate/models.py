@@ -13,7 +13,7 @@ from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.errors import ModelNotFoundError, ParameterError
 from octavo.models.config import read_spec, spec_from_config
-from octavo.models.spec import LayerGroups, ModelSpec, group_layers
+from octavo.models.spec import DecoderSpec, LayerGroups, ModelSpec, group_layers
 from octavo.models.spec.ranks import heads_per_rank
 
 
@@ -27,6 +27,7 @@ class ModelShape:
     windows                sliding window of each layer, as of `ModelSpec`
     recurrent_layers       layers without K and V, as of `ModelSpec`
     state_size             float32 numbers of these layers' states, of a sequence
+    num_expert_params      of experts, of which a layer has `num_experts`, and a token goes to `top_k`
     spec                   None: a model by sizes alone, of which nothing but the weights takes memory
     """
 
@@ -44,11 +45,15 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     recurrent_layers: tuple[int, ...] = ()
     state_size: int = 0
+    num_expert_params: int = 0
+    num_experts: int = 1
+    top_k: int = 1
     spec: ModelSpec | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec) -> ModelShape:
         vocabulary = math.prod(spec.vocabulary)
+        experts = spec.experts if isinstance(spec, DecoderSpec) else None
         return cls(
             name,
             spec.num_params,
@@ -64,6 +69,9 @@ class ModelShape:
             spec.windows,
             spec.recurrent_layers,
             spec.state_size,
+            spec.num_expert_params,
+            1 if experts is None else experts.num,
+            1 if experts is None else experts.top_k,
             spec,
         )
 
@@ -78,7 +86,7 @@ class ModelShape:
         if self.num_heads % size:
             problem = f"tensor_parallel_size {size} does not divide the model's {self.num_heads} attention heads"
             raise ParameterError(problem, param="tensor_parallel_size")
-        names = "num_params", "num_heads", "num_head_params", "num_embedding_params", "state_size"
+        names = "num_params", "num_heads", "num_head_params", "num_embedding_params", "state_size", "num_expert_params"
         parts = {name: getattr(self, name) // size for name in names}
         return replace(self, num_kv_heads=heads_per_rank(self.num_kv_heads, size), **parts)
 
@@ -94,15 +102,17 @@ class ModelShape:
     def weight_bytes(self) -> int:
         return self.num_params * self.itemsize
 
-    def bytes_per_pass(self, device: str) -> int:
-        """Weights that a pass reads on "cpu" or "cuda"."""
+    def bytes_per_pass(self, device: str, num_tokens: float) -> float:
+        """Weights that a pass of so many tokens reads on "cpu" or "cuda". Tokens go to experts at random."""
         whole = self.weight_bytes if self.spec is None else self.spec.weight_bytes(self.itemsize, device=device)
-        return whole - self.num_embedding_params * self.itemsize
+        unused: float = (1 - self.top_k / self.num_experts) ** num_tokens * self.num_expert_params / self.num_params
+        return whole * (1 - unused) - self.num_embedding_params * self.itemsize
 
     @property
-    def num_layer_params(self) -> int:
-        """Parameters that every token goes through."""
-        return self.num_params - self.num_embedding_params - self.num_head_params
+    def num_layer_params(self) -> float:
+        """Parameters that a token goes through, besides the head's."""
+        unused = (1 - self.top_k / self.num_experts) * self.num_expert_params
+        return self.num_params - self.num_embedding_params - self.num_head_params - unused
 
     def max_model_len(self, requested: int | None = None) -> int:
         return self.max_len if self.spec is None else self.spec.max_model_len(requested)

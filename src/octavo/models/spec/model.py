@@ -116,6 +116,16 @@ class ModelSpec:
         others = sum(map(math.prod, self.others.values()))
         return layers + vocabularies + self._norm_params + self._num_floats + others
 
+    @property
+    def num_expert_params(self) -> int:
+        """Parameters of experts that a router chooses from."""
+        return sum(
+            kind.num_layers * linear.num_params
+            for kind in self.layer_kinds
+            for role, linear in kind.linears.items()
+            if role in ("experts_in", "experts_out")
+        )
+
     def weight_bytes(self, itemsize: int, quantization: str | None = None, device: str = "cpu") -> int:
         """Bytes of the weights in a dtype of `itemsize` bytes. quantization: `EngineArgs.quantization`.
 
