@@ -14,7 +14,7 @@ from octavo.kernels.triton.experts.tuning import ExpertTuning
 from tests.kernels.pool import relative_error
 from tests.kernels.triton.device import DEVICE, DTYPES
 
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 GATES = [ExpertGate("silu"), ExpertGate("gelu"), ExpertGate("swiglu", alpha=1.5, limit=0.8)]
 
 
@@ -117,8 +117,8 @@ def test_a_token_that_is_not_finite_spoils_no_other() -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("tuning", [ExpertTuning(16, 32, 4, 2), ExpertTuning(64, 16, 4, 1)], ids=str)
-def test_other_tunings_give_the_same_result(tuning: ExpertTuning) -> None:
+@pytest.mark.parametrize("tuning", [ExpertTuning(16, 32, 4, 2), ExpertTuning(64, 16, 4, 1, tma=True)], ids=str)
+def test_other_tunings_match_the_default(tuning: ExpertTuning) -> None:
     layer = Layer(5, 72, 40)
     x, routing = layer.tokens(9), layer.route(9, 2)
     h, y = layer(x, routing)

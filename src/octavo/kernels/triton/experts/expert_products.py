@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.reference.experts import ExpertGate, Routing
 from octavo.kernels.triton.activation import GELU_SLOPE
@@ -89,7 +90,7 @@ def _launch(
     tiles = min(num_experts, num_tokens * top_k) if scan else len(routing.tiles)
     _expert_product[(tiles * triton.cdiv(num_out, tuning.rows),)](
         x,
-        weight,
+        TensorDescriptor.from_tensor(weight, [tuning.rows, tuning.columns]) if tuning.tma else weight,
         *or_placeholder(weight, bias),
         routing.experts,
         routing.order,
@@ -112,6 +113,7 @@ def _launch(
         SCAN=scan,
         GATE="" if gate is None else gate.name,
         WITH_BIAS=bias is not None,
+        TMA=tuning.tma,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         **pdl_options(x.device),
@@ -146,6 +148,19 @@ def _read_tile(order, tiles, tile, TOKENS: tl.constexpr):
     first = tl.load(tiles + tile * 3 + 1)
     num = tl.load(tiles + tile * 3 + 2)
     return expert, tl.load(order + first + index, mask=index < num, other=0), index < num, num > 0
+
+
+@triton.jit
+def _load_weight(
+    weight, first_row, rows, start, num_in, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    """Columns from `start` on, of the rows from first_row on with TMA, else of `rows`."""
+    if TMA:
+        return weight.load([first_row, start])
+    else:
+        column = start + tl.arange(0, COLUMNS)
+        ptrs = weight + rows[:, None] * num_in + column[None, :]
+        return tl.load(ptrs) if EVEN else tl.load(ptrs, mask=(column < num_in)[None, :], other=0.0)
 
 
 @triton.jit
@@ -188,6 +203,7 @@ def _expert_product(
     SCAN: tl.constexpr,
     GATE: tl.constexpr,
     WITH_BIAS: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -204,30 +220,23 @@ def _expert_product(
         expert, pair, valid, works = _read_tile(order, tiles, tile, TOKENS)
     if works:
         HALVES: tl.constexpr = 2 if GATE != "" else 1
-        row = tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS)
+        first_row = tl.program_id(0) % num_row_tiles * ROWS
+        row = first_row + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
-        # Rows past the last are clamped to it, so that no load needs a mask for rows.
+        # Rows past the last are clamped to it, so that no load needs a mask for rows; TMA reads those that follow.
         weight_row = expert.to(tl.int64) * (HALVES * num_out) + tl.minimum(row, num_out - 1)
-        w_ptrs = weight + weight_row[:, None] * num_in + column[None, :]
-        up_ptrs = w_ptrs + num_out.to(tl.int64) * num_in
+        w_row = expert * (HALVES * num_out) + first_row
         x_row = pair // TOP_K if GATE != "" else pair
         x_ptrs = x + x_row.to(tl.int64)[None, :] * x_stride + column[:, None]
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
         acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
         for start in tl.range(0, num_in, COLUMNS, num_stages=STAGES):
-            if EVEN:
-                xs = tl.load(x_ptrs + start, mask=valid[None, :], other=0.0)
-                w = tl.load(w_ptrs + start)
-            else:
-                inside = start + column < num_in
-                xs = tl.load(x_ptrs + start, mask=valid[None, :] & inside[:, None], other=0.0)
-                w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0)
+            mask = valid[None, :] if EVEN else valid[None, :] & (start + column < num_in)[:, None]
+            xs = tl.load(x_ptrs + start, mask=mask, other=0.0)
+            w = _load_weight(weight, w_row, weight_row, start, num_in, COLUMNS, EVEN, TMA)
             acc = tl.dot(w, xs, acc, input_precision=PRECISION)
             if GATE != "":
-                if EVEN:
-                    w = tl.load(up_ptrs + start)
-                else:
-                    w = tl.load(up_ptrs + start, mask=(start + column < num_in)[None, :], other=0.0)
+                w = _load_weight(weight, w_row + num_out, weight_row + num_out, start, num_in, COLUMNS, EVEN, TMA)
                 acc_up = tl.dot(w, xs, acc_up, input_precision=PRECISION)
         if WITH_BIAS:
             acc += tl.load(bias + weight_row).to(tl.float32)[:, None]

@@ -26,12 +26,14 @@ class ExpertTuning:
 
     rows     outputs of a tile; with a gate, rows of each half of the weight
     columns  inputs of a step
+    tma      the copy engine loads the weight, whose rows must be multiples of 16 bytes
     """
 
     rows: int
     columns: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
 
 def tile_tokens(num_tokens: int, top_k: int, num_experts: int) -> int:
