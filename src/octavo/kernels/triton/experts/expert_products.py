@@ -151,9 +151,7 @@ def _read_tile(order, tiles, tile, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(
-    weight, first_row, rows, start, num_in, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
-):
+def _load_weight(weight, first_row, rows, start, num_in, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
     """Columns from `start` on, of the rows from first_row on with TMA, else of `rows`."""
     if TMA:
         return weight.load([first_row, start])
