@@ -32,7 +32,8 @@ def test_logits_that_are_not_finite(softmax_first: bool) -> None:
     """NaN counts as the largest, whatever its sign."""
     values = [math.nan, math.inf, -math.inf, 0.0, 1.0]
     logits = torch.tensor(list(itertools.product(values, repeat=3)), device=DEVICE)
-    logits = torch.where(logits.isnan(), logits * torch.tensor([1.0, -1.0, 1.0], device=DEVICE), logits)
+    signs = torch.tensor([1.0, -1.0, 1.0], device=DEVICE)
+    logits = torch.where(logits.isnan(), logits.copysign(signs), logits)
     options = {"softmax_first": softmax_first, "renormalise": False}
     actual, expected = cuda.route(logits, 2, **options), reference.route(logits, 2, **options)
     assert torch.equal(actual.experts, expected.experts)

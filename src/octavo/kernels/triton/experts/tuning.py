@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from octavo.kernels.triton.capability import kernels_for
+from octavo.kernels.triton.capability import LARGE_SHARED, kernels_for
 
 SCAN_TOKENS = 64
 """Up to so many tokens in all, a tile has them all, and each program finds those of its expert by itself."""
@@ -44,17 +44,25 @@ def tile_tokens(num_tokens: int, top_k: int, num_experts: int) -> int:
 
 def expert_tuning(x: Tensor, tokens: int, gated: bool) -> ExpertTuning:
     """The tuning of a product of x in tiles of so many tokens."""
-    tuning = _wide_tuning(tokens) if x.dtype == torch.float32 else _half_tuning(tokens, gated)
+    shared = kernels_for(x.device).shared_bytes
+    if x.dtype == torch.float32:
+        tuning = _wide_tuning(tokens)
+    else:
+        tuning = _half_tuning(tokens, gated, large=shared >= LARGE_SHARED)
     stage_bytes = (tuning.rows * (2 if gated else 1) + tokens) * tuning.columns * x.itemsize
-    return replace(tuning, num_stages=min(tuning.num_stages, kernels_for(x.device).shared_bytes // stage_bytes))
+    return replace(tuning, num_stages=min(tuning.num_stages, shared // stage_bytes))
 
 
-def _half_tuning(tokens: int, gated: bool) -> ExpertTuning:
-    """Of 16-bit weights. Both halves of a gated tile are in registers, so it has fewer rows."""
+def _half_tuning(tokens: int, gated: bool, large: bool) -> ExpertTuning:
+    """Of 16-bit weights. Both halves of a gated tile are in registers, so it has fewer rows.
+
+    large  the GPU has Hopper's shared memory; others also need registers for the operands of their instructions
+    """
     if tokens <= 64:
         stages = {16: 6, 32: 5}.get(tokens, 4)
         return ExpertTuning(64 if gated else 128, STEP_COLUMNS, num_warps=4, num_stages=stages)
-    return ExpertTuning(128, STEP_COLUMNS, num_warps=8, num_stages=4 if gated else 3)
+    rows = 128 if large or not gated else 64
+    return ExpertTuning(rows, STEP_COLUMNS, num_warps=8, num_stages=4 if gated else 3)
 
 
 def _wide_tuning(tokens: int) -> ExpertTuning:
