@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.kernels.reference import ExpertGate
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
 from octavo.kernels.triton import ops, reduce
@@ -25,6 +26,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_SIZE = 16
 QWEN_05B, QWEN3, LLAMA, SMALL = (14, 2, 64), (16, 8, 128), (32, 8, 128), (8, 2, 80)
 """Query heads, K/V heads and head size."""
+SILU = ExpertGate("silu")
 
 
 def attend(
@@ -177,6 +179,34 @@ def quantised() -> None:
             quantise(torch.empty(200, 1024, dtype=BF16), form.group_size)
 
 
+def experts() -> None:
+    """The layers of Qwen3-30B-A3B and gpt-oss-20b, in tiles of every size; sizes that end within a step; float32."""
+    for num_tokens in (1, 20, 50, 256, 500, 1000, 5000):
+        expert_layer(num_tokens, (2048, 768, 128, 8))
+        expert_layer(num_tokens, (2880, 2880, 32, 4), ExpertGate("swiglu"), biased=True)
+    expert_layer(3, (72, 40, 6, 2), ExpertGate("gelu"), dtype=F16)
+    for num_tokens in (1, 5000):
+        expert_layer(num_tokens, (72, 40, 6, 2), dtype=F32)
+
+
+def expert_layer(
+    num_tokens: int,
+    sizes: tuple[int, int, int, int],
+    gate: ExpertGate = SILU,
+    *,
+    biased: bool = False,
+    dtype: torch.dtype = BF16,
+) -> None:
+    hidden, inner, num_experts, top_k = sizes
+    logits = torch.empty(num_tokens, num_experts)
+    routing = ops.route(logits, top_k, softmax_first=not biased, renormalise=not biased)
+    up, down = num_experts * 2 * inner, num_experts * hidden
+    x, h = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(num_tokens, top_k, inner, dtype=dtype)
+    up_bias, down_bias = (torch.empty(n, dtype=dtype) if biased else None for n in (up, down))
+    ops.experts_in(x, torch.empty(up, hidden, dtype=dtype), up_bias, routing, num_experts, gate)
+    ops.experts_out(h, torch.empty(down, inner, dtype=dtype), down_bias, routing, num_experts)
+
+
 def sums_over_ranks() -> None:
     for size, dtype in ((2, BF16), (4, F16), (3, F32)):
         shapes = reduce.buffer_shapes(size, 1 << 22)
@@ -261,10 +291,11 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     float8,
     linear,
     quantised,
+    experts,
     sums_over_ranks,
     norms_and_activations,
     kv_copies,
     sampling,
 )
-TILED = (prefill, linear, quantised)
+TILED = (prefill, linear, quantised, experts)
 """Those whose kernels need the most shared memory."""

@@ -17,6 +17,7 @@ ROOT = HERE.parents[2]
 PARTS = {
     "attention": ["attention"],
     "sampling": ["sampling"],
+    "experts": ["experts"],
     "others": ["linear", "kv", *(path.name for path in HERE.glob("test_*.py") if is_interpreted(path.name))],
 }
 

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from octavo.kernels.reference import (
     causal_conv,
-    experts_in,
-    experts_out,
     finite_rows,
     gated_delta_rule,
     gelu,
     layer_norm,
     pack_experts,
     rope_table,
-    route,
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.embedding import gather_own_rows
+from octavo.kernels.triton.experts.expert_products import experts_in, experts_out
+from octavo.kernels.triton.experts.route import route
 from octavo.kernels.triton.kv.block_copy import block_copy
 from octavo.kernels.triton.kv.swap import swap_in, swap_out
 from octavo.kernels.triton.kv.write import kv_write, rope_kv_write
