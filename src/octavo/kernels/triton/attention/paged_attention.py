@@ -29,6 +29,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[False] = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -40,6 +41,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[True],
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -51,6 +53,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     q: Tensor,
@@ -61,6 +64,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference.paged_attention` in float16, bfloat16 or float32; the pool in the same dtype, or in float8 with
     `kv_scales`.
@@ -68,6 +72,7 @@ def paged_attention(
     q may be a view whose last dimension is contiguous; the output is contiguous. head_dim is at most 256; multiples of
     8 are faster. Batches with the same shapes and host ints make the same launches, so they can be captured.
     """
+    assert sinks is None, "the kernels have no sinks yet"
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
     assert (q.dtype == kv_layer.dtype) == (kv_scales is None) and q.stride(2) == 1, (
