@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ class Case:
     """Inputs of one attention call, and K and V of each sequence without blocks.
 
     keys, values   [num_kv_heads, seq_len, head_dim] for each sequence
+    sinks          see `reference.paged_attention`
     """
 
     q: Tensor
@@ -33,6 +34,7 @@ class Case:
     keys: list[Tensor]
     values: list[Tensor]
     scale: float
+    sinks: Tensor | None = None
 
     @property
     def kv_layer(self) -> Tensor:
@@ -40,7 +42,7 @@ class Case:
 
     @property
     def double(self) -> Case:
-        return Case(self.q.double(), self.kv.double(), self.batch, self.tables, self.keys, self.values, self.scale)
+        return replace(self, q=self.q.double(), kv=self.kv.double())
 
 
 def make_case(
@@ -54,10 +56,12 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     int8_kv: bool = False,
+    sinks: bool = False,
 ) -> Case:
     """A batch over a KV cache whose null block, unused blocks, unused slots and other layers are NaN.
 
     int8_kv: the cache is quantised, and `keys` and `values` are what it holds, in float32
+    sinks: of which some take most of the weight, and some almost none
     """
     g = torch.Generator().manual_seed(seed)
     num_blocks = [cdiv(n, block_size) for n in seq_lens]
@@ -78,7 +82,9 @@ def make_case(
         kv = reference.quantize_rows(kv)
     q = torch.randn(sum(query_lens), num_kv_heads * group_size, head_dim, generator=g).to(dtype)
     batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size)
-    return Case(q, kv, batch, tables, keys, values, scale=head_dim**-0.5)
+    num_heads = num_kv_heads * group_size
+    each = torch.linspace(-3, 9, num_heads)[torch.randperm(num_heads, generator=g)] if sinks else None
+    return Case(q, kv, batch, tables, keys, values, scale=head_dim**-0.5, sinks=each)
 
 
 def settings_of(
@@ -120,6 +126,9 @@ def naive_attention(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
                 keys = case.keys[s][kv_head, first : position + 1].double()
                 values = case.values[s][kv_head, first : position + 1].double()
                 scores = keys @ case.q[row, head].double() * case.scale
+                if case.sinks is not None:  # one more key, whose value is 0
+                    scores = torch.cat((scores, case.sinks[head : head + 1]))
+                    values = torch.cat((values, torch.zeros_like(values[:1])))
                 out[row, head] = scores.softmax(0) @ values
                 lse[row, head] = scores.logsumexp(0)
     return out, lse

@@ -81,6 +81,7 @@ class ModelOps(Protocol):
         scale: float,
         window: int = 0,
         kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     # -- recurrent layers ----------------------------------------------------------------------------------------------

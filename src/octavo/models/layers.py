@@ -55,6 +55,7 @@ class Attention:
     """Self-attention over the paged KV cache, with its projections, rotary embedding and KV write.
 
     norms: those of `spec.norms`
+    sinks: of this rank's heads, float32 in any dtype of the model; None: the model has none
     """
 
     def __init__(self, spec: DecoderSpec, layer: int, factory: LayerFactory, norms: dict[str, Tensor]) -> None:
@@ -62,9 +63,11 @@ class Attention:
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.window_of(layer)
-        linears, own = spec.linears, spec.of_rank(factory.tp.size).linears
-        self.qkv = Linear(linears["qkv"], own["qkv"], factory)
-        self.out = Linear(linears["out"], own["out"], factory)
+        linears, own = spec.linears, spec.of_rank(factory.tp.size)
+        self.qkv = Linear(linears["qkv"], own.linears["qkv"], factory)
+        self.out = Linear(linears["out"], own.linears["out"], factory)
+        self.num_heads, self.first_head = spec.num_heads, factory.tp.start(spec.num_heads, own.num_heads)
+        self.sinks = torch.empty(own.num_heads, device=factory.device) if spec.sinks else None
         self.head_norms: HeadNorms = {"q_norm": norms.get("q"), "k_norm": norms.get("k"), "kv_scales": None}
         self.joint_norms = (
             JointNorms(spec, factory.tp, norms["joint_q"], norms["joint_k"]) if "joint_q" in norms else None
@@ -100,13 +103,14 @@ class Attention:
         return self.out.add_linear(residual, self._attend(q, batch, kv_layer), next_norm)
 
     def _attend(self, q: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
-        scales = self.head_norms["kv_scales"]
-        out = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window, kv_scales=scales)
-        return out.flatten(1)
+        options = {"kv_scales": self.head_norms["kv_scales"], "sinks": self.sinks}
+        return self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window, **options).flatten(1)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from self.qkv.weights(prefix)
         yield from self.out.weights(prefix)
+        if self.sinks is not None:
+            yield Weight(f"{prefix}self_attn.sinks", (self.num_heads,), self.sinks, (self.first_head,))
 
 
 class Mixer(Protocol):

@@ -20,7 +20,8 @@ MIXED = ([5, 1, 1, 7, 3], [5, 1, 9, 30, 11])  # prompt, first token's decode, de
 
 
 def attend(ops: ModuleType, case: Case, window: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = ops.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, window=window, return_lse=True)
+    options = {"window": window, "return_lse": True, "sinks": case.sinks}
+    out, lse = ops.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, **options)
     return out, lse
 
 
@@ -66,8 +67,35 @@ def test_int8_keys_and_values(ops: ModuleType, dtype: torch.dtype, head_dim: int
     assert relative_error(lse, expected_lse) < (2e-6 if dtype == torch.float32 else 4e-3)
 
 
-def test_the_reference_is_exact_in_float64() -> None:
-    case = make_case(*MIXED, dtype=torch.float64)
+@BOTH
+@pytest.mark.parametrize("window", [0, 1, 9])
+@pytest.mark.parametrize("int8_kv", [False, True])
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(1, 1), (2, 3), (1, 16)])
+def test_a_sink_is_one_more_score_of_its_head(
+    ops: ModuleType, num_kv_heads: int, group_size: int, int8_kv: bool, window: int
+) -> None:
+    case = make_case(*MIXED, num_kv_heads=num_kv_heads, group_size=group_size, int8_kv=int8_kv, sinks=True)
+    out, lse = attend(ops, case, window)
+    expected, expected_lse = naive_attention(case, window)
+    assert relative_error(out, expected) < 2e-6
+    assert relative_error(lse, expected_lse) < 2e-6
+
+
+@BOTH
+@pytest.mark.parametrize("sink", [-200.0, 200.0])
+def test_sinks_far_from_all_scores(ops: ModuleType, sink: float) -> None:
+    case = make_case(*MIXED)
+    expected, expected_lse = attend(ops, case)
+    out, lse = attend(ops, dataclasses.replace(case, sinks=torch.full((case.q.shape[1],), sink)))
+    if sink < 0:
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    else:
+        assert not out.any() and (lse == sink).all()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_reference_is_exact_in_float64(sinks: bool) -> None:
+    case = make_case(*MIXED, dtype=torch.float64, sinks=sinks)
     out, lse = attend(reference, case)
     expected, expected_lse = naive_attention(case)
     assert out.dtype == lse.dtype == torch.float64
@@ -76,8 +104,9 @@ def test_the_reference_is_exact_in_float64() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_cpu_attention_supports_every_dtype(dtype: torch.dtype) -> None:
-    case = make_case(*MIXED, dtype=dtype, head_dim=64)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cpu_attention_supports_every_dtype(dtype: torch.dtype, sinks: bool) -> None:
+    case = make_case(*MIXED, dtype=dtype, head_dim=64, sinks=sinks)
     out, lse = attend(cpu, case)
     assert out.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
@@ -98,6 +127,7 @@ def test_cpu_attention_equals_the_reference(data: st.DataObject) -> None:
         head_dim=data.draw(st.sampled_from([8, 24, 64])),
         block_size=data.draw(st.sampled_from([1, 2, 8, 16, 256])),
         seed=data.draw(st.integers(0, 1000)),
+        sinks=data.draw(st.booleans()),
     )
     window = data.draw(st.sampled_from([0, 0, 1, 50]))
     out, lse = attend(cpu, case, window)
@@ -187,14 +217,15 @@ def test_blocks_before_the_sliding_window_are_not_read(ops: ModuleType) -> None:
     assert torch.equal(attend(ops, case, window=6)[0], expected)
 
 
-def test_merged_parts_equal_attention_over_all_keys() -> None:
-    """Attention over keys [0, 24) and [24, 30), merged, is attention over keys [0, 30)."""
-    case = make_case([1], [30], dtype=torch.float64)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_merged_parts_equal_attention_over_all_keys(sinks: bool) -> None:
+    """Attention over keys [0, 24), with the sinks, and [24, 30), merged, is attention over keys [0, 30)."""
+    case = make_case([1], [30], dtype=torch.float64, sinks=sinks)
     expected, expected_lse = attend(reference, case)
     parts = []
-    for table, length in ((case.tables[0][:6], 24), (case.tables[0][6:], 6)):
+    for table, length, own in ((case.tables[0][:6], 24, case.sinks), (case.tables[0][6:], 6, None)):
         batch = RaggedBatch.from_lists([1], [length], [table], 4)
-        parts.append(attend(reference, dataclasses.replace(case, batch=batch)))
+        parts.append(attend(reference, dataclasses.replace(case, batch=batch, sinks=own)))
     empty = (torch.zeros_like(expected), torch.full_like(expected_lse, -torch.inf))
     outs, lses = zip(*parts, empty, strict=True)
     out, lse = reference.merge_attention(torch.stack(outs), torch.stack(lses))

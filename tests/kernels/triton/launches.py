@@ -42,6 +42,7 @@ def attend(
     cascade: bool = False,
     lines_per_row: int = 1,
     kv_dtype: torch.dtype | None = None,
+    with_sinks: bool = False,
 ) -> None:
     """Two layers of one step: the second finds the schedule that the first made."""
     num_heads, num_kv_heads, head_dim = heads
@@ -52,10 +53,12 @@ def attend(
         batch = replace(batch, common_prefix_lens=torch.zeros(len(seq_lens), dtype=torch.int32))
     kv = torch.empty(3, 2, 2, num_kv_heads, block_size, head_dim, dtype=kv_dtype or dtype)
     scales = None if kv_dtype is None else torch.ones(2, num_kv_heads)
+    sinks = torch.zeros(num_heads) if with_sinks else None
     fused = torch.empty(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     for layer in range(2):
         q = fused[:, :num_heads]
-        ops.paged_attention(q, kv[:, layer], batch, scale=0.1, window=window, return_lse=return_lse, kv_scales=scales)
+        options = {"window": window, "return_lse": return_lse, "kv_scales": scales, "sinks": sinks}
+        ops.paged_attention(q, kv[:, layer], batch, scale=0.1, **options)
 
 
 def decode() -> None:
@@ -70,6 +73,9 @@ def decode_with_other_settings() -> None:
     attend(ones, lens, window=128)
     attend(ones, lens, window=128, fixed_split=True, return_lse=True)
     attend(ones, lens, dtype=F16, block_size=64, return_lse=True)
+    for num_seqs in (1, 130):
+        attend([1] * num_seqs, [600] * num_seqs, (64, 8, 64), with_sinks=True)
+    attend(ones, lens, (64, 8, 64), window=128, with_sinks=True)
 
 
 def decode_with_drafts() -> None:
@@ -83,6 +89,7 @@ def decode_with_drafts() -> None:
 def cascade() -> None:
     for heads in (QWEN_05B, LLAMA):
         attend([1] * 256, [300] * 256, heads, cascade=True)
+    attend([1] * 256, [300] * 256, (64, 8, 64), cascade=True, with_sinks=True)
 
 
 def prefill() -> None:
@@ -93,6 +100,9 @@ def prefill() -> None:
     attend([500], [500], (8, 1, 256))
     attend([300], [600], window=128, return_lse=True, dtype=F16)
     attend([300, 1], [600, 30], fixed_split=True)
+    for window in (0, 128):
+        attend([300], [600], (64, 8, 64), window=window, with_sinks=True)
+    attend([8], [4000], (64, 8, 64), with_sinks=True)
 
 
 def float8() -> None:

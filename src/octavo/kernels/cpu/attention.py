@@ -99,6 +99,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[False] = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -110,6 +111,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[True],
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -121,6 +123,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     q: Tensor,
@@ -131,6 +134,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`.
 
@@ -145,20 +149,34 @@ def paged_attention(
     if plan is None:
         if kv_layer.dtype not in (q.dtype, torch.int8) or not _has_uniform_rows(kv_layer):
             return reference.paged_attention(
-                q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse, kv_scales=kv_scales
+                q,
+                kv_layer,
+                batch,
+                scale=scale,
+                window=window,
+                return_lse=return_lse,
+                kv_scales=kv_scales,
+                sinks=sinks,
             )
         plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.accumulation_dtype(q.dtype)) if return_lse else None
     if plan.decodes is not None and (library := native.library()) is not None:
-        library.decode_attention(q, kv_layer, plan.decodes, out, lse, scale=scale, window=window)
+        library.decode_attention(q, kv_layer, plan.decodes, out, lse, scale=scale, window=window, sinks=sinks)
     if plan.groups or plan.chunks:
-        _attend_gathered(plan, q, kv_layer, out, lse, scale, window)
+        _attend_gathered(plan, q, kv_layer, out, lse, scale, window, sinks)
     return out if lse is None else (out, lse)
 
 
 def _attend_gathered(
-    plan: _Plan, q: Tensor, kv_layer: Tensor, out: Tensor, lse: Tensor | None, scale: float, window: int
+    plan: _Plan,
+    q: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
 ) -> None:
     """Compute the plan's groups and chunks, writing their rows of `out` and `lse`."""
     num_tokens, num_heads, head_dim = q.shape
@@ -171,6 +189,7 @@ def _attend_gathered(
     num_rows = (kv_layer.shape[0] - 1) * (kv_layer.stride(0) // row_size) + 2 * num_kv_heads
     rows = kv_layer.as_strided((num_rows, row_size), (row_size, 1))
     q_heads = q.view(num_tokens, num_kv_heads, group_size, head_dim)
+    sinks = None if sinks is None else sinks.view(num_kv_heads, group_size)
 
     for group in plan.groups:
         gathered = rows.index_select(0, group.kv_rows)
@@ -178,7 +197,8 @@ def _attend_gathered(
             gathered.view(-1, width).index_fill_(0, group.unused, 0)
         kv = gathered.view(-1, 2, num_kv_heads, group.num_blocks * block_size, width)
         kv = _dequantised(kv[:, :, :, group.start : group.stop], q.dtype)
-        result, result_lse = _flash(q_heads.index_select(0, group.q_rows), kv[:, 0], kv[:, 1], scale, group.mask)
+        queries = q_heads.index_select(0, group.q_rows)  # [num_seqs, num_kv_heads, group, head_dim]
+        result, result_lse = _flash(queries, kv[:, 0], kv[:, 1], scale, group.mask, sinks)
         out.index_copy_(0, group.q_rows, result.flatten(1, 2))
         if lse is not None:
             lse.index_copy_(0, group.q_rows, result_lse.flatten(1, 2))
@@ -189,8 +209,10 @@ def _attend_gathered(
         keys, values = _dequantised(kv, q.dtype).expand(-1, -1, group_size, -1, -1)
         queries = q_heads[span.begin : span.end].permute(1, 2, 0, 3)  # [num_kv_heads, group, query_len, head_dim]
         results = out[span.begin : span.end].view(-1, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+        of_queries = None if sinks is None else sinks.unsqueeze(-1)
         for tile, seen, mask in _tiles(span, plan.causal_mask, window):
-            result, result_lse = _flash(queries[:, :, tile], keys[:, :, seen], values[:, :, seen], scale, mask)
+            inputs = queries[:, :, tile], keys[:, :, seen], values[:, :, seen]
+            result, result_lse = _flash(*inputs, scale, mask, of_queries)
             results[:, :, tile] = result
             if lse is not None:
                 lse[span.begin : span.end][tile] = result_lse.flatten(0, 1).T
@@ -200,14 +222,21 @@ def _dequantised(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return reference.dequantize_rows(rows, dtype) if rows.dtype == torch.int8 else rows
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The CPU kernel of `scaled_dot_product_attention`, which also returns the log-sum-exp.
 
-    q, k, v [batch, heads, queries or keys, head_dim], mask [..., queries, keys] added to the scores
+    q, k, v  [batch, heads, queries or keys, head_dim]
+    mask     [..., queries, keys], added to the scores
+    sinks    in a shape that expands to [batch, heads, queries]
     """
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-    return out, lse
+    if sinks is None:
+        return out, lse
+    all_lse = lse.logaddexp(sinks)
+    return out.mul_((lse - all_lse).exp_().unsqueeze(-1)), all_lse
 
 
 def _has_uniform_rows(kv_layer: Tensor) -> bool:

@@ -29,17 +29,20 @@ def paged_attention(  # type: ignore[no-redef]
     scale: float,
     window: int = 0,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`. The heads are those that `native.supports_sizes`."""
     library = native.library()
     if batch.max_query_len == 1 or library is None:
-        return attention.paged_attention(q, kv_layer, batch, scale=scale, window=window, kv_scales=kv_scales)
+        return attention.paged_attention(
+            q, kv_layer, batch, scale=scale, window=window, kv_scales=kv_scales, sinks=sinks
+        )
     key = "cpu.invariant_attention", batch.block_tables.data_ptr()
     if key not in batch.derived:
         batch.derived[key] = _single_queries(batch)
     out = torch.zeros_like(q := q.contiguous())
     for queries in batch.derived[key]:
-        library.decode_attention(q, kv_layer, queries, out, None, scale=scale, window=window)
+        library.decode_attention(q, kv_layer, queries, out, None, scale=scale, window=window, sinks=sinks)
     return out
 
 

@@ -579,7 +579,8 @@ struct Attention {
     long num_seqs, table_width, window, num_kv_heads, group, head_dim, block_size, block_stride;
     const void *q, *kv_layer;
     void *out;
-    float *lse;  // may be null
+    float *lse;          // may be null
+    const float *sinks;  // may be null
     int int8_kv, num_threads;
 };
 
@@ -726,11 +727,13 @@ void attend_part(const Attention &a, const T *q, const R *kv_layer, long seq, lo
     }
 }
 
-// reference.merge_attention of the parts of a query head, `stride` floats apart. Each part has at least one key.
+// reference.merge_attention of the parts of a query head, `stride` floats apart. Each part has at least one key. The
+// sink is a score without a value; -INFINITY is none.
 template <class T>
-void merge_parts(const float *parts, long num_parts, long stride, long head_dim, T *out, float *lse) {
-    float highest = -INFINITY, total = 0;
+void merge_parts(const float *parts, long num_parts, long stride, long head_dim, float sink, T *out, float *lse) {
+    float highest = sink;
     for (long p = 0; p < num_parts; p++) highest = std::max(highest, parts[p * stride + head_dim]);
+    float total = exp_of_negative(sink - highest);
     alignas(64) float weighted[MAX_HEAD_DIM] = {};
     for (long p = 0; p < num_parts; p++) {
         const float *part = parts + p * stride;
@@ -773,8 +776,9 @@ template <class T, class R> void decode_attention(const Attention &a) {
         long seq = pair / a.num_kv_heads, head = pair % a.num_kv_heads;
         for (long g = 0; g < a.group; g++) {
             long place = (a.rows[seq] * a.num_kv_heads + head) * a.group + g;
+            float sink = a.sinks ? a.sinks[head * a.group + g] : -INFINITY;
             merge_parts(parts + firsts[pair] * part_size + g * head_size, firsts[pair + 1] - firsts[pair], part_size,
-                        a.head_dim, out + place * a.head_dim, a.lse ? a.lse + place : nullptr);
+                        a.head_dim, sink, out + place * a.head_dim, a.lse ? a.lse + place : nullptr);
         }
     }
 }

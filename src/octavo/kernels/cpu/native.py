@@ -108,7 +108,7 @@ _Attention = _struct(
     (POINTER, "rows seq_lens tables"),
     (FLOAT, "scale"),
     (LONG, "num_seqs table_width window num_kv_heads group head_dim block_size block_stride"),
-    (POINTER, "q kv_layer out lse"),
+    (POINTER, "q kv_layer out lse sinks"),
     (INT, "int8_kv num_threads"),
 )
 _Sample = _struct(
@@ -442,6 +442,7 @@ class Library:
         *,
         scale: float,
         window: int,
+        sinks: Tensor | None,
     ) -> None:
         """Paged attention of single queries, written to their rows of `out`, shaped as q, and of `lse`."""
         num_kv_heads, block_size = kv_layer.shape[2:4]
@@ -460,10 +461,11 @@ class Library:
             kv_layer.data_ptr(),
             out.data_ptr(),
             _pointer(lse),
+            _pointer(sinks),
             kv_layer.dtype == torch.int8,
             torch.get_num_threads(),
         )
-        self._call("decode_attention", q.dtype, arguments, queries, q, kv_layer, out, lse)
+        self._call("decode_attention", q.dtype, arguments, queries, q, kv_layer, out, lse, sinks)
 
     def sample(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
         """Sample from softmax(logits / temperature) as `reference.sample`, without filters -> [num_rows] int64.

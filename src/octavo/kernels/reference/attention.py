@@ -25,6 +25,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[False] = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -36,6 +37,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[True],
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -47,6 +49,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     q: Tensor,
@@ -57,6 +60,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of a ragged batch over the paged KV cache (vLLM paper, equation 4).
 
@@ -64,8 +68,10 @@ def paged_attention(
                 heads share a K/V head
     window      sliding window: a query sees the last `window` keys, its own included. 0: all keys up to its own
     return_lse  also return log(sum(exp(scores))), [num_tokens, num_heads] float32 (float64 for float64 inputs), the
-                input of `merge_attention`
+                input of `merge_attention`; a head's sink is one of its scores
     kv_scales   of a float8 pool, as for `kv_write`
+    sinks       [num_heads] float32, one more score of each head's softmax, without a value (gpt-oss, arXiv 2508.10925).
+                Of parts to be merged, one has them
 
     -> [num_tokens, num_heads, head_dim]. A row without keys (padding) is 0, its lse -inf.
     """
@@ -88,6 +94,8 @@ def paged_attention(
         hidden = visible_keys(positions, torch.arange(first_key, seq_len, device=q.device), window).logical_not()
         scores = scores.masked_fill(hidden, -math.inf)
         row_lse = scores.logsumexp(-1)  # [num_kv_heads, group, query_len]
+        if sinks is not None:
+            row_lse = row_lse.logaddexp(sinks.view(num_kv_heads, -1, 1))
         weights = (scores - row_lse.unsqueeze(-1)).exp()
         result = weights @ values.to(wide).unsqueeze(1)  # [num_kv_heads, group, query_len, head_dim]
         out[begin:end] = result.flatten(0, 1).transpose(0, 1).to(q.dtype)

@@ -23,6 +23,7 @@ class DecoderSpec(ModelSpec):
     embedding_scale     factor on embeddings
     rounded_scale       embedding_scale is rounded to the model's dtype
     attention_scale     factor on attention scores; None: 1 / sqrt(head_dim)
+    sinks               each query head of a layer with attention has a sink; see `reference.paged_attention`
     rotary_dim          the first dimensions of a head are rotated, an even number of them; None: all
     nope_layers         layers without rotary embedding
     local_rope_theta    theta of the layers with a sliding window, which are then not scaled; None: rope_theta
@@ -44,6 +45,7 @@ class DecoderSpec(ModelSpec):
     embedding_scale: float = 1.0
     rounded_scale: bool = False
     attention_scale: float | None = None
+    sinks: bool = False
     experts: ExpertsSpec | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -59,7 +61,8 @@ class DecoderSpec(ModelSpec):
 
     def kind_of(self, layer: int) -> LayerKind:
         """The tensors of one layer."""
-        return LayerKind(1, self.attention_linears | self.mlp_linears_of(layer), self.norms)
+        num_floats = self.num_heads if self.sinks else 0
+        return LayerKind(1, self.attention_linears | self.mlp_linears_of(layer), self.norms, num_floats)
 
     @property
     def linears(self) -> dict[str, LinearShape]:

@@ -20,6 +20,7 @@ def attend(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
         scale=case.scale,
         window=window,
         return_lse=True,
+        sinks=None if case.sinks is None else case.sinks.to(DEVICE),
     )
     return out.cpu(), lse.cpu()
 

@@ -48,9 +48,10 @@ def to_device(case: Case) -> RaggedBatch:
 def attend(case: Case, tuning: CascadeTuning | None) -> tuple[Tensor, Tensor]:
     q, batch = case.q.to(DEVICE), to_device(case)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=DEVICE)
-    layer = case.kv.to(DEVICE)[:, 1]
+    layer, sinks = case.kv.to(DEVICE)[:, 1], None if case.sinks is None else case.sinks.to(DEVICE)
+    options = {"scale": case.scale, "window": 0, "decode_only": True, "sinks": sinks, "cascade": tuning}
     for _ in range(2):  # the first layer of a step, and a later one
-        decode_attention(q, layer, batch, out, lse, scale=case.scale, window=0, decode_only=True, cascade=tuning)
+        decode_attention(q, layer, batch, out, lse, **options)
     (schedule,) = batch.derived.values()
     assert schedule.cascade is not None
     return out.cpu(), lse.cpu()
@@ -64,20 +65,18 @@ def check(case: Case, tuning: CascadeTuning | None = SMALL) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_with_a_shared_prefix_are_exact(dtype: torch.dtype) -> None:
-    case = make_shared_case([200, 150, 333, 130, 90, 7], [0, 128, 144, 112, 64, 0], dtype=dtype)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_results_with_a_shared_prefix_are_exact(dtype: torch.dtype, sinks: bool) -> None:
+    case = make_shared_case([200, 150, 333, 130, 90, 7], [0, 128, 144, 112, 64, 0], dtype=dtype, sinks=sinks)
     check(case)
     check(case, None)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 40), (2, 7, 16), (1, 8, 80), (5, 2, 64)])
 def test_every_head_shape_with_a_shared_prefix(kv_heads: int, group: int, head_dim: int) -> None:
-    lens = [400] * 5 + [90, 100]
-    check(
-        make_shared_case(
-            lens, [0, 320, 320, 384, 320, 64, 64], num_kv_heads=kv_heads, group_size=group, head_dim=head_dim
-        )
-    )
+    lens, sizes = [400] * 5 + [90, 100], {"num_kv_heads": kv_heads, "group_size": group, "head_dim": head_dim}
+    for sinks in (False, True):
+        check(make_shared_case(lens, [0, 320, 320, 384, 320, 64, 64], **sizes, sinks=sinks))
 
 
 @pytest.mark.parametrize("block_size", [8, 64, 256])

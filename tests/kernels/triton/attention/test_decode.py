@@ -19,16 +19,17 @@ from tests.kernels.triton.device import DEVICE, TOLERANCE
 
 
 def test_programs_may_share_a_sequence_or_have_several() -> None:
-    check(make_case([1], [1500], num_kv_heads=1, group_size=1))
-    check(make_case([1] * 20, [3] * 19 + [70], num_kv_heads=1, group_size=2))
-    check(make_case([1] * 40, [3] * 19 + [170] + [5] * 20, num_kv_heads=2, group_size=2))
+    for sinks in (False, True):
+        check(make_case([1], [1500], num_kv_heads=1, group_size=1, sinks=sinks))
+        check(make_case([1] * 20, [3] * 19 + [70], num_kv_heads=1, group_size=2, sinks=sinks))
+        check(make_case([1] * 40, [3] * 19 + [170] + [5] * 20, num_kv_heads=2, group_size=2, sinks=sinks))
 
 
 @pytest.mark.parametrize("window", [0, 600])
 @pytest.mark.parametrize("query_len", [1, 3], ids=["decode", "mixed"])
 def test_fixed_split_gives_the_same_bits_in_any_batch(query_len: int, window: int) -> None:
     lens = [1300, 5, 512, 700]
-    case = make_case([query_len, 1, 1, 1], lens, num_kv_heads=1, group_size=2, block_size=16)
+    case = make_case([query_len, 1, 1, 1], lens, num_kv_heads=1, group_size=2, block_size=16, sinks=True)
     case.batch = replace(case.batch, fixed_split=True)
     together = attend(case, window)
     expected, expected_lse = naive_attention(case, window)
@@ -36,7 +37,7 @@ def test_fixed_split_gives_the_same_bits_in_any_batch(query_len: int, window: in
     begin = 0
     for s, n in enumerate([query_len, 1, 1, 1]):
         batch = RaggedBatch.from_lists([n], lens[s : s + 1], case.tables[s : s + 1], 16)
-        alone = Case(case.q[begin : begin + n], case.kv, replace(batch, fixed_split=True), [], [], [], case.scale)
+        alone = replace(case, q=case.q[begin : begin + n], batch=replace(batch, fixed_split=True))
         for batched, single in zip(together, attend(alone, window), strict=True):
             assert torch.equal(batched[begin : begin + n], single)
         begin += n

@@ -18,7 +18,9 @@ from tests.kernels.triton.compiled import (
 
 POINTERS = {
     **dict.fromkeys(("q", "kv", "out"), "*bf16"),
-    **dict.fromkeys(("kv_scales", "lse", "partial", "partial_ml", "prefix_partial", "prefix_partial_ml"), "*fp32"),
+    **dict.fromkeys(
+        ("kv_scales", "lse", "sinks", "partial", "partial_ml", "prefix_partial", "prefix_partial_ml"), "*fp32"
+    ),
     **dict.fromkeys(("arrivals", "block_tables", "query_start", "seq_lens", "segments", "starts", "totals"), "*i32"),
     **dict.fromkeys(("prefixes", "splits", "count"), "*i32"),
 }
@@ -29,7 +31,14 @@ def types_of(kernel: Any) -> dict[str, str]:
 
 
 def compile_decode(
-    tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False, queries: int = 1, float8: bool = False
+    tuning: DecodeTuning,
+    group: int,
+    head_dim: int,
+    *,
+    cascaded: bool = False,
+    queries: int = 1,
+    float8: bool = False,
+    sinks: bool = False,
 ) -> Any:
     constants = {
         "NUM_KV_HEADS": 8,
@@ -46,6 +55,7 @@ def compile_decode(
         "MERGE_INLINE": True,
         "USE_CASCADE": cascaded,
         "SCALED": float8,
+        "WITH_SINKS": sinks,
         "WRITE_EMPTY_ROWS": True,
         "USE_PDL": True,
     }
@@ -70,6 +80,12 @@ def test_all_programs_of_decode_are_resident(group: int, head_dim: int, num_seqs
     tuning = decode_tuning(torch.empty(num_seqs, 8 * group, head_dim, dtype=torch.bfloat16), num_seqs)
     kernel = compile_decode(tuning, group, head_dim, cascaded=cascaded)
     assert check_resident(kernel, tuning) <= 8  # a value that the loop over keys does not use
+
+
+@pytest.mark.parametrize(("num_seqs", "cascaded"), [(1, False), (256, False), (256, True)])
+def test_all_programs_of_decode_with_sinks_are_resident(num_seqs: int, cascaded: bool) -> None:
+    tuning = decode_tuning(torch.empty(num_seqs, 64, 64, dtype=torch.bfloat16), num_seqs)
+    assert check_resident(compile_decode(tuning, 8, 64, cascaded=cascaded, sinks=True), tuning) <= 8
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (7, 64)])

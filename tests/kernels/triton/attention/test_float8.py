@@ -31,19 +31,20 @@ def quantised(case: Case, dtype: torch.dtype) -> tuple[Case, Tensor]:
 
 @DTYPES
 @pytest.mark.parametrize(("lens", "window"), [(DECODE, 0), (DECODE, 20), (MIXED, 0), (MIXED, 20)])
-@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
-def test_attention(dtype: torch.dtype, lens: tuple[list[int], list[int]], window: int, q_dtype: torch.dtype) -> None:
-    case, scales = quantised(make_case(*lens, block_size=16, head_dim=40, dtype=q_dtype), dtype)
+@pytest.mark.parametrize(("q_dtype", "sinks"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_attention(
+    dtype: torch.dtype, lens: tuple[list[int], list[int]], window: int, q_dtype: torch.dtype, sinks: bool
+) -> None:
+    case, scales = quantised(make_case(*lens, block_size=16, head_dim=40, dtype=q_dtype, sinks=sinks), dtype)
     arguments = case.q.to(DEVICE), case.kv.to(DEVICE)[:, 1], on_device(case.batch)
-    out, lse = cuda.paged_attention(
-        *arguments, scale=case.scale, window=window, return_lse=True, kv_scales=scales.to(DEVICE)
-    )
+    of_heads = {"kv_scales": scales.to(DEVICE), "sinks": None if case.sinks is None else case.sinks.to(DEVICE)}
+    out, lse = cuda.paged_attention(*arguments, scale=case.scale, window=window, return_lse=True, **of_heads)
     expected, expected_lse = naive_attention(case, window)
     assert relative_error(out.cpu(), expected) < TOLERANCE[q_dtype]
     assert norm_error(out.cpu(), expected) < NORM_TOLERANCE[q_dtype]
     assert relative_error(lse.cpu(), expected_lse) < 3e-6
     known = reference.paged_attention(
-        case.q, case.kv_layer, case.batch, scale=case.scale, window=window, kv_scales=scales
+        case.q, case.kv_layer, case.batch, scale=case.scale, window=window, kv_scales=scales, sinks=case.sinks
     )
     assert relative_error(known, expected) < TOLERANCE[q_dtype]
 

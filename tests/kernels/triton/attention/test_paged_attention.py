@@ -30,6 +30,29 @@ def test_every_head_shape(lens: tuple[list[int], list[int]], kv_heads: int, grou
     check(make_case(*lens, num_kv_heads=kv_heads, group_size=group, head_dim=head_dim))
 
 
+@pytest.mark.parametrize(("kv_heads", "group", "window"), [(1, 1, 0), (2, 7, 0), (2, 7, 65), (1, 16, 1), (5, 1, 30)])
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_sinks(lens: tuple[list[int], list[int]], kv_heads: int, group: int, window: int) -> None:
+    check(make_case(*lens, num_kv_heads=kv_heads, group_size=group, sinks=True), window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_sinks_of_every_dtype(lens: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    check(make_case(*lens, dtype=dtype, sinks=True))
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_a_sink_may_have_all_the_weight_or_none(lens: tuple[list[int], list[int]]) -> None:
+    case = make_case(*lens)
+    expected, expected_lse = attend(case)
+    case.sinks = torch.full((case.q.shape[1],), 200.0)
+    case.sinks[::2] = -200.0
+    out, lse = attend(case)
+    assert torch.equal(out[:, ::2], expected[:, ::2]) and torch.equal(lse[:, ::2], expected_lse[:, ::2])
+    assert not out[:, 1::2].any() and relative_error(lse[:, 1::2], torch.tensor(200.0)) < 3e-6
+
+
 @pytest.mark.parametrize(("group", "head_dim"), [(9, 24), (10, 56), (11, 72), (13, 136), (14, 200), (15, 248)])
 def test_odd_group_and_head_sizes(group: int, head_dim: int) -> None:
     """With a prefill and a decode in one batch."""

@@ -15,11 +15,11 @@ from triton.experimental.gluon import language as gl
 from octavo.kernels.triton.attention import prefill_hopper, prefill_tuning
 from tests.kernels.triton.compiled import SHARED_BYTES, compile_for_hopper
 
-POINTERS = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}
+POINTERS = {"out": "*bf16", "lse": "*fp32", "sinks": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}
 INDICES = ("tiles", "count", "block_tables", "query_start", "seq_lens")
 
 
-def compile_prefill(head_dim: int, block_size: int, group: int, *, may_split: bool) -> Any:
+def compile_prefill(head_dim: int, block_size: int, group: int, *, may_split: bool, sinks: bool) -> Any:
     tuning = prefill_tuning.hopper_prefill_tuning(head_dim)
     padded, packed, rows = 1 << (head_dim - 1).bit_length(), group & -group, min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -36,6 +36,7 @@ def compile_prefill(head_dim: int, block_size: int, group: int, *, may_split: bo
         "REGISTERS": prefill_tuning.HOPPER_REGISTERS,
         "MAY_SPLIT": may_split,
         "WITH_LSE": True,
+        "WITH_SINKS": sinks,
     }
     types = {
         "queries": f"tensordesc<bf16[{64 // packed}, {packed}, {padded}],{layout!r}>",
@@ -48,10 +49,14 @@ def compile_prefill(head_dim: int, block_size: int, group: int, *, may_split: bo
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "group", "may_split"), [(128, 16, 4, False), (64, 64, 7, True)], ids=str
+    ("head_dim", "block_size", "group", "may_split", "sinks"),
+    [(128, 16, 4, False, False), (64, 64, 7, True, False), (64, 16, 8, True, True)],
+    ids=str,
 )
-def test_the_prefill_kernel_compiles_and_fits(head_dim: int, block_size: int, group: int, may_split: bool) -> None:
-    kernel = compile_prefill(head_dim, block_size, group, may_split=may_split)
+def test_the_prefill_kernel_compiles_and_fits(
+    head_dim: int, block_size: int, group: int, may_split: bool, sinks: bool
+) -> None:
+    kernel = compile_prefill(head_dim, block_size, group, may_split=may_split, sinks=sinks)
     assert kernel.metadata.shared <= SHARED_BYTES
     ptx = kernel.asm["ptx"]
     # One producer warp, two consumer groups, and a register limit for each

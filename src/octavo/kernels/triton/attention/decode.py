@@ -79,6 +79,7 @@ def decode_attention(
     window: int,
     decode_only: bool,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
     tuning: DecodeTuning | None = None,
     cascade: CascadeTuning | None = None,
 ) -> None:
@@ -112,16 +113,17 @@ def decode_attention(
     if schedule.cascade is not None:
         cascade_attention(q, kv_layer, batch, schedule.cascade, scale=scale, early=early, kv_scales=kv_scales)
     _launch_decode(
-        q, kv_layer, kv_scales, batch, out, lse, schedule, tuning, split_tiles, scale, window, decode_only, early
+        q, kv_layer, kv_scales, sinks, batch, out, lse, schedule, tuning, split_tiles, scale, window, decode_only, early
     )
     if schedule.num_merges:
-        _launch_combine(batch, out, lse, schedule, num_kv_heads, split_tiles, decode_only)
+        _launch_combine(batch, out, lse, sinks, schedule, num_kv_heads, split_tiles, decode_only)
 
 
 def _launch_decode(
     q: Tensor,
     kv_layer: Tensor,
     kv_scales: Tensor | None,
+    sinks: Tensor | None,
     batch: RaggedBatch,
     out: Tensor,
     lse: Tensor,
@@ -141,6 +143,7 @@ def _launch_decode(
         *or_placeholder(q, kv_scales),
         out,
         lse,
+        *or_placeholder(q, sinks),
         schedule.partial,
         schedule.partial_ml,
         schedule.arrivals,
@@ -174,6 +177,7 @@ def _launch_decode(
         MERGE_INLINE=schedule.num_merges == 0,
         USE_CASCADE=plan is not None,
         SCALED=kv_scales is not None,
+        WITH_SINKS=sinks is not None,
         WRITE_EMPTY_ROWS=decode_only and schedule.num_merges == 0,
         num_warps=tuning.num_warps,
         maxnreg=tuning.registers,
@@ -185,6 +189,7 @@ def _launch_combine(
     batch: RaggedBatch,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
     schedule: DecodeSchedule,
     num_kv_heads: int,
     split_tiles: int,
@@ -196,6 +201,7 @@ def _launch_combine(
     _combine[(num_merges + (batch.num_seqs if decode_only else 0), group_size * packs.queries)](
         out,
         lse,
+        *or_placeholder(out, sinks),
         schedule.partial,
         schedule.partial_ml,
         batch.query_start,
@@ -209,6 +215,7 @@ def _launch_combine(
         PARTS_PER_STEP=16 if split_tiles or schedule.num_sharers <= 16 else 64,
         SLOTS_PER_PART=1 if split_tiles else 2,
         WITH_LSE=lse.numel() > 0,
+        WITH_SINKS=sinks is not None,
         num_warps=4,
         **pdl_options(out.device),
     )
@@ -229,6 +236,7 @@ def _decode(
     kv_scales,
     out,
     lse,
+    sinks,
     partial,
     partial_ml,
     arrivals,
@@ -264,6 +272,7 @@ def _decode(
     MERGE_INLINE: tl.constexpr,
     USE_CASCADE: tl.constexpr,
     SCALED: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
     WRITE_EMPTY_ROWS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -363,6 +372,8 @@ def _decode(
             out_row = token * NUM_KV_HEADS * GROUP + heads
             if QUERIES > 1:
                 out_row += row // GROUP * (NUM_KV_HEADS * GROUP)
+            if WITH_SINKS:
+                row_max, row_sum, acc = softmax.merge_sinks(row_max, row_sum, acc, sinks, head * GROUP + row % GROUP)
             softmax.write_rows(out, lse, out_row, column, row_max, row_sum, acc, in_group, HEAD_DIM, WITH_LSE)
         else:
             offset = (slot * (GROUP * QUERIES) + row) * HEAD_DIM
@@ -373,9 +384,9 @@ def _decode(
             )  # fmt: skip
             if MERGE_INLINE:
                 _merge_if_last(
-                    out, lse, partial, partial_ml, arrivals, token, head, rows_end, head * num_tiles + seq_begin,
+                    out, lse, sinks, partial, partial_ml, arrivals, token, head, rows_end, head * num_tiles + seq_begin,
                     head * num_tiles + seq_end, tiles_per_program, prefix,
-                    NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM, SEQ_OVERHEAD, WITH_LSE, USE_CASCADE,
+                    NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM, SEQ_OVERHEAD, WITH_LSE, WITH_SINKS, USE_CASCADE,
                 )  # fmt: skip
         cursor = next_cursor
         seq_begin, seq_end, seq_len, token, seq = next_begin, next_end, next_len, next_token, next_seq
@@ -385,7 +396,7 @@ def _decode(
     if WRITE_EMPTY_ROWS:
         empty_seq = program
         while empty_seq < num_seqs:
-            _write_empty_row(out, lse, query_start, seq_lens, empty_seq, NUM_KV_HEADS, GROUP, HEAD_DIM, WITH_LSE)
+            softmax.write_empty_row(out, lse, query_start, seq_lens, empty_seq, NUM_KV_HEADS, GROUP, HEAD_DIM, WITH_LSE)
             empty_seq += tl.num_programs(0)
 
 
@@ -449,9 +460,9 @@ def _attend(
 
 @triton.jit
 def _merge_if_last(
-    out, lse, partial, partial_ml, arrivals, token, head, rows_end, begin, end, tiles_per_program, prefix,
+    out, lse, sinks, partial, partial_ml, arrivals, token, head, rows_end, begin, end, tiles_per_program, prefix,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SEQ_OVERHEAD: tl.constexpr, WITH_LSE: tl.constexpr, USE_CASCADE: tl.constexpr,
+    SEQ_OVERHEAD: tl.constexpr, WITH_LSE: tl.constexpr, WITH_SINKS: tl.constexpr, USE_CASCADE: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a (head, segment) with the tiles [begin, end), if all other programs have stored theirs."""
     first = begin // tiles_per_program
@@ -462,17 +473,17 @@ def _merge_if_last(
         first_slot = (first * tiles_per_program < begin - SEQ_OVERHEAD).to(tl.int32)
         out_row = token * NUM_KV_HEADS * GROUP + head * GROUP
         _merge(
-            out, lse, partial, partial_ml, first, last, first_slot, out_row, head, rows_end, prefix,
-            NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM, WITH_LSE, USE_CASCADE,
+            out, lse, sinks, partial, partial_ml, first, last, first_slot, out_row, head, rows_end, prefix,
+            NUM_KV_HEADS, GROUP, QUERIES, HEAD_DIM, WITH_LSE, WITH_SINKS, USE_CASCADE,
         )  # fmt: skip
         tl.store(arrivals + first, 0)
 
 
 @triton.jit
 def _merge(
-    out, lse, partial, partial_ml, first, last, first_slot, out_row, head, rows_end, prefix,
+    out, lse, sinks, partial, partial_ml, first, last, first_slot, out_row, head, rows_end, prefix,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WITH_LSE: tl.constexpr, USE_CASCADE: tl.constexpr,
+    WITH_LSE: tl.constexpr, WITH_SINKS: tl.constexpr, USE_CASCADE: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of programs first to last into the output's rows from out_row on; rows_end: rows of a part"""
     row = tl.arange(0, padded_size(GROUP * QUERIES))
@@ -494,6 +505,8 @@ def _merge(
             row_max, row_sum, acc, row, column, prefix.partial, prefix.partial_ml, prefix.fields, head,
             NUM_KV_HEADS, GROUP, HEAD_DIM,
         )  # fmt: skip
+    if WITH_SINKS:
+        row_max, row_sum, acc = softmax.merge_sinks(row_max, row_sum, acc, sinks, head * GROUP + row % GROUP)
     row_sum = tl.where(in_group, row_sum, 1.0)
     out_row += row
     if QUERIES > 1:
@@ -501,30 +514,11 @@ def _merge(
     softmax.write_rows(out, lse, out_row, column, row_max, row_sum, acc, in_group, HEAD_DIM, WITH_LSE)
 
 
-@triton.jit
-def _write_empty_row(
-    out, lse, query_start, seq_lens, seq,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WITH_LSE: tl.constexpr,
-):  # fmt: skip
-    """Write 0, and an lse of -inf, to a sequence's row if the sequence has no keys."""
-    token = tl.load(query_start + seq).to(tl.int64)
-    if (token < tl.load(query_start + seq + 1)) & (tl.load(seq_lens + seq) == 0):
-        kv_head = tl.arange(0, padded_size(NUM_KV_HEADS))
-        column = tl.arange(0, padded_size(HEAD_DIM, 16))
-        mask = kv_head < NUM_KV_HEADS
-        mask_2d = mask[:, None] & (column < HEAD_DIM)[None, :]
-        zeros = tl.zeros([kv_head.shape[0], column.shape[0]], out.dtype.element_ty)
-        for i in range(0, GROUP):
-            out_row = (token * NUM_KV_HEADS + kv_head) * GROUP + i
-            tl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], zeros, mask=mask_2d)
-            if WITH_LSE:
-                tl.store(lse + out_row, tl.full([kv_head.shape[0]], -float("inf"), tl.float32), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_merges"])
 def _combine(
     out,
     lse,
+    sinks,
     partial,
     partial_ml,
     query_start,
@@ -538,6 +532,7 @@ def _combine(
     PARTS_PER_STEP: tl.constexpr,
     SLOTS_PER_PART: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Merge the parts of one (head, pack) for one row: a query head of its group, of one query.
@@ -561,12 +556,14 @@ def _combine(
                 partial, partial_ml, first, last, first_slot, row, column,
                 GROUP * QUERIES, HEAD_DIM, PARTS_PER_STEP, SLOTS_PER_PART,
             )  # fmt: skip
+            if WITH_SINKS:
+                row_max, row_sum, acc = softmax.merge_sinks(row_max, row_sum, acc, sinks, kv_head * GROUP + row % GROUP)
             out_row = token.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_head * GROUP + row
             if QUERIES > 1:
                 out_row += row // GROUP * ((NUM_KV_HEADS - 1) * GROUP)
             softmax.write_row(out, lse, out_row, column, row_max, row_sum, acc, HEAD_DIM, WITH_LSE)
     elif row == 0:
-        _write_empty_row(
+        softmax.write_empty_row(
             out, lse, query_start, seq_lens, merge_index - num_merges, NUM_KV_HEADS, GROUP, HEAD_DIM, WITH_LSE
         )
 

@@ -7,7 +7,7 @@ sequence's last token and before its window has no effect: it may hold NaN.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[False] = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -40,6 +41,7 @@ def paged_attention(
     window: int = 0,
     return_lse: Literal[True],
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -51,6 +53,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     q: Tensor,
@@ -61,6 +64,7 @@ def paged_attention(
     window: int = 0,
     return_lse: bool = False,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference.paged_attention` in float16, bfloat16 or float32; the pool in the same dtype, or in float8 with
     `kv_scales`.
@@ -81,27 +85,22 @@ def paged_attention(
     lse = q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
     if num_tokens == 0:
         return (out, lse) if return_lse else out
+    options: dict[str, Any] = {"scale": scale, "window": window, "kv_scales": kv_scales, "sinks": sinks}
     if batch.max_query_len <= 1:
-        decode_attention(
-            q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=True, kv_scales=kv_scales
-        )
+        decode_attention(q, kv_layer, batch, out, lse, decode_only=True, **options)
     else:
         # If all queries are as long as the longest, none has length 1. The lengths themselves are on the device.
         mixed = num_tokens < batch.num_seqs * batch.max_query_len
         if window >= batch.max_seq_len:
-            window = 0  # no sequence has that many keys
+            options["window"] = window = 0  # no sequence has that many keys
         on_hopper = kv_scales is None and not window and not batch.fixed_split and supports_hopper_prefill(q, kv_layer)
         if on_hopper and prefers_hopper_prefill(q, kv_layer, batch):
             # Only where the GPU has its instructions
             from octavo.kernels.triton.attention.prefill_hopper import hopper_prefill_attention
 
-            hopper_prefill_attention(q, kv_layer, batch, out, lse, scale=scale, skip_single=mixed)
+            hopper_prefill_attention(q, kv_layer, batch, out, lse, scale=scale, skip_single=mixed, sinks=sinks)
         else:
-            prefill_attention(
-                q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed, kv_scales=kv_scales
-            )
+            prefill_attention(q, kv_layer, batch, out, lse, skip_single=mixed, **options)
         if mixed:
-            decode_attention(
-                q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=False, kv_scales=kv_scales
-            )
+            decode_attention(q, kv_layer, batch, out, lse, decode_only=False, **options)
     return (out, lse) if return_lse else out

@@ -31,6 +31,7 @@ def prefill_attention(
     window: int,
     skip_single: bool,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
     tuning: PrefillTuning | None = None,
 ) -> None:
     """Attention of queries of any length, written to their rows of out and lse.
@@ -51,6 +52,7 @@ def prefill_attention(
         *or_placeholder(q, kv_scales),
         out,
         lse,
+        *or_placeholder(q, sinks),
         tiles,
         batch.block_tables,
         scale * LOG2_E,
@@ -70,6 +72,7 @@ def prefill_attention(
         SLIDING_WINDOW=window > 0,
         WITH_LSE=lse.numel() > 0,
         SCALED=kv_scales is not None,
+        WITH_SINKS=sinks is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
@@ -82,6 +85,7 @@ def _prefill(
     kv_scales,
     out,
     lse,
+    sinks,
     tiles,
     block_tables,
     scale,
@@ -101,6 +105,7 @@ def _prefill(
     SLIDING_WINDOW: tl.constexpr,
     WITH_LSE: tl.constexpr,
     SCALED: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
 ):
     """One tile of queries and one K/V head; rows past its queries are padding."""
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -153,6 +158,8 @@ def _prefill(
         )  # fmt: skip
         if SCALED:
             acc *= tl.load(kv_scales + NUM_KV_HEADS + head)
+        if WITH_SINKS:
+            row_max, row_sum, acc = softmax.merge_sinks(row_max, row_sum, acc, sinks, heads)
         row_sum = tl.where(row_mask, row_sum, 1.0)  # padding rows may have seen no key
         softmax.write_rows(out, lse, out_row, column, row_max, row_sum, acc, row_mask, HEAD_DIM, WITH_LSE)
 

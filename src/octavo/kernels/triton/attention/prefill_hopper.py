@@ -52,6 +52,7 @@ from octavo.kernels.triton.attention.prefill_tuning import (
 from octavo.kernels.triton.attention.query_tiles import query_tiles
 from octavo.kernels.triton.attention.softmax import LN_2, LOG2_E, MIN_SCORE
 from octavo.kernels.triton.capability import num_multiprocessors
+from octavo.kernels.triton.launch import or_placeholder
 
 
 def hopper_prefill_attention(
@@ -63,6 +64,7 @@ def hopper_prefill_attention(
     *,
     scale: float,
     skip_single: bool,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of queries of any length, written to their rows of out and lse; see `supports_hopper_prefill`.
 
@@ -96,6 +98,7 @@ def hopper_prefill_attention(
         pool,
         out,
         lse,
+        *or_placeholder(lse, sinks),
         partial,
         partial_lse,
         tiles.tiles,
@@ -119,12 +122,14 @@ def hopper_prefill_attention(
         REGISTERS=HOPPER_REGISTERS,
         MAY_SPLIT=may_split,
         WITH_LSE=lse.numel() > 0,
+        WITH_SINKS=sinks is not None,
         num_warps=4,
     )
     if may_split:
         merge_parts[(num_programs // 2, HOPPER_ROWS)](
             out,
             lse,
+            *or_placeholder(lse, sinks),
             partial,
             partial_lse,
             tiles.tiles,
@@ -138,6 +143,7 @@ def hopper_prefill_attention(
             ROWS=HOPPER_ROWS,
             PARTS_PER_STEP=8,
             WITH_LSE=lse.numel() > 0,
+            WITH_SINKS=sinks is not None,
             num_warps=1,
         )
 
@@ -343,10 +349,10 @@ def _store_partial(partial, partial_lse, first_row, result, row_lse):
 
 @gluon.jit
 def _consume(
-    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
+    out, lse, sinks, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
     GROUP_INDEX: gl.constexpr, NUM_HEADS: gl.constexpr, PACKED: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_PADDED: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, MAY_SPLIT: gl.constexpr, WITH_LSE: gl.constexpr,
+    V_STAGES: gl.constexpr, MAY_SPLIT: gl.constexpr, WITH_LSE: gl.constexpr, WITH_SINKS: gl.constexpr,
 ):  # fmt: skip
     """One of the two consumer groups of four warps: 64 (query, head) rows of each tile."""
     FIRST_QUERY: gl.constexpr = GROUP_INDEX * (64 // PACKED)
@@ -453,6 +459,16 @@ def _consume(
         if MAY_SPLIT:
             # A row that sees no key of the part has sum 0 and maximum MIN_SCORE, so its weight in the merge is 0
             full_row_sum = gl.where(full_row_sum == 0, 1.0, full_row_sum)
+        if WITH_SINKS:
+            sink = gl.load(sinks + head + row % PACKED) * (1.0 / LN_2)
+            if MAY_SPLIT:
+                sink = gl.where(num_parts > 1, MIN_SCORE, sink)  # `merge_parts` has them
+            new_max = gl.maximum(row_max, sink)
+            rescale = gl.exp2(row_max - new_max)
+            full_row_sum *= gl.convert_layout(rescale, full_row_sum.type.layout, assert_trivial=True)
+            full_row_sum += gl.convert_layout(gl.exp2(sink - new_max), full_row_sum.type.layout, assert_trivial=True)
+            acc_done = acc_done * gl.convert_layout(rescale, OUT_ROW, assert_trivial=True)[:, None]
+            row_max = new_max
         acc_done = acc_done * (1.0 / gl.convert_layout(full_row_sum, OUT_ROW, assert_trivial=True))[:, None]
         full_row_sum = gl.convert_layout(full_row_sum, SCORE_ROW, assert_trivial=True)
         row_lse = row_max + gl.log2(full_row_sum)
@@ -483,6 +499,7 @@ def _hopper_prefill(
     pool,
     out,
     lse,
+    sinks,
     partial,
     partial_lse,
     tiles,
@@ -506,6 +523,7 @@ def _hopper_prefill(
     REGISTERS: gl.constexpr,
     MAY_SPLIT: gl.constexpr,
     WITH_LSE: gl.constexpr,
+    WITH_SINKS: gl.constexpr,
 ):
     """Persistent prefill kernel: one program for each multiprocessor."""
     ROWS: gl.constexpr = min(BLOCK_SIZE, KEYS)
@@ -524,17 +542,17 @@ def _hopper_prefill(
             (
                 _consume,
                 (
-                    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
+                    out, lse, sinks, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
                     0, NUM_HEADS, PACKED, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, KEYS, K_STAGES, V_STAGES, MAY_SPLIT,
-                    WITH_LSE,
+                    WITH_LSE, WITH_SINKS,
                 ),
             ),
             (
                 _consume,
                 (
-                    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
+                    out, lse, sinks, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
                     1, NUM_HEADS, PACKED, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, KEYS, K_STAGES, V_STAGES, MAY_SPLIT,
-                    WITH_LSE,
+                    WITH_LSE, WITH_SINKS,
                 ),
             ),
             (

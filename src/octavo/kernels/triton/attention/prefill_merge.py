@@ -25,6 +25,7 @@ def count_parts(tiles, count, num_programs, HEADS: tl.constexpr, KEYS: tl.conste
 def merge_parts(
     out,
     lse,
+    sinks,
     partial,
     partial_lse,
     tiles,
@@ -38,6 +39,7 @@ def merge_parts(
     ROWS: tl.constexpr,
     PARTS_PER_STEP: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
 ):
     """Merge the parts of one row of a tile, PARTS_PER_STEP at a time."""
     HEADS: tl.constexpr = NUM_HEADS // PACKED
@@ -61,6 +63,9 @@ def merge_parts(
                     partial + offset[:, None] * HEAD_DIM_PADDED + column[None, :], mask=mask[:, None], other=0.0
                 )
                 row_max, row_sum, acc = softmax.merge_parts_of_row(row_max, row_sum, acc, part_lses, 1.0, parts)
+            head = item % HEADS * PACKED + row % PACKED
+            if WITH_SINKS:
+                row_max, row_sum, acc = softmax.merge_sinks(row_max, row_sum, acc, sinks, head)
             token = (tl.load(tiles + tile * 4 + 1) + query).to(tl.int64)
-            out_row = token * NUM_HEADS + item % HEADS * PACKED + row % PACKED
+            out_row = token * NUM_HEADS + head
             softmax.write_row(out, lse, out_row, column, row_max, row_sum, acc, HEAD_DIM, WITH_LSE)

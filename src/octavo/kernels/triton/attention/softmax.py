@@ -105,6 +105,15 @@ def load_part(
 
 
 @triton.jit
+def merge_sinks(row_max, row_sum, acc, sinks, head):
+    """Merge the sinks of the heads of some rows, or of one, into results of all keys -> (row_max, row_sum, acc)."""
+    sink = tl.load(sinks + head) * (1.0 / LN_2)
+    new_max = tl.maximum(row_max, sink)
+    rescale = tl.exp2(row_max - new_max)
+    return new_max, row_sum * rescale + tl.exp2(sink - new_max), acc * tl.expand_dims(rescale, -1)
+
+
+@triton.jit
 def write_rows(out, lse, row, column, row_max, row_sum, acc, row_mask, HEAD_DIM: tl.constexpr, WITH_LSE: tl.constexpr):
     """Write the results of rows of the output, and their log-sum-exp. row [rows]: token * num_heads + head."""
     mask = row_mask[:, None] & (column < HEAD_DIM)[None, :]
@@ -121,3 +130,23 @@ def write_row(out, lse, row, column, row_max, row_sum, acc, HEAD_DIM: tl.constex
     tl.store(out + row * HEAD_DIM + column, (acc / row_sum).to(out.dtype.element_ty), mask=column < HEAD_DIM)
     if WITH_LSE:
         tl.store(lse + row, (row_max + tl.log2(row_sum)) * LN_2)
+
+
+@triton.jit
+def write_empty_row(
+    out, lse, query_start, seq_lens, seq,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WITH_LSE: tl.constexpr,
+):  # fmt: skip
+    """Write 0, and an lse of -inf, to a sequence's row if the sequence has no keys."""
+    token = tl.load(query_start + seq).to(tl.int64)
+    if (token < tl.load(query_start + seq + 1)) & (tl.load(seq_lens + seq) == 0):
+        kv_head = tl.arange(0, padded_size(NUM_KV_HEADS))
+        column = tl.arange(0, padded_size(HEAD_DIM, 16))
+        mask = kv_head < NUM_KV_HEADS
+        mask_2d = mask[:, None] & (column < HEAD_DIM)[None, :]
+        zeros = tl.zeros([kv_head.shape[0], column.shape[0]], out.dtype.element_ty)
+        for i in range(0, GROUP):
+            out_row = (token * NUM_KV_HEADS + kv_head) * GROUP + i
+            tl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], zeros, mask=mask_2d)
+            if WITH_LSE:
+                tl.store(lse + out_row, tl.full([kv_head.shape[0]], -float("inf"), tl.float32), mask=mask)
