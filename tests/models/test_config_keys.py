@@ -286,12 +286,18 @@ def experts(config: Change) -> Iterator[Change]:
     yield from ({"decoder_sparse_step": value} for value in (ABSENT, None, 1, 2, 3, 9, -1, "1"))
     yield from ({"mlp_only_layers": value} for value in (ABSENT, None, [], [0], [0, 2], [9], [-1], [0.5], 1, "0"))
     yield from ({"hidden_act": value} for value in ("silu", "gelu_pytorch_tanh", "gelu", "relu"))
+    yield from ({key: value} for key in ("swiglu_alpha", "swiglu_limit") for value in (ABSENT, None, 0.7, 0, "1"))
+    yield from ({"experts_per_token": value} for value in (ABSENT, None, 1, 3, "3"))
+    yield from ({"initial_context_length": value} for value in (None, 32, 64))
+    yield from ({"attention_bias": value} for value in (ABSENT, None, False, 1))
+    yield from ({"layer_types": value} for value in (ABSENT, None, ["full_attention"] * 3, ["sliding_attention"]))
+    yield {"rope_parameters": ABSENT}
     yield from ({"shared_expert_intermediate_size": value} for value in (ABSENT, None, 0, 3, 20))
 
 
 GROUPS["experts"] = experts
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe"])
 def test_variants_of_experts_equal_transformers_or_are_refused(kind: str, tmp_path: Path) -> None:
     assert problems(kind, "experts", tmp_path / "model") == []

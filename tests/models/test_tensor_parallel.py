@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("internlm3", {"num_attention_heads": 4, "hidden_size": 48, "attention_bias": True, "mlp_bias": True}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {"num_attention_heads": 4}),
+    "gpt_oss": ("gpt_oss", {}),
     "qwen3_5": ("qwen3_5", {"linear_num_value_heads": 8, "attention_bias": True}),
     "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 8}),
     "qwen3_5_moe": ("qwen3_5_moe", {}),

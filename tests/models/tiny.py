@@ -113,6 +113,26 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
     },
+    "gpt_oss": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "hidden_size": 40,
+        "intermediate_size": 36,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 9,
+        "swiglu_limit": 2.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "internlm2": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48},
     "internlm3": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 36, "head_dim": 20},
 }
@@ -190,6 +210,7 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "internlm2": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "internlm3": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     }[kind]
@@ -260,9 +281,10 @@ def randomise(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and not name.endswith("_bias"):
                 is_conv1d = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
-                inputs = 0 if is_conv1d else 2 if "experts" in name else 1
+                is_transposed = type(model).__name__.startswith("GptOss")  # the weights of its experts
+                inputs = 0 if is_conv1d else 2 if "experts" in name and not is_transposed else 1
                 parameter.copy_(noise * 1.5 / parameter.shape[inputs] ** 0.5)
             elif name.endswith("weight"):  # a norm; Gemma's and Qwen3.5's weights are added to 1
                 adds = type(model).__name__.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn" not in name

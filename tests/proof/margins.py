@@ -62,7 +62,11 @@ LARGE_WAYS = WAYS | {
 LARGE_PROMPTS = random_prompts(300, 40, 7, 131, 1, 64, 200, 18, vocab_size=512)
 
 
-ALL_EXPERTS = {"qwen3_moe": {"num_experts_per_tok": 6}, "mixtral": {"num_experts_per_tok": 5}}
+ALL_EXPERTS = {
+    "qwen3_moe": {"num_experts_per_tok": 6},
+    "mixtral": {"num_experts_per_tok": 5},
+    "gpt_oss": {"num_experts_per_tok": 6},
+}
 """Of fewer, rounding may choose others, and change all logits."""
 
 

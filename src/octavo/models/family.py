@@ -32,6 +32,18 @@ GGUF_PARTS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class MergedExperts:
+    """How safetensors files store the weights of all experts of a layer in one tensor, if they do.
+
+    transposed   weights are [num_experts, num_in, num_out]; quantised ones are not
+    interleaved  rows of gate and up alternate; else the gate's come first
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GGUFFormat:
     """How llama.cpp stores the models of a family.
 
@@ -58,6 +70,7 @@ class Family:
     defaults  Transformers' defaults for keys that published config.json files omit. A key that is null is not omitted
     renamed   (pattern, replacement): names of tensors in older and multimodal checkpoints -> Transformers' names today
     interleaved  pattern of names of Q and K in files whose rows are in the order of neighbouring rotary pairs
+    experts   how merged weights of experts are stored
     gguf      how GGUF files store it
     """
 
@@ -68,6 +81,7 @@ class Family:
     defaults: Config = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     interleaved: str = ""
+    experts: MergedExperts = MergedExperts()
     gguf: GGUFFormat = GGUFFormat()
 
     def is_interleaved(self, stored: str) -> bool:

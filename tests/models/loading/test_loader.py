@@ -50,7 +50,24 @@ def tensors_of(decoder: Model) -> dict[str, Tensor]:
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
     """By Transformers' names today."""
     family = find_family(read_spec(directory).architecture)
-    return {family.tensor_name(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+    tensors = load_file(directory / "model.safetensors")
+    return split_gpt_oss({family.tensor_name(name): tensor for name, tensor in tensors.items()})
+
+
+def split_gpt_oss(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The merged weights of gpt-oss as those of each expert: gate and up are its even and odd outputs."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.partition("experts.")
+        if "_proj" not in part or part[0].isdigit():
+            split[name] = tensor
+            continue
+        role, _, kind = part.partition("_proj")
+        for i, own in enumerate(tensor if kind else tensor.mT):
+            for j, each in enumerate(("gate", "up") if role == "gate_up" else (role,)):
+                rows = own[j::2] if role == "gate_up" else own
+                split[f"{prefix}experts.{i}.{each}_proj{kind or '.weight'}"] = rows
+    return split
 
 
 def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:

@@ -27,6 +27,7 @@ from octavo.kernels.groups import SUPER_SIZE, GroupForm, Groups
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.ops import ModelOps
 from octavo.models.config import find_format
+from octavo.models.family import MergedExperts
 from octavo.models.linear import SINGLE_RANK, LayerFactory, Slot, TensorParallel, VocabEmbedding, Weight
 from octavo.models.linear_methods import LinearMethod, PlainMethod
 from octavo.models.loading.experts import split_experts
@@ -104,9 +105,10 @@ def load_model(
     wrong shape or dtype, or that contain NaN or infinity.
     """
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
-    stored = split_experts(stored)
+    family = find_family(spec.architecture)
+    stored = split_experts(stored, MergedExperts() if checkpoint.format == "gguf" else family.experts)
     if (form := find_format(checkpoint.config)) is not None:
-        raise_problems(checkpoint, read_quantised(stored, form, find_family(spec.architecture)))
+        raise_problems(checkpoint, read_quantised(stored, form, family))
     kv_scales, problems = take_kv_scales(stored, spec)
     raise_problems(checkpoint, problems)
     head, embedding = f"{spec.names.head}.weight", f"{spec.names.embedding}.weight"

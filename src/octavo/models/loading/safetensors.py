@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.checkpoint.safetensors_header import check_headers
 from octavo.errors import cut
-from octavo.models.loading.experts import is_merged
+from octavo.models.loading.experts import is_merged_weight
 from octavo.models.loading.stored_tensor import (
     FLOAT_DTYPES,
     Reader,
@@ -46,7 +46,7 @@ def read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Store
             heads = spec.num_heads if name.endswith("q_proj.weight") else spec.num_kv_heads
             order = half_rotation_rows(shape[0], heads) if len(shape) == 2 and family.is_interleaved(key) else None
             read = _row_reader(
-                shard, key, order, plus_one=spec.has_unit_offset(name), is_merged=len(shape) == 3 and is_merged(name)
+                shard, key, order, plus_one=spec.has_unit_offset(name), is_merged=is_merged_weight(name, shape)
             )
             stored[name] = StoredTensor(shape, dtype, dtype in FLOAT_DTYPES, read, path.name, key)
     raise_problems(checkpoint, problems)
@@ -57,7 +57,7 @@ def _row_reader(shard: Any, key: str, order: np.ndarray | None, *, plus_one: boo
     def read(rows: Rows, columns: range | None = None) -> Tensor:
         values: Tensor = shard.get_tensor(key)  # a view of the mapping
         if is_merged:
-            values = values.flatten(0, 1)
+            values = values.flatten(0, 1).flatten(1)
         if columns is not None:
             values = values[:, columns.start : columns.stop]
         values = values[rows if order is None else order[rows]]
