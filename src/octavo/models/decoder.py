@@ -61,8 +61,9 @@ class DecoderLayer:
 
         next_norm  [hidden_size], the weight of the norm after this layer
         """
-        residual = self.attention.forward_small_batch(residual, self.eps, batch, kv_layer, cos_sin, self.norms["mlp"])
-        return self.mlp.forward_small_batch(residual, self.eps, next_norm)
+        norm = self.norms["mlp"]
+        residual = self.attention.forward_small_batch(residual, self.eps, batch, kv_layer, cos_sin, norm)
+        return self.mlp.forward_small_batch(residual, norm, self.eps, next_norm)
 
     @property
     def max_small_batch_tokens(self) -> int:

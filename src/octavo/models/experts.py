@@ -15,7 +15,7 @@ from octavo.models.spec import DecoderSpec, LinearShape
 
 
 class WholeLinear:
-    """A small linear layer with outputs in float32, which is never quantised and equal on all ranks."""
+    """A small linear layer whose outputs a CPU does not round, which is never quantised and equal on all ranks."""
 
     def __init__(self, shape: LinearShape, factory: LayerFactory) -> None:
         self.shape = shape
@@ -23,8 +23,8 @@ class WholeLinear:
         self.bias = factory.empty(shape.num_out) if shape.bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_size] -> [num_tokens, num_out] float32."""
-        logits = self.method.logits(x).float()
+        """x [num_tokens, in_size] -> [num_tokens, num_out] float32; on a GPU in x's dtype."""
+        logits = self.method.logits(x)
         return logits if self.bias is None else logits + self.bias
 
     def weights(self, prefix: str) -> Iterator[Weight]:
@@ -72,15 +72,17 @@ class Experts:
         inner = self.up.method.experts_in(x, self.up.bias, routing, self.gate)
         y = self.down.method.experts_out(inner, self.down.bias, routing)
         if self.shared is not None:
-            y += self.shared.partial(x) * self.shared_gate(x).sigmoid().to(x.dtype)
+            y += self.shared.partial(x) * self.shared_gate(x).float().sigmoid().to(x.dtype)
         return y
 
     @property
     def max_small_batch_tokens(self) -> int:
         return 0 if self.tp.size > 1 and self.tp.add_reduced is None else NO_LIMIT
 
-    def forward_small_batch(self, residual: NormedResidual, eps: float, next_norm: Tensor) -> NormedResidual:
-        y = self._partial((residual.weighted * residual.scale(eps)).to(residual.x.dtype))
+    def forward_small_batch(
+        self, residual: NormedResidual, norm: Tensor, eps: float, next_norm: Tensor
+    ) -> NormedResidual:
+        y = self._partial(self.ops.rms_norm(residual.x, norm, eps))
         if self.tp.add_reduced is not None:
             return self.tp.add_reduced(residual, y, next_norm)
         return self.ops.make_normed_residual(residual.x + y, next_norm)

@@ -153,8 +153,13 @@ class MLP(Protocol):
         """x [num_tokens, hidden_size] -> the same shape."""
         ...
 
-    def forward_small_batch(self, residual: NormedResidual, eps: float, next_norm: Tensor) -> NormedResidual:
-        """Small-batch path: the norm before the MLP, the MLP, and the addition. next_norm: the next norm's weight."""
+    def forward_small_batch(
+        self, residual: NormedResidual, norm: Tensor, eps: float, next_norm: Tensor
+    ) -> NormedResidual:
+        """Small-batch path: the norm before the MLP, the MLP, and the addition.
+
+        norm: weight of the norm before, for which `residual` was made    next_norm: that of the next norm
+        """
         ...
 
     def weights(self, prefix: str) -> Iterator[Weight]:
@@ -182,7 +187,9 @@ class GatedMLP:
     def max_small_batch_tokens(self) -> int:
         return min(self.gate_up.max_small_batch_tokens, self.down.max_small_batch_tokens)
 
-    def forward_small_batch(self, residual: NormedResidual, eps: float, next_norm: Tensor) -> NormedResidual:
+    def forward_small_batch(
+        self, residual: NormedResidual, norm: Tensor, eps: float, next_norm: Tensor
+    ) -> NormedResidual:
         inner = self.gate_up.norm_linear(residual, eps, self.gate_name)
         return self.down.add_linear(residual, inner, next_norm)
 

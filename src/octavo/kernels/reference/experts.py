@@ -46,6 +46,7 @@ def route(logits: Tensor, top_k: int, *, softmax_first: bool, renormalise: bool)
     softmax_first  the weights are a softmax over all experts (Mixtral, Qwen3), not over the chosen (gpt-oss)
     renormalise    they are divided by their sum
     """
+    logits = logits.float()
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     experts = chosen.sort(dim=-1).values
     own = logits.gather(1, experts)

@@ -67,7 +67,7 @@ def test_a_small_batch_needs_no_tiles_and_tiles_are_made_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(0, 16), (1, 16), (17, 32), (64, 64), (65, 16), (256, 16), (300, 32), (9999, 128)]
+    ("num_tokens", "expected"), [(0, 16), (1, 16), (17, 32), (64, 64), (65, 16), (256, 32), (300, 64), (9999, 128)]
 )
 def test_the_size_of_tiles(num_tokens: int, expected: int) -> None:
     assert tile_tokens(num_tokens, 8, 128) == expected
