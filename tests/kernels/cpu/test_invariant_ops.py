@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.kernels.cpu import invariant_ops, native
+from tests.kernels.pool import make_case, naive_attention, relative_error
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler")
 
@@ -17,6 +18,15 @@ def test_the_last_numbers_of_a_tensor_have_the_same_gelu() -> None:
         together = invariant_ops.gelu(numbers, approximate)
         assert torch.equal(together, torch.nn.functional.gelu(numbers, approximate=approximate))
         assert torch.equal(torch.cat([invariant_ops.gelu(each, approximate) for each in numbers.split(1)]), together)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [70, 1]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("window", [0, 9])
+def test_attention_has_sinks(query_lens: list[int], window: int) -> None:
+    case = make_case(query_lens, [700, 9], sinks=True)
+    options = {"scale": case.scale, "window": window, "sinks": case.sinks}
+    out = invariant_ops.paged_attention(case.q, case.kv_layer, case.batch, **options)
+    assert relative_error(out, naive_attention(case, window)[0]) < 2e-6
 
 
 def test_a_row_of_a_wider_tensor_has_the_bits_of_one_alone() -> None:

@@ -95,9 +95,13 @@ def test_rope_and_write(library: native.Library, dtype: torch.dtype, norm: str |
 
 @DTYPES
 @pytest.mark.parametrize("window", [0, 1, 700])
-def test_attention_of_long_sequences_in_parts(library: native.Library, dtype: torch.dtype, window: int) -> None:
-    case = make_case([1, 1, 1], [1, 1700, 513], head_dim=40, block_size=16, group_size=7, dtype=dtype)
-    out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, window=window, return_lse=True)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_of_long_sequences_in_parts(
+    library: native.Library, dtype: torch.dtype, window: int, sinks: bool
+) -> None:
+    case = make_case([1, 1, 1], [1, 1700, 513], head_dim=40, block_size=16, group_size=7, dtype=dtype, sinks=sinks)
+    options = {"window": window, "return_lse": True, "sinks": case.sinks}
+    out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, **options)
     expected, expected_lse = naive_attention(case.double, window)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     assert relative_error(lse, expected_lse) < 2e-6
@@ -105,13 +109,32 @@ def test_attention_of_long_sequences_in_parts(library: native.Library, dtype: to
 
 @DTYPES
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("window", [0, 600])
-def test_attention_reads_int8_rows(library: native.Library, dtype: torch.dtype, head_dim: int, window: int) -> None:
-    case = make_case([1] * 3, [1, 1700, 513], head_dim=head_dim, block_size=16, group_size=7, dtype=dtype, int8_kv=True)
-    out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, window=window, return_lse=True)
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (600, False), (600, True)])
+def test_attention_reads_int8_rows(
+    library: native.Library, dtype: torch.dtype, head_dim: int, window: int, sinks: bool
+) -> None:
+    sizes = {"head_dim": head_dim, "block_size": 16, "group_size": 7}
+    case = make_case([1] * 3, [1, 1700, 513], **sizes, dtype=dtype, int8_kv=True, sinks=sinks)
+    options = {"window": window, "return_lse": True, "sinks": case.sinks}
+    out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, **options)
     expected, expected_lse = naive_attention(case, window)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     assert relative_error(lse, expected_lse) < 2e-6
+
+
+def test_a_recorded_call_reads_the_sinks(library: native.Library) -> None:
+    case = make_case([1, 1], [700, 9], sinks=True)
+    assert case.sinks is not None
+    out, lens = torch.empty_like(case.q), case.batch.seq_lens
+    queries = native.DecodeQueries(torch.arange(2), lens, case.batch.block_tables)
+    with library.record() as recording:
+        options = {"scale": case.scale, "window": 0, "sinks": case.sinks.clone()}
+        library.decode_attention(case.q, case.kv_layer, queries, out, None, **options)
+    options["sinks"].copy_(case.sinks.flip(0))
+    case.sinks = case.sinks.flip(0)
+    del options  # the recording has the only reference
+    recording.replay()
+    assert relative_error(out, naive_attention(case)[0]) < 2e-6
 
 
 @DTYPES
@@ -163,12 +186,10 @@ def test_attention_keeps_nan_rows_nan(library: native.Library) -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 80])
 def test_torch_gives_the_same_results_without_a_compiler(torch_alone: None, head_dim: int) -> None:
-    case = make_case([5, 1, 1], [5, 30, 11], head_dim=head_dim)
-    out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
-    assert relative_error(out, naive_attention(case)[0]) < 2e-6
-    case = make_case([5, 1, 1], [5, 30, 11], head_dim=head_dim, int8_kv=True)
-    out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
-    assert relative_error(out, naive_attention(case)[0]) < 2e-6
+    for int8_kv, sinks in itertools.product((False, True), repeat=2):
+        case = make_case([5, 1, 1], [5, 30, 11], head_dim=head_dim, int8_kv=int8_kv, sinks=sinks)
+        out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, sinks=case.sinks)
+        assert relative_error(out, naive_attention(case)[0]) < 2e-6
     x, weight = torch.randn(3, 64), torch.randn(64)
     assert relative_error(cpu.add_rms_norm(x, x, weight, 1e-5)[0], reference.add_rms_norm(x, x, weight, 1e-5)[0]) < 1e-6
     assert relative_error(cpu.silu_mul(x), reference.silu_mul(x)) < 1e-6

@@ -56,7 +56,7 @@ Row = tuple[int, int]
 """The context length of a row's first line, and how many of its lines have keys."""
 
 
-def make_rows(rows: Sequence[Row], lines: int, **sizes: int) -> tuple[Case, Case]:
+def make_rows(rows: Sequence[Row], lines: int, **sizes: int | bool) -> tuple[Case, Case]:
     """(a case with `lines` lines a row, the same with the live lines alone, each a sequence of its own).
 
     As in the engine, a line's block table is filled up to its own context, and what follows is not its row's.
@@ -86,7 +86,7 @@ def make_rows(rows: Sequence[Row], lines: int, **sizes: int) -> tuple[Case, Case
     return replace(case, q=q, batch=replace(batch, lines_per_row=lines)), alone
 
 
-def check_lines(rows: Sequence[Row], lines: int, window: int = 0, **sizes: int) -> DecodeSchedule:
+def check_lines(rows: Sequence[Row], lines: int, window: int = 0, **sizes: int | bool) -> DecodeSchedule:
     """Compare with `naive_attention` -> the schedule."""
     case, alone = make_rows(rows, lines, **sizes)
     packed, schedule = attend_with_schedule(case, window)
@@ -121,15 +121,16 @@ def test_lines_of_a_row_equal_sequences_of_their_own(group_size: int, lines: int
 @pytest.mark.parametrize(("group_size", "lines"), [(4, 5), (1, 9)])
 def test_each_line_has_its_own_window(group_size: int, lines: int, window: int) -> None:
     rows = [(1, lines), (62, lines), (64, 2), (0, 0), (150, lines)]
-    check_lines(rows, lines, window, group_size=group_size)
+    check_lines(rows, lines, window, group_size=group_size, sinks=window in (3, 64))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("num_rows", "lines"), [(1, 2), (1, 4), (3, 5), (40, 3)])
-def test_packs_that_several_programs_share(num_rows: int, lines: int, head_dim: int) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_packs_that_several_programs_share(num_rows: int, lines: int, head_dim: int, sinks: bool) -> None:
     """Few packs, whose parts a second kernel merges, and many, whose last program does."""
     rows = [(300 + 7 * s if s < 3 else 5, lines - (s + 1) % 2) for s in range(num_rows)]
-    schedule = check_lines(rows, lines, num_kv_heads=1, group_size=4, head_dim=head_dim, block_size=16)
+    schedule = check_lines(rows, lines, num_kv_heads=1, group_size=4, head_dim=head_dim, block_size=16, sinks=sinks)
     assert schedule.packs.capacity == (
         8 if lines > 4 and head_dim == 64 else 4
     )  # twice the rows, for tiles of 256 bytes
