@@ -176,7 +176,7 @@ def test_a_factor_on_attention_without_yarn_is_refused(write_gguf, scaling):
         read_config(write_gguf(metadata=metadata | {"llama.rope.scaling.attn_factor": 0.5}))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_keys_of_converted_files_are_known(kind, tmp_path):
     directory = make_tiny_checkpoint(kind, tmp_path / kind)
     config = read_config(write_tiny_gguf(directory, tmp_path / "model.gguf"))

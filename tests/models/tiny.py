@@ -26,6 +26,7 @@ from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models import config as model_config
+from octavo.models.family import Family
 from octavo.models.loading.gguf_groups import KINDS as KINDS_OF_BLOCKS
 from octavo.models.loading.loader import Model, load_model
 from octavo.models.registry import find_family
@@ -412,6 +413,7 @@ GGUF_ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "MixtralForCausalLM": "llama",
+    "GptOssForCausalLM": "gpt-oss",
 }
 GGUF_PARTS = {
     "mlp.gate": "ffn_gate_inp",
@@ -432,6 +434,11 @@ GEMMA3_PARTS = GGUF_PARTS | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+GPT_OSS_PARTS = GGUF_PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.router": "ffn_gate_inp",
 }
 
 
@@ -457,6 +464,8 @@ def random_blocks(kind: str, rows: np.ndarray, *, scale: float = 0.01) -> np.nda
     blocks = rng.integers(0, 256, (len(rows) * rows.shape[1] // block_size, block_bytes), dtype=np.uint8)
     start = 0
     for name, size in KINDS_OF_BLOCKS[kind].fields:
+        if name == "e":
+            blocks[:, start] = rng.integers(100, 128, len(blocks))
         if name in ("d", "m", "dmin"):
             values = rng.uniform(-scale, scale, len(blocks)).astype(np.float16)
             blocks[:, start : start + 2] = values.view(np.uint8).reshape(-1, 2)
@@ -464,13 +473,31 @@ def random_blocks(kind: str, rows: np.ndarray, *, scale: float = 0.01) -> np.nda
     return blocks.reshape(len(rows), -1)
 
 
+def split_merged(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """gpt-oss's merged weights as those of each expert: gate and up are its even and odd outputs."""
+    if not family.experts.transposed:
+        return tensors
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.partition("experts.")
+        if "_proj" not in part or part[0].isdigit():
+            split[name] = tensor
+            continue
+        role, _, kind = part.partition("_proj")
+        for i, own in enumerate(tensor if kind else tensor.mT):
+            for j, each in enumerate(("gate", "up") if role == "gate_up" else (role,)):
+                rows = own[j::2] if role == "gate_up" else own
+                split[f"{prefix}experts.{i}.{each}_proj{kind or '.weight'}"] = rows
+    return split
+
+
 def merge_experts(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """By Transformers' names today, with the weights of all experts in one tensor, as llama.cpp has them."""
     family = find_family(json.loads((directory / "config.json").read_text())["architectures"][0])
     merged: dict[str, dict[int, Tensor]] = {}
     whole = {}
-    for name, tensor in tensors.items():
-        name = family.tensor_name(name)
+    for name, tensor in split_merged({family.tensor_name(n): t for n, t in tensors.items()}, family).items():
+        name = name.replace(".sinks", ".sinks.weight")
         if match := re.fullmatch(r"(.*\.experts\.)(\d+)\.(.*)", name):
             merged.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
         else:
@@ -506,7 +533,11 @@ def write_tiny_gguf(
     writer.add_rope_dimension_count(head_dim)
     rope = config["rope_parameters"]
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if arch == "gemma3":
+    if arch == "gpt-oss" and rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(config["sliding_window"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -520,11 +551,11 @@ def write_tiny_gguf(
     if "num_experts_per_tok" in config:
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch == "qwen3moe":
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch in ("qwen3moe", "gpt-oss"):
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     for name, tensor in merge_experts(directory, load_file(directory / "model.safetensors")).items():
         rows = tensor.numpy()
-        stored_name = gguf_name(name, GEMMA3_PARTS if arch == "gemma3" else GGUF_PARTS)
+        stored_name = gguf_name(name, {"gemma3": GEMMA3_PARTS, "gpt-oss": GPT_OSS_PARTS}.get(arch, GGUF_PARTS))
         if arch == "llama" and "q_proj" in name:
             rows = interleave(rows, heads)
         if arch == "llama" and "k_proj" in name:

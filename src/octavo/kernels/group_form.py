@@ -16,7 +16,7 @@ class GroupForm:
     bits        of a value: 4, 5, 6 or 8
     group_size  inputs that share a scale; divides num_in
     zero        taken off each value
-    is_float    values are float8_e4m3fn, not integers
+    is_float    values are float8_e4m3fn, not integers; of 4 bits: codes of e2m1, with powers of two as scales (MXFP4)
     has_zeros   groups have zeros of their own
     has_minima  groups have minima
     is_nested   scales and minima are integers, multiples of a super scale and a super minimum
@@ -30,9 +30,13 @@ class GroupForm:
     has_minima: bool = False
     is_nested: bool = False
 
+    @property
+    def is_e2m1(self) -> bool:
+        return self.is_float and self.bits == 4
+
     def num_bytes(self, num_weights: int) -> int:
-        """Bytes of so many weights whose scales, if they are not integers, have two bytes."""
-        group_bytes = 1 if self.is_nested else 2
+        """Bytes of so many weights whose scales, if they are neither integers nor powers of two, have two bytes."""
+        group_bytes = 1 if self.is_nested or self.is_e2m1 else 2
         group_bytes += self.has_minima * group_bytes + self.has_zeros
         super_bytes = 2 * (1 + self.has_minima) if self.is_nested else 0
         groups, supers = num_weights // self.group_size, num_weights // SUPER_SIZE
@@ -53,8 +57,8 @@ class GroupForm:
     def is_kept_on(self, device: str) -> bool:
         """True if the products of "cpu" or "cuda" keep weights of this form in their bits."""
         if device == "cpu":
-            return not self.is_float and (self.is_nested or self.group_size % 32 == 0)
-        return not (self.is_nested or self.has_minima) and self.bits in (4, 8)
+            return (self.is_e2m1 or not self.is_float) and (self.is_nested or self.group_size % 32 == 0)
+        return not (self.is_nested or self.has_minima or self.is_e2m1) and self.bits in (4, 8)
 
 
 GGUF_FORMS: dict[str, GroupForm] = {
@@ -66,5 +70,6 @@ GGUF_FORMS: dict[str, GroupForm] = {
     "Q4_K": GroupForm(4, 32, has_minima=True, is_nested=True),
     "Q5_K": GroupForm(5, 32, has_minima=True, is_nested=True),
     "Q6_K": GroupForm(6, 16, zero=32, is_nested=True),
+    "MXFP4": GroupForm(4, 32, is_float=True),
 }
 """llama.cpp's types whose numbers have a form."""

@@ -1,6 +1,6 @@
 """A quantised weight: groups of its numbers share a scale. Loaders fill it, each platform packs it for its products.
 
-weight = scale * (value - zero) - minimum
+weight = scale * (value - zero) - minimum       of e2m1: scale * E2M1[value]
 
 scale    scales, or scales * super_scales
 zero     GroupForm.zero, or zeros
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["SUPER_SIZE", "FusedWeight", "GroupForm", "Groups", "PackedExperts", "PackedHead", "PackedWeight"]
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""The values of the 16 codes (OCP Microscaling Formats 1.0)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """A quantised weight, or some rows of one.
 
-    values        [num_out, num_in] uint8, below 2 ** bits; or float8_e4m3fn
+    values        [num_out, num_in] uint8, below 2 ** bits; of floats of 8 bits: float8_e4m3fn
     scales        [num_out, num_groups] float16, bfloat16 or float32; nested: uint8 or int8
     zeros         [num_out, num_groups] uint8
     minima        [num_out, num_groups] float16; nested: uint8
@@ -61,7 +65,7 @@ class Groups:
         minima, supers = torch.uint8 if form.is_nested else torch.float16, torch.float16
         return cls(
             form,
-            values=plane(1, torch.float8_e4m3fn if form.is_float else torch.uint8),
+            values=plane(1, torch.float8_e4m3fn if form.is_float and not form.is_e2m1 else torch.uint8),
             scales=plane(form.group_size, integers if form.is_nested else torch.float32),
             zeros=plane(form.group_size, torch.uint8) if form.has_zeros else None,
             minima=plane(form.group_size, minima) if form.has_minima else None,
@@ -128,7 +132,8 @@ class Groups:
             return plane.float() if supers is None else plane.float() * supers.float().repeat_interleave(per_super, 1)
 
         num_out, num_in = self.shape
-        values = self.values.float().view(num_out, -1, self.form.group_size)
+        values = E2M1.to(self.values.device)[self.values.int()] if self.form.is_e2m1 else self.values.float()
+        values = values.view(num_out, -1, self.form.group_size)
         values -= self.form.zero if self.zeros is None else self.zeros.float().unsqueeze(2)
         values *= of_groups(self.scales, self.super_scales).unsqueeze(2)
         if self.minima is not None:

@@ -57,7 +57,7 @@ FAMILIES = [
     Entry(f"{_IN}.qwen3_next:FAMILY", ("Qwen3NextForCausalLM",), ("qwen3_next",)),
     Entry(f"{_IN}.qwen3_moe:FAMILY", ("Qwen3MoeForCausalLM",), ("qwen3_moe",), gguf="qwen3moe", has_experts=True),
     Entry(f"{_IN}.mixtral:FAMILY", ("MixtralForCausalLM",), ("mixtral",), gguf="llama", has_experts=True),
-    Entry(f"{_IN}.gpt_oss:FAMILY", ("GptOssForCausalLM",), ("gpt_oss",)),
+    Entry(f"{_IN}.gpt_oss:FAMILY", ("GptOssForCausalLM",), ("gpt_oss",), gguf="gpt-oss", has_experts=True),
     Entry(f"{_IN}.internlm2:FAMILY", ("InternLM2ForCausalLM",), ("internlm2",)),
     Entry(f"{_IN}.internlm3:FAMILY", ("InternLM3ForCausalLM",), ("internlm3",)),
 ]

@@ -20,6 +20,8 @@ def make_groups(form: GroupForm, num_out: int, num_in: int) -> Groups:
 
     values = integers(0, 2**form.bits - 1, num_in)
     zeros = integers(0, 2**form.bits - 1, num_groups) if form.has_zeros else None
+    if form.is_e2m1:
+        return Groups(form, values, 2.0 ** integers(-12, -8, num_groups, torch.float32))
     if not form.is_nested:
         minima = numbers(num_groups) * 2 ** (form.bits - 1) if form.has_minima else None
         return Groups(form, values, numbers(num_groups) * (1 - 2 * integers(0, 1, num_groups).half()), zeros, minima)

@@ -151,3 +151,21 @@ def test_what_is_not_kept() -> None:
     fine = replace(groups, scales=torch.full((16, 2), 2.0**-14, dtype=torch.bfloat16))
     assert pack_groups(fine) is not None
     assert pack_groups(replace(fine, scales=fine.scales * 2.0**-20)) is None  # below float16's smallest number
+    mxfp4 = make_groups(FORMS["MXFP4"], 16, 64)
+    assert pack_groups(replace(mxfp4, scales=mxfp4.scales * 1.5)) is None
+    assert pack_groups(replace(mxfp4, scales=-mxfp4.scales)) is None
+
+
+def test_all_exponents_of_mxfp4() -> None:
+    """Also subnormal ones, and each code."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    codes = torch.arange(16, dtype=torch.uint8).repeat(255, 2)
+    groups = Groups(FORMS["MXFP4"], codes, torch.exp2(torch.arange(-127.0, 128).double()).float()[:, None])
+    weight = pack_groups(groups)
+    assert weight is not None
+    assert torch.equal(weight.gather_rows(torch.arange(255)), groups.dequantised().bfloat16())
+    x = torch.zeros(1, 32).bfloat16()
+    x[0, 7] = 127  # rounded to int8 without an error
+    finite = slice(0, 240)
+    assert torch.equal(weight(x, None, float32_out=True)[0, finite], 127 * groups.dequantised()[finite, 7])

@@ -36,6 +36,7 @@ from tests.models.tiny import (
     make_tiny_checkpoint,
     random_prompts,
     read_spec,
+    split_merged,
     transformers_logits,
     write_tiny_gguf,
 )
@@ -51,23 +52,7 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
     """By Transformers' names today."""
     family = find_family(read_spec(directory).architecture)
     tensors = load_file(directory / "model.safetensors")
-    return split_gpt_oss({family.tensor_name(name): tensor for name, tensor in tensors.items()})
-
-
-def split_gpt_oss(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The merged weights of gpt-oss as those of each expert: gate and up are its even and odd outputs."""
-    split: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        prefix, _, part = name.partition("experts.")
-        if "_proj" not in part or part[0].isdigit():
-            split[name] = tensor
-            continue
-        role, _, kind = part.partition("_proj")
-        for i, own in enumerate(tensor if kind else tensor.mT):
-            for j, each in enumerate(("gate", "up") if role == "gate_up" else (role,)):
-                rows = own[j::2] if role == "gate_up" else own
-                split[f"{prefix}experts.{i}.{each}_proj{kind or '.weight'}"] = rows
-    return split
+    return split_merged({family.tensor_name(name): tensor for name, tensor in tensors.items()}, family)
 
 
 def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
@@ -211,12 +196,13 @@ def test_text_weights_of_a_multimodal_checkpoint(layout: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_gguf_loads_the_same_model(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # llama.cpp's Gemma 3 scales heads by their own width, and every sixth layer has no sliding window.
     sizes: dict[str, Any] = {
         "gemma3": {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6, "num_hidden_layers": 6},
         "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
+        "gpt_oss": {"swiglu_limit": 7.0},
     }.get(kind, {})
     directory = make_tiny_checkpoint(kind, tmp_path / kind, tie_word_embeddings=tied, **sizes)
     path = write_tiny_gguf(directory, tmp_path / f"{kind}.gguf")

@@ -162,7 +162,7 @@ def test_numbers_have_a_models_size(form: GroupForm) -> None:
     fill_randomly(groups, torch.Generator().manual_seed(1))
     weight = groups.dequantised()
     assert groups.is_finite()
-    assert float(weight.std()) == pytest.approx(0.02, rel=0.03)
+    assert float(weight.std()) == pytest.approx(0.02, rel=0.2 if form.is_e2m1 else 0.03)  # scales are powers of two
     assert abs(float(weight.mean())) < 0.02 * (0.5 if form.bits == 4 else 0.1)
     assert form.is_nested or groups.with_narrow_scales().scales.dtype == torch.float16
 

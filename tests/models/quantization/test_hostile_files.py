@@ -183,7 +183,7 @@ def ct(group: Any = None, weights: Any = None, **keys: Any) -> dict[str, Any]:
     [
         *(
             ({"quant_method": name}, f"weights quantised by '{name}' are not supported; use the unquantised checkpoint")
-            for name in ("bitsandbytes", "modelopt", "auto-round", "mxfp4", "torchao", "quark", "hqq", "fbgemm_fp8")
+            for name in ("bitsandbytes", "modelopt", "auto-round", "torchao", "quark", "hqq", "fbgemm_fp8")
         ),
         ({"bits": 4}, "weights quantised by '?' are not supported"),
         ("awq", "weights quantised by 'awq' are not supported"),

@@ -21,16 +21,18 @@ constexpr long TILE_OUT = 16, X_GROUP = 32;
 // wide_zeros  a float16 scale and a uint8 zero for 128 inputs
 // nested      uint8 scales and minima for 32 inputs, a float16 scale and minimum of these for 256
 // nested_16   int8 scales for 16 inputs, a float16 scale of these for 256
-enum Scales { PLAIN, MINIMA, ZEROS, WIDE_ZEROS, NESTED, NESTED_16 };
+// e2m1        exponents of scales for 32 inputs, whose values are codes of e2m1: twice a value is a whole number
+enum Scales { PLAIN, MINIMA, ZEROS, WIDE_ZEROS, NESTED, NESTED_16, E2M1 };
 
 template <int NUM_BITS, Scales SCALES> struct Kind {
     static constexpr int BITS = NUM_BITS;
     static constexpr bool NESTS = SCALES == NESTED || SCALES == NESTED_16, HAS_MINIMA = SCALES == MINIMA || SCALES == NESTED;
     static constexpr bool HAS_ZEROS = SCALES == ZEROS || SCALES == WIDE_ZEROS, IS_SIGNED = SCALES == NESTED_16;
+    static constexpr bool IS_E2M1 = SCALES == E2M1;
     static constexpr long SPAN = SCALES == NESTED_16 ? 16 : SCALES == WIDE_ZEROS ? 128 : 32;  // inputs that share a scale
     static constexpr long PARTS = SPAN == 16 ? 2 : 1;                                         // sums of a group of x
-    static constexpr long INPUTS = NESTS ? 256 : HAS_ZEROS ? 128 : 64, NUM_SCALES = INPUTS / SPAN;
-    static constexpr long SCALE_SIZE = NESTS ? 1 : 2;
+    static constexpr long INPUTS = NESTS ? 256 : HAS_ZEROS || IS_E2M1 ? 128 : 64, NUM_SCALES = INPUTS / SPAN;
+    static constexpr long SCALE_SIZE = NESTS || IS_E2M1 ? 1 : 2;
     static constexpr long SCALES_AT = NESTS ? 64 : 0, SECOND_AT = SCALES_AT + NUM_SCALES * TILE_OUT * SCALE_SIZE;
     static constexpr long SECOND_SIZE = HAS_MINIMA ? SCALE_SIZE : HAS_ZEROS;  // of a minimum or a zero
     static constexpr long HEADER = (SECOND_AT + NUM_SCALES * TILE_OUT * SECOND_SIZE + 63) / 64 * 64;
@@ -128,13 +130,38 @@ template <int BITS> inline void add_products(IntWords &sum, const UintWords *wor
 #define IN_TURN(sum)
 #endif
 
+// Twice the value of each code of e2m1, and 12 more, so that no number is negative.
+alignas(64) constexpr uint8_t E2M1_VALUES[64] = {
+#define E2M1_CODES 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+    E2M1_CODES, E2M1_CODES, E2M1_CODES, E2M1_CODES};
+constexpr int E2M1_ZERO = 12;
+
+inline UintWords e2m1_values(UintWords codes) {
+#if defined(__AVX512BW__)
+    return (UintWords)_mm512_shuffle_epi8(load<__m512i>(E2M1_VALUES), (__m512i)codes);
+#elif defined(__AVX2__)
+    return (UintWords)_mm256_shuffle_epi8(load<__m256i>(E2M1_VALUES), (__m256i)codes);
+#elif defined(__SSSE3__)
+    return (UintWords)_mm_shuffle_epi8(load<__m128i>(E2M1_VALUES), (__m128i)codes);
+#elif defined(__aarch64__)
+    return (UintWords)vqtbl1q_u8(vld1q_u8(E2M1_VALUES), (uint8x16_t)codes);
+#else
+    uint8_t bytes[sizeof codes];
+    memcpy(bytes, &codes, sizeof codes);
+    for (uint8_t &byte : bytes) byte = E2M1_VALUES[byte];
+    return load<UintWords>(bytes);
+#endif
+}
+
 // Words 2j and 2j + 1 of a group, of WORDS outputs.
-template <int BITS> inline void load_words(const uint8_t *group, int j, UintWords *words) {
+template <class K> inline void load_words(const uint8_t *group, int j, UintWords *words) {
+    constexpr int BITS = K::BITS;
     words[0] = load<UintWords>(group + (BITS == 8 ? 128 : 64) * j);
     if constexpr (BITS == 8)
         words[1] = load<UintWords>(group + 128 * j + 64);
     else
         words[1] = words[0] >> 4 & 0x0f0f0f0f, words[0] &= 0x0f0f0f0f;
+    if constexpr (K::IS_E2M1) words[0] = e2m1_values(words[0]), words[1] = e2m1_values(words[1]);
     if constexpr (BITS == 5 || BITS == 6) {
         constexpr int HIGH = BITS - 4, A_PLANE = 8 / HIGH;  // words
         constexpr uint32_t MASK = 0x10101010u * ((1 << HIGH) - 1);
@@ -154,6 +181,9 @@ template <class K> inline void load_scales(const uint8_t *block, long lane, long
         scale = to_floats(K::IS_SIGNED ? widen(load<SignedBytes>(first)) : widen(load<Bytes>(first)));
         scale *= half_to_float(load<Halves>(block + 2 * lane));
         if (K::HAS_MINIMA) second = to_floats(widen(load<Bytes>(other))) * half_to_float(load<Halves>(block + 32 + 2 * lane));
+    } else if constexpr (K::IS_E2M1) {
+        IntWords exponents = widen(load<Bytes>(first));
+        scale = (FloatWords)(exponents << 23 | ((exponents == 0) & 0x00400000));  // 2 ** -127 is subnormal
     } else {
         scale = half_to_float(load<Halves>(first));
         if constexpr (K::HAS_MINIMA) second = half_to_float(load<Halves>(other));
@@ -198,7 +228,7 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t *tile, long tile_st
                     UintWords words[T][2];
 #pragma GCC unroll 2
                     for (int t = 0; t < T; t++)
-                        load_words<K::BITS>(tile + t * tile_stride + K::HEADER + group * K::GROUP_BYTES + lane * 4, j, words[t]);
+                        load_words<K>(tile + t * tile_stride + K::HEADER + group * K::GROUP_BYTES + lane * 4, j, words[t]);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) {
                         IntWords x0 = IntWords{} + x->words[r][2 * j], x1 = IntWords{} + x->words[r][2 * j + 1];
@@ -269,7 +299,7 @@ template <class K, int R> void round_row(const bfloat16 *x, long num_in, long nu
         for (long i = 0; i < X_GROUP; i++) rounded[i] = int8_t(std::nearbyint(wide(from[i]) * inverse));
         int first = sum_of_16(rounded), second = sum_of_16(rounded + 16);
         memcpy(out->words[r], rounded, sizeof rounded);
-        out->scale[r] = max_abs / 127;
+        out->scale[r] = max_abs / (K::IS_E2M1 ? 254 : 127);
         out->start[0][r] = -zero * (K::PARTS == 2 ? first : first + second), out->start[1][r] = -zero * second;
         out->sum[r] = (K::HAS_MINIMA ? out->scale[r] : 1.0f) * (first + second);
     }
@@ -456,9 +486,10 @@ template <class K> void embed_groups(const EmbedGroups &a) {
                 FloatWords scale, second = {};
                 UintWords words[2];
                 load_scales<K>(block, lane, K::scale_index(g % GROUPS, K::PARTS == 2 ? i / 16 : 0), scale, second);
-                load_words<K::BITS>(group + lane * 4, i / 8, words);
+                load_words<K>(group + lane * 4, i / 8, words);
                 float value = words[i / 4 % 2][at] >> i % 4 * 8 & 0xff;
-                value = scale[at] * (value - (K::HAS_ZEROS ? second[at] : a.zero));
+                value -= K::HAS_ZEROS ? second[at] : a.zero;
+                value = scale[at] * (K::IS_E2M1 ? value / 2 : value);
                 a.out[t * a.size + g * X_GROUP + i] = narrow<bfloat16>(K::HAS_MINIMA ? value - second[at] : value);
             }
         }
@@ -468,4 +499,4 @@ template <class K> void embed_groups(const EmbedGroups &a) {
 #define FOR_EACH_KIND(DO)                                                                                        \
     DO(4, plain, PLAIN) DO(4, minima, MINIMA) DO(4, zeros, ZEROS) DO(4, wide_zeros, WIDE_ZEROS)                  \
     DO(4, nested, NESTED) DO(5, plain, PLAIN) DO(5, minima, MINIMA) DO(5, nested, NESTED)                        \
-    DO(6, nested_16, NESTED_16) DO(8, plain, PLAIN) DO(8, zeros, ZEROS)
+    DO(6, nested_16, NESTED_16) DO(8, plain, PLAIN) DO(8, zeros, ZEROS) DO(4, e2m1, E2M1)

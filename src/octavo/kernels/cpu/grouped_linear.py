@@ -17,6 +17,7 @@ from octavo.kernels.cpu.huge_memory import empty_huge
 from octavo.kernels.groups import GroupForm, Groups
 
 TILE, GROUP, WIDE_GROUP = 16, 32, 128  # outputs; inputs, as in grouped.h
+E2M1_ZERO = 12
 
 
 def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
@@ -31,24 +32,32 @@ def _kind(form: GroupForm) -> str | None:
         fits = form.group_size == 16 or (form.group_size == GROUP and form.has_minima)
     else:
         scales = "minima" if form.has_minima else "zeros" if form.has_zeros else "plain"
-        scales = "wide_zeros" if _is_wide(form) else scales
+        scales = "e2m1" if form.is_e2m1 else "wide_zeros" if _is_wide(form) else scales
         fits = form.group_size % GROUP == 0
     kind = f"{form.bits}_{scales}"
     return (
         kind
-        if fits and not form.is_float and not (form.has_zeros and form.has_minima) and kind in native.GROUPED_BLOCKS
+        if fits
+        and (form.is_e2m1 or not form.is_float)
+        and not (form.has_zeros and form.has_minima)
+        and kind in native.GROUPED_BLOCKS
         else None
     )
 
 
 def _is_wide(form: GroupForm) -> bool:
-    return form.bits == 4 and form.group_size % WIDE_GROUP == 0 and not form.has_minima
+    return form.bits == 4 and form.group_size % WIDE_GROUP == 0 and not (form.has_minima or form.is_e2m1)
 
 
 def pack_groups(groups: Groups) -> GroupedWeight | None:
-    """Pack a weight of a form that `keeps_groups` accepts; None if float16 does not hold its scales exactly."""
+    """Pack a weight of a form that `keeps_groups` accepts; None if its kind does not hold its scales exactly."""
     scales = groups.scales
-    if not groups.form.is_nested:
+    if groups.form.is_e2m1:
+        bits = scales.float().view(torch.int32)
+        if not ((bits & 0x807F_FFFF == 0) | (bits == 0x0040_0000)).all():
+            return None  # no powers of two; 0 is that of padding
+        scales = (bits >> 23).to(torch.uint8)
+    elif not groups.form.is_nested:
         scales = scales.half()
         if not torch.equal(scales.to(groups.scales.dtype), groups.scales):
             return None
@@ -64,7 +73,8 @@ class GroupedWeight:
         form, (num_out, num_in) = groups.form, groups.shape
         kind = _kind(form)
         assert kind is not None
-        self.kind, self.zero, self.shape = kind, form.zero, (num_out, num_in)
+        self.kind, self.shape = kind, (num_out, num_in)
+        self.zero = E2M1_ZERO if form.is_e2m1 else form.zero
         inputs, num_bytes = native.GROUPED_BLOCKS[kind]
         self.blocks = empty_huge(cdiv(num_out, TILE) * cdiv(num_in, inputs) * num_bytes).zero_()
         second = groups.minima if form.has_minima else groups.zeros

@@ -141,6 +141,7 @@ GROUPED_BLOCKS = MappingProxyType(
         "6_nested_16": (256, 3392),
         "8_plain": (64, 1088),
         "8_zeros": (128, 2240),
+        "4_e2m1": (128, 1088),
     }
 )
 """Inputs and bytes of a block of each kind of grouped.h."""

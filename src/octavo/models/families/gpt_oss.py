@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from octavo.models.config_values import (
@@ -15,8 +16,8 @@ from octavo.models.config_values import (
     read_windows,
     value_error,
 )
-from octavo.models.families.qwen3_moe import read_experts
-from octavo.models.family import Family, MergedExperts
+from octavo.models.families.qwen3_moe import gguf_experts, read_experts
+from octavo.models.family import GGUF_PARTS, Family, GGUFFormat, MergedExperts
 from octavo.models.spec import DecoderSpec
 
 YARN = {
@@ -43,7 +44,7 @@ def read(config: Config, common: Config) -> DecoderSpec:
         router_bias=True,
         bias=True,
     )
-    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+    if not config.get("rope_scaling") and config.get("rope_parameters") is None:
         config = {**config, "rope_parameters": YARN}
     bias = read_flag(config, "attention_bias", default=True)
     windows = read_windows(config, lambda layer: layer % 2 == 0)
@@ -64,6 +65,17 @@ def _check_copies(config: Config, spec: DecoderSpec) -> None:
             raise value_error(key, value, f"{obeyed}, as the key of Transformers")
 
 
+def gguf_config(config: Config, get: Callable[..., Any]) -> Config:
+    """YaRN is not truncated, as in training: no key says so, and llama.cpp truncates."""
+    experts, scaling = gguf_experts(config, get), config["rope_scaling"]
+    return experts | {
+        "intermediate_size": experts["moe_intermediate_size"],
+        "sliding_window": get("attention.sliding_window"),
+        "rope_scaling": scaling and scaling | {"truncate": False},
+        "rope_parameters": {"rope_type": "default"},  # without scaling
+    }
+
+
 FAMILY = Family(
     read=read,
     keys=(
@@ -81,6 +93,19 @@ FAMILY = Family(
         "rope_theta": 150000.0,
         "rms_norm_eps": 1e-5,
     },
-    renamed=((r"(.*\.mlp\.experts\.(?:gate_up|down)_proj)_(\w+)", r"\1.\2"),),
+    renamed=(
+        (r"(.*\.mlp\.experts\.(?:gate_up|down)_proj)_(\w+)", r"\1.\2"),
+        (r"(.*\.self_attn\.sinks)\.weight", r"\1"),
+    ),
     experts=MergedExperts(transposed=True, interleaved=True),
+    gguf=GGUFFormat(
+        parts={
+            **GGUF_PARTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        keys=("attention.sliding_window", "expert_feed_forward_length"),
+        config=gguf_config,
+    ),
 )

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from octavo.integers import cdiv
 from octavo.kernels.groups import Groups
 from octavo.models.family import MergedExperts
 from octavo.models.loading.stored_tensor import Reader, Rows, StoredGroups, StoredTensor
@@ -28,10 +27,8 @@ def split_experts(stored: dict[str, StoredTensor], layout: MergedExperts) -> dic
     split: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         match = MERGED.fullmatch(name)
-        if match is None or len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS:
-            split[name] = tensor
-        else:
-            split |= _parts(match, tensor, layout)
+        parts = {} if match is None else dict(_parts(match, tensor, layout))
+        split |= parts or {name: tensor}
     return split
 
 
@@ -40,13 +37,17 @@ def is_merged_weight(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _parts(match: re.Match[str], tensor: StoredTensor, layout: MergedExperts) -> Iterator[tuple[str, StoredTensor]]:
-    """Names and tensors of the projections that one tensor merges. A width that they cannot share is rounded up."""
+    """Names and tensors of the projections that one tensor merges; none if its shape is no merged tensor's."""
     prefix, roles, kind = match[1], match[2].split("_"), match[3] or "weight"
+    if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS:
+        return
     is_bias, is_transposed = len(tensor.shape) == 2, layout.transposed and kind == "weight"
     num_experts, num_rows, *others = tensor.shape
     if is_transposed:
         num_rows, others = math.prod(others), [num_rows]
-    size = cdiv(num_rows, len(roles))
+    if num_rows % len(roles):
+        return
+    size = num_rows // len(roles)
     shape = (size, math.prod(others)) if others else (size,)
     for expert in range(num_experts):
         for i, role in enumerate(roles):

@@ -44,7 +44,8 @@ def _transformers_name(name: str, parts: Mapping[str, str]) -> str:
 def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor]:
     """Tensors of the file, by Transformers' names."""
     reader = checkpoint.gguf
-    form = find_family(spec.architecture).gguf
+    family = find_family(spec.architecture)
+    form = family.gguf
     permuted = {}  # tensors with permuted rows, and their number of heads
     if form.interleaved_qk:
         permuted = {".attn_q.": spec.num_heads, ".attn_k.": spec.num_kv_heads}
@@ -59,7 +60,7 @@ def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor
         groups = None
         if kind.name in GGUF_FORMS:
             groups = StoredGroups(GGUF_FORMS[kind.name], _block_reader(tensor, order))
-        name = _transformers_name(tensor.name, form.parts)
+        name = family.tensor_name(_transformers_name(tensor.name, form.parts))
         if name in stored:
             problems.append(duplicate(name))
         stored[name] = StoredTensor(shape, kind.name, _is_supported(kind), read, checkpoint.path.name, groups=groups)
@@ -87,9 +88,12 @@ def _dequantised_row_reader(
         if columns is not None:
             first = columns.start // size * size
             others = [cdiv(columns.stop, size) * size - first]
-        # Decoded as one long row: gguf decodes sixteen rows at a time, and its Python costs more than its arithmetic.
-        values = gguf.quants.dequantize(data.reshape(1, -1), tensor.tensor_type)
-        decoded = torch.from_numpy(np.require(values, requirements="W").reshape(len(data), *others))
+        if tensor.tensor_type.name == "MXFP4":  # whose NaN gguf does not know
+            decoded = read_blocks("MXFP4", data).dequantised()
+        else:
+            # As one long row: gguf decodes sixteen rows at a time, and its Python costs more than its arithmetic.
+            values = gguf.quants.dequantize(data.reshape(1, -1), tensor.tensor_type)
+            decoded = torch.from_numpy(np.require(values, requirements="W").reshape(len(data), *others))
         return decoded if columns is None else decoded[:, columns.start - first : columns.stop - first]
 
     return read

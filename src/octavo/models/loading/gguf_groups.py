@@ -4,6 +4,7 @@ A block has 32 inputs of an output, or 256 (K quants). Its fields follow each ot
 
     d, m, dmin   float16, the block's scale, minimum, and unit of minima
     sub          12 bytes: 6 bits of each of 8 scales and 8 minima
+    e            exponent of the block's scale, as in MXFP4
     qs           low 4 bits, or all 8    qh   the bits above    sc   int8 scales of 16 inputs
 """
 
@@ -66,6 +67,7 @@ KINDS: dict[str, BlockKind] = {
         (("qs", 128), ("qh", 64), ("sc", 16), _D),
         lambda f: _nibbles(f["qs"], 64) | _fields_of_bits(f["qh"], 2) * np.uint8(16),
     ),
+    "MXFP4": BlockKind((("e", 1), ("qs", 16)), lambda f: _nibbles(f["qs"], 16)),
 }
 
 
@@ -82,7 +84,10 @@ def read_blocks(name: str, data: Blocks) -> Groups:
     def plane(field: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(field.reshape(num_rows, -1))
 
-    values, d = plane(kind.values(fields)), plane(fields["d"].view(np.float16))
+    values = plane(kind.values(fields))
+    if form.is_e2m1:
+        return Groups(form, values, plane(fields["e"]).view(torch.float8_e8m0fnu).float())
+    d = plane(fields["d"].view(np.float16))
     if not form.is_nested:
         minima = plane(-fields["m"].view(np.float16)) if form.has_minima else None
         return Groups(form, values, d, minima=minima)

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from octavo.errors import cut
 from octavo.integers import cdiv
-from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.groups import E2M1, GroupForm, Groups
 from octavo.models.family import Family
 from octavo.models.loading.stored_tensor import FLOAT_DTYPES, NOT_SERVED, Reader, Rows, StoredGroups, StoredTensor
 from octavo.models.quantization.form import WHOLE, Format, Numbers, Parts, QuantisedWeight, TensorError
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The values of the 256 bytes."""
+E8M0 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()
+"""The same of exponents."""
 
 
 def read_quantised(stored: dict[str, StoredTensor], form: Format, family: Family) -> Iterator[str]:
@@ -88,7 +90,8 @@ def _stored_groups(weight: QuantisedWeight) -> StoredGroups | None:
     values, zeros, size = weight.values, weight.zeros, min(block_columns, num_in)
     if num_in % size or (weight.groups is not None and not _is_in_order(weight.groups, size)):
         return None
-    is_float = values.tensor.dtype == "F8_E4M3"
+    is_float8 = values.tensor.dtype == "F8_E4M3"
+    is_float = is_float8 or values.is_e2m1
     if zeros is not None and (is_float or zeros.offset != values.offset or zeros.tensor.dtype not in ("I32", "I8")):
         return None
     # Signed integers are stored without their sign: 128 more.
@@ -104,7 +107,7 @@ def _stored_groups(weight: QuantisedWeight) -> StoredGroups | None:
         own = range(columns.start // size, columns.stop // size)
         return Groups(
             form,
-            values=_take_stored(values, index, columns) if is_float else unsigned(values, index, columns),
+            values=_take_stored(values, index, columns) if is_float8 else unsigned(values, index, columns),
             scales=_take_scales(weight, index)[:, own.start : own.stop],
             zeros=None if zeros is None else unsigned(zeros, index // block_rows, own),
         )
@@ -139,9 +142,9 @@ def _take(numbers: Numbers, rows: Tensor, columns: range) -> Tensor:
     taken = _take_stored(numbers, rows, columns)
     if taken.dtype == torch.float8_e4m3fn:  # five times as fast as torch's conversion
         return E4M3.index_select(0, taken.contiguous().view(torch.uint8).flatten().int()).view(taken.shape)
+    if numbers.is_exponent or numbers.is_e2m1:
+        return (E2M1 if numbers.is_e2m1 else E8M0)[taken.int()]
     values = taken.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    if numbers.is_exponent:
-        return (values - 127).exp2_()
     return values.add_(numbers.offset) if numbers.offset else values
 
 
@@ -153,7 +156,7 @@ def _take_stored(numbers: Numbers, rows: Tensor, columns: range) -> Tensor:
         return _select(matrix[:, columns.start : columns.stop], rows)
     if numbers.along == 0:
         return _take_along_columns(numbers, matrix[:, columns.start : columns.stop], rows)
-    per_word = 32 // numbers.bits
+    per_word = 8 * matrix.itemsize // numbers.bits
     first = columns.start // per_word
     words = _select(matrix[:, first : cdiv(columns.stop, per_word)], rows)
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one column is "contiguous" anyhow

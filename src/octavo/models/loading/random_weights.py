@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from octavo.kernels.groups import Groups
+from octavo.kernels.groups import E2M1, Groups
 
 SIGMA = 0.02
 """Standard deviation of random weights."""
@@ -18,12 +20,14 @@ def fill_randomly(groups: Groups, generator: torch.Generator) -> None:
     float16 has the scale, as it has those of most files: it stays narrow where weights are packed.
     """
     form, top = groups.form, 1 << groups.form.bits
-    if form.is_float:
+    if form.is_float and not form.is_e2m1:
         groups.values.copy_(torch.empty_like(groups.values, dtype=torch.bfloat16).normal_(generator=generator))
     else:
         groups.values.random_(0, top, generator=generator)
     # Equally likely integers have a standard deviation of top / sqrt(12).
     scale = torch.tensor(SIGMA if form.is_float else SIGMA * 12**0.5 / top).half().item()
+    if form.is_e2m1:
+        scale = 2.0 ** round(math.log2(SIGMA / E2M1.std(correction=0).item()))
     middle = (top - 1) / 2
     units = UNITS if form.is_nested else 1
     for plane, value in (

@@ -7,6 +7,7 @@ the blocks, and in how each of the three matrices is stored. `loading.dequantise
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -37,13 +38,14 @@ class TensorError(Exception):
 class Numbers:
     """A matrix [rows, columns] as a checkpoint stores it. A vector is one column.
 
-    bits           of an integer in int32 words, from the lowest; 0: each number is an element
+    bits           of an integer in words of int32 or bytes, from the lowest; 0: each number is an element
     along          the dimension along which the integers of a word are neighbours: 0 in a column, 1 in a row
     is_transposed  stored as [columns, rows]
     places         place in a word of each of its integers, along a column; empty: in order
     word_offset    added to each word, without a carry out of it, along a column
     offset         added to each number
-    is_exponent    a byte b is 2 ** (b - 127)
+    is_exponent    a byte b is 2 ** (b - 127), and 255 is NaN
+    is_e2m1        4 bits are a code of `kernels.groups.E2M1`
     """
 
     name: str
@@ -55,6 +57,7 @@ class Numbers:
     word_offset: int = 0
     offset: int = 0
     is_exponent: bool = False
+    is_e2m1: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +185,8 @@ def invalid(key: str, value: object, expected: str) -> CheckpointError:
 
 
 def is_excluded(module: str, names: tuple[str, ...]) -> bool:
-    """names: an excluded module's whole name, its first parts or its last ones"""
-    return any(f".{name}." in f".{module}." for name in names)
+    """names: an excluded module's whole name, its first parts or its last ones; * stands for anything"""
+    return any(fnmatchcase(f".{module}.", f"*.{name}.*") for name in names)
 
 
 def check_excluded(parts: Parts, names: tuple[str, ...], key: str) -> None:

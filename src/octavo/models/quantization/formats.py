@@ -11,12 +11,14 @@ from octavo.models.quantization.compressed_tensors import read_compressed_tensor
 from octavo.models.quantization.form import REMEDY, Format, unsupported
 from octavo.models.quantization.fp8 import read_fp8
 from octavo.models.quantization.gptq import read_gptq
+from octavo.models.quantization.mxfp4 import read_mxfp4
 
 FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "awq": read_awq,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 
 

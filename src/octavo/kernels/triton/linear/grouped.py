@@ -59,7 +59,7 @@ def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
     """True if `pack_groups` packs such a weight for a model of this dtype."""
     return (
         dtype in (torch.bfloat16, torch.float16)
-        and form.bits in (4, 8)
+        and form.bits in ((8,) if form.is_float else (4, 8))
         and not (form.has_minima or form.is_nested)
         and (form.group_size == num_in or form.group_size in ((FLOAT8_GROUP,) if form.is_float else GROUP_SIZES))
         and num_in % 32 == 0
