@@ -248,8 +248,9 @@ def test_large_scores_do_not_overflow() -> None:
 
 def test_a_view_of_some_heads_falls_back_to_the_reference() -> None:
     """The rows of one head of a larger KV cache are not contiguous blocks; its attention is still correct."""
-    case = make_case(*MIXED, num_kv_heads=2)
-    one_head = dataclasses.replace(case, q=case.q[:, :3], kv=case.kv[:, :, :, :1])
+    case = make_case(*MIXED, num_kv_heads=2, sinks=True)
+    assert case.sinks is not None
+    one_head = dataclasses.replace(case, q=case.q[:, :3], kv=case.kv[:, :, :, :1], sinks=case.sinks[:3])
     assert torch.equal(attend(cpu, one_head)[0], attend(reference, one_head)[0])
     sliced = dataclasses.replace(case, kv=torch.cat((case.kv, case.kv), dim=-1)[..., :16])
     assert torch.equal(attend(cpu, sliced)[0], attend(reference, sliced)[0])

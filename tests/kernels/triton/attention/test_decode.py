@@ -45,7 +45,7 @@ def test_fixed_split_gives_the_same_bits_in_any_batch(query_len: int, window: in
 
 def test_more_parts_than_one_merge_step_takes() -> None:
     """18 parts: 16 at once and then 2. A program has several parts of a sequence, then some of the next."""
-    case = make_case([1, 1], [17 * 512 + 3, 6 * 512 + 5], num_kv_heads=1, group_size=2, block_size=16)
+    case = make_case([1, 1], [17 * 512 + 3, 6 * 512 + 5], num_kv_heads=2, group_size=2, block_size=16, sinks=True)
     case.batch = replace(case.batch, fixed_split=True)
     check(case)
 
