@@ -72,6 +72,15 @@ OPT = {
     "vocab_size": 97,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+STATES = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_hidden_layers": 4,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama, every bias": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -89,6 +98,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": LLAMA | {"architectures": ["Starcoder2ForCausalLM"]},
     "internlm2": LLAMA | {"architectures": ["InternLM2ForCausalLM"]},
     "internlm3": LLAMA | {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True},
+    "qwen3_moe": LLAMA | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]},
+    "mixtral": LLAMA | EXPERTS | {"architectures": ["MixtralForCausalLM"]},
+    "gpt-oss": LLAMA | EXPERTS | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "head_dim": 8},
+    "qwen3_next": LLAMA | EXPERTS | STATES | {"architectures": ["Qwen3NextForCausalLM"]},
+    "qwen3_5_moe": LLAMA | EXPERTS | STATES | {"architectures": ["Qwen3_5MoeForCausalLM"]},
     "opt, bare": OPT | {"layer_norm_elementwise_affine": False, "enable_bias": False},
 }
 
@@ -117,9 +131,10 @@ def test_weight_bytes_equal_the_model(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = empty_model(spec, ops=reference, dtype=dtype, device="meta", max_len=1)
         assert spec.weight_bytes(dtype.itemsize) == num_bytes(model)
-    # Linear layers and the head are quantised; an untied table stays as it is.
+    # Linear layers and the head are quantised; an untied table and routers stay as they are.
     table = {model.vocabulary.table} - {model.vocabulary.head}
-    packed = [method.weight for method in {w.method for w in model.weights()} - {None} - table]
+    methods = {w.method for w in model.weights()} - {None} - table
+    packed = [method.weight for method in methods if method.role != "router"]
     head = model.vocabulary.head.weight.numel()
     linear = sum(weight.numel() for weight in packed) - head
     rest = num_bytes(model) - 2 * (linear + head) + head + head // 32 * 2  # the head has 8 bits
@@ -366,6 +381,14 @@ def test_command_lists_the_keys_of_the_files(tmp_path: Path, call: Call, free_by
     }
     out = call("doctor", model, "--device", "cpu").out
     assert "keys of config.json\n  read " in out and "\n  no effect   use_cache\n  unknown     novelty\n" in out
+
+
+def test_the_bytes_of_experts(tmp_path: Path, call: Call) -> None:
+    model = write_config(tmp_path, CONFIGS["qwen3_moe"])
+    options = ("--device", "cpu", "--dtype", "bfloat16")
+    experts = 2 * 2 * 6 * 3 * 24 * 40  # bytes of two layers; the other one has an MLP
+    assert json.loads(call("doctor", model, *options, "--json").out)["expert_bytes"] == experts
+    assert "of these: 6 a layer, of which a token goes to 2\n" in call("doctor", model, *options).out
 
 
 def test_a_quantised_checkpoint_takes_the_bytes_of_its_form(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:

@@ -43,6 +43,26 @@ HYBRID = ModelShape.of(
 )
 
 
+EXPERTS = ModelShape.of(
+    "qwen3-moe 4 layers",
+    spec_from_config(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_hidden_layers": 4,
+            "hidden_size": 1024,
+            "moe_intermediate_size": 512,
+            "num_experts": 64,
+            "num_experts_per_tok": 4,
+            "num_attention_heads": 8,
+            "vocab_size": 32000,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "torch_dtype": "bfloat16",
+        }
+    ),
+)
+
+
 def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> StepPlan:
     """Slices are (start, positions, sampled); `chunks` are those with tokens from the host."""
     plan = StepPlan()
@@ -366,3 +386,22 @@ def test_states_cost_a_read_and_a_write() -> None:
     times = [RooflineCost(shape, device, shape.kv_cache(16)).step_s(step) for shape in (HYBRID, alike)]
     moved_s = 8 * 2 * 4 * HYBRID.state_size / (device.bandwidth * device.bandwidth_share)
     assert times[0] - times[1] == pytest.approx(moved_s, rel=0.1)
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_go_to() -> None:
+    of_experts = 2 * 4 * 64 * 3 * 512 * 1024  # bytes
+    rest = EXPERTS.weight_bytes - of_experts - 2 * 32000 * 1024
+    for num_tokens, share in ((1, 4 / 64), (2, 1 - (60 / 64) ** 2), (1000, 1.0)):
+        assert EXPERTS.bytes_per_pass("cuda", num_tokens) == pytest.approx(rest + share * of_experts)
+    whole = EXPERTS.num_params - 2 * 32000 * 1024
+    assert EXPERTS.num_layer_params == whole - of_experts / 2 * 60 / 64
+
+
+def test_a_pass_of_one_token_costs_less_with_experts() -> None:
+    dense, device = replace(EXPERTS, num_expert_params=0), DEVICES["h100"]
+    one, two = (
+        [RooflineCost(shape, device, shape.kv_cache(16)).step_s(plan_of(*((10, 1, 1),) * n)) for n in (1, 2)]
+        for shape in (EXPERTS, dense)
+    )
+    assert one[0] < 0.4 * two[0]
+    assert one[1] - one[0] > two[1] - two[0]  # a second token reads other experts

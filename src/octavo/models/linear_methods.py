@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu import packed_linear
+from octavo.kernels.cpu.huge_memory import empty_huge
 from octavo.kernels.cpu.packed_linear import MatmulBackend
 from octavo.kernels.groups import SUPER_SIZE, FusedWeight, GroupForm, Groups, PackedExperts, PackedHead, PackedWeight
 from octavo.kernels.metadata import RaggedBatch
@@ -245,11 +246,13 @@ class PackedMethod(PlainMethod):
             forms = [(self.weight.shape[0], None)]  # their products take one form
         for form, parts in groupby(forms, key=lambda part: part[1]):
             num_out = sum(num_rows for num_rows, _ in parts)
-            self._parts.append(
-                torch.empty(num_out, num_in, dtype=dtype, device=self.device)
-                if form is None
-                else Groups.empty(form, num_out, num_in, self.device)
-            )
+            if form is not None:
+                self._parts.append(Groups.empty(form, num_out, num_in, self.device))
+            elif self.role == "experts" and torch.device(self.device).type == "cpu":
+                memory = empty_huge(num_out * num_in * dtype.itemsize)  # their products read it as it is
+                self._parts.append(memory.view(dtype).view(num_out, num_in))
+            else:
+                self._parts.append(torch.empty(num_out, num_in, dtype=dtype, device=self.device))
 
     def rows(self, first: int, last: int) -> Tensor | Groups:
         for part in self._parts:
