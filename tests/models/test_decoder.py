@@ -16,6 +16,7 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.layers import Attention, GatedMLP
 from octavo.models.linear import LayerFactory
 from octavo.models.loading.loader import load_model
 from octavo.models.spec import DecoderSpec
@@ -383,3 +384,13 @@ def test_granite_adds_no_operation_to_a_layer(models: Any) -> None:
     assert isinstance(spec, DecoderSpec)
     assert spec.embedding_scale == pytest.approx(3.7 / 0.31) and spec.rms_norm_eps == pytest.approx(1e-6 / 0.31**2)
     assert load_tiny(models["granite"][0], dtype=torch.bfloat16).embedding_scale == spec.embedding_scale
+
+
+def test_the_small_batch_path_fits_each_kind_of_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer of this model has experts, which set no limit; the second has an MLP."""
+    monkeypatch.setattr(Attention, "max_small_batch_tokens", 9)
+    decoder = load_tiny(make_tiny_checkpoint("qwen3_moe", tmp_path / "model"))
+    assert isinstance(decoder, Decoder)
+    assert decoder.layers[0].max_small_batch_tokens == 9
+    monkeypatch.setattr(GatedMLP, "max_small_batch_tokens", 3)
+    assert decoder.max_small_batch_tokens == 3

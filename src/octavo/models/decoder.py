@@ -134,7 +134,11 @@ class Decoder:
 
         Not for float16, in which the residual stream times a norm's weight may overflow.
         """
-        return 0 if self.dtype == torch.float16 else self.layers[0].max_small_batch_tokens
+        if self.dtype == torch.float16:
+            return 0
+        # The first layer of each kind: in mixed files, another may lack the fused products, and does without.
+        kinds = {(type(layer.attention), type(layer.mlp)): layer for layer in reversed(self.layers)}
+        return min(layer.max_small_batch_tokens for layer in kinds.values())
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
