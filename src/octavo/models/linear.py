@@ -134,13 +134,13 @@ class Linear:
     x [num_tokens, own.in_size] -> y [num_tokens, own.num_out]
 
     The projections of `num_experts` experts are merged likewise, whose products are the method's `experts_in` and
-    `experts_out`.
+    `experts_out`; 0: it is no layer of experts.
     """
 
-    def __init__(self, shape: LinearShape, own: LinearShape, factory: LayerFactory, num_experts: int = 1) -> None:
+    def __init__(self, shape: LinearShape, own: LinearShape, factory: LayerFactory, num_experts: int = 0) -> None:
         self.tp = tp = factory.tp
         self.shape, self.own = shape, own
-        self.method = factory.method(*own.shape, "linear" if num_experts == 1 else "experts", num_experts)
+        self.method = factory.method(*own.shape, "experts" if num_experts else "linear", num_experts or 1)
         self.is_partial = own.in_size < shape.in_size
         # Where results are summed over ranks, only one rank adds the bias.
         has_bias = shape.bias and not (self.is_partial and tp.rank)

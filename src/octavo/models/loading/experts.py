@@ -12,24 +12,28 @@ from torch import Tensor
 
 from octavo.kernels.groups import Groups
 from octavo.models.family import MergedExperts
-from octavo.models.loading.stored_tensor import Reader, Rows, StoredGroups, StoredTensor
+from octavo.models.loading.stored_tensor import Reader, Rows, StoredGroups, StoredTensor, duplicate
 
 Part = TypeVar("Part", Tensor, Groups)
 MERGED = re.compile(r"(.*\.mlp\.experts\.)(gate_up|gate|up|down)_proj(?:\.(\w+))?")
 MAX_EXPERTS = 4096
 
 
-def split_experts(stored: dict[str, StoredTensor], layout: MergedExperts) -> dict[str, StoredTensor]:
+def split_experts(stored: dict[str, StoredTensor], layout: MergedExperts) -> tuple[dict[str, StoredTensor], list[str]]:
     """`stored` with each tensor of all experts, [num_experts, num_out, ...], as tensors of each expert.
 
     Readers of a merged weight take rows of [num_experts * num_out, ...]; those of a merged bias the biases of experts.
+    Also returns a problem for each projection that is in several tensors.
     """
     split: dict[str, StoredTensor] = {}
+    problems: list[str] = []
     for name, tensor in stored.items():
         match = MERGED.fullmatch(name)
         parts = {} if match is None else dict(_parts(match, tensor, layout))
-        split |= parts or {name: tensor}
-    return split
+        parts = parts or {name: tensor}
+        problems += (duplicate(part) for part in parts if part in split)
+        split |= parts
+    return split, problems
 
 
 def is_merged_weight(name: str, shape: tuple[int, ...]) -> bool:
@@ -39,8 +43,8 @@ def is_merged_weight(name: str, shape: tuple[int, ...]) -> bool:
 def _parts(match: re.Match[str], tensor: StoredTensor, layout: MergedExperts) -> Iterator[tuple[str, StoredTensor]]:
     """Names and tensors of the projections that one tensor merges; none if its shape is no merged tensor's."""
     prefix, roles, kind = match[1], match[2].split("_"), match[3] or "weight"
-    if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS:
-        return
+    if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS or not math.prod(tensor.shape):
+        return  # a tensor without numbers takes no bytes of a file, and thousands of parts would be cut from each
     is_bias, is_transposed = len(tensor.shape) == 2, layout.transposed and kind == "weight"
     num_experts, num_rows, *others = tensor.shape
     if is_transposed:

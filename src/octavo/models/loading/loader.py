@@ -106,7 +106,8 @@ def load_model(
     """
     stored = read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else read_safetensors(checkpoint, spec)
     family = find_family(spec.architecture)
-    stored = split_experts(stored, MergedExperts() if checkpoint.format == "gguf" else family.experts)
+    stored, problems = split_experts(stored, MergedExperts() if checkpoint.format == "gguf" else family.experts)
+    raise_problems(checkpoint, problems)
     if (form := find_format(checkpoint.config)) is not None:
         raise_problems(checkpoint, read_quantised(stored, form, family))
     kv_scales, problems = take_kv_scales(stored, spec)
