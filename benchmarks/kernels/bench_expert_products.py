@@ -30,7 +30,7 @@ from octavo.kernels import reference
 from octavo.kernels.reference import ExpertGate, Routing
 from octavo.kernels.reference.experts import gated
 from octavo.kernels.triton import ops, precompile
-from octavo.kernels.triton.experts.assign import TiledRouting, assign
+from octavo.kernels.triton.experts.assign import assign
 from octavo.kernels.triton.experts.tuning import (
     MAX_TILE_TOKENS,
     MIN_TILE_TOKENS,
@@ -70,7 +70,7 @@ class Model:
             biases = [torch.randn(rows, device="cuda").to(BF16) if self.biased else None for rows in (up, down)]
             self.layers.append((weights[0], weights[1], biases[0], biases[1]))
 
-    def route(self, logits: Tensor) -> TiledRouting:
+    def route(self, logits: Tensor) -> Routing:
         return ops.route(logits, self.top_k, softmax_first=not self.biased, renormalise=not self.biased)
 
     def experts_in(self, x: Tensor, routing: Routing, layer: int, tuning: ExpertTuning | None = None) -> Tensor:

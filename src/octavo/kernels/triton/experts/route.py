@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.reference.experts import Routing
-from octavo.kernels.triton.experts.assign import TiledRouting, assign
+from octavo.kernels.triton.experts.assign import assign
 from octavo.kernels.triton.launch import pdl_options, wait_for_predecessor
 
 TAKEN = tl.constexpr(-(1 << 31))
 """Below the keys of all numbers."""
 
 
-def route(logits: Tensor, top_k: int, *, softmax_first: bool, renormalise: bool) -> TiledRouting:
+def route(logits: Tensor, top_k: int, *, softmax_first: bool, renormalise: bool) -> Routing:
     """`reference.route`, and the tiles of the experts' products."""
     num_tokens, num_experts = logits.shape
     assert logits.stride(1) == 1, logits.stride()
