@@ -405,6 +405,7 @@ template <int TILE> void embed(const Embed &a) {
 
 #include "grouped.h"
 #include "experts.h"
+#include "recurrent.h"
 
 // -- norms, activations, rope -----------------------------------------------------------------------------------------
 
@@ -877,6 +878,8 @@ FOR_EACH_KIND(EXPORT_KIND)
         a->float32_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a);    \
     }                                                                               \
     EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                      \
+    EXPORT causal_conv_##NAME(const CausalConv *a) { causal_conv<T>(*a); }          \
+    EXPORT delta_rule_##NAME(const DeltaRule *a) { delta_rule<T>(*a); }             \
     EXPORT experts_in_##NAME(const Experts *a) { experts_in<T>(*a, plain_products<T>); } \
     EXPORT experts_out_##NAME(const Experts *a) { experts_out<T>(*a, plain_products<T>); } \
     EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                               \

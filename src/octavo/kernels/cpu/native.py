@@ -31,17 +31,18 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.catalog import cache_dir
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.experts import ExpertGate, Routing
 
 logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("experts", "grouped", "team")))
+SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("experts", "grouped", "recurrent", "team")))
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     *("-fopenmp-simd", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"),
 )
-COMPILE_S = 120.0
+COMPILE_S = 300.0  # several processes may share a core
 
 GATES = MappingProxyType({"silu": 0, "gelu": 1, "swiglu": 2})  # as in experts.h
 SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
@@ -87,6 +88,17 @@ _Experts = _struct(
     (FLOAT, "alpha limit"),
     (INT, "gate zero num_threads"),
 )
+_STATES = (POINTER, "pool tables query_start seq_lens"), (LONG, "num_seqs first width table_width")
+_CausalConv = _struct(
+    "CausalConv", *_STATES, (POINTER, "x weight out"), (LONG, "x_stride num_channels size"), (INT, "num_threads")
+)
+_DeltaRule = _struct(
+    "DeltaRule",
+    *_STATES,
+    (POINTER, "q k v decay beta out"),
+    (LONG, "q_stride k_stride v_stride num_heads num_key_heads key_dim value_dim"),
+    (INT, "num_threads"),
+)
 _Norm = _struct(
     "Norm",
     (POINTER, "x residual weight out residual_out"),
@@ -115,6 +127,13 @@ _Sample = _struct(
     "Sample", (POINTER, "logits temperature keys token_ids"), (LONG, "num_rows size"), (INT, "num_threads")
 )
 _Call = _struct("Call", (POINTER, "function arguments"))
+
+
+def _states(states: Tensor, first: int, batch: RaggedBatch) -> tuple[int, ...]:
+    tables = batch.state_tables
+    assert tables is not None and tables.is_contiguous() and batch.seq_lens.is_contiguous()
+    pointers = (x.data_ptr() for x in (states, tables, batch.query_start, batch.seq_lens))
+    return *pointers, len(tables), first, states.shape[1], tables.shape[1]
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -213,7 +232,7 @@ class Library:
             ):
                 self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
         self._functions["route_tokens", None] = _function(with_gil, "route_tokens")
-        for name in ("experts_in", "experts_out"):
+        for name in ("experts_in", "experts_out", "causal_conv", "delta_rule"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(without_gil, f"{name}_{suffix}")
         for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "sample"):
@@ -387,6 +406,47 @@ class Library:
         out = gate_up.new_empty(num_tokens, double // 2)
         arguments = _Gate(gate_up.data_ptr(), out.data_ptr(), num_tokens, double // 2, torch.get_num_threads())
         self._call("silu_mul", gate_up.dtype, arguments, gate_up, out)
+        return out
+
+    def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, first: int, batch: RaggedBatch) -> Tensor:
+        """See `reference.causal_conv`; weight float32."""
+        (num_channels, size), out = weight.shape, torch.empty(x.shape, dtype=x.dtype)
+        arguments = _CausalConv(
+            *_states(states, first, batch),
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            num_channels,
+            size,
+            torch.get_num_threads(),
+        )
+        self._call("causal_conv", x.dtype, arguments, x, weight, states, batch, out)
+        return out
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        first: int,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        """See `reference.gated_delta_rule`."""
+        out = torch.empty(v.shape, dtype=v.dtype)
+        arguments = _DeltaRule(
+            *_states(states, first, batch),
+            *(x.data_ptr() for x in (q, k, v, decay, beta, out)),
+            *(x.stride(0) for x in (q, k, v)),
+            v.shape[1],
+            *q.shape[1:],
+            v.shape[2],
+            torch.get_num_threads(),
+        )
+        self._call("delta_rule", v.dtype, arguments, q, k, v, decay, beta, states, batch, out)
         return out
 
     def rope_kv_write(
