@@ -17,6 +17,7 @@ from octavo.models.config_keys import config_keys
 from octavo.models.gguf_config import REFUSED, gguf_key_use, read_gguf_config
 from octavo.models.registry import find_family
 from tests.models.tiny import (
+    HYBRIDS,
     PagedRun,
     assert_close,
     load_tiny,
@@ -176,7 +177,7 @@ def test_a_factor_on_attention_without_yarn_is_refused(write_gguf, scaling):
         read_config(write_gguf(metadata=metadata | {"llama.rope.scaling.attn_factor": 0.5}))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", *HYBRIDS])
 def test_keys_of_converted_files_are_known(kind, tmp_path):
     directory = make_tiny_checkpoint(kind, tmp_path / kind)
     config = read_config(write_tiny_gguf(directory, tmp_path / "model.gguf"))
@@ -202,12 +203,54 @@ def test_largest_gemma3_scales_queries_differently(write_gguf, num_layers, scale
     assert (config["sliding_window_pattern"], config["rope_local_base_freq"]) == (6, 10000.0)
 
 
+HYBRID = {
+    "embedding_length": 64,
+    "block_count": 9,
+    "nextn_predict_layers": 1,
+    "attention.key_length": 16,
+    "rope.dimension_count": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 12,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 60,
+}
+
+
+def test_metadata_of_recurrent_layers(write_gguf):
+    config = read_config(write_gguf(arch="qwen35", metadata={f"qwen35.{key}": value for key, value in HYBRID.items()}))
+    assert {key: value for key, value in config.items() if "linear" in key} == {
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_value_head_dim": 10,
+    }
+    assert (config["num_hidden_layers"], config["full_attention_interval"]) == (8, 4)
+    assert config["partial_rotary_factor"] == 0.25
+
+
+def test_experts_without_the_width_of_mlps(write_gguf):
+    """Qwen3.5 with experts has no MLPs: its config.json, and so its GGUF files, may lack their width."""
+    experts = {"expert_count": 6, "expert_used_count": 2, "feed_forward_length": None}
+    for key, shared in (("expert_shared_feed_forward_length", 28), ("attention.causal", 512)):
+        metadata = HYBRID | experts | {"expert_feed_forward_length": 20, key: shared if shared == 28 else True}
+        config = read_config(
+            write_gguf(arch="qwen35moe", metadata={f"qwen35moe.{key}": value for key, value in metadata.items()})
+        )
+        assert (config["moe_intermediate_size"], config["shared_expert_intermediate_size"]) == (20, shared)
+
+
 @pytest.mark.parametrize(
     ("arch", "metadata", "error", "words"),
     [
         ("gemma2", {}, UnsupportedModelError, "gemma2"),
         ("gemma3", {"gemma3.expert_count": 8}, UnsupportedModelError, "'gemma3' with experts"),
         ("llama", {"llama.expert_count": 8}, CheckpointError, "llama.expert_used_count"),
+        ("qwen35", {"qwen35.ssm.inner_size": 61, "qwen35.ssm.time_step_rank": 6}, CheckpointError, "multiple of ssm"),
+        ("qwen35", {"qwen35.ssm.inner_size": 60, "qwen35.ssm.time_step_rank": 0}, CheckpointError, "multiple of ssm"),
+        ("qwen35", {"qwen35.ssm.inner_size": "60"}, CheckpointError, "must be of type int"),
+        ("qwen35", {}, CheckpointError, "qwen35.ssm.inner_size"),
         ("qwen3moe", {}, UnsupportedModelError, "supported in GGUF files: llama"),
         ("llama", {"split.count": 3}, CheckpointError, "part 1 of 3"),
         ("llama", {"llama.attention.head_count": [4, 2]}, UnsupportedModelError, "attention heads"),

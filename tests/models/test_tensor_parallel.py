@@ -285,6 +285,22 @@ def test_ranks_of_gguf_files(kind: str, quantisation: str, tmp_path: Path) -> No
     assert assert_ranks_keep(path) == spec.num_layers * sum(math.prod(each.shape) for each in kept) + vocabularies
 
 
+@pytest.mark.parametrize(("size", "num_values"), [(2, 6), (4, 8), (4, 12)])
+def test_ranks_of_heads_in_tiled_order(size: int, num_values: int, tmp_path: Path) -> None:
+    """Neighbouring heads of V belong to different key heads, and a rank's first one to any."""
+    sizes = {"intermediate_size": 40, "linear_num_value_heads": num_values}
+    directory = make_tiny_checkpoint("qwen3_5", tmp_path / "model", **sizes)
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf")
+    expected = transformers_logits(directory, PROMPTS)
+    for result in run_ranks(path, size):
+        for actual, wanted in zip(result, expected, strict=True):
+            assert_close(actual, wanted)
+    model = empty_model(
+        read_spec(path), ops=reference, dtype=torch.float32, device="meta", tp=TensorParallel(0, size), max_len=1
+    )
+    assert read_spec(path).of_rank(size).weight_bytes(4) == num_bytes(model)
+
+
 @pytest.mark.parametrize(
     ("form", "num_in", "group_size"),
     [

@@ -414,6 +414,9 @@ GGUF_ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "MixtralForCausalLM": "llama",
     "GptOssForCausalLM": "gpt-oss",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
 }
 GGUF_PARTS = {
     "mlp.gate": "ffn_gate_inp",
@@ -440,6 +443,22 @@ GPT_OSS_PARTS = GGUF_PARTS | {
     "self_attn.sinks": "attn_sinks",
     "mlp.router": "ffn_gate_inp",
 }
+HYBRID_PARTS = GGUF_PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    **{f"linear_attn.in_proj_{name}": f"ssm_{part}" for name, part in (("a", "alpha"), ("b", "beta"), ("ba", "ba"))},
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "nextn.eh_proj": "nextn.eh_proj",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    **{f"linear_attn.{name}": f"ssm_{part}" for name, part in (("conv1d", "conv1d"), ("norm", "norm"))},
+    "linear_attn.out_proj": "ssm_out",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+PARTS_OF_ARCH = {"gemma3": GEMMA3_PARTS, "gpt-oss": GPT_OSS_PARTS}
+PARTS_OF_ARCH |= dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), HYBRID_PARTS)
 
 
 def gguf_name(name: str, parts: dict[str, str]) -> str:
@@ -447,8 +466,10 @@ def gguf_name(name: str, parts: dict[str, str]) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in whole:
         return f"{whole[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{parts[part]}.{kind}"
+    _, _, layer, part = name.split(".", 3)
+    if part in parts:
+        return f"blk.{layer}.{parts[part]}"
+    return f"blk.{layer}.{parts[part.rpartition('.')[0]]}.{kind}"
 
 
 def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -505,6 +526,64 @@ def merge_experts(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tens
     return whole | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in merged.items()}
 
 
+def add_hybrid_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What llama.cpp's converter writes for models with recurrent layers."""
+    num_heads = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(num_heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * num_heads)
+    writer.add_full_attention_interval(4)
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def hybrid_tensors(
+    config: dict[str, Any], tensors: dict[str, Tensor], arch: str, *, merged_qkvz: bool
+) -> dict[str, Tensor]:
+    """What llama.cpp's converter changes in the numbers and their order, by Transformers' names."""
+    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    key_size = 2 * num_keys * key_dim
+
+    def tiled(tensor: Tensor, head_dim: int, first: int = 0) -> Tensor:
+        """Heads of V, which lie key head by key head from row `first` on, in tiled order."""
+        heads = tensor[first:].unflatten(0, (num_keys, num_values // num_keys, head_dim))
+        return torch.cat([tensor[:first], heads.transpose(0, 1).flatten(0, 2)])
+
+    changed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part = name.rpartition("linear_attn.")[2].removesuffix(".weight")
+        if arch != "qwen3next":
+            if part in ("in_proj_qkv", "conv1d"):
+                tensor = tiled(tensor, value_dim, key_size)
+            elif part == "in_proj_z":
+                tensor = tiled(tensor, value_dim)
+            elif part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+                tensor = tiled(tensor, 1)
+            elif part == "out_proj":
+                tensor = tiled(tensor.T, value_dim).T.contiguous()
+        if part == "in_proj_qkvz" and not merged_qkvz:
+            parts = tensor.unflatten(0, (num_keys, -1))  # of each key head
+            inner = value_dim * num_values // num_keys
+            *qkv, z = (each.flatten(0, 1) for each in parts.split([key_dim, key_dim, inner, inner], dim=1))
+            changed[name.replace("qkvz", "qkv")], changed[name.replace("qkvz", "z")] = torch.cat(qkv), z
+            continue
+        if part == "A_log":
+            tensor = -tensor.exp()
+        elif part == "conv1d":
+            tensor = tensor.squeeze(1)
+        elif name.endswith("norm.weight") and part != "norm":
+            tensor = tensor + 1
+        elif name.endswith("shared_expert_gate.weight"):
+            tensor = tensor.squeeze(0)
+        changed[name] = tensor
+    return changed
+
+
 def write_tiny_gguf(
     directory: Path,
     path: Path,
@@ -512,10 +591,12 @@ def write_tiny_gguf(
     quantisation: str | Callable[[str], str] = "F32",
     arch: str | None = None,
     metadata: dict[str, Any] | None = None,
+    merged_qkvz: bool = False,
 ) -> Path:
     """Write the safetensors model as a GGUF file; matrices whose rows are whole blocks are quantised.
 
     quantisation: a GGUF type, or one for each of llama.cpp's names; K quants have random blocks
+    merged_qkvz: of Qwen3-Next, as llama.cpp's first converter did
     """
     config = json.loads((directory / "config.json").read_text())
     arch = arch or GGUF_ARCHITECTURES[config["architectures"][0]]
@@ -525,13 +606,14 @@ def write_tiny_gguf(
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
     rope = config["rope_parameters"]
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if arch == "gpt-oss" and rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -551,11 +633,15 @@ def write_tiny_gguf(
     if "num_experts_per_tok" in config:
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch in ("qwen3moe", "gpt-oss"):
+    if arch in ("qwen3moe", "gpt-oss", "qwen3next", "qwen35moe"):
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
-    for name, tensor in merge_experts(directory, load_file(directory / "model.safetensors")).items():
+    tensors = load_file(directory / "model.safetensors")
+    if "linear_num_key_heads" in config:
+        add_hybrid_metadata(writer, config)
+        tensors = hybrid_tensors(config, tensors, arch, merged_qkvz=merged_qkvz)
+    for name, tensor in merge_experts(directory, tensors).items():
         rows = tensor.numpy()
-        stored_name = gguf_name(name, {"gemma3": GEMMA3_PARTS, "gpt-oss": GPT_OSS_PARTS}.get(arch, GGUF_PARTS))
+        stored_name = gguf_name(name, PARTS_OF_ARCH.get(arch, GGUF_PARTS))
         if arch == "llama" and "q_proj" in name:
             rows = interleave(rows, heads)
         if arch == "llama" and "k_proj" in name:

@@ -155,6 +155,10 @@ def test_unused_tokens_that_no_text_reaches_are_kept(tmp_path: Path) -> None:
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = (
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
@@ -163,7 +167,8 @@ def published_words(pre: str) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel
     if pre in ("smollm", "starcoder"):
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level(False)])
-    pattern = {"qwen2": QWEN2, "deepseek-r1-qwen": QWEN2, "llama-bpe": LLAMA3, "llama3": LLAMA3}.get(pre)
+    patterns = {"qwen2": QWEN2, "qwen35": QWEN35, "deepseek-r1-qwen": QWEN2, "llama-bpe": LLAMA3, "llama3": LLAMA3}
+    pattern = patterns.get(pre)
     if pattern is None:
         return byte_level(False)
     cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

@@ -382,6 +382,7 @@ def test_byte_level_from_gguf_equals_the_original(write_gguf):
         ("gpt-2", ["It", "'s", " 12345", " DON", "'", "T", " é", "...", "\n ", " x"]),
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'", "T", " é", "...", "\n ", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'T", " é", "...\n", " ", " x"]),
+        ("qwen35", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'T", " é", "...\n", " ", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "45", " DON", "'T", " é", "...\n", " ", " x"]),
     ],
 )
@@ -396,6 +397,15 @@ def test_qwen2_normalizes_to_nfc(write_gguf):
     tokenizer = read(write_gguf(metadata=byte_level_metadata("qwen2")))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
     assert tokenizer.encode("ﬁ") != tokenizer.encode("fi")  # NFC does not replace compatibility characters
+
+
+@pytest.mark.parametrize(("pre", "words"), [("qwen2", ["\u0928", "\u093f\u0902"]), ("qwen35", ["\u0928\u093f\u0902"])])
+def test_marks_are_letters_in_qwen3_5(write_gguf, pre, words):
+    tokenizer = read(write_gguf(metadata=byte_level_metadata(pre)))
+    text = "".join(words)
+    spans = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[a:b] for _, (a, b) in spans] == words
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
 
 
 def test_llama3_looks_up_whole_words_first(write_gguf):

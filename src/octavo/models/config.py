@@ -39,7 +39,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         from octavo.models.gguf_config import read_gguf_config, stored_kinds  # imports numpy
 
         spec = spec_from_config(read_gguf_config(checkpoint.gguf, checkpoint.path.name), checkpoint.generation_config)
-        kinds, of_vocabulary = stored_kinds(checkpoint.gguf)
+        kinds, of_vocabulary = stored_kinds(checkpoint.gguf, spec.num_layers)
         forms, vocabulary_forms = (
             tuple((GGUF_FORMS[kind], count) for kind, count in part.items() if kind in GGUF_FORMS)
             for part in (kinds, of_vocabulary)
@@ -53,6 +53,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
             forms=forms,
             vocabulary_forms=vocabulary_forms,
             head_form=GGUF_FORMS.get(head),
+            **registry.find_family(spec.architecture).gguf.traits,
         )
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     if spec.tie_word_embeddings and _has_other_head(checkpoint, spec):

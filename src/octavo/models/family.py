@@ -51,12 +51,16 @@ class GGUFFormat:
     interleaved_qk  rows of Q and K are in the order of llama.cpp's rotary embedding, which pairs neighbouring rows
     keys            metadata that `config` reads, after the prefix "architecture."
     config          (keys of config.json so far, reader of the metadata "architecture.KEY") -> further keys
+    traits          fields of the spec, other than in safetensors files
+    split           spec -> for a part that is several parts of the spec: for each of these, its rows
     """
 
     parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
     interleaved_qk: bool = False
     keys: tuple[str, ...] = ()
     config: Callable[[Config, Callable[..., Any]], Config] = lambda config, get: {}
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    split: Callable[[Any], Mapping[str, Mapping[str, tuple[int, ...]]]] = lambda spec: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

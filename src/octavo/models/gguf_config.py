@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,8 @@ INERT = ("rope.scaling.finetuned", "tensor_data_layout", "pooling_type", "decode
          "attention.layer_norm_epsilon")
 REFUSED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
-    "attention.output_scale": (1,), "attention.scale": (0,), "attention.shared_kv_layers": (0,),
+    "attention.output_scale": (1,), "attention.recurrent_layers": (), "attention.scale": (0,),
+    "attention.shared_kv_layers": (0,),
     "attention.sliding_window": (0,), "attention.sliding_window_pattern": (), "attention.temperature_length": (),
     "attention.temperature_scale": (), "attn_logit_softcapping": (0,), "embedding_length_per_layer_input": (0,),
     "embedding_scale": (0, 1), "expert_gating_func": (0, 1), "expert_group_count": (0, 1), "expert_shared_count": (0,),
@@ -75,6 +77,7 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         )
     entry = entries[arch]
     tensors = {tensor.name for tensor in reader.tensors}
+    parts = {re.sub(r"^blk\.\d+\.", "", tensor) for tensor in tensors}
 
     def get(key: str, default: Any = None) -> Any:
         value = reader.value(f"{arch}.{key}", default)
@@ -98,7 +101,7 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         "model_type": entry.model_types[0],
         "vocab_size": _vocab_size(reader, arch, name),
         "hidden_size": get("embedding_length"),
-        "intermediate_size": get("feed_forward_length"),
+        "intermediate_size": get("feed_forward_length", family.defaults.get("intermediate_size")),
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("attention.head_count_kv", num_heads),
@@ -109,9 +112,9 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(reader, arch, name, get),
         "max_position_embeddings": get("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "attention_output_bias": "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": "attn_q.bias" in parts,
+        "attention_output_bias": "attn_output.bias" in parts,
+        "mlp_bias": "ffn_up.bias" in parts,
         "hidden_act": "silu",
         "dtype": _dtype(reader),
         "eos_token_id": reader.value("tokenizer.ggml.eos_token_id"),
@@ -125,17 +128,23 @@ def _entries(reader: GGUFFile, arch: str) -> dict[str, registry.Entry]:
     return registry.gguf_entries(has_experts=bool(reader.value(f"{arch}.expert_count", 0)))
 
 
-def stored_kinds(reader: GGUFFile) -> tuple[Counter[str], Counter[str]]:
+def stored_kinds(reader: GGUFFile, num_layers: int) -> tuple[Counter[str], Counter[str]]:
     """The types of a file's quantised weights, the most frequent first, and the number of weights in each.
 
     The first counter is of layers, the second of embeddings and head.
     """
     kinds, of_vocabulary = Counter[str](), Counter[str]()
     for tensor in reader.tensors:
-        if tensor.tensor_type.name not in ("F32", "F16", "BF16"):
+        if tensor.tensor_type.name not in ("F32", "F16", "BF16") and not is_beyond(tensor.name, num_layers):
             counter = kinds if tensor.name.startswith("blk.") else of_vocabulary
             counter[tensor.tensor_type.name] += int(np.prod(tensor.shape))
     return Counter(dict(kinds.most_common())), of_vocabulary
+
+
+def is_beyond(name: str, num_layers: int) -> bool:
+    """True for a tensor of a layer after the last one, such as those that predict several tokens."""
+    match = re.match(r"blk\.(\d{1,9})\.", name)
+    return match is not None and int(match[1]) >= num_layers
 
 
 def _vocab_size(reader: GGUFFile, arch: str, name: str) -> int:

@@ -59,6 +59,10 @@ class GatedDeltaNet:
         self.whole, self.spec = spec, (own := spec.of_rank(self.tp.size))
         linears, own_linears = spec.recurrent_linears, own.recurrent_linears
         self.qkv, self.out = (Linear(linears[role], own_linears[role], factory) for role in ("qkv", "out"))
+        self.key_heads: Tensor | None = None  # of each head of V
+        if spec.pairing == "tiled":
+            first = self.tp.start(spec.num_value_heads, own.num_value_heads)
+            self.key_heads = (first + torch.arange(own.num_value_heads, device=factory.device)) % spec.num_key_heads
         self.conv, self.norm = empty(own.conv_channels, own.conv_size), empty(own.value_dim)
         self.log_decay, self.step_bias = empty(own.num_value_heads), empty(own.num_value_heads)
         self.first = index * own.layer_state_size
@@ -90,6 +94,8 @@ class GatedDeltaNet:
         qkv = self.ops.causal_conv(qkv, self.conv, states, self.first, batch)
         q, k, v = torch.split(qkv, list(spec.conv_sizes), dim=1)
         q, k = (x.view(len(x), -1, spec.key_dim) for x in (q, k))
+        if self.key_heads is not None:
+            q, k = q[:, self.key_heads], k[:, self.key_heads]
         v = v.view(len(v), -1, spec.value_dim)
         decay = -self.log_decay.exp() * F.softplus(a.to(wide) + self.step_bias)
         x = self.ops.gated_delta_rule(q, k, v, decay, b.to(wide).sigmoid(), states, self.first_matrix, batch)

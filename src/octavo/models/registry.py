@@ -47,14 +47,19 @@ FAMILIES = [
     Entry(f"{_IN}.granite:FAMILY", ("GraniteForCausalLM",), ("granite",)),
     Entry(f"{_IN}.starcoder2:FAMILY", ("Starcoder2ForCausalLM",), ("starcoder2",)),
     Entry(
-        f"{_IN}.qwen3_5:FAMILY", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5", "qwen3_5_text")
+        f"{_IN}.qwen3_5:FAMILY",
+        ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        ("qwen3_5", "qwen3_5_text"),
+        gguf="qwen35",
     ),
     Entry(
         f"{_IN}.qwen3_5:MOE_FAMILY",
         ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
         ("qwen3_5_moe", "qwen3_5_moe_text"),
+        gguf="qwen35moe",
+        has_experts=True,
     ),
-    Entry(f"{_IN}.qwen3_next:FAMILY", ("Qwen3NextForCausalLM",), ("qwen3_next",)),
+    Entry(f"{_IN}.qwen3_next:FAMILY", ("Qwen3NextForCausalLM",), ("qwen3_next",), gguf="qwen3next", has_experts=True),
     Entry(f"{_IN}.qwen3_moe:FAMILY", ("Qwen3MoeForCausalLM",), ("qwen3_moe",), gguf="qwen3moe", has_experts=True),
     Entry(f"{_IN}.mixtral:FAMILY", ("MixtralForCausalLM",), ("mixtral",), gguf="llama", has_experts=True),
     Entry(f"{_IN}.gpt_oss:FAMILY", ("GptOssForCausalLM",), ("gpt_oss",), gguf="gpt-oss", has_experts=True),

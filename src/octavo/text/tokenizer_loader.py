@@ -247,7 +247,7 @@ def _byte_level(
     else:
         cuts = [split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*cuts, byte_level(False, use_regex=False)])
-    if patterns == (QWEN2_WORDS,):
+    if patterns in ((QWEN2_WORDS,), (QWEN35_WORDS,)):
         backend.normalizer = tokenizers.normalizers.NFC()
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
@@ -270,6 +270,9 @@ GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER_NUMBERS
+QWEN35_WORDS = (  # marks are letters
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_NUMBERS
 
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
@@ -277,6 +280,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "smollm": (r"\p{N}", GPT2_WORDS),  # single digits, then GPT-2's words
     "starcoder": (r"\p{N}", GPT2_WORDS),
     "qwen2": (QWEN2_WORDS,),
+    "qwen35": (QWEN35_WORDS,),
     "deepseek-r1-qwen": (QWEN2_WORDS,),
     "llama-bpe": (LLAMA3_WORDS,),
     "llama3": (LLAMA3_WORDS,),

@@ -137,9 +137,12 @@ def test_a_gpu_keeps_a_head_of_integers(name: str, tied: bool, tmp_path: Path) -
     assert bool(kept) == (name != "Q4_K")
 
 
-@pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_K", "Q6_K"])
-def test_bytes_of_gguf_files(quantisation: str, tmp_path: Path) -> None:
-    directory = make_tiny_checkpoint("llama", tmp_path / "model", **NESTED)
+@pytest.mark.parametrize(
+    ("kind", "quantisation"), [("llama", "Q8_0"), ("llama", "Q4_K"), ("llama", "Q6_K"), ("qwen3_5", "Q8_0")]
+)
+def test_bytes_of_gguf_files(kind: str, quantisation: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "linear_value_head_dim": 32} if kind == "qwen3_5" else {}
+    directory = make_tiny_checkpoint(kind, tmp_path / "model", **NESTED | sizes)
     path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=quantisation)
     model = make_dummy(path)
     kept = [weight for weight in model.weights() if isinstance(weight.target, Groups)]

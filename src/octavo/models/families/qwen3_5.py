@@ -6,6 +6,7 @@ models have experts, of which one is for all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from octavo.errors import UnsupportedModelError, cut
@@ -21,8 +22,8 @@ from octavo.models.config_values import (
     read_size,
     value_error,
 )
-from octavo.models.families.qwen3_moe import read_experts
-from octavo.models.family import Family
+from octavo.models.families.qwen3_moe import gguf_experts, read_experts
+from octavo.models.family import GGUF_PARTS, Family, GGUFFormat
 from octavo.models.spec import DecoderSpec, HybridSpec
 
 SHARED_KEY = "shared_expert_intermediate_size"
@@ -99,9 +100,61 @@ HYBRID_DEFAULTS: Config = {
     "linear_num_value_heads": 32,
 }
 REFUSED = {"attn_output_gate": (True,)}
-RENAMED = ((r"model\.language_model\.", "model."),)
+DT_BIAS = (r"(.*\.linear_attn\.dt)\.bias", r"\1_bias")
+RENAMED = ((r"model\.language_model\.", "model."), DT_BIAS)
 
-FAMILY = Family(read=read, keys=HYBRID_KEYS, refused=REFUSED, defaults=HYBRID_DEFAULTS, renamed=RENAMED)
+GGUF_HYBRID_KEYS = (
+    *("full_attention_interval", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"),
+    *("ssm.group_count", "nextn_predict_layers"),
+    "rope.dimension_sections",  # of the positions in an image; those of text are equal
+)
+GGUF_EXPERT_KEYS = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
+GGUF_HYBRID_PARTS = {
+    **GGUF_PARTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+
+
+def gguf_hybrid(config: Config, get: Callable[..., Any]) -> Config:
+    """The layers that predict further tokens are counted in the file, and not served."""
+    inner, num_heads = get("ssm.inner_size"), get("ssm.time_step_rank")
+    if num_heads < 1 or inner % num_heads:
+        raise value_error("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - get("nextn_predict_layers", 0),
+        "full_attention_interval": get("full_attention_interval", 4),
+        "linear_conv_kernel_dim": get("ssm.conv_kernel"),
+        "linear_num_key_heads": get("ssm.group_count"),
+        "linear_key_head_dim": get("ssm.state_size"),
+        "linear_num_value_heads": num_heads,
+        "linear_value_head_dim": inner // num_heads,
+    }
+
+
+def gguf_moe(config: Config, get: Callable[..., Any]) -> Config:
+    shared = get("expert_shared_feed_forward_length", config["intermediate_size"])
+    return gguf_hybrid(config, get) | gguf_experts(config, get) | {SHARED_KEY: shared}
+
+
+FAMILY = Family(
+    read=read,
+    keys=HYBRID_KEYS,
+    refused=REFUSED,
+    defaults=HYBRID_DEFAULTS,
+    renamed=RENAMED,
+    gguf=GGUFFormat(parts=GGUF_HYBRID_PARTS, keys=GGUF_HYBRID_KEYS, config=gguf_hybrid, traits={"pairing": "tiled"}),
+)
 MOE_FAMILY = Family(
     read=read_moe,
     keys=(*HYBRID_KEYS, "num_experts", "num_experts_per_tok", "moe_intermediate_size", SHARED_KEY),
@@ -116,4 +169,10 @@ MOE_FAMILY = Family(
         "intermediate_size": 512,  # of dense layers, which it has not
     },
     renamed=RENAMED,
+    gguf=GGUFFormat(
+        parts=GGUF_HYBRID_PARTS,
+        keys=(*GGUF_HYBRID_KEYS, *GGUF_EXPERT_KEYS),
+        config=gguf_moe,
+        traits={"pairing": "tiled"},
+    ),
 )

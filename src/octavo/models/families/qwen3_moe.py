@@ -61,7 +61,7 @@ def gguf_experts(config: Config, get: Callable[..., Any]) -> Config:
     return {
         "num_experts": get("expert_count"),
         "num_experts_per_tok": get("expert_used_count"),
-        "moe_intermediate_size": get("expert_feed_forward_length", get("feed_forward_length")),
+        "moe_intermediate_size": get("expert_feed_forward_length", config["intermediate_size"]),
         "norm_topk_prob": True,
     }
 

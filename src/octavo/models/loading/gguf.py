@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import gguf
@@ -15,6 +16,7 @@ from octavo.checkpoint.resolve import Checkpoint
 from octavo.integers import cdiv
 from octavo.kernels.group_form import GGUF_FORMS
 from octavo.kernels.groups import Groups
+from octavo.models.gguf_config import is_beyond
 from octavo.models.loading.gguf_groups import read_blocks
 from octavo.models.loading.stored_tensor import (
     Reader,
@@ -34,9 +36,9 @@ GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 def _transformers_name(name: str, parts: Mapping[str, str]) -> str:
     """Transformers' name of a GGUF tensor; unknown names are unchanged. parts: `GGUFFormat.parts`."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)(\.weight|\.bias|)", name):
         layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{parts.get(part, part)}.{kind}"
+        return f"model.layers.{layer}.{parts.get(part, part)}{kind}"
     stem, _, kind = name.rpartition(".")
     return f"{GGUF_NAMES[stem]}.{kind}" if stem in GGUF_NAMES else name
 
@@ -49,23 +51,75 @@ def read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, StoredTensor
     permuted = {}  # tensors with permuted rows, and their number of heads
     if form.interleaved_qk:
         permuted = {".attn_q.": spec.num_heads, ".attn_k.": spec.num_kv_heads}
+    split = form.split(spec)
+    has_further = reader.value(f"{reader.value('general.architecture')}.nextn_predict_layers", 0) > 0
     stored: dict[str, StoredTensor] = {}
     problems = []
     for tensor in reader.tensors:
-        shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
+        if has_further and is_beyond(tensor.name, spec.num_layers):
+            continue
         heads = next((count for part, count in permuted.items() if part in tensor.name), None)
-        order = None if heads is None else half_rotation_rows(shape[0], heads)
-        read = _dequantised_row_reader(tensor, shape, order)
-        kind = tensor.tensor_type
-        groups = None
-        if kind.name in GGUF_FORMS:
-            groups = StoredGroups(GGUF_FORMS[kind.name], _block_reader(tensor, order))
-        name = family.tensor_name(_transformers_name(tensor.name, form.parts))
-        if name in stored:
-            problems.append(duplicate(name))
-        stored[name] = StoredTensor(shape, kind.name, _is_supported(kind), read, checkpoint.path.name, groups=groups)
+        order = None if heads is None else half_rotation_rows(int(tensor.shape[-1]), heads)
+        whole = family.tensor_name(_transformers_name(tensor.name, form.parts))
+        for name, rows in _split(whole, order, tensor, split).items():
+            if name in stored:
+                problems.append(duplicate(name))
+            stored[name] = _stored_tensor(tensor, name, rows, checkpoint.path.name)
     raise_problems(checkpoint, problems)
     return stored
+
+
+def _split(
+    name: str, order: np.ndarray | None, tensor: gguf.ReaderTensor, split: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> dict[str, np.ndarray | None]:
+    """The names of a tensor's parts, and the rows of each; or its own. split: as of `GGUFFormat`"""
+    match = re.fullmatch(r"(model\.layers\.\d+\.)(.+)(\.weight)", name)
+    parts = {} if match is None else split.get(match[2], {})
+    if match is None or not parts or sum(map(len, parts.values())) != tensor.shape[-1]:
+        return {name: order}  # of a wrong shape, which the comparison with the model reports
+    return {f"{match[1]}{part}{match[3]}": np.array(rows) for part, rows in parts.items()}
+
+
+def _stored_tensor(tensor: gguf.ReaderTensor, name: str, order: np.ndarray | None, file: str) -> StoredTensor:
+    """order: the tensor's rows; None: all"""
+    kind = tensor.tensor_type
+    shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
+    read = _dequantised_row_reader(tensor, shape, order)
+    groups = None
+    if kind.name in GGUF_FORMS:
+        groups = StoredGroups(GGUF_FORMS[kind.name], _block_reader(tensor, order))
+    if order is not None:
+        shape = len(order), *shape[1:]
+    stored = StoredTensor(shape, kind.name, _is_supported(kind), read, file, groups=groups)
+    change = next((change for end, change in CHANGES.items() if name.endswith(end)), None)
+    return stored if change is None else change(stored)
+
+
+def _logarithm(stored: StoredTensor) -> StoredTensor:
+    """A, in the file -exp(A)."""
+    return replace(stored, read=lambda rows, columns=None: stored.read(rows).float().neg().log())
+
+
+def _with_middle_dimension(stored: StoredTensor) -> StoredTensor:
+    """[n, 1, size], in the file [n, size]."""
+    shape = *stored.shape[:1], 1, *stored.shape[1:]
+    return replace(stored, shape=shape, read=lambda rows, columns=None: stored.read(rows).unsqueeze(1), groups=None)
+
+
+def _as_matrix(stored: StoredTensor) -> StoredTensor:
+    """[1, n], in the file [n]."""
+    if len(stored.shape) > 1:
+        return stored
+    shape = 1, *stored.shape
+    return replace(stored, shape=shape, read=lambda rows, columns=None: stored.read(...)[None][rows], groups=None)
+
+
+CHANGES = {
+    ".linear_attn.A_log": _logarithm,
+    ".linear_attn.conv1d.weight": _with_middle_dimension,
+    ".mlp.shared_expert_gate.weight": _as_matrix,
+}
+"""What llama.cpp changes besides, by the end of Transformers' names."""
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from octavo.models.spec.decoder import DecoderSpec
 from octavo.models.spec.model import ModelSpec
@@ -20,6 +20,8 @@ class HybridSpec(DecoderSpec):
     num_key_heads, key_dim      heads of Q and of K in a recurrent layer, and their size
     num_value_heads, value_dim  of V
     conv_size                   tokens that the convolution of Q, K and V sees
+    pairing                     "grouped": the values of a key head are neighbours. "tiled": head i of V belongs to the
+                                key head i % num_key_heads, in llama.cpp's files of Qwen3.5
     merged_by_key_head          the checkpoint's projections are two tensors (Qwen3-Next): for each key head its Q, K,
                                 values and gates, and its two numbers for each of these
     """
@@ -30,6 +32,7 @@ class HybridSpec(DecoderSpec):
     key_dim: int
     value_dim: int
     conv_size: int
+    pairing: Literal["grouped", "tiled"] = "grouped"
     merged_by_key_head: bool = False
 
     def _qkv_shape(self, sizes: tuple[int, int, int]) -> LinearShape:
@@ -65,25 +68,27 @@ class HybridSpec(DecoderSpec):
         names = ("qkvz",) * 4 + ("ba",) * 2 if self.merged_by_key_head else ("qkv", "qkv", "qkv", "z", "b", "a")
         inner = num_heads * self.value_dim
         sizes = (*self.conv_sizes, inner, num_heads, num_heads)
-        order = self._recurrent_order if self.merged_by_key_head else None
+        order = None
+        if self.merged_by_key_head:
+            qkvz, ba = self.key_head_rows
+            order = (*qkvz, *(len(qkvz) + row for row in ba))
         return {
             "qkv": LinearShape(tuple(f"linear_attn.in_proj_{name}" for name in names), hidden, sizes, order=order),
             "out": LinearShape(("linear_attn.out_proj",), inner, (hidden,)),
         }
 
     @property
-    def _recurrent_order(self) -> tuple[int, ...]:
-        """Rows of the projections in the two tensors, which have one key head after the other."""
+    def key_head_rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows of Q, K, V and gates, and of the two numbers, in two tensors that have one key head after the other."""
         values = self.num_value_heads // self.num_key_heads
-        order: list[int] = []
-        first = 0
-        for sizes in ((self.key_dim, self.key_dim, *(values * self.value_dim,) * 2), (values, values)):
-            stride = sum(sizes)
-            for i, size in enumerate(sizes):
-                starts = (first + head * stride + sum(sizes[:i]) for head in range(self.num_key_heads))
-                order += [start + row for start in starts for row in range(size)]
-            first += self.num_key_heads * stride
-        return tuple(order)
+        widths = (self.key_dim, self.key_dim, *(values * self.value_dim,) * 2), (values, values)
+        return self._rows_by_key_head(widths[0]), self._rows_by_key_head(widths[1])
+
+    def _rows_by_key_head(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """sizes: rows of each part of a key head -> the rows of the first part of all key heads, and so on."""
+        heads = range(0, self.num_key_heads * sum(sizes), sum(sizes))
+        parts = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        return tuple(first + row for part in parts for first in heads for row in part)
 
     def kind_of(self, layer: int) -> LayerKind:
         if layer not in self.recurrent_layers:
@@ -108,10 +113,12 @@ class HybridSpec(DecoderSpec):
         return DecoderSpec.split_sizes(self) | {"value heads": self.num_value_heads}
 
     def shared_sizes(self) -> dict[str, int]:
-        return ModelSpec.shared_sizes(self) | {"key heads": self.num_key_heads}
+        key_heads = {"key heads": self.num_key_heads} if self.pairing == "grouped" else {}
+        return ModelSpec.shared_sizes(self) | key_heads
 
     def sizes_of_rank(self, size: int) -> dict[str, Any]:
+        is_grouped = self.pairing == "grouped"  # else neighbouring heads of V belong to all key heads
         return DecoderSpec.sizes_of_rank(self, size) | {
-            "num_key_heads": heads_per_rank(self.num_key_heads, size),
+            "num_key_heads": heads_per_rank(self.num_key_heads, size) if is_grouped else self.num_key_heads,
             "num_value_heads": self.num_value_heads // size,
         }
