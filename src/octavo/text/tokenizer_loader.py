@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
 from octavo.errors import CheckpointError, ModelError, UnsupportedModelError, cut
+from octavo.text.formats import harmony
 from octavo.text.tokenizer_config import (
     KEYS,
     PIPELINE_KEYS,
@@ -307,7 +308,8 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
             text if t == USER_DEFINED and (text := piece.replace("▁", " ")) not in counts else piece
             for piece, t in zip(pieces, types, strict=True)
         ]
-    ends = [pieces.index(piece) for piece in END_NAMES if piece in counts]
+    end_names = END_NAMES - harmony.MARKERS if counts.keys() >= harmony.MARKERS else END_NAMES
+    ends = [pieces.index(piece) for piece in end_names if piece in counts]
     types = [CONTROL if i in ends else t for i, t in enumerate(types)] if ends else types
     backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):
