@@ -56,10 +56,8 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
         return None
     if HARMONY_CHANNEL in template:
         return "openai"
-    if "<function=" in template:
-        return "qwen3_coder"
     if CALL in template:
-        return "hermes"
+        return "qwen3_coder" if "<function=" in template else "hermes"
     if "python_tag" in template or ('"parameters"' in template and "ipython" in template):
         return "llama3_json"
     return None
