@@ -356,6 +356,7 @@ def _answers() -> list[Case]:
         "a number": lambda n: value + "1" * n + "</parameter>",
         "beginnings of an end in a number": lambda n: value + "\n</parameter" * (n // 12),
         "beginnings of an end in a text": lambda n: value.replace("=n", "=a") + "\n</function>" * (n // 12),
+        "line breaks in a number": lambda n: value + "\n" * n,
         "deep JSON": lambda n: value + "[" * n + "</parameter>",
         "after a call": lambda n: "<tool_call><function=f></function>" + " " * n,
     }

@@ -69,13 +69,18 @@ async def test_harmony_is_split_into_reasoning_content_and_calls(gpt_oss: str) -
             assert (message["reasoning"], message["content"], choice["finish_reason"]) == ("hm", "Yes.", "stop")
             assert choice["stop_reason"] is None
         preamble = f"{THOUGHT}<|channel|>commentary<|message|>Wait.{NEXT}"
-        for text in (CALL, CALL.replace(THOUGHT, preamble), f"{THOUGHT}{CALL.partition(' ')[2]}"):
-            script.write(text if "<|channel|>commentary" in text else text.replace("to=", " to=", 1))
+        recipient_first = " to=functions.weather<|channel|>commentary json" + CALL[CALL.rindex("<|message|>") :]
+        for text, reasoning, content in (
+            (CALL, "hm", None),
+            (CALL.replace(THOUGHT, preamble), "hm", "Wait."),
+            (recipient_first, None, None),
+        ):
+            script.write(text)
             choice = await both_ways(server)
             assert choice["finish_reason"] == "tool_calls" and choice["stop_reason"] is None
-            ((call,), reasoning) = choice["message"]["tool_calls"], choice["message"]["reasoning"]
-            assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'} and reasoning == "hm"
-            assert choice["message"]["content"] == ("Wait." if text.count("commentary") == 2 else None)
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+            assert (choice["message"]["reasoning"], choice["message"]["content"]) == (reasoning, content)
         uncalled = await both_ways(server, tool_choice="none")
         assert uncalled["finish_reason"] == "stop" and "tool_calls" not in uncalled["message"]
 

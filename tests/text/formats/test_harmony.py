@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any], Expected]] = [
         F,
         ("hm", "Let me see. ", [("f", "1"), ("g", "2")]),
     ),
+    ("<|channel|>analysis <|constrain|>json<|message|>hm", F, ("hm", "", [])),
     (f"{HM}<|channel|>analysis<|message|>, so{NEXT}<|channel|>final<|message|>a", F, ("hm, so", "a", [])),
     # no calls
     ("<|channel|>commentary to=functions.f<|message|>{}<|call|>", {}, ("", "{}", [])),

@@ -28,13 +28,12 @@ FUNCTIONS = "functions."
 """Precedes the name of a tool in a recipient."""
 
 MAX_HEADER_CHARS = 400
-MAX_MARKER_CHARS = 36
 _MARKER = re.compile(r"<\|[a-z_0-9]{1,32}\|>")
 _MARKER_START = re.compile(r"<(?:\|(?:[a-z_0-9]{1,32}\|?)?)?\Z")
 _ROLE = re.compile(r"[\w.:-]*")
 _MAY_BE_RECIPIENT = re.compile(r"\s*+(?:t|to|to=\S*+(?:\s++\w*+\s*+)?)?")
 _MAY_BE_CHANNEL = re.compile(r"\s*+\S*+(?:\s++\S*+){0,3}")
-_HEADER = re.compile(r"\s*+(?:(?!to=)\w++)?(?:\s*+to=\S*+)?(?:\s++\w*+)?\s*+")
+_HEADER = re.compile(r"\s*+(?:\w++)?(?:\s*+to=\S*+)?(?:\s++\w*+)?\s*+")
 _TO = re.compile(r"(?:\A|\s)to=(\S+)")
 _FIRST_WORD = re.compile(r"\s*(?!to=)(\w+)")
 
@@ -96,7 +95,7 @@ class HarmonyParser:
                 at = found.end()
                 if found[0] in MARKERS:
                     self._take_marker(found[0])
-        partial = _MARKER_START.search(buffer, max(at, len(buffer) - MAX_MARKER_CHARS))
+        partial = _MARKER_START.search(buffer, at)
         end = len(buffer) if partial is None else partial.start()
         self._take_text(buffer[at:end])
         self._buffer = buffer[end:]

@@ -87,7 +87,7 @@ class XmlCallParser(OutputParser):
             return self._enter(self._value)
         for end in (END_FUNCTION, END_CALL):
             if self._buffer.startswith(end, start):
-                self._take(start + len(end) * (end == END_FUNCTION))
+                self._take(start + len(end))
                 self._argument("}" if self._num_parameters else "{}")
                 self.num_calls += 1
                 return self._enter(self._after_function)
