@@ -133,7 +133,7 @@ SUITES = {
                 "images, audio and video",
             ),
             ("*prompt_embeds*", "prompts as embeddings"),
-            ("*harmony* *test_mcp_tools* *test_parsable_context*", "gpt-oss, its Harmony format and its tools"),
+            ("*harmony* *test_mcp_tools* *test_parsable_context*", "gpt-oss's weights and its built-in tools"),
             ("*test_run_batch*", "the command run-batch"),
             ("*sagemaker* *test_chat.py::test_invocations", "SageMaker's routes"),
             ("*test_sleep*", "sleep mode"),

@@ -17,6 +17,7 @@ from octavo.frontend.build import BuiltEngine, build
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs
 from octavo.serve.http.middleware import ApiKeys
+from octavo.serve.http.server import HTTPServer, bind
 from octavo.serve.service import EngineLimits, Service
 from octavo.serve.tracing import Tracing
 from tests.serve.event_loop import run as run  # re-exported for tests of the server
@@ -102,3 +103,23 @@ async def serving(
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
             yield Server(app, engine, client, built)
         await app.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    model: str, *, max_connections: int | None = None, **settings: Any
+) -> AsyncIterator[tuple[Server, HTTPServer, int]]:
+    """`serving` on a port of this machine: the server, its HTTP server, and the port."""
+    async with serving(model, **({"disable_log_stats": True} | settings)) as server:
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        http = HTTPServer(server.app, ready.set_result, max_connections=max_connections)
+        sock = bind("127.0.0.1", 0)
+        task = asyncio.ensure_future(http.run_on(sock))
+        await ready
+        try:
+            yield server, http, sock.getsockname()[1]
+        finally:
+            http.stop()
+            http.stop()
+            await asyncio.wait_for(task, 50)
+            sock.close()

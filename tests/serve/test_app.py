@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
-from tests.models.tiny import make_tiny_checkpoint
 from tests.serve.in_process_server import serving
+from tests.serve.scripted_model import make_byte_checkpoint
 
 C, H = "/v1/completions", "/v1/chat/completions"
 TEXT = "日本語 😀é!"
@@ -23,16 +21,7 @@ TEXT = "日本語 😀é!"
 @pytest.fixture(scope="module")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose tokens are bytes."""
-    directory = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("bytes"), vocab_size=259)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: i for i, piece in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    return str(directory)
+    return str(make_byte_checkpoint(tmp_path_factory.mktemp("bytes")))
 
 
 async def test_multi_token_characters_are_streamed_whole(byte_model: str) -> None:

@@ -32,6 +32,8 @@ from octavo.serve.openai import decoding, request, responses_api
 from octavo.serve.openai.errors import ApiError
 from octavo.serve.openai.schema import ChatRequest, CompletionRequest, ResponseRequest
 from octavo.text import chat_template, grammar, tokenizer
+from octavo.text.formats.harmony import HarmonyParser
+from octavo.text.formats.xml_calls import XmlCallParser
 from octavo.text.output_parser import OutputParser
 
 MIN_S, MAX_BYTES = 0.004, 1 << 21
@@ -300,11 +302,11 @@ def _headers() -> list[Case]:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def _parsed(size: int, **options: Any) -> Callable[[str], object]:
-    """An output in pieces; 0: at once."""
+def _parsed(size: int, kind: Any, **options: Any) -> Callable[[str], object]:
+    """An output in pieces; 0: at once. `kind`: the class of the parser."""
 
     def read(text: str) -> None:
-        parser = OutputParser(**options)
+        parser = kind(**options)
         for i in range(0, len(text), size or len(text)):
             parser.push(text[i : i + (size or len(text))])
         parser.finish()
@@ -338,11 +340,38 @@ def _answers() -> list[Case]:
         "Llama: calls": (llama, lambda n: '{"name": "f", "parameters": {}};' * (n // 32)),
         "Llama: braces": (llama, lambda n: '{"name": "f", "parameters": {}' + "}" * n),
     }
-    cases = [
-        Case(f"an answer in pieces: {name}", make, _parsed(8, **options)) for name, (options, make) in texts.items()
+    parsers: list[tuple[str, Callable[[int], str], Any, dict[str, Any]]] = [
+        (name, make, OutputParser, options) for name, (options, make) in texts.items()
     ]
-    return cases + [
-        Case(f"an answer at once: {name}", make, _parsed(0, **options)) for name, (options, make) in texts.items()
+    tool = {"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+    value = "<tool_call><function=f><parameter=n>"
+    xml: dict[str, Callable[[int], str]] = {
+        "calls": lambda n: "<tool_call><function=f></function></tool_call>" * (n // 46),
+        "a name without an end": lambda n: "<tool_call><function=" + "a" * n,
+        "white space in a call": lambda n: "<tool_call>" + " " * n,
+        "parameters": lambda n: "<tool_call><function=f>" + "<parameter=a>b</parameter>" * (n // 26),
+        "openings of parameters": lambda n: "<tool_call><function=f>" + "<parameter=" * (n // 11),
+        "brackets between parameters": lambda n: "<tool_call><function=f>" + "<" * n,
+        "a number without an end": lambda n: value + "1" * n,
+        "a number": lambda n: value + "1" * n + "</parameter>",
+        "beginnings of an end in a number": lambda n: value + "\n</parameter" * (n // 12),
+        "beginnings of an end in a text": lambda n: value.replace("=n", "=a") + "\n</function>" * (n // 12),
+        "line breaks in a number": lambda n: value + "\n" * n,
+        "deep JSON": lambda n: value + "[" * n + "</parameter>",
+        "after a call": lambda n: "<tool_call><function=f></function>" + " " * n,
+    }
+    parsers += [(f"XML: {name}", make, XmlCallParser, {"tools": [tool]}) for name, make in xml.items()]
+    kinds = ("<|start|>", "<|channel|>a <|constrain|>", "<|message|>", "<|call|", " to=f", "<|", "a", " ", "<|a|>")
+    call = "<|channel|>a to=functions.f<|message|>"
+    heads = {"": "", "a role": "<|start|>", "a recipient": " to=", "a channel": "<|channel|>", "a call": call}
+    for name, head in heads.items():
+        for part in kinds:
+            make = lambda n, head=head, part=part: head + part * (n // len(part))  # noqa: E731
+            parsers.append((f"harmony: {name} {part!r}", make, HarmonyParser, {"tool_names": ["f"]}))
+    return [
+        Case(f"an answer {how}: {name}", make, _parsed(size, kind, **options))
+        for how, size in (("in pieces", 8), ("at once", 0))
+        for name, make, kind, options in parsers
     ]
 
 

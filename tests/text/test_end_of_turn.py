@@ -10,7 +10,9 @@ import pytest
 import tokenizers
 
 from octavo import LLM, SamplingParams
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.text.end_of_turn import find_end_of_turn
+from octavo.text.formats import harmony
 from octavo.text.tokenizer import Tokenizer
 from tests.text.samples import CHATML, train_byte_level
 
@@ -80,6 +82,37 @@ def test_end_of_turn_joins_the_end_tokens() -> None:
     assert Tokenizer(train_byte_level(), eos_token_ids=[0]).end_ids == (0,)
     named = Tokenizer(train_byte_level(), eos_token_ids=[2], chat_templates={"default": CHATML})
     assert named.end_ids == (2,)
+
+
+def test_end_of_a_harmony_message_ends_no_output() -> None:
+    """In the template <|end|> follows the answer."""
+    names = ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"]
+    backend = train_byte_level()
+    first = backend.get_vocab_size()
+    backend.add_special_tokens(names)
+    template = loop("<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>") + "<|start|>assistant"
+    assert find_end_of_turn(template, {}, names) == "<|end|>"
+    tokenizer = Tokenizer(backend, eos_token_ids=[0], chat_templates={"default": template})
+    assert tokenizer.end_ids == (0, first + names.index("<|return|>"), first + names.index("<|call|>"))
+
+
+def test_names_of_harmony_in_a_gguf_file_end_no_message(write_gguf: Callable[..., Path]) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    names = ["<|endoftext|>", *sorted(harmony.MARKERS)]
+
+    def eos_ids(names: list[str]) -> set[int]:
+        path = write_gguf(
+            metadata={
+                "tokenizer.ggml.pre": "llama-bpe",
+                "tokenizer.ggml.tokens": [*alphabet, *names, "ab"],
+                "tokenizer.ggml.token_type": [1] * 256 + [3] * len(names) + [1],
+                "tokenizer.ggml.eos_token_id": 256,
+            }
+        )
+        return {i - 256 for i in Tokenizer.from_checkpoint(open_checkpoint(path)).eos_token_ids}
+
+    assert eos_ids(names) == {0}
+    assert eos_ids(["<|endoftext|>", "<|end|>"]) == {0, 1}  # Phi-3
 
 
 @pytest.mark.parametrize(("end", "kind"), [("<|eot_id|>", 3), ("<|im_end|>", 4), ("<end_of_turn>", 1), ("[over]", 3)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.text.output_parser import OutputParser, detect_tool_format, has_reasoning
+from octavo.text.output_parser import OutputParser, OutputPart, detect_reasoning_format, detect_tool_format
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo \\"}{", "days": [1, {"a": 2}]}}\n</tool_call>'
 ARGUMENTS = {"city": 'Oslo "}{', "days": [1, {"a": 2}]}
@@ -20,6 +20,13 @@ def parse_all(text: str, cuts: list[int], **options: Any) -> tuple[str, str, lis
     parser = OutputParser(**options)
     parts = [part for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for part in parser.push(text[a:b])]
     parts += parser.finish()
+    merged = merge_parts(parts)
+    assert parser.num_calls == len(merged[2])
+    return merged
+
+
+def merge_parts(parts: list[OutputPart]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Returns (reasoning, content, [(name, arguments)])."""
     calls: list[tuple[str, str]] = []
     for part in parts:
         if part.kind == "call" and part.name is not None:
@@ -28,7 +35,6 @@ def parse_all(text: str, cuts: list[int], **options: Any) -> tuple[str, str, lis
         elif part.kind == "call":
             assert part.index == len(calls) - 1
             calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
-    assert parser.num_calls == len(calls)
     reasoning = "".join(p.text for p in parts if p.kind == "reasoning")
     return reasoning, "".join(p.text for p in parts if p.kind == "content"), calls
 
@@ -119,7 +125,11 @@ def test_formats_are_detected_from_the_template() -> None:
     assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert detect_tool_format("{% if tools %}<|python_tag|>{% endif %}") == "llama3_json"
     assert detect_tool_format("{% if tools %}Tools: {{ tools }}{% endif %}") is None
-    assert has_reasoning("{% if '</think>' in m %}") and not has_reasoning("a") and not has_reasoning(None)
+    assert detect_tool_format("{% if tools %}<tool_call>\n<function=f>{% endif %}") == "qwen3_coder"
+    assert detect_tool_format("{% if tools %}namespace functions{% endif %}<|channel|>") == "openai"
+    assert detect_reasoning_format("{% if '</think>' in m %}") == "think"
+    assert detect_reasoning_format("<|channel|>") == "openai_gptoss"
+    assert detect_reasoning_format("a") is None and detect_reasoning_format(None) is None
 
 
 def test_lone_surrogate_stays_an_escape() -> None:

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from octavo.errors import ParameterError
 from octavo.params.validation import ValidatedParams
@@ -18,8 +18,8 @@ from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_PER_ROW, TOKENS_
 MIB = 1 << 20
 UnknownParams = Literal["refuse", "warn"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-ToolFormat = Literal["auto", "hermes", "llama3_json", "none"]
-ReasoningFormat = Literal["auto", "think", "none"]
+ToolFormat = Literal["auto", "hermes", "llama3_json", "qwen3_coder", "openai", "none"]
+ReasoningFormat = Literal["auto", "think", "openai_gptoss", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +146,8 @@ class ServeArgs(ValidatedParams):
         self._check_bool("enable_log_requests", "disable_log_stats", "return_tokens_as_token_ids")
         self._check_bool("enable_force_include_usage", "enable_tokenizer_info_endpoint")
         self._check_choice("unknown_params", ("refuse", "warn"))
-        self._check_choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
-        self._check_choice("reasoning_parser", ("auto", "think", "none"))
+        self._check_choice("tool_call_parser", get_args(ToolFormat))
+        self._check_choice("reasoning_parser", get_args(ReasoningFormat))
         for name in ("served_model_name", "api_key", "admin_key", "allowed_origins"):
             self._set(name, self._check_strings(name, 256))
         self._set("disable_access_log_for_endpoints", self._check_strings("disable_access_log_for_endpoints", 256))

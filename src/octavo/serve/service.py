@@ -10,10 +10,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from octavo.engine.outputs import RequestOutput
-from octavo.errors import RequestFailedError, TemplateError, UsageError
+from octavo.errors import ParameterError, RequestFailedError, TemplateError, UsageError
 from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import InputProcessor
 from octavo.params.beam_search_params import BeamSearchParams
@@ -27,13 +28,16 @@ from octavo.serve.openai.response import ChatResponseBuilder, CompletionResponse
 from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 from octavo.serve.text_worker import TextWorkerPool
 from octavo.serve.tracing import Tracing
+from octavo.text.formats.harmony import CHANNEL, FINAL_HEADER, START, HarmonyParser, harmony_messages
+from octavo.text.formats.xml_calls import XmlCallParser
 from octavo.text.output_parser import (
     END_THINK,
     THINK,
     OutputParser,
+    ReasoningFormat,
     ToolFormat,
+    detect_reasoning_format,
     detect_tool_format,
-    has_reasoning,
     no_tools_reason,
 )
 from octavo.text.tokenizer import Tokenizer
@@ -104,9 +108,9 @@ class Service:
         self.started = int(time.time())
         template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
         self.tool_format: ToolFormat | None = _resolve(settings.tool_call_parser, detect_tool_format(template))
-        self.has_reasoning = (
-            _resolve(settings.reasoning_parser, "think" if has_reasoning(template) else None) is not None
-        )
+        reasoning: ReasoningFormat | None = _resolve(settings.reasoning_parser, detect_reasoning_format(template))
+        self.has_reasoning = reasoning is not None
+        self.is_harmony = _is_harmony(self.tool_format, reasoning)
         self.request_parser = RequestParser(
             model_names=self.model_names,
             defaults=backend.get_default_sampling_params(),
@@ -115,6 +119,7 @@ class Service:
             num_ids=self.tokenizer.num_ids,
             priority_scheduling=self.limits.priority_scheduling,
             has_tools=self.tool_format is not None,
+            is_harmony=self.is_harmony,
             no_tools_reason=no_tools_reason(template),
             strict_openai=settings.strict_openai,
             warn_unknown=settings.unknown_params == "warn",
@@ -185,11 +190,17 @@ class Service:
     async def encode_chat(self, request: ParsedRequest, tenant: int = 0) -> TokenizedPrompt:
         """Renders and tokenises the conversation of a chat, as `encode` does the prompts of a completion."""
         self._check_length("".join(m["content"] for m in request.messages), request, "messages")
-        return self._truncated(await self.render(request.messages, request.template, tenant), request)
+        prompt = await self.render(request.messages, request.template, tenant)
+        constrained = self.is_harmony and _is_constrained(request, CHANNEL)
+        if constrained and prompt.text is not None and prompt.text.rpartition(START)[2] == "assistant":
+            header = self.tokenizer.encode(FINAL_HEADER, add_special_tokens=False)
+            prompt = TokenizedPrompt(prompt.text + FINAL_HEADER, prompt.token_ids + header)
+        return self._truncated(prompt, request)
 
     async def render(
         self, messages: list[dict[str, Any]], template: dict[str, Any], tenant: int = 0
     ) -> TokenizedPrompt:
+        messages = harmony_messages(messages) if self.is_harmony else messages
         try:
             text, token_ids = await self.text_workers.chat(messages, template, tenant)
         except TemplateError as error:
@@ -314,6 +325,11 @@ class Service:
                     await first
 
     # -- responses -----------------------------------------------------------------------------------------------------
+    @cached_property
+    def _special_texts(self) -> frozenset[str]:
+        tokens = self.tokenizer.backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in tokens if token.special)
+
     def completion_response(self, request: ParsedRequest, name: str) -> CompletionResponseBuilder:
         return CompletionResponseBuilder(request, name, self.tokenizer, self.fingerprint)
 
@@ -321,18 +337,20 @@ class Service:
         """The response builder of a chat. The rendered `prompt` may end with an open reasoning block."""
         # A truncated prompt has no text; its last tokens are enough.
         text = prompt.text or self.tokenizer.decode(prompt.token_ids[-PROMPT_SUFFIX_TOKENS:], skip_special_tokens=False)
-        # A grammar constrains the output from its first token. Reasoning is possible only if it allows its end tag.
-        grammar = request.params.structured_outputs
-        starts_in_reasoning = text.rstrip().endswith(THINK) and (grammar is None or END_THINK in repr(grammar))
+        starts_in_reasoning = text.rstrip().endswith(THINK) and not _is_constrained(request, END_THINK)
         names = [tool["function"]["name"] for tool in request.tools]
+        reasoning: dict[str, Any] = {"reasoning": self.has_reasoning, "starts_in_reasoning": starts_in_reasoning}
 
-        def make_parser() -> OutputParser:
+        def make_parser() -> OutputParser | HarmonyParser:
             if request.required_tool is not None:  # the grammar makes the output a JSON call
                 return OutputParser(tools="llama3_json", tool_names=names)
-            tools = self.tool_format if request.tools else None
-            return OutputParser(
-                reasoning=self.has_reasoning, starts_in_reasoning=starts_in_reasoning, tools=tools, tool_names=names
-            )
+            if self.is_harmony:
+                skipped = self._special_texts if request.skip_special_tokens else ()
+                tools = names if request.tools else None
+                return HarmonyParser(text, reasoning=self.has_reasoning, tool_names=tools, skipped=skipped)
+            if self.tool_format == "qwen3_coder" and request.tools:
+                return XmlCallParser(tools=request.tools, **reasoning)
+            return OutputParser(tools=self.tool_format if request.tools else None, tool_names=names, **reasoning)
 
         return ChatResponseBuilder(
             request,
@@ -343,6 +361,21 @@ class Service:
             has_reasoning=self.has_reasoning,
             new_call_id=lambda: f"call_{secrets.token_hex(12)}",
         )
+
+
+def _is_constrained(request: ParsedRequest, marker: str) -> bool:
+    """True if a grammar constrains the output from its first token, and does not spell this marker of reasoning."""
+    grammar = request.params.structured_outputs
+    return grammar is not None and marker not in repr(grammar)
+
+
+def _is_harmony(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> bool:
+    """True if outputs are in harmony. Raises `ParameterError` if only one of the two formats is."""
+    wrong = (tools == "openai") != (reasoning == "openai_gptoss") if tools and reasoning else False
+    if wrong:
+        text = f"tool_call_parser is {tools}, reasoning_parser {reasoning}; use openai with openai_gptoss, or none"
+        raise ParameterError(text, param="tool_call_parser")
+    return tools == "openai" or reasoning == "openai_gptoss"
 
 
 def _with_request_params(api_error: ApiError, request: ParsedRequest) -> ApiError:

@@ -19,10 +19,14 @@ from typing import Any, Literal
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+HARMONY_CHANNEL = "<|channel|>"
 
-ToolFormat = Literal["hermes", "llama3_json"]
+ToolFormat = Literal["hermes", "llama3_json", "qwen3_coder", "openai"]
 """hermes: calls stand between <tool_call> and </tool_call> (Hermes, Qwen). llama3_json: the output is one call, or
-several separated by semicolons, and nothing else (Llama 3)."""
+several separated by semicolons, and nothing else (Llama 3). qwen3_coder: XML between the tags of hermes (Qwen3-Coder,
+Qwen3.5; `formats.xml_calls`). openai: harmony (gpt-oss; `formats.harmony`)."""
+ReasoningFormat = Literal["think", "openai_gptoss"]
+"""think: between <think> and </think>. openai_gptoss: harmony's analysis channel."""
 
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -50,8 +54,10 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
     """The tool call format that a chat template teaches; None if it teaches none."""
     if template is None or "tools" not in template:
         return None
+    if HARMONY_CHANNEL in template:
+        return "openai"
     if CALL in template:
-        return "hermes"
+        return "qwen3_coder" if "<function=" in template else "hermes"
     if "python_tag" in template or ('"parameters"' in template and "ipython" in template):
         return "llama3_json"
     return None
@@ -65,18 +71,24 @@ def no_tools_reason(template: str | None) -> str:
     return f"{name} is not parsed; choose another model, or a parser by --tool-call-parser"
 
 
-def has_reasoning(template: str | None) -> bool:
-    """True if the chat template marks reasoning."""
-    return template is not None and END_THINK in template
+def detect_reasoning_format(template: str | None) -> ReasoningFormat | None:
+    """How a chat template marks reasoning; None if it does not."""
+    if template is None:
+        return None
+    return "openai_gptoss" if HARMONY_CHANNEL in template else "think" if END_THINK in template else None
 
 
 class OutputParser:
     """Incremental parser of one output.
 
+    `reasoning_begin` and `reasoning_end`: texts of the tokens around reasoning; "": it is counted from its first token.
+
     reasoning            look for reasoning; `starts_in_reasoning`: the prompt has opened it already
     tools                format of tool calls; None: do not look for any
     tool_names           names of the tools; in Llama's format an output that names none of them is content
     """
+
+    reasoning_begin, reasoning_end = "", END_THINK
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from octavo.checkpoint.keys import KeyTable, KeyUse
 from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
 from octavo.errors import CheckpointError, ModelError, UnsupportedModelError, cut
+from octavo.text.formats import harmony
 from octavo.text.tokenizer_config import (
     KEYS,
     PIPELINE_KEYS,
@@ -239,8 +240,9 @@ def _byte_level(
 ) -> tokenizers.Tokenizer:
     """BPE merges over bytes written as printable characters, inside the words that `PRE_TOKENIZERS[pre]` splits off."""
     patterns = PRE_TOKENIZERS[pre]
-    # Llama 3 looks up whole words before it merges: merges alone do not reach some of its tokens.
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=patterns == (LLAMA3_WORDS,)))
+    # tiktoken looks up whole words before it merges: merges alone do not reach some of its tokens.
+    is_tiktoken = patterns in ((LLAMA3_WORDS,), (GPT4O_WORDS,))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=is_tiktoken))
     split, byte_level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
     if prefix_space and pre == "gpt-2":  # a space before the text, not before each word, as the library does
         backend.pre_tokenizer = byte_level(True)
@@ -273,6 +275,11 @@ LLAMA3_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER_
 QWEN35_WORDS = (  # marks are letters
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O_WORDS = (  # a capital letter begins a word
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_NUMBERS
 
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
@@ -282,6 +289,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN2_WORDS,),
     "qwen35": (QWEN35_WORDS,),
     "deepseek-r1-qwen": (QWEN2_WORDS,),
+    "gpt-4o": (GPT4O_WORDS,),
     "llama-bpe": (LLAMA3_WORDS,),
     "llama3": (LLAMA3_WORDS,),
 }
@@ -311,7 +319,8 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
             text if t == USER_DEFINED and (text := piece.replace("▁", " ")) not in counts else piece
             for piece, t in zip(pieces, types, strict=True)
         ]
-    ends = [pieces.index(piece) for piece in END_NAMES if piece in counts]
+    end_names = END_NAMES - harmony.MARKERS if counts.keys() >= harmony.MARKERS else END_NAMES
+    ends = [pieces.index(piece) for piece in end_names if piece in counts]
     types = [CONTROL if i in ends else t for i, t in enumerate(types)] if ends else types
     backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):

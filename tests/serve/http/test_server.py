@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +32,12 @@ from octavo.serve.http import body as body_module
 from octavo.serve.http import endpoint
 from octavo.serve.http import server as http_server
 from octavo.serve.http.allowed_hosts import AllowedHosts
-from octavo.serve.http.server import NUM_LISTENERS, HTTPServer, bind
+from octavo.serve.http.server import NUM_LISTENERS, bind
 from tests.engine.process.engines import children_of
-from tests.serve.in_process_server import Server, events_of, serving
+from tests.serve.in_process_server import Server, events_of, listening
 
 C = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-
-
-@contextlib.asynccontextmanager
-async def listening(
-    model: str, *, max_connections: int | None = None, **settings: Any
-) -> AsyncIterator[tuple[Server, HTTPServer, int]]:
-    async with serving(model, **({"disable_log_stats": True} | settings)) as server:
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        http = HTTPServer(server.app, ready.set_result, max_connections=max_connections)
-        sock = bind("127.0.0.1", 0)
-        task = asyncio.ensure_future(http.run_on(sock))
-        await ready
-        try:
-            yield server, http, sock.getsockname()[1]
-        finally:
-            http.stop()
-            http.stop()
-            await asyncio.wait_for(task, 50)
-            sock.close()
 
 
 async def test_one_turn_of_the_loop_accepts_many_connections(model: str) -> None:

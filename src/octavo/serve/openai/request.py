@@ -69,6 +69,7 @@ class ParsedRequest:
     required_tool  the tool that the model must call; "*": any of `tools`
     top_logprobs   number of top tokens returned per position; None: no log-probabilities
     role           of a chat's response; `echoed`: text that begins its content
+    skip_special_tokens  what a chat asks for; `params` has False if a parser reads the special tokens
     truncate       prompt tokens to keep, from `truncation_side`'s other end; -1: as many as leave room for max_tokens
     param_aliases  names of parameters in this request, by the names that errors use
     """
@@ -93,6 +94,7 @@ class ParsedRequest:
     priority: int = 0
     cache_salt: bytes = b""
     add_special_tokens: bool = True
+    skip_special_tokens: bool = True
     truncate: int | None = None
     truncation_side: str = "left"
     return_token_ids: bool = False
@@ -109,6 +111,7 @@ class RequestParser:
     num_ids              size of the vocabulary; None: not known here
     priority_scheduling  the scheduler orders requests by priority
     has_tools            the model's tool calls are parsed; otherwise `no_tools_reason` tells why not
+    is_harmony           outputs of chats are in harmony, whose markers are special tokens
     tokens_as_ids        default of return_tokens_as_token_ids
     force_usage          streams have the usage on every chunk
     """
@@ -120,6 +123,7 @@ class RequestParser:
     num_ids: int | None = None
     priority_scheduling: bool = False
     has_tools: bool = False
+    is_harmony: bool = False
     no_tools_reason: str = "the model's chat template has none"
     strict_openai: bool = False
     warn_unknown: bool = False
@@ -182,6 +186,12 @@ class RequestParser:
             request.params = self._require_tool_call(
                 request.params, [t for t in tools if required in ("*", t["function"]["name"])]
             )
+        if self.is_harmony:
+            if isinstance(request.params, BeamSearchParams):
+                text = "gpt-oss's format is not parsed in beams; remove use_beam_search"
+                raise bad_request("unsupported_parameter", text, "use_beam_search")
+            request.skip_special_tokens = request.params.skip_special_tokens
+            request.params = dataclasses.replace(request.params, skip_special_tokens=False)
         if tools:
             request.template["tools"] = tools
         request.parallel_tool_calls = body.parallel_tool_calls is not False
@@ -482,7 +492,8 @@ def check_arguments(arguments: Sequence[schema.Unread], param: str) -> None:
 def _parse_message(given: schema.Message, path: str) -> dict[str, Any]:
     content = parse_content(given.content, f"{path}.content", given.role)
     message: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role, "content": content}
-    reasoning = given.reasoning if given.reasoning_content is None else given.reasoning_content
+    thoughts = (given.reasoning_content, given.reasoning, given.thinking)
+    reasoning = next((text for text in thoughts if text is not None), None)
     named = {"name": given.name, "tool_call_id": given.tool_call_id, "reasoning_content": reasoning}
     message |= {name: value for name, value in named.items() if value is not None}
     if given.tool_calls and given.role == "assistant":

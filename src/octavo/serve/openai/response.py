@@ -20,7 +20,8 @@ from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, R
 from octavo.frontend.cooperative import YIELD_POINT
 from octavo.serve.openai.request import ParsedRequest
 from octavo.text.detokenizer import Detokenizer
-from octavo.text.output_parser import END_THINK, OutputParser
+from octavo.text.formats.harmony import HarmonyParser
+from octavo.text.output_parser import OutputParser
 from octavo.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
@@ -304,14 +305,14 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         tokenizer: Tokenizer,
         fingerprint: str,
         *,
-        make_parser: Callable[[], OutputParser],
+        make_parser: Callable[[], OutputParser | HarmonyParser],
         has_reasoning: bool,
         new_call_id: Callable[[], str],
     ) -> None:
         super().__init__(request, name, tokenizer, fingerprint)
         self.has_reasoning = has_reasoning
         self._make_parser = make_parser
-        self._parsers: dict[int, OutputParser] = {}
+        self._parsers: dict[int, OutputParser | HarmonyParser] = {}
         self._new_call_id = new_call_id
         self._prompt_token_ids: Sequence[int] | None = None
 
@@ -346,7 +347,11 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         was_reasoning = parser.in_reasoning
         parts = parser.push(c.text)
         if was_reasoning or parser.in_reasoning or any(part.kind == "reasoning" for part in parts):
-            self.usage.num_reasoning += self._num_reasoning(c.token_ids, ends=not parser.in_reasoning)
+            begin = 0 if was_reasoning else self._position(c.token_ids, parser.reasoning_begin, 0)
+            end = len(c.token_ids) - 1
+            if not parser.in_reasoning:
+                end = self._position(c.token_ids, parser.reasoning_end, end, begin)
+            self.usage.num_reasoning += end + 1 - begin
         deltas = [self._delta(part) for part in parts + (parser.finish() if c.finished() else [])]
         deltas = [d for d in _joined(deltas) if d]
         if not deltas and (c.finished() or c.logprobs or (self.request.return_token_ids and c.token_ids)):
@@ -364,12 +369,10 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 last["stop_reason"] = c.stop_reason
         return choices
 
-    def _num_reasoning(self, token_ids: Sequence[int], *, ends: bool) -> int:
-        """Reasoning tokens of a delta. If reasoning `ends` in it and its end tag is one token: those up to the tag."""
-        end = self.tokenizer.encode(END_THINK, add_special_tokens=False) if ends else []
-        if len(end) == 1 and end[0] in token_ids:
-            return token_ids.index(end[0]) + 1
-        return len(token_ids)
+    def _position(self, token_ids: Sequence[int], marker: str, default: int, begin: int = 0) -> int:
+        """Position of a marker's token, from `begin`. `default`: the marker is not one token, or not there."""
+        ids = self.tokenizer.encode(marker, add_special_tokens=False)
+        return token_ids.index(ids[0], begin) if len(ids) == 1 and ids[0] in token_ids[begin:] else default
 
     def _choice(self, c: CompletionOutput, delta: Json, finish_reason: str | None) -> Json:
         return {"index": c.index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

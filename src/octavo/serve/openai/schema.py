@@ -51,8 +51,8 @@ Content = str | list[ContentPart] | None
 
 
 class Message(Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A chat message. The model does not get the fields after `reasoning_content`, which responses and marks of other
-    servers' caches have."""
+    """A chat message. The model does not get the fields after `thinking`, which responses and marks of other servers'
+    caches have."""
 
     role: CustomRole
     content: Content = None
@@ -61,6 +61,7 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    thinking: str | None = None
     refusal: Unread = UNSET
     annotations: Unread = UNSET
     audio: Unread = UNSET
