@@ -159,6 +159,11 @@ QWEN35 = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
@@ -167,8 +172,8 @@ def published_words(pre: str) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel
     if pre in ("smollm", "starcoder"):
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level(False)])
-    patterns = {"qwen2": QWEN2, "qwen35": QWEN35, "deepseek-r1-qwen": QWEN2, "llama-bpe": LLAMA3, "llama3": LLAMA3}
-    pattern = patterns.get(pre)
+    patterns = {"qwen2": QWEN2, "qwen35": QWEN35, "deepseek-r1-qwen": QWEN2}
+    pattern = (patterns | {"gpt-4o": GPT4O, "llama-bpe": LLAMA3, "llama3": LLAMA3}).get(pre)
     if pattern is None:
         return byte_level(False)
     cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
@@ -180,7 +185,7 @@ def published_words(pre: str) -> pre_tokenizers.PreTokenizer:
 def test_byte_level_lines_have_the_ids_and_the_text_of_the_original(pre: str, count: int, tmp_path: Path) -> None:
     rng = random.Random(0)
     code, words = make_lines(rng)
-    original = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "llama3")))
+    original = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in ("gpt-4o", "llama-bpe", "llama3")))
     original.pre_tokenizer, original.decoder = published_words(pre), decoders.ByteLevel()
     if "qwen" in pre:
         original.normalizer = normalizers.NFC()

@@ -41,7 +41,7 @@ hostile = st.lists(pieces, max_size=8).map("".join)
 
 
 @BOTH
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=MARK)))
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=MARK + "▁")))  # SentencePiece's space
 def test_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, parse_special=False)) == text
 
@@ -383,6 +383,7 @@ def test_byte_level_from_gguf_equals_the_original(write_gguf):
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'", "T", " é", "...", "\n ", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'T", " é", "...\n", " ", " x"]),
         ("qwen35", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'T", " é", "...\n", " ", " x"]),
+        ("gpt-4o", ["It's", " ", "123", "45", " DON'T", " é", "...\n", " ", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "45", " DON", "'T", " é", "...\n", " ", " x"]),
     ],
 )
