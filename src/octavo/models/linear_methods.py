@@ -6,6 +6,7 @@ A layer (`linear.Linear`) owns a method. `quantization.METHODS` names the method
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal, TypedDict, Unpack, cast
@@ -235,6 +236,8 @@ class PackedMethod(PlainMethod):
         is_head = self.role == "head" and not form.is_float
         if torch.device(self.device).type != "cpu" and self.role != "linear" and not is_head:
             return False  # embeddings in groups take longer to read; float8 products round activations
+        if form.ordered_in and self.role != "linear":
+            return False  # only plain products gather their inputs
         unit = SUPER_SIZE if form.is_nested else form.group_size
         num_in = self.weight.shape[1]
         return num_in % unit == 0 and self.ops.keeps_groups(form, num_in, self.weight.dtype)
@@ -244,8 +247,8 @@ class PackedMethod(PlainMethod):
         num_in, dtype = self.weight.shape[1], self.weight.dtype
         if self.role == "experts" and len({form for _, form in forms}) > 1:
             forms = [(self.weight.shape[0], None)]  # their products take one form
-        for form, parts in groupby(forms, key=lambda part: part[1]):
-            num_out = sum(num_rows for num_rows, _ in parts)
+        for (form, _), parts in groupby(enumerate(forms), key=_mergeable):
+            num_out = sum(num_rows for _, (num_rows, _) in parts)
             if form is not None:
                 self._parts.append(Groups.empty(form, num_out, num_in, self.device))
             elif self.role == "experts" and torch.device(self.device).type == "cpu":
@@ -298,9 +301,9 @@ class PackedMethod(PlainMethod):
         """A plain weight is returned as it is where plain torch is as fast."""
         part = self._round(part)
         if isinstance(part, Groups):
-            packed = self.ops.pack_groups(part.with_narrow_scales())
+            packed: PackedWeight | None = self.ops.pack_groups(replace(part.with_narrow_scales(), order=None))
             if packed is not None:
-                return packed
+                return packed if part.order is None else OrderedWeight(packed, part.order)
             part = part.dequantised().to(self.weight.dtype)
         if self.role == "table":
             return part
@@ -391,6 +394,22 @@ class PlainWeight:
         return self.weight.nbytes
 
 
+class OrderedWeight:
+    """A weight whose column i is the model's column order[i]."""
+
+    def __init__(self, weight: PackedWeight, order: Tensor) -> None:
+        self.weight, self.order = weight, order
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        return self.weight(packed_linear.gather_columns(x, self.order), bias, float32_out=float32_out, out=out)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.order.nbytes
+
+
 class MergedWeight:
     """A weight in parts of different kinds, each packed by itself. sizes: their outputs"""
 
@@ -410,6 +429,12 @@ class MergedWeight:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+
+def _mergeable(part: tuple[int, tuple[int, GroupForm | None]]) -> tuple[GroupForm | None, int]:
+    """What neighbours of one weight have in common; an order of columns is one part's. part: (index, (rows, form))"""
+    index, (_, form) = part
+    return form, index if form is not None and form.ordered_in else 0
 
 
 def find_linear_method(
