@@ -245,6 +245,21 @@ def test_columns_in_order_of_activation_are_not_cut(name: str, tmp_path: Path) -
     assert [weight is None for weight in kept] == [False, True, False, True]
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_int4_leaves_8_bits_to_layers_that_lose_most(kind: str, device: str, tmp_path: Path) -> None:
+    """On a GPU merged layers have fused products of one form."""
+    directory = make_tiny_checkpoint(kind, tmp_path / "model")
+    model = load_tiny(directory, linear_method=find_linear_method("int4", device))
+    bits = {
+        weight.method.layer: weight.method.form.bits
+        for weight in model.weights()
+        if isinstance(weight.method, PackedMethod) and weight.method.form is not None and weight.method.layer
+    }
+    fine = 8 if device == "cpu" else 4
+    assert bits == {"qkv": fine, "out": 4, "mlp_in": 4, "down": fine}
+
+
 @pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["gptq 4, order", "ct int4 order"])
 def test_native_products_of_ordered_weights(name: str, tmp_path: Path) -> None:

@@ -224,6 +224,7 @@ def test_random_weights_are_equal_where_ranks_have_copies(models: Any, case: str
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 NESTED = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 CUT = WIDE | {"intermediate_size": 192}  # columns of "down" that groups of 32 divide, also on two ranks
+ROUNDED = ["int8", "int4"]
 BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
@@ -329,21 +330,24 @@ def test_columns_are_read_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "quantisation", [*BLOCKS, "awq g32", "ct int4 group", "ct int8 row", "fp8 blocks", "gptq 4, order", "ct int4 order"]
+    "quantisation",
+    [*BLOCKS, "awq g32", "ct int4 group", "ct int8 row", "fp8 blocks", "gptq 4, order", "ct int4 order", *ROUNDED],
 )
 def test_bytes_of_a_ranks_quantised_weights(quantisation: str, tmp_path: Path) -> None:
     sizes = NESTED if quantisation.endswith("K") else CUT
     path = make_tiny_checkpoint("llama", tmp_path / "model", **sizes | {"vocab_size": 128})
+    rounding = quantisation if quantisation in ROUNDED else None
     if quantisation in VARIANTS:
         quantise(path, VARIANTS[quantisation])
-    else:
+    elif rounding is None:
         path = write_tiny_gguf(path, tmp_path / "m.gguf", quantisation=quantisation)
     for size in (1, 2):
         ops = CountingOps()
         tp = TensorParallel(0, size)
-        model = load_tiny(path, ops, torch.bfloat16, linear_method=PackedMethod, tp=tp)  # type: ignore[arg-type]
+        method = find_linear_method(rounding, "cpu")
+        model = load_tiny(path, ops, torch.bfloat16, linear_method=method, tp=tp)  # type: ignore[arg-type]
         expected = num_bytes(model) - 2 * ops.num_kept + ops.kept_bytes
-        assert read_spec(path).of_rank(size).weight_bytes(2) == expected
+        assert read_spec(path).of_rank(size).weight_bytes(2, rounding) == expected
         assert bool(ops.num_kept) == (quantisation != "fp8 blocks")
 
 

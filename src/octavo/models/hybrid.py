@@ -58,7 +58,7 @@ class GatedDeltaNet:
         self.tp, self.ops = factory.tp, factory.ops
         self.whole, self.spec = spec, (own := spec.of_rank(self.tp.size))
         linears, own_linears = spec.recurrent_linears, own.recurrent_linears
-        self.qkv, self.out = (Linear(linears[role], own_linears[role], factory) for role in ("qkv", "out"))
+        self.qkv, self.out = (Linear(linears[role], own_linears[role], factory, role) for role in ("qkv", "out"))
         self.conv, self.norm = empty(own.conv_channels, own.conv_size), empty(own.value_dim)
         self.log_decay, self.step_bias = empty(own.num_value_heads), empty(own.num_value_heads)
         self.first = index * own.layer_state_size

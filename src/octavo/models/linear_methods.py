@@ -5,10 +5,11 @@ A layer (`linear.Linear`) owns a method. `quantization.METHODS` names the method
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
@@ -57,6 +58,7 @@ class LinearMethod:
 
     weight       [num_out, num_in], as in the checkpoint; only its shape before it is allocated
     num_experts  equal parts of its rows that are weights of experts
+    layer        of role "linear": the layer's role in `ModelSpec.linears`
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class LinearMethod:
         dtype: torch.dtype,
         device: torch.device | str,
         role: Role = "linear",
+        layer: str = "",
         num_experts: int = 1,
     ) -> None:
         self.ops, self.role, self.device, self.num_experts = ops, role, device, num_experts
+        self.layer = layer
         self.weight = torch.empty(num_out, num_in, dtype=dtype, device="meta")
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -220,12 +224,18 @@ class PackedMethod(PlainMethod):
         *,
         form: GroupForm | None = None,
         head_form: GroupForm | None = None,
+        finer: Mapping[str, GroupForm] = MappingProxyType({}),
         backend: MatmulBackend | None = None,
         **options: Any,
     ) -> None:
-        """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others"""
+        """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others
+
+        finer  forms of layers that lose more, by their role in `ModelSpec.linears`
+        """
         super().__init__(num_out, num_in, **options)
-        self.form = {"linear": form, "experts": form, "head": head_form, "tied": head_form}.get(self.role)
+        self.form = {"linear": finer.get(self.layer, form), "experts": form, "head": head_form, "tied": head_form}.get(
+            self.role
+        )
         self.backend = backend
         self.packed: PackedWeight | None = None
         self.packed_experts: PackedExperts | None = None
@@ -447,7 +457,8 @@ def find_linear_method(
     entry = METHODS[quantization]
     options: dict[str, Any] = {"backend": "native"} if batch_invariant else {}
     if entry.forms:
-        options |= {"form": entry.forms[device], "head_form": entry.head_form(device)}
+        finer = entry.finer if device == "cpu" else {}
+        options |= {"form": entry.forms[device], "head_form": entry.head_form(device), "finer": finer}
     return (
         partial(load(entry.method), **options) if options else cast("Callable[..., LinearMethod]", load(entry.method))
     )

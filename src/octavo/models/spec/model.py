@@ -140,9 +140,16 @@ class ModelSpec:
         num_kept = sum(count for _, count in kept)
         num_bytes = sum(form.num_bytes(count) + 4 * self._num_orders(form, count) for form, count in kept)
         entry = methods.METHODS[quantization]
-        if (form := entry.forms.get(device)) is not None:
-            rest = self._num_linear_weights - sum(count for form, count in self.forms if form.is_kept_on(device))
-            num_kept, num_bytes = num_kept + rest, num_bytes + form.num_bytes(rest)
+        if device in entry.forms:
+            weights = self._linear_weights
+            total = sum(weights.values())
+            rest = total - sum(count for form, count in self.forms if form.is_kept_on(device))
+            counts: dict[GroupForm, int] = {}
+            for role, count in weights.items():
+                rounded = entry.form(device, role)
+                counts[rounded] = counts.get(rounded, 0) + count * rest // total
+            num_kept += rest
+            num_bytes += sum(rounded.num_bytes(count) for rounded, count in counts.items())
             if not self.vocabulary_forms and (form := entry.head_form(device)) is not None:
                 head = math.prod(self.vocabulary)
                 num_kept, num_bytes = num_kept + head, num_bytes + form.num_bytes(head)
@@ -167,14 +174,14 @@ class ModelSpec:
         return count * sum(num_layers * len(sizes) for num_layers, sizes in pairs) // num_out
 
     @property
-    def _num_linear_weights(self) -> int:
-        """Of those that `EngineArgs.quantization` quantises: all but routers, and the gates of shared experts."""
-        return sum(
-            kind.num_layers * math.prod(linear.shape)
-            for kind in self.layer_kinds
-            for role, linear in kind.linears.items()
-            if role not in ("router", "shared_gate")
-        )
+    def _linear_weights(self) -> dict[str, int]:
+        """Those that `EngineArgs.quantization` quantises, by role: all but routers, and the gates of shared experts."""
+        counts: dict[str, int] = {}
+        for kind in self.layer_kinds:
+            for role, linear in kind.linears.items():
+                if role not in ("router", "shared_gate"):
+                    counts[role] = counts.get(role, 0) + kind.num_layers * math.prod(linear.shape)
+        return counts
 
     @property
     def _norm_params(self) -> int:
