@@ -139,7 +139,9 @@ def test_weight_bytes_equal_the_model(name: str) -> None:
     linear = sum(weight.numel() for weight in packed) - head
     rest = num_bytes(model) - 2 * (linear + head) + head + head // 32 * 2  # the head has 8 bits
     assert spec.weight_bytes(2, "int8") == rest + linear + linear // 32 * 2
-    assert spec.weight_bytes(2, "int4") == rest + linear // 2 + linear // 32 * 4
+    fine = sum(method.weight.numel() for method in methods if method.layer in ("qkv", "down"))
+    coarse = linear - fine
+    assert fine and spec.weight_bytes(2, "int4") == rest + fine + fine // 32 * 2 + coarse // 2 + coarse // 32 * 4
     storages = {id(w.target.untyped_storage()): w.target for w in model.weights()}
     assert spec.num_params == sum(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in storages.values())
 

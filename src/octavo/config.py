@@ -167,9 +167,10 @@ class EngineArgs(ValidatedParams):
                               cached prefixes or preemptions; on a CPU, in bfloat16. Long prompts are slower
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download
     quantization              int8, int4: round weights of 16 bits to so many while they are loaded, with a scale for
-                              each group of inputs; a CPU also rounds activations to int8. fp8: to float8, on a GPU.
-                              Weights that the files hold in 8 bits or fewer stay as they are. The other names say how
-                              the files are quantised, which is found without them; another one is an error
+                              each group of inputs; a CPU also rounds activations to int8. There, int4 leaves 8 bits to
+                              Q, K, V, down and the head. fp8: to float8, on a GPU. Weights that files hold in 8 bits or
+                              fewer stay as they are. The other names say how the files are quantised, which is found
+                              without them; another one is an error
     seed                      seed of the generator that draws seeds for requests without one
     block_size                tokens per block, a power of two from 1 to 256
     kv_cache_dtype            K and V; auto: in the dtype of the activations, or in fp8 on a GPU if the checkpoint has a

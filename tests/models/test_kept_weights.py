@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.kernels import reference
@@ -17,9 +20,17 @@ from octavo.kernels.cpu.packed_linear import TiledWeight
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear import TensorParallel
-from octavo.models.linear_methods import MergedWeight, PackedMethod, find_linear_method
+from octavo.models.linear_methods import MergedWeight, OrderedWeight, PackedMethod, find_linear_method
 from tests.models.quantization.writers import VARIANTS, quantise
-from tests.models.tiny import PagedRun, assert_close, load_tiny, make_tiny_checkpoint, random_prompts, write_tiny_gguf
+from tests.models.tiny import (
+    PagedRun,
+    assert_close,
+    load_tiny,
+    make_tiny_checkpoint,
+    random_prompts,
+    read_spec,
+    write_tiny_gguf,
+)
 
 PROMPTS = random_prompts(23, 9)
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -104,8 +115,9 @@ def test_nested_gguf_blocks_are_kept(quantisation: str, tmp_path: Path) -> None:
     assert {(form.bits, form.is_nested) for form in ops.packed} == {(int(quantisation[1]), True)}
 
 
-DEQUANTISED = {"gptq 4, order", "gptq 8 v2, order", "ct int4 order", "gptq 4, rest", "ct int4 tensor"}
-"""Columns in another order, a last group of another size, and zeros of another offset than the values have no form."""
+DEQUANTISED = {"gptq 4, rest", "ct int4 tensor"}
+"""A last group of another size, and zeros of another offset than the values have no form."""
+ORDERED = ["gptq 4, order", "gptq 8 v2, order", "ct int4 order"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -115,6 +127,37 @@ def test_weights_of_other_formats_are_kept_or_dequantised(name: str, tmp_path: P
     ops = KeepingOps()
     assert_same_logits(directory, ops)
     assert bool(ops.packed) == (name not in DEQUANTISED), ops.packed
+
+
+@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_each_part_of_a_layer_has_its_order_of_columns(kind: str, rounds: bool, name: str, tmp_path: Path) -> None:
+    """Phi-3's file has one tensor, and so one order, for Q, K and V."""
+    directory = make_tiny_checkpoint(kind, tmp_path / "model", **VARIANTS[name].sizes)
+    quantise(directory, VARIANTS[name])
+    ops = KeepingOps(rounds=rounds)
+    assert_same_logits(directory, ops)
+    assert {form.ordered_in for form in ops.packed} == {64, 96}
+    layer = load_tiny(directory, KeepingOps(), linear_method=PackedMethod).layers[1]  # type: ignore[attr-defined, arg-type]
+    packed = layer.attention.qkv.method.packed
+    assert [type(part) for part in packed.parts] == [OrderedWeight] * 3
+    assert type(layer.mlp.down.method.packed) is OrderedWeight
+    with_orders = sum(part.weight.nbytes for part in packed.parts) + 3 * 4 * 64
+    assert packed.nbytes == with_orders
+
+
+def test_groups_of_other_sizes_are_dequantised(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **VARIANTS["gptq 4, order"].sizes)
+    quantise(directory, VARIANTS["gptq 4, order"])
+    tensors = load_file(directory / "model.safetensors")
+    for name, groups in tensors.items():
+        if name.endswith("down_proj.g_idx"):
+            groups[groups.argmin()] = 1  # 31 and 33 columns
+    save_file(tensors, directory / "model.safetensors")
+    ops = KeepingOps()
+    assert_same_logits(directory, ops)
+    assert {form.ordered_in for form in ops.packed} == {64}
 
 
 def test_what_would_be_rounded_is_dequantised(tmp_path: Path) -> None:
@@ -162,7 +205,7 @@ def test_few_rows_use_fused_products(kind: str, mixed: str, tmp_path: Path) -> N
     assert qkv == (gate_up if mixed == "no layer" else gate_up * (num_layers - 1) // num_layers)
 
 
-@pytest.mark.parametrize("name", ["awq g32", "fp8 blocks", "ct int4 zeros"])
+@pytest.mark.parametrize("name", ["awq g32", "fp8 blocks", "ct int4 zeros", *ORDERED])
 def test_ranks_keep_their_parts(name: str, tmp_path: Path) -> None:
     sizes = VARIANTS[name].sizes | {"intermediate_size": 128}
     directory = make_tiny_checkpoint("llama", tmp_path / "model", **sizes)
@@ -187,6 +230,61 @@ def test_rounding_leaves_what_is_quantised(quantization: str | None, expected: l
     ops = KeepingOps()
     load_tiny(path, ops, linear_method=find_linear_method(quantization, "cpu"))  # type: ignore[arg-type]
     assert sorted({form.bits for form in ops.packed}) == expected
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_columns_in_order_of_activation_are_not_cut(name: str, tmp_path: Path) -> None:
+    """A rank dequantises layers whose inputs it has a part of."""
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **VARIANTS[name].sizes | {"intermediate_size": 128})
+    quantise(directory, VARIANTS[name])
+    tp = TensorParallel(1, 2, lambda part: part)
+    layer = load_tiny(directory, KeepingOps(), tp=tp, linear_method=PackedMethod).layers[0]  # type: ignore[attr-defined, arg-type]
+    kept = [
+        linear.method.packed for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+    ]
+    assert [weight is None for weight in kept] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_int4_leaves_8_bits_to_layers_that_lose_most(kind: str, device: str, tmp_path: Path) -> None:
+    """On a GPU merged layers have fused products of one form."""
+    directory = make_tiny_checkpoint(kind, tmp_path / "model")
+    model = load_tiny(directory, linear_method=find_linear_method("int4", device))
+    bits = {
+        weight.method.layer: weight.method.form.bits
+        for weight in model.weights()
+        if isinstance(weight.method, PackedMethod) and weight.method.form is not None and weight.method.layer
+    }
+    fine = 8 if device == "cpu" else 4
+    assert bits == {"qkv": fine, "out": 4, "mlp_in": 4, "down": fine}
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["gptq 4, order", "ct int4 order"])
+def test_native_products_of_ordered_weights(name: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "model", **VARIANTS[name].sizes)
+    twin = quantise(directory, VARIANTS[name])
+    expected = torch.cat(PagedRun(load_tiny(twin, cpu, torch.bfloat16), PROMPTS, block_size=4).run(7))
+    model = load_tiny(directory, cpu, torch.bfloat16, linear_method=PackedMethod)
+    assert type(model.layers[0].mlp.down.method.packed) is OrderedWeight  # type: ignore[attr-defined]
+    actual = torch.cat(PagedRun(model, PROMPTS, block_size=4).run(7))
+    assert 1e-5 < float((actual - expected).norm() / expected.norm()) < 0.06
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_experts_and_heads_with_an_order_are_dequantised(name: str, tmp_path: Path) -> None:
+    variant = replace(VARIANTS[name], config={k: v for k, v in VARIANTS[name].config.items() if k != "ignore"})
+    sizes = variant.sizes | {"moe_intermediate_size": 64, "tie_word_embeddings": False, "vocab_size": 104}
+    directory = make_tiny_checkpoint("qwen3_moe", tmp_path / "model", **sizes)
+    quantise(directory, variant, head=True, choose=lambda module: None if module.endswith("mlp.gate") else variant)
+    assert_same_logits(directory, KeepingOps())
+    model = load_tiny(directory, KeepingOps(), linear_method=PackedMethod)  # type: ignore[arg-type]
+    methods = {weight.name: weight.method for weight in model.weights() if isinstance(weight.method, PackedMethod)}
+    kept = {name for name, method in methods.items() if method.packed or method.packed_experts}
+    assert kept == {name for name in methods if "self_attn" in name or "layers.1.mlp." in name}
+    planned = sum(count for _, count in read_spec(directory).forms) - 2 * 6 * 64  # these count routers
+    assert planned == sum(math.prod(weight.shape) for weight in model.weights() if weight.name in kept)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C++ compiler")

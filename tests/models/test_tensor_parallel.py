@@ -224,6 +224,7 @@ def test_random_weights_are_equal_where_ranks_have_copies(models: Any, case: str
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 NESTED = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 CUT = WIDE | {"intermediate_size": 192}  # columns of "down" that groups of 32 divide, also on two ranks
+ROUNDED = ["int8", "int4"]
 BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
@@ -240,7 +241,7 @@ class CountingOps(KeepingOps):
 
     def pack_groups(self, groups: Groups) -> Any:
         self.num_kept += groups.values.numel()
-        self.kept_bytes += groups.form.num_bytes(groups.values.numel())
+        self.kept_bytes += groups.form.num_bytes(groups.values.numel()) + 4 * groups.form.ordered_in
         return super().pack_groups(groups)
 
 
@@ -329,34 +330,40 @@ def test_columns_are_read_alone(name: str, tmp_path: Path) -> None:
         path = write_tiny_gguf(path, tmp_path / "m.gguf", quantisation=name)
     spec, checkpoint = read_spec(path), open_checkpoint(path)
     stored = read_gguf(checkpoint, spec) if name not in VARIANTS else read_safetensors(checkpoint, spec)
-    if (form := find_format(checkpoint.config)) is not None:
-        assert not list(read_quantised(stored, form, find_family(spec.architecture)))
+    if (quantised := find_format(checkpoint.config)) is not None:
+        assert not list(read_quantised(stored, quantised, find_family(spec.architecture)))
     down = stored["model.layers.1.mlp.down_proj.weight"]
     num_in = down.shape[1]
     for columns in (range(num_in // 2), range(num_in // 2, num_in), range(7, 43), range(num_in - 3, num_in)):
         for rows in (slice(3, 21), [9, 4, 5]):
             assert torch.equal(down.read(rows, columns), down.read(rows)[:, columns.start : columns.stop])
     if down.groups is not None:
-        unit = 256 if name.endswith("K") else down.groups.form.group_size
+        form = down.groups.form
+        unit = 256 if name.endswith("K") else form.ordered_in or form.group_size
         part = down.groups.read(slice(3, 21), range(num_in - unit, num_in))
         assert part.shape == (18, unit)
         assert torch.equal(part.dequantised(), down.groups.read(slice(3, 21)).dequantised()[:, num_in - unit :])
 
 
-@pytest.mark.parametrize("quantisation", [*BLOCKS, "awq g32", "ct int4 group", "ct int8 row", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "quantisation",
+    [*BLOCKS, "awq g32", "ct int4 group", "ct int8 row", "fp8 blocks", "gptq 4, order", "ct int4 order", *ROUNDED],
+)
 def test_bytes_of_a_ranks_quantised_weights(quantisation: str, tmp_path: Path) -> None:
     sizes = NESTED if quantisation.endswith("K") else CUT
     path = make_tiny_checkpoint("llama", tmp_path / "model", **sizes | {"vocab_size": 128})
+    rounding = quantisation if quantisation in ROUNDED else None
     if quantisation in VARIANTS:
         quantise(path, VARIANTS[quantisation])
-    else:
+    elif rounding is None:
         path = write_tiny_gguf(path, tmp_path / "m.gguf", quantisation=quantisation)
     for size in (1, 2):
         ops = CountingOps()
         tp = TensorParallel(0, size)
-        model = load_tiny(path, ops, torch.bfloat16, linear_method=PackedMethod, tp=tp)  # type: ignore[arg-type]
+        method = find_linear_method(rounding, "cpu")
+        model = load_tiny(path, ops, torch.bfloat16, linear_method=method, tp=tp)  # type: ignore[arg-type]
         expected = num_bytes(model) - 2 * ops.num_kept + ops.kept_bytes
-        assert read_spec(path).of_rank(size).weight_bytes(2) == expected
+        assert read_spec(path).of_rank(size).weight_bytes(2, rounding) == expected
         assert bool(ops.num_kept) == (quantisation != "fp8 blocks")
 
 

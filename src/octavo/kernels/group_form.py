@@ -20,6 +20,7 @@ class GroupForm:
     has_zeros   groups have zeros of their own
     has_minima  groups have minima
     is_nested   scales and minima are integers, multiples of a super scale and a super minimum
+    ordered_in  num_in of a weight whose columns are sorted by group and not in the model's order; 0: in that order
     """
 
     bits: int
@@ -29,13 +30,17 @@ class GroupForm:
     has_zeros: bool = False
     has_minima: bool = False
     is_nested: bool = False
+    ordered_in: int = 0
 
     @property
     def is_e2m1(self) -> bool:
         return self.is_float and self.bits == 4
 
     def num_bytes(self, num_weights: int) -> int:
-        """Bytes of so many weights whose scales, if they are neither integers nor powers of two, have two bytes."""
+        """Bytes of so many weights whose scales, if they are neither integers nor powers of two, have two bytes.
+
+        Without orders of columns.
+        """
         group_bytes = 1 if self.is_nested or self.is_e2m1 else 2
         group_bytes += self.has_minima * group_bytes + self.has_zeros
         super_bytes = 2 * (1 + self.has_minima) if self.is_nested else 0
@@ -45,8 +50,11 @@ class GroupForm:
     def of_columns(self, num_in: int) -> GroupForm | None:
         """The form of the same numbers in rows of `num_in` inputs, cut from longer ones; None: there is none.
 
-        Groups that are cut are smaller, and have the scale of the whole.
+        Groups that are cut are smaller, and have the scale of the whole. Columns with an order of their own are not
+        cut: their groups lie anywhere.
         """
+        if self.ordered_in:
+            return self if num_in == self.ordered_in else None
         if self.is_nested:
             return self if num_in % SUPER_SIZE == 0 else None
         size = math.gcd(self.group_size, num_in)

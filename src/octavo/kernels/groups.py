@@ -39,6 +39,7 @@ class Groups:
     minima        [num_out, num_groups] float16; nested: uint8
     super_scales  [num_out, num_in / 256] float16
     super_minima  the same
+    order         [num_in] int32: column i is the model's column order[i]; None: i. Not cut with the rows
     """
 
     form: GroupForm
@@ -48,6 +49,7 @@ class Groups:
     minima: Tensor | None = None
     super_scales: Tensor | None = None
     super_minima: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,19 +73,21 @@ class Groups:
             minima=plane(form.group_size, minima) if form.has_minima else None,
             super_scales=plane(SUPER_SIZE, supers) if form.is_nested else None,
             super_minima=plane(SUPER_SIZE, supers) if form.is_nested and form.has_minima else None,
+            order=torch.empty(num_in, dtype=torch.int32, device=device) if form.ordered_in else None,
         )
 
     def planes(self) -> Iterator[Tensor]:
-        """The tensors that there are, in the order of their declaration."""
-        for field in fields(self)[1:]:
+        """The tensors of rows that there are, in the order of their declaration."""
+        for field in fields(self)[1:-1]:
             plane = getattr(self, field.name)
             if plane is not None:
                 yield plane
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Groups:
         """The same form with each plane changed."""
-        planes = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return Groups(self.form, **{name: change(plane) for name, plane in planes.items() if plane is not None})
+        planes = {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}
+        changed = {name: change(plane) for name, plane in planes.items() if plane is not None}
+        return Groups(self.form, **changed, order=self.order)
 
     def rows(self, first: int, last: int) -> Groups:
         """Rows [first, last), as views."""
@@ -105,6 +109,8 @@ class Groups:
     def copy_(self, source: Groups) -> None:
         for plane, other in zip(self.planes(), source.planes(), strict=True):
             plane.copy_(other)
+        if self.order is not None and source.order is not None:
+            self.order.copy_(source.order)
 
     def is_finite(self) -> bool:
         """True if no number is NaN or infinite."""
@@ -125,7 +131,7 @@ class Groups:
         return self
 
     def dequantised(self) -> Tensor:
-        """The weight, [num_out, num_in] float32."""
+        """The weight, [num_out, num_in] float32, its columns in the model's order."""
         per_super = SUPER_SIZE // self.form.group_size
 
         def of_groups(plane: Tensor, supers: Tensor | None) -> Tensor:
@@ -138,7 +144,8 @@ class Groups:
         values *= of_groups(self.scales, self.super_scales).unsqueeze(2)
         if self.minima is not None:
             values -= of_groups(self.minima, self.super_minima).unsqueeze(2)
-        return values.view(num_out, num_in)
+        weight = values.view(num_out, num_in)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
 
 class PackedWeight(Protocol):

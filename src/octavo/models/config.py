@@ -31,6 +31,7 @@ from octavo.models.config_values import (
 from octavo.models.quantization.form import KEY, REMEDY, Format
 from octavo.models.quantization.formats import read_format
 from octavo.models.spec import ModelSpec
+from octavo.models.spec.tensors import EXPERT_ROLES
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -92,6 +93,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     if form is None:
         return spec
     head = None if spec.tie_word_embeddings else form.form(spec.names.head, spec.vocabulary[1])
+    head = None if head is None or head.ordered_in else head
     heads = () if head is None else ((head, math.prod(spec.vocabulary)),)
     return replace(spec, forms=tuple(_forms(spec, form)), vocabulary_forms=heads, head_form=head)
 
@@ -99,9 +101,10 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
 def _forms(spec: ModelSpec, form: Format) -> Iterator[tuple[GroupForm, int]]:
     """The forms of a model's linear layers, and the number of weights in each. Layers of a kind are alike."""
     for kind in spec.layer_kinds:
-        for linear in kind.linears.values():
+        for role, linear in kind.linears.items():
             for name, num_out in linear.parts:
-                if (found := form.form(spec.names.layer.format(0) + name, linear.in_size)) is not None:
+                found = form.form(spec.names.layer.format(0) + name, linear.in_size)
+                if found is not None and not (found.ordered_in and role in EXPERT_ROLES):
                     yield found, kind.num_layers * num_out * linear.in_size
 
 

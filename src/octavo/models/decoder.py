@@ -125,7 +125,7 @@ class Decoder:
         if spec.has_experts(layer):
             return Experts(spec, factory)
         shapes, own = spec.mlp_linears, spec.of_rank(factory.tp.size).mlp_linears
-        gate_up, down = (Linear(shape, own[role], factory) for role, shape in shapes.items())
+        gate_up, down = (Linear(shape, own[role], factory, role) for role, shape in shapes.items())
         return GatedMLP(gate_up, down, spec.activation, factory.ops)
 
     @cached_property

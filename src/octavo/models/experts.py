@@ -12,6 +12,7 @@ from octavo.models.layers import GatedMLP
 from octavo.models.linear import LayerFactory, Linear, Slot, Weight
 from octavo.models.linear_methods import NO_LIMIT
 from octavo.models.spec import DecoderSpec, LinearShape
+from octavo.models.spec.tensors import EXPERT_ROLES
 
 
 class WholeLinear:
@@ -48,8 +49,7 @@ class Experts:
         linears, own_linears = experts.linears(spec.hidden_size), own.linears(spec.hidden_size)
         self.router = WholeLinear(linears["router"], factory)
         self.up, self.down = (
-            Linear(linears[role], own_linears[role], factory, num_experts=experts.num)
-            for role in ("experts_in", "experts_out")
+            Linear(linears[role], own_linears[role], factory, num_experts=experts.num) for role in EXPERT_ROLES
         )
         self.shared: GatedMLP | None = None
         if experts.shared_inner:

@@ -51,7 +51,7 @@ class GPTLayer:
         self.activation = activation_of(spec.activation, factory.ops)
         own, norms = spec.of_rank(factory.tp.size).linears, spec.norms
         self.qkv, self.out, self.up, self.down = (
-            Linear(linear, own[role], factory) for role, linear in spec.linears.items()
+            Linear(linear, own[role], factory, role) for role, linear in spec.linears.items()
         )
         self.attention_norm = LayerNorm(norms.get("attention"), spec.layer_norm_eps, factory)
         self.kv_scales: Tensor | None = None

@@ -58,7 +58,7 @@ class GatedDeltaNet:
         self.tp, self.ops = factory.tp, factory.ops
         self.whole, self.spec = spec, (own := spec.of_rank(self.tp.size))
         linears, own_linears = spec.recurrent_linears, own.recurrent_linears
-        self.qkv, self.out = (Linear(linears[role], own_linears[role], factory) for role in ("qkv", "out"))
+        self.qkv, self.out = (Linear(linears[role], own_linears[role], factory, role) for role in ("qkv", "out"))
         self.key_heads: Tensor | None = None  # of each head of V
         if spec.pairing == "tiled":
             first = self.tp.start(spec.num_value_heads, own.num_value_heads)

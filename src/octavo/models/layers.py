@@ -64,8 +64,8 @@ class Attention:
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.window_of(layer)
         linears, own = spec.linears, spec.of_rank(factory.tp.size)
-        self.qkv = Linear(linears["qkv"], own.linears["qkv"], factory)
-        self.out = Linear(linears["out"], own.linears["out"], factory)
+        self.qkv = Linear(linears["qkv"], own.linears["qkv"], factory, "qkv")
+        self.out = Linear(linears["out"], own.linears["out"], factory, "out")
         self.num_heads, self.first_head = spec.num_heads, factory.tp.start(spec.num_heads, own.num_heads)
         self.sinks = torch.empty(own.num_heads, device=factory.device) if spec.sinks else None
         self.head_norms: HeadNorms = {"q_norm": norms.get("q"), "k_norm": norms.get("k"), "kv_scales": None}

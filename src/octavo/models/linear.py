@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -117,9 +117,10 @@ class LayerFactory:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def method(self, num_out: int, num_in: int, role: Role = "linear", num_experts: int = 1) -> LinearMethod:
-        options = {"ops": self.ops, "dtype": self.dtype, "device": self.device}
-        return self.linear_method(num_out, num_in, role=role, num_experts=num_experts, **options)
+    def method(self, num_out: int, num_in: int, role: Role = "linear", **options: Any) -> LinearMethod:
+        """options: of `LinearMethod`"""
+        options |= {"ops": self.ops, "dtype": self.dtype, "device": self.device}
+        return self.linear_method(num_out, num_in, role=role, **options)
 
 
 class Linear:
@@ -130,17 +131,20 @@ class Linear:
                 | q  rank 1 |
                 | k  rank 0 | ...
 
-    shape  of the whole layer    own  of this rank's part
+    shape  of the whole layer    own  of this rank's part    role  its key in `ModelSpec.linears`
     x [num_tokens, own.in_size] -> y [num_tokens, own.num_out]
 
     The projections of `num_experts` experts are merged likewise, whose products are the method's `experts_in` and
     `experts_out`; 0: it is no layer of experts.
     """
 
-    def __init__(self, shape: LinearShape, own: LinearShape, factory: LayerFactory, num_experts: int = 0) -> None:
+    def __init__(
+        self, shape: LinearShape, own: LinearShape, factory: LayerFactory, role: str = "", num_experts: int = 0
+    ) -> None:
         self.tp = tp = factory.tp
         self.shape, self.own = shape, own
-        self.method = factory.method(*own.shape, "experts" if num_experts else "linear", num_experts or 1)
+        kind: Role = "experts" if num_experts else "linear"
+        self.method = factory.method(*own.shape, kind, layer=role, num_experts=num_experts or 1)
         self.is_partial = own.in_size < shape.in_size
         # Where results are summed over ranks, only one rank adds the bias.
         has_bias = shape.bias and not (self.is_partial and tp.rank)

@@ -5,9 +5,11 @@ A layer (`linear.Linear`) owns a method. `quantization.METHODS` names the method
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
@@ -56,6 +58,7 @@ class LinearMethod:
 
     weight       [num_out, num_in], as in the checkpoint; only its shape before it is allocated
     num_experts  equal parts of its rows that are weights of experts
+    layer        of role "linear": the layer's role in `ModelSpec.linears`
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class LinearMethod:
         dtype: torch.dtype,
         device: torch.device | str,
         role: Role = "linear",
+        layer: str = "",
         num_experts: int = 1,
     ) -> None:
         self.ops, self.role, self.device, self.num_experts = ops, role, device, num_experts
+        self.layer = layer
         self.weight = torch.empty(num_out, num_in, dtype=dtype, device="meta")
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -219,12 +224,18 @@ class PackedMethod(PlainMethod):
         *,
         form: GroupForm | None = None,
         head_form: GroupForm | None = None,
+        finer: Mapping[str, GroupForm] = MappingProxyType({}),
         backend: MatmulBackend | None = None,
         **options: Any,
     ) -> None:
-        """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others"""
+        """form, head_form: to which the checkpoint's plain weights are rounded    backend: on a CPU, of the others
+
+        finer  forms of layers that lose more, by their role in `ModelSpec.linears`
+        """
         super().__init__(num_out, num_in, **options)
-        self.form = {"linear": form, "experts": form, "head": head_form, "tied": head_form}.get(self.role)
+        self.form = {"linear": finer.get(self.layer, form), "experts": form, "head": head_form, "tied": head_form}.get(
+            self.role
+        )
         self.backend = backend
         self.packed: PackedWeight | None = None
         self.packed_experts: PackedExperts | None = None
@@ -235,6 +246,8 @@ class PackedMethod(PlainMethod):
         is_head = self.role == "head" and not form.is_float
         if torch.device(self.device).type != "cpu" and self.role != "linear" and not is_head:
             return False  # embeddings in groups take longer to read; float8 products round activations
+        if form.ordered_in and self.role != "linear":
+            return False  # only plain products gather their inputs
         unit = SUPER_SIZE if form.is_nested else form.group_size
         num_in = self.weight.shape[1]
         return num_in % unit == 0 and self.ops.keeps_groups(form, num_in, self.weight.dtype)
@@ -244,8 +257,8 @@ class PackedMethod(PlainMethod):
         num_in, dtype = self.weight.shape[1], self.weight.dtype
         if self.role == "experts" and len({form for _, form in forms}) > 1:
             forms = [(self.weight.shape[0], None)]  # their products take one form
-        for form, parts in groupby(forms, key=lambda part: part[1]):
-            num_out = sum(num_rows for num_rows, _ in parts)
+        for (form, _), parts in groupby(enumerate(forms), key=_mergeable):
+            num_out = sum(num_rows for _, (num_rows, _) in parts)
             if form is not None:
                 self._parts.append(Groups.empty(form, num_out, num_in, self.device))
             elif self.role == "experts" and torch.device(self.device).type == "cpu":
@@ -298,9 +311,9 @@ class PackedMethod(PlainMethod):
         """A plain weight is returned as it is where plain torch is as fast."""
         part = self._round(part)
         if isinstance(part, Groups):
-            packed = self.ops.pack_groups(part.with_narrow_scales())
+            packed: PackedWeight | None = self.ops.pack_groups(replace(part.with_narrow_scales(), order=None))
             if packed is not None:
-                return packed
+                return packed if part.order is None else OrderedWeight(packed, part.order)
             part = part.dequantised().to(self.weight.dtype)
         if self.role == "table":
             return part
@@ -391,6 +404,22 @@ class PlainWeight:
         return self.weight.nbytes
 
 
+class OrderedWeight:
+    """A weight whose column i is the model's column order[i]."""
+
+    def __init__(self, weight: PackedWeight, order: Tensor) -> None:
+        self.weight, self.order = weight, order
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        return self.weight(packed_linear.gather_columns(x, self.order), bias, float32_out=float32_out, out=out)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.order.nbytes
+
+
 class MergedWeight:
     """A weight in parts of different kinds, each packed by itself. sizes: their outputs"""
 
@@ -412,6 +441,12 @@ class MergedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
+def _mergeable(part: tuple[int, tuple[int, GroupForm | None]]) -> tuple[GroupForm | None, int]:
+    """What neighbours of one weight have in common; an order of columns is one part's. part: (index, (rows, form))"""
+    index, (_, form) = part
+    return form, index if form is not None and form.ordered_in else 0
+
+
 def find_linear_method(
     quantization: str | None, device: str, *, batch_invariant: bool = False
 ) -> Callable[..., LinearMethod]:
@@ -422,7 +457,8 @@ def find_linear_method(
     entry = METHODS[quantization]
     options: dict[str, Any] = {"backend": "native"} if batch_invariant else {}
     if entry.forms:
-        options |= {"form": entry.forms[device], "head_form": entry.head_form(device)}
+        finer = entry.finer if device == "cpu" else {}
+        options |= {"form": entry.forms[device], "head_form": entry.head_form(device), "finer": finer}
     return (
         partial(load(entry.method), **options) if options else cast("Callable[..., LinearMethod]", load(entry.method))
     )

@@ -243,6 +243,24 @@ def test_embeddings_of_a_plain_table(backend: str, dtype: torch.dtype) -> None:
     assert torch.equal(packed.embed(table, token_ids), table[token_ids])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_in_another_order(backend: str, dtype: torch.dtype) -> None:
+    for num_rows in (0, 1, 5):
+        x, order = torch.randn(num_rows, 74)[:, ::2].to(dtype), torch.randperm(37, dtype=torch.int32)
+        assert torch.equal(packed.gather_columns(x, order), x[:, order.long()])
+
+
+def test_columns_are_gathered_again_by_a_recording() -> None:
+    if (library := native.library()) is None:
+        pytest.skip("no C++ compiler")
+    x, order = torch.randn(2, 37).bfloat16(), torch.randperm(37, dtype=torch.int32)
+    with library.record() as calls:
+        y = packed.gather_columns(x, order)
+    x.copy_(torch.randn(2, 37))
+    calls.replay()
+    assert torch.equal(y, x[:, order.long()])
+
+
 def test_native_code_shares_onednns_tiles_where_their_layout_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     if native.library() is None or not packed.has_onednn_bfloat16():
         pytest.skip("no C++ compiler, or oneDNN has no product")

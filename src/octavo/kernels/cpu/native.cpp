@@ -403,6 +403,13 @@ template <int TILE> void embed(const Embed &a) {
     }
 }
 
+struct GatherColumns {
+    const bfloat16 *x;     // [num_rows, size]
+    const int32_t *order;  // [size]
+    bfloat16 *out;
+    long num_rows, size;
+};
+
 #include "grouped.h"
 #include "experts.h"
 #include "recurrent.h"
@@ -863,6 +870,10 @@ EXPORT linear_bf16_64(const Linear *a) { linear<Bfloat16Words, 64>(*a); }
 EXPORT embed_bf16_32(const Embed *a) { embed<32>(*a); }
 EXPORT embed_bf16_64(const Embed *a) { embed<64>(*a); }
 EXPORT embed_plain(const Embed *a) { embed<1>(*a); }  // a plain table has tiles of one row
+EXPORT gather_columns(const GatherColumns *a) {
+    for (long row = 0; row < a->num_rows; row++)
+        for (long i = 0; i < a->size; i++) a->out[row * a->size + i] = a->x[row * a->size + a->order[i]];
+}
 
 #define EXPORT_KIND(BITS, NAME, SCALES)                                                                             \
     EXPORT grouped_linear_##BITS##_##NAME(const Grouped *a) { grouped_linear<Kind<BITS, SCALES>>(*a); }             \

@@ -62,6 +62,7 @@ _Linear = _struct(
     (INT, "float32_out num_threads"),
 )
 _Embed = _struct("Embed", (POINTER, "token_ids tiles out"), (LONG, "num_tokens size padded"))
+_GatherColumns = _struct("GatherColumns", (POINTER, "x order out"), (LONG, "num_rows size"))
 _Grouped = _struct(
     "Grouped",
     (POINTER, "blocks x bias y"),
@@ -220,7 +221,7 @@ class Library:
         self._functions: dict[tuple[str, torch.dtype | None], tuple[Any, int]] = {}
         for name in ("linear_bf16_32", "linear_bf16_64"):
             self._functions[name, None] = _function(without_gil, name)
-        for name in ("embed_bf16_32", "embed_bf16_64", "embed_plain"):
+        for name in ("embed_bf16_32", "embed_bf16_64", "embed_plain", "gather_columns"):
             self._functions[name, None] = _function(with_gil, name)
         for kind in GROUPED_BLOCKS:
             for name, opened in (
@@ -371,6 +372,12 @@ class Library:
         name = "embed_plain" if table.ndim == 2 else f"embed_bf16_{table.shape[2]}"
         pointers = token_ids.data_ptr(), table.data_ptr(), out.data_ptr()
         self._call(name, None, _Embed(*pointers, len(token_ids), size, padded), token_ids, table, out)
+        return out
+
+    def gather_columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """x[:, order] of bfloat16; order [num_in] int32."""
+        out = torch.empty_like(x)
+        self._call("gather_columns", None, _GatherColumns(*map(_pointer, (x, order, out)), *x.shape), x, order, out)
         return out
 
     def embed_groups(self, weight: GroupedWeight, token_ids: Tensor) -> Tensor:

@@ -107,6 +107,13 @@ def embed(table: Tensor, token_ids: Tensor) -> Tensor:
     return F.embedding(token_ids, table)
 
 
+def gather_columns(x: Tensor, order: Tensor) -> Tensor:
+    """x[:, order]; order [num_in] int32."""
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and (library := native.library()) is not None:
+        return library.gather_columns(x.contiguous(), order)
+    return x.index_select(1, order)
+
+
 # -- backends ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ values, and `groups` has its bits where `kernels.groups` has a form for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -85,18 +86,24 @@ def _row_reader(weight: QuantisedWeight) -> Reader[Tensor]:
 
 
 def _stored_groups(weight: QuantisedWeight) -> StoredGroups | None:
-    """The weight with its bits, unless its groups are in another order or differ in size."""
+    """The weight with its bits, unless its groups differ in size."""
     (num_out, num_in), (block_rows, block_columns) = weight.shape, weight.block
     values, zeros, size = weight.values, weight.zeros, min(block_columns, num_in)
-    if num_in % size or (weight.groups is not None and not _is_in_order(weight.groups, size)):
-        return None
     is_float8 = values.tensor.dtype == "F8_E4M3"
     is_float = is_float8 or values.is_e2m1
+    order: Tensor | None = None
+    if num_in % size:
+        return None
+    if weight.groups is not None and not _is_in_order(weight.groups, size):
+        order = _sorted_columns(weight.groups, size)
+        if order is None or is_float:
+            return None
     if zeros is not None and (is_float or zeros.offset != values.offset or zeros.tensor.dtype not in ("I32", "I8")):
         return None
     # Signed integers are stored without their sign: 128 more.
     zero = 0 if is_float else -values.offset if values.bits else 128
     form = GroupForm(values.bits or 8, size, zero, is_float=is_float, has_zeros=zeros is not None)
+    form = form if order is None else replace(form, ordered_in=num_in)
 
     def unsigned(numbers: Numbers, rows: Tensor, columns: range) -> Tensor:
         taken = _take_stored(numbers, rows, columns)
@@ -105,11 +112,13 @@ def _stored_groups(weight: QuantisedWeight) -> StoredGroups | None:
     def read(rows: Rows, columns: range | None = None) -> Groups:
         index, columns = torch.arange(num_out)[rows], columns or range(num_in)
         own = range(columns.start // size, columns.stop // size)
+        taken = _take_stored(values, index, columns) if is_float8 else unsigned(values, index, columns)
         return Groups(
             form,
-            values=_take_stored(values, index, columns) if is_float8 else unsigned(values, index, columns),
+            values=taken if order is None else taken.index_select(1, order),
             scales=_take_scales(weight, index)[:, own.start : own.stop],
             zeros=None if zeros is None else unsigned(zeros, index // block_rows, own),
+            order=order,
         )
 
     return StoredGroups(form, read)
@@ -119,6 +128,12 @@ def _is_in_order(groups: Numbers, size: int) -> bool:
     """True if each column is in the group of its place. A writer without an order may have left zeros."""
     index = groups.tensor.read(WHOLE).long()
     return not index.any() or torch.equal(index, torch.arange(len(index)) // size)
+
+
+def _sorted_columns(groups: Numbers, size: int) -> Tensor | None:
+    """The columns by group, [num_in] int32; None if a group has not just `size`."""
+    index, order = groups.tensor.read(WHOLE).long().sort(stable=True)
+    return order.int() if torch.equal(index, torch.arange(len(index)) // size) else None
 
 
 def _take_scales(weight: QuantisedWeight, rows: Tensor) -> Tensor:

@@ -39,3 +39,5 @@ def fill_randomly(groups: Groups, generator: torch.Generator) -> None:
     ):
         if plane is not None:
             plane.fill_(value)
+    if groups.order is not None:
+        torch.randperm(len(groups.order), generator=generator, out=groups.order)

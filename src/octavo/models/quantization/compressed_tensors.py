@@ -106,7 +106,7 @@ class CompressedTensors:
 
     def form(self, module: str, num_in: int) -> GroupForm | None:
         scheme = None if any(_matches(name, (module,)) for name in self.ignored) else self._find_scheme((module,))
-        if scheme is None or scheme.has_order:
+        if scheme is None:
             return None
         size = min(num_in, scheme.block[1]) if scheme.block else scheme.group_size if scheme.group_size > 0 else num_in
         if num_in % size:
@@ -114,7 +114,10 @@ class CompressedTensors:
         is_float = scheme.kind == "float"
         zero = 0 if is_float else 1 << (scheme.bits - 1)
         bits = scheme.bits if scheme.format == PACKED else 8
-        return GroupForm(bits, size, zero, is_float=is_float, has_zeros=not scheme.symmetric)
+        ordered_in = num_in if scheme.has_order and size < num_in else 0
+        if is_float and ordered_in:
+            return None
+        return GroupForm(bits, size, zero, is_float=is_float, has_zeros=not scheme.symmetric, ordered_in=ordered_in)
 
     def read(self, parts: Parts) -> QuantisedWeight:
         if any(_matches(name, parts.names) for name in self.ignored):

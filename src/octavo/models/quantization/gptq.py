@@ -64,7 +64,8 @@ class GPTQ:
     def form(self, module: str, num_in: int) -> GroupForm | None:
         size = num_in if self.group_size == -1 else self.group_size
         is_plain = module.endswith("lm_head") or is_excluded(module, self.excluded) or num_in % size
-        return None if is_plain or self.desc_act else GroupForm(self.bits, size, has_zeros=True)
+        ordered_in = num_in if self.desc_act and size < num_in else 0
+        return None if is_plain else GroupForm(self.bits, size, has_zeros=True, ordered_in=ordered_in)
 
     def read(self, parts: Parts) -> QuantisedWeight:
         check_excluded(parts, self.excluded, "modules_to_not_convert")

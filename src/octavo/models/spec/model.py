@@ -11,7 +11,7 @@ from octavo.kernels.group_form import GroupForm
 from octavo.models import quantization as methods
 from octavo.models.spec.groups import LayerGroups, group_layers
 from octavo.models.spec.ranks import heads_per_rank, rows_per_rank, spec_of_rank
-from octavo.models.spec.tensors import LLAMA_NAMES, LayerKind, LinearShape, NormShape, TensorNames
+from octavo.models.spec.tensors import EXPERT_ROLES, LLAMA_NAMES, LayerKind, LinearShape, NormShape, TensorNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class ModelSpec:
             kind.num_layers * linear.num_params
             for kind in self.layer_kinds
             for role, linear in kind.linears.items()
-            if role in ("experts_in", "experts_out")
+            if role in EXPERT_ROLES
         )
 
     def weight_bytes(self, itemsize: int, quantization: str | None = None, device: str = "cpu") -> int:
@@ -138,11 +138,18 @@ class ModelSpec:
             forms += ((self.head_form, math.prod(self.vocabulary)),)
         kept = [(form, count) for form, count in forms if itemsize == 2 and form.is_kept_on(device)]
         num_kept = sum(count for _, count in kept)
-        num_bytes = sum(form.num_bytes(count) for form, count in kept)
+        num_bytes = sum(form.num_bytes(count) + 4 * self._num_orders(form, count) for form, count in kept)
         entry = methods.METHODS[quantization]
-        if (form := entry.forms.get(device)) is not None:
-            rest = self._num_linear_weights - sum(count for form, count in self.forms if form.is_kept_on(device))
-            num_kept, num_bytes = num_kept + rest, num_bytes + form.num_bytes(rest)
+        if device in entry.forms:
+            weights = self._linear_weights
+            total = sum(weights.values())
+            rest = total - sum(count for form, count in self.forms if form.is_kept_on(device))
+            counts: dict[GroupForm, int] = {}
+            for role, count in weights.items():
+                rounded = entry.form(device, role)
+                counts[rounded] = counts.get(rounded, 0) + count * rest // total
+            num_kept += rest
+            num_bytes += sum(rounded.num_bytes(count) for rounded, count in counts.items())
             if not self.vocabulary_forms and (form := entry.head_form(device)) is not None:
                 head = math.prod(self.vocabulary)
                 num_kept, num_bytes = num_kept + head, num_bytes + form.num_bytes(head)
@@ -153,15 +160,28 @@ class ModelSpec:
         """True if the files are quantised, in forms whose products "cpu" or "cuda" has."""
         return bool(self.forms) and all(form.is_kept_on(device) for form, _ in self.forms)
 
-    @property
-    def _num_linear_weights(self) -> int:
-        """Of those that `EngineArgs.quantization` quantises: all but routers, and the gates of shared experts."""
-        return sum(
-            kind.num_layers * math.prod(linear.shape)
+    def _num_orders(self, form: GroupForm, count: int) -> int:
+        """Columns with an order of their own, of so many weights of a form: each projection has its order."""
+        if not form.ordered_in:
+            return 0
+        pairs = [
+            (kind.num_layers, linear.out_sizes)
             for kind in self.layer_kinds
             for role, linear in kind.linears.items()
-            if role not in ("router", "shared_gate")
-        )
+            if linear.in_size == form.ordered_in and role not in EXPERT_ROLES
+        ]
+        num_out = sum(num_layers * sum(sizes) for num_layers, sizes in pairs)
+        return count * sum(num_layers * len(sizes) for num_layers, sizes in pairs) // num_out
+
+    @property
+    def _linear_weights(self) -> dict[str, int]:
+        """Those that `EngineArgs.quantization` quantises, by role: all but routers, and the gates of shared experts."""
+        counts: dict[str, int] = {}
+        for kind in self.layer_kinds:
+            for role, linear in kind.linears.items():
+                if role not in ("router", "shared_gate"):
+                    counts[role] = counts.get(role, 0) + kind.num_layers * math.prod(linear.shape)
+        return counts
 
     @property
     def _norm_params(self) -> int:

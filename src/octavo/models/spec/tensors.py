@@ -39,6 +39,8 @@ class TensorNames:
     is_conv1d: bool = False
 
 
+EXPERT_ROLES = "experts_in", "experts_out"
+"""Linear layers of the experts that a router chooses from."""
 LLAMA_NAMES = TensorNames()
 """Transformers' names in the Llama family."""
 
