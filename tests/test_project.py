@@ -144,7 +144,6 @@ COVERED_BY = {
     "reference/step.py": "triton/sampling/test_step_inputs.py",
     "cpu/attention.py": "reference/test_attention.py",
     "cpu/ops.py": "reference/test_norms.py",
-    "cpu/recurrent.py": "reference/test_recurrent.py",
     "cpu/sampling.py": "reference/test_sampling.py",
     "triton/launch.py": "triton/test_precompile.py",
     "group_form.py": "cpu/test_grouped_linear.py",
