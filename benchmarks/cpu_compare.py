@@ -6,6 +6,7 @@
     transformers   SmolLM2-135M in bfloat16: one sequence, sixteen, a prompt of 512 tokens
     llamacpp       the same with random weights in Qwen2.5-0.5B's shape, in bfloat16
     quantised      llama.cpp's files in 4 and 8 bits, of that shape in three types and of SmolLM2 as it is published
+    kinds          a hybrid with recurrent layers and a model with experts, from llama.cpp's files
     int8           both models with --quantization int8 relative to bfloat16, and the change in perplexity
     prefix         time to first token after a prefix of 842 tokens, cached and not cached
     memory         peak memory of serving SmolLM2, and the time of a first one-token request
@@ -38,6 +39,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import random_gguf
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -355,15 +357,29 @@ def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
 def quantised(report: Report, args: argparse.Namespace) -> None:
     python = args.llamacpp or llamacpp_python()
     files = {f"Qwen2.5-0.5B's shape, {kind}": quantised_gguf(kind, python) for kind in ("Q4_0", "Q4_K_M", "Q8_0")}
-    for title, path in {**files, "SmolLM2-135M, Q4_1": open_checkpoint(SMOLLM2).path}.items():
+    files["SmolLM2-135M, Q4_1"] = open_checkpoint(SMOLLM2).path
+    beside_llamacpp(report, args, files, {"batch 1": 1.15, "16 together": 1.8, "prefill": 1.7})
+
+
+def kinds(report: Report, args: argparse.Namespace) -> None:
+    files, folder = {}, models_folder()
+    for kind in ("Q8_0", "BF16"):
+        path = folder / f"qwen3.5-0.8b-shape.{kind}.gguf"
+        files[f"Qwen3.5-0.8B's shape, {kind}"] = random_gguf.write(path, random_gguf.qwen35_08b(), kind)
+    for kind in ("Q4_0", "Q8_0"):
+        path = folder / f"qwen3-30b-a3b-8-layers.{kind}.gguf"
+        files[f"8 layers of Qwen3-30B-A3B's, {kind}"] = random_gguf.write(path, random_gguf.qwen3_30b_a3b(8), kind)
+    beside_llamacpp(report, args, files, {"batch 1": 1.1, "16 together": 1.1, "prefill": 1.2})
+
+
+def beside_llamacpp(report: Report, args: argparse.Namespace, files: dict[str, Path], goals: dict[str, float]) -> None:
+    """Both engines read the same files."""
+    python = args.llamacpp or llamacpp_python()
+    for title, path in files.items():
         peers = {"octavo": Peer("octavo", path), "llama.cpp": Peer("llamacpp", path, python=python)}
         figures = run_rounds(peers, dict.fromkeys(peers, tuple(CASES)), args)
         ours, theirs = figures["octavo"], figures["llama.cpp"]
-        ratios = [
-            ("batch 1, to llama.cpp's batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.15),
-            ("16 together, to llama.cpp's 16", ratio(ours, "16 together", theirs, "16 together"), 1.8),
-            ("prefill of 512 tokens", ratio(ours, "prefill", theirs, "prefill"), 1.7),
-        ]
+        ratios = [(f"{CASES[case]}, to llama.cpp's", ratio(ours, case, theirs, case), goals[case]) for case in CASES]
         report.speeds(title, figures, ratios)
         report.rows(title, "llama.cpp", figures, {case: case for case in CASES})
 
@@ -488,6 +504,7 @@ SECTIONS: dict[str, Callable[[Report, argparse.Namespace], None]] = {
     "transformers": with_transformers,
     "llamacpp": with_llamacpp,
     "quantised": quantised,
+    "kinds": kinds,
     "int8": int8,
     "prefix": prefix,
     "memory": memory,
