@@ -46,6 +46,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {}),
     "gpt2": ("gpt2", {}),
     "olmo2": ("olmo2", {}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
     "8-bit weights": ("llama", {"quantization": "int8"}),
     "8-bit K and V": ("gemma3", {"kv_cache_dtype": "int8"}),
 }
@@ -113,6 +116,8 @@ def variants(path: str, **options: Any) -> dict[str, list[Any]]:
         found["a cached prefix"] = first(llm)
         found["cached, beside 5"] = first(llm, 5)
         assert llm.kv_stats().num_hits
+    if "qwen3_" in path:  # recurrent layers do not speculate
+        return found
     with LLM(path, **options, spec_method="ngram") as llm:
         found["drafts"] = first(llm)
         found["drafts beside 20"] = first(llm, 20)

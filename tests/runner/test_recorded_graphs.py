@@ -99,9 +99,10 @@ def test_passes_of_many_rows_are_not_recorded(decoder: Decoder) -> None:
     assert Passes(decoder, pool(decoder)).graphs.max_slices == SMALL_BATCH_ROWS
 
 
-def test_other_passes_are_computed_by_the_model(tmp_path: Path) -> None:
-    """Passes of more rows, prefill passes, and all passes without graphs."""
-    model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_other_passes_are_computed_by_the_model(kind: str, tmp_path: Path) -> None:
+    """Passes of more rows, prefill passes, and all passes without graphs. A recording advances no recurrent state."""
+    model = str(make_tiny_checkpoint(kind, tmp_path / kind))
     always: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 40}
     replays: list[Any] = []
     prompts = [[3 + (7 * i + j) % 90 for j in range(5)] for i in range(SMALL_BATCH_ROWS + 3)]

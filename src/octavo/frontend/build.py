@@ -401,9 +401,8 @@ def _start_executor(
 
 
 def _has_graphs(resolved: ResolvedModel) -> bool:
-    """A trial replay of a CPU's recorded passes would advance recurrent states, and record no collective."""
-    is_unfit = resolved.kv.state_bytes or (resolved.platform.is_host and resolved.ranks is not None)
-    return not resolved.args.enforce_eager and not is_unfit
+    """A CPU's recorded passes would record no collective."""
+    return not resolved.args.enforce_eager and not (resolved.platform.is_host and resolved.ranks is not None)
 
 
 def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor, capacity: Capacity) -> Engine:

@@ -72,7 +72,7 @@ class Experts:
         inner = self.up.method.experts_in(x, self.up.bias, routing, self.gate)
         y = self.down.method.experts_out(inner, self.down.bias, routing)
         if self.shared is not None:
-            y += self.shared.partial(x) * self.shared_gate(x).float().sigmoid().to(x.dtype)
+            y += self.ops.sigmoid_mul(self.shared.partial(x), self.shared_gate(x))
         return y
 
     @property

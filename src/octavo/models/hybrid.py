@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import head_dim_of
-from octavo.kernels.reference.norms import NormedResidual, accumulation_dtype
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.decoder import Decoder
 from octavo.models.layers import Attention, Mixer
 from octavo.models.linear import LayerFactory, Linear, Weight
@@ -45,7 +44,7 @@ class GatedAttention(Attention):
         q = self.ops.rope_kv_write(
             q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, eps=self.eps, **self.head_norms
         )
-        return self._attend(q, batch, kv_layer) * gate.sigmoid()
+        return self.ops.sigmoid_mul(self._attend(q, batch, kv_layer), gate)
 
 
 class GatedDeltaNet:
@@ -60,7 +59,7 @@ class GatedDeltaNet:
         linears, own_linears = spec.recurrent_linears, own.recurrent_linears
         self.qkv, self.out = (Linear(linears[role], own_linears[role], factory, role) for role in ("qkv", "out"))
         self.key_heads: Tensor | None = None  # of each head of V
-        if spec.pairing == "tiled":
+        if spec.pairing == "tiled" and spec.num_value_heads > spec.num_key_heads:
             first = self.tp.start(spec.num_value_heads, own.num_value_heads)
             self.key_heads = (first + torch.arange(own.num_value_heads, device=factory.device)) % spec.num_key_heads
         self.conv, self.norm = empty(own.conv_channels, own.conv_size), empty(own.value_dim)
@@ -89,7 +88,7 @@ class GatedDeltaNet:
 
     def _mix(self, projected: Tensor, batch: RaggedBatch, states: Tensor) -> Tensor:
         """The layer between its projections; see `HybridSpec.recurrent_linears`."""
-        spec, wide = self.spec, accumulation_dtype(projected.dtype)
+        spec = self.spec
         qkv, gate, b, a = torch.split(projected, [spec.conv_channels, *self.qkv.own.out_sizes[3:]], dim=1)
         qkv = self.ops.causal_conv(qkv, self.conv, states, self.first, batch)
         q, k, v = torch.split(qkv, list(spec.conv_sizes), dim=1)
@@ -97,10 +96,9 @@ class GatedDeltaNet:
         if self.key_heads is not None:
             q, k = q[:, self.key_heads], k[:, self.key_heads]
         v = v.view(len(v), -1, spec.value_dim)
-        decay = -self.log_decay.exp() * F.softplus(a.to(wide) + self.step_bias)
-        x = self.ops.gated_delta_rule(q, k, v, decay, b.to(wide).sigmoid(), states, self.first_matrix, batch)
-        x = self.ops.rms_norm(x, self.norm, spec.rms_norm_eps).flatten(1)
-        return (x.to(wide) * F.silu(gate.to(wide))).to(projected.dtype)
+        decay, beta = self.ops.delta_gates(a, b, self.log_decay, self.step_bias)
+        x = self.ops.gated_delta_rule(q, k, v, decay, beta, states, self.first_matrix, batch)
+        return self.ops.gated_rms_norm(x, self.norm, gate, spec.rms_norm_eps)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         prefix += "linear_attn."

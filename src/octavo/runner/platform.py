@@ -184,8 +184,6 @@ class CpuPlatform(Platform):
             text, remedy = f"dtype {dtype}", "use bfloat16"
         elif native.library() is None:
             text, remedy = "a CPU without a C++ compiler", "install g++"
-        elif spec.recurrent_layers:
-            text, remedy = f"{spec.architecture}, whose recurrent layers compute prompts in chunks", "remove it"
         elif not native.supports_sizes(spec.head_dim, spec.num_heads // spec.num_kv_heads):
             text, remedy = f"the attention heads of {spec.architecture}", "remove it"
         elif isinstance(spec, GPTSpec) and spec.names.project_in in spec.others:

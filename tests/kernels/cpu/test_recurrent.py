@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -60,6 +60,33 @@ def test_the_references_numbers(
             out = getattr(ops, operation)(*arguments, states.pool, 3, states.batch)
             found.append(torch.cat([out.float().flatten(), *(states.after(s) for s, (n, _) in enumerate(slices) if n)]))
         assert relative_error(found[1], found[0]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_heads", [1, 3, 16])
+def test_gates_are_the_references_and_rows_have_the_bits_of_those_alone(dtype: torch.dtype, num_heads: int) -> None:
+    num_tokens, size = 9, 40
+    gate, a, b = torch.randn(num_tokens, num_heads * (size + 2)).mul(4).to(dtype).split(
+        [num_heads * size, num_heads, num_heads], dim=1
+    )  # fmt: skip
+    column = torch.randn(num_tokens, 1)
+    x, parameters = torch.randn(num_tokens, num_heads, size).to(dtype), torch.randn(2, num_heads)
+    operations: list[tuple[str, Callable[[slice], tuple[Tensor, ...]]]] = [
+        ("delta_gates", lambda rows: (a[rows], b[rows], *parameters)),
+        ("gated_rms_norm", lambda rows: (x[rows], torch.linspace(0, 2, size), gate[rows], 1e-6)),
+        ("sigmoid_mul", lambda rows: (x[rows].flatten(1), gate[rows])),
+        ("sigmoid_mul", lambda rows: (x[rows].flatten(1), column[rows])),
+    ]
+    for name, arguments in operations:
+        found, wanted = (getattr(ops, name)(*arguments(slice(None))) for ops in (cpu, reference))
+        alone = [getattr(cpu, name)(*arguments(slice(row, row + 1))) for row in range(num_tokens)]
+        if isinstance(found, Tensor):
+            found, wanted, alone = (found,), (wanted,), [(row,) for row in alone]
+        for i, tensor in enumerate(found):
+            assert (
+                tensor.dtype == wanted[i].dtype and relative_error(tensor.float(), wanted[i].float()) < TOLERANCE[dtype]
+            )
+            assert torch.equal(tensor, torch.cat([row[i] for row in alone]))
 
 
 def test_the_same_bits_for_any_slices_beside_any_sequences() -> None:

@@ -412,7 +412,6 @@ struct GatherColumns {
 
 #include "grouped.h"
 #include "experts.h"
-#include "recurrent.h"
 
 // -- norms, activations, rope -----------------------------------------------------------------------------------------
 
@@ -857,6 +856,8 @@ template <class T> void sample(const Sample &a) {
     });
 }
 
+#include "recurrent.h"
+
 }  // namespace
 
 // -- functions for native.py ------------------------------------------------------------------------------------------
@@ -891,6 +892,9 @@ FOR_EACH_KIND(EXPORT_KIND)
     EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                      \
     EXPORT causal_conv_##NAME(const CausalConv *a) { causal_conv<T>(*a); }          \
     EXPORT delta_rule_##NAME(const DeltaRule *a) { delta_rule<T>(*a); }             \
+    EXPORT delta_gates_##NAME(const DeltaGates *a) { delta_gates<T>(*a); }          \
+    EXPORT gated_rms_norm_##NAME(const GatedNorm *a) { gated_rms_norm<T>(*a); }     \
+    EXPORT sigmoid_mul_##NAME(const SigmoidGate *a) { sigmoid_mul<T>(*a); }         \
     EXPORT experts_in_##NAME(const Experts *a) { experts_in<T>(*a, plain_products<T>); } \
     EXPORT experts_out_##NAME(const Experts *a) { experts_out<T>(*a, plain_products<T>); } \
     EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                               \

@@ -100,6 +100,19 @@ _DeltaRule = _struct(
     (LONG, "q_stride k_stride v_stride num_heads num_key_heads key_dim value_dim"),
     (INT, "num_threads"),
 )
+_DeltaGates = _struct(
+    "DeltaGates", (POINTER, "a b log_decay step_bias decay beta"), (LONG, "num_tokens num_heads a_stride b_stride")
+)
+_GatedNorm = _struct(
+    "GatedNorm",
+    (POINTER, "x weight gate out"),
+    (FLOAT, "eps"),
+    (LONG, "num_tokens num_heads size gate_stride"),
+    (INT, "num_threads"),
+)
+_SigmoidGate = _struct(
+    "SigmoidGate", (POINTER, "x gate out"), (LONG, "num_rows size gate_stride"), (INT, "is_column num_threads")
+)
 _Norm = _struct(
     "Norm",
     (POINTER, "x residual weight out residual_out"),
@@ -233,10 +246,18 @@ class Library:
             ):
                 self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
         self._functions["route_tokens", None] = _function(with_gil, "route_tokens")
-        for name in ("experts_in", "experts_out", "causal_conv", "delta_rule"):
+        for name in ("experts_in", "experts_out", "causal_conv", "delta_rule", "gated_rms_norm"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(without_gil, f"{name}_{suffix}")
-        for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "sample"):
+        for name in (
+            "add_rms_norm",
+            "silu_mul",
+            "delta_gates",
+            "sigmoid_mul",
+            "rope_kv_write",
+            "decode_attention",
+            "sample",
+        ):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(with_gil, f"{name}_{suffix}")
         words = (ctypes.c_char_p * 3).in_dll(without_gil, "instructions")
@@ -454,6 +475,30 @@ class Library:
             torch.get_num_threads(),
         )
         self._call("delta_rule", v.dtype, arguments, q, k, v, decay, beta, states, batch, out)
+        return out
+
+    def delta_gates(self, a: Tensor, b: Tensor, log_decay: Tensor, step_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """See `reference.delta_gates`."""
+        decay, beta = torch.empty(2, *a.shape)
+        tensors = a, b, log_decay, step_bias, decay, beta
+        arguments = _DeltaGates(*map(_pointer, tensors), *a.shape, a.stride(0), b.stride(0))
+        self._call("delta_gates", a.dtype, arguments, *tensors)
+        return decay, beta
+
+    def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        """See `reference.gated_rms_norm`."""
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        tensors = x, weight, gate, out
+        arguments = _GatedNorm(*map(_pointer, tensors), eps, *x.shape, gate.stride(0), torch.get_num_threads())
+        self._call("gated_rms_norm", x.dtype, arguments, *tensors)
+        return out
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `reference.sigmoid_mul`."""
+        out, is_column = torch.empty_like(x), gate.shape[1] < x.shape[1]
+        pointers = map(_pointer, (x, gate, out))
+        arguments = _SigmoidGate(*pointers, *x.shape, gate.stride(0), is_column, torch.get_num_threads())
+        self._call("sigmoid_mul", x.dtype, arguments, x, gate, out)
         return out
 
     def rope_kv_write(

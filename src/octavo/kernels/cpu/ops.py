@@ -17,7 +17,7 @@ from octavo.kernels.cpu.attention import paged_attention
 from octavo.kernels.cpu.experts import experts_in, experts_out, pack_experts, route
 from octavo.kernels.cpu.grouped_linear import keeps_groups
 from octavo.kernels.cpu.packed_linear import embed, pack_groups
-from octavo.kernels.cpu.recurrent import causal_conv, gated_delta_rule
+from octavo.kernels.cpu.recurrent import causal_conv, delta_gates, gated_delta_rule, gated_rms_norm, sigmoid_mul
 from octavo.kernels.cpu.sampling import (
     apply_token_bitmask,
     finite_rows,
@@ -61,11 +61,13 @@ __all__ = [
     "block_copy",
     "causal_conv",
     "commit_sampled_tokens",
+    "delta_gates",
     "experts_in",
     "experts_out",
     "few_rows_linear",
     "finite_rows",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gather_own_rows",
     "gelu",
     "gelu_mul",
@@ -91,6 +93,7 @@ __all__ = [
     "route",
     "sample",
     "sample_checked",
+    "sigmoid_mul",
     "silu_mul",
     "swap_in",
     "swap_out",

@@ -35,6 +35,11 @@ struct States {
     }
 };
 
+inline float sigmoid(float x) {
+    float e = exp_of_negative(-std::fabs(x));
+    return (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
 // -- convolution ------------------------------------------------------------------------------------------------------
 
 struct CausalConv {
@@ -73,10 +78,7 @@ template <class T> void causal_conv(const CausalConv &a) {
                 const float *row = rows + (next + tap) % a.size * CONV_CHANNELS, *weights = taps + tap * CONV_CHANNELS;
                 for (long c = 0; c < CONV_CHANNELS; c++) sums[c] += row[c] * weights[c];
             }
-            for (long c = 0; c < CONV_CHANNELS; c++) {
-                float e = exp_of_negative(-std::fabs(sums[c]));
-                sums[c] *= (sums[c] < 0 ? e : 1.0f) / (1.0f + e);
-            }
+            for (long c = 0; c < CONV_CHANNELS; c++) sums[c] *= sigmoid(sums[c]);
             T *out = static_cast<T *>(a.out) + t * a.num_channels + first;
             for (long c = 0; c < width; c++) out[c] = narrow<T>(sums[c]);
         }
@@ -187,5 +189,68 @@ template <class T> void delta_rule(const DeltaRule &a) {
                     copy_columns(reinterpret_cast<float *>(strip) + row * STRIP + done, to, num);
                 });
             }
+    });
+}
+
+// -- gates ------------------------------------------------------------------------------------------------------------
+
+// Rows of a gate are parts of longer rows, gate_stride apart. The bits of a row do not depend on the other rows.
+
+struct DeltaGates {
+    const void *a, *b;                  // [num_tokens, num_heads]
+    const float *log_decay, *step_bias;  // [num_heads]
+    float *decay, *beta;                 // [num_tokens, num_heads]
+    long num_tokens, num_heads, a_stride, b_stride;
+};
+
+template <class T> void delta_gates(const DeltaGates &g) {
+    auto *a = static_cast<const T *>(g.a), *b = static_cast<const T *>(g.b);
+    for (long t = 0; t < g.num_tokens; t++)
+        for (long h = 0; h < g.num_heads; h++) {
+            float step = wide(a[t * g.a_stride + h]) + g.step_bias[h];
+            float softplus = std::max(step, 0.0f) + std::log1p(std::exp(-std::fabs(step)));
+            g.decay[t * g.num_heads + h] = -std::exp(g.log_decay[h]) * softplus;
+            g.beta[t * g.num_heads + h] = sigmoid(wide(b[t * g.b_stride + h]));
+        }
+}
+
+struct GatedNorm {
+    const void *x;        // [num_tokens, num_heads, size]
+    const float *weight;  // [size]
+    const void *gate;     // [num_tokens, num_heads * size]
+    void *out;
+    float eps;
+    long num_tokens, num_heads, size, gate_stride;
+    int num_threads;
+};
+
+template <class T> void gated_rms_norm(const GatedNorm &a) {
+    long width = a.num_heads * a.size;
+    parallel_for(a.num_tokens, a.num_tokens * width > WORTH_A_THREAD ? a.num_threads : 1, [&](long t) {
+        float *numbers = scratch<0>(a.size);
+        for (long h = 0; h < a.num_heads; h++) {
+            auto *gate = static_cast<const T *>(a.gate) + t * a.gate_stride + h * a.size;
+            T *out = static_cast<T *>(a.out) + t * width + h * a.size;
+            widen(static_cast<const T *>(a.x) + t * width + h * a.size, a.size, numbers);
+            rms_norm_row(numbers, a.weight, a.eps, a.size, out);
+            for (long i = 0; i < a.size; i++) out[i] = narrow<T>(wide(out[i]) * wide(gate[i]) * sigmoid(wide(gate[i])));
+        }
+    });
+}
+
+struct SigmoidGate {
+    const void *x, *gate;  // [num_rows, size]; or gate [num_rows] float32
+    void *out;
+    long num_rows, size, gate_stride;
+    int is_column, num_threads;
+};
+
+template <class T> void sigmoid_mul(const SigmoidGate &a) {
+    parallel_for(a.num_rows, a.num_rows * a.size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
+        auto *x = static_cast<const T *>(a.x) + row * a.size, *gate = static_cast<const T *>(a.gate) + row * a.gate_stride;
+        T *out = static_cast<T *>(a.out) + row * a.size;
+        float column = a.is_column ? rounded<T>(sigmoid(static_cast<const float *>(a.gate)[row * a.gate_stride])) : 0.0f;
+        for (long i = 0; i < a.size; i++)
+            out[i] = narrow<T>(wide(x[i]) * (a.is_column ? column : rounded<T>(sigmoid(wide(gate[i])))));
     });
 }

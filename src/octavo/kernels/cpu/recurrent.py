@@ -26,6 +26,26 @@ def gated_delta_rule(
     return operation(q, k, v, decay, beta, states, first, batch)
 
 
+def delta_gates(a: Tensor, b: Tensor, log_decay: Tensor, step_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.delta_gates`."""
+    library = _library_for(a, log_decay, step_bias)
+    operation = reference.delta_gates if library is None else library.delta_gates
+    return operation(a, b, log_decay, step_bias)
+
+
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """See `reference.gated_rms_norm`."""
+    library = _library_for(x, weight)
+    operation = reference.gated_rms_norm if library is None else library.gated_rms_norm
+    return operation(x, weight, gate, eps)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See `reference.sigmoid_mul`."""
+    library = _library_for(x, *(() if gate.dtype == x.dtype else (gate,)))
+    return reference.sigmoid_mul(x, gate) if library is None else library.sigmoid_mul(x, gate)
+
+
 def _library_for(x: Tensor, *others: Tensor) -> native.Library | None:
     """x: float32 or bfloat16, its rows may be apart    others: float32"""
     has_functions = native.supports(x) and all(other.dtype == torch.float32 for other in others)

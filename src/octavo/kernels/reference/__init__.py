@@ -41,7 +41,7 @@ from octavo.kernels.reference.norms import (
     rms_norm,
     silu_mul,
 )
-from octavo.kernels.reference.recurrent import causal_conv, gated_delta_rule
+from octavo.kernels.reference.recurrent import causal_conv, delta_gates, gated_delta_rule, gated_rms_norm, sigmoid_mul
 from octavo.kernels.reference.rope import apply_rope, rope_table
 from octavo.kernels.reference.sampling import (
     apply_token_bitmask,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference.norms import accumulation_dtype
+from octavo.kernels.reference.norms import accumulation_dtype, rms_norm
 
 L2_EPS = 1e-6
 """Added to the squared length of a head of Q and K before it is normalised."""
@@ -76,6 +76,26 @@ def gated_delta_rule(
         out[tokens] = delta_rule_step(q[tokens], k[tokens], wide[tokens], decay[tokens], beta[tokens], state[:num])
     write_state(states, batch, first, state[torch.argsort(order)].flatten(1))
     return out.to(v.dtype)
+
+
+def delta_gates(a: Tensor, b: Tensor, log_decay: Tensor, step_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """decay = -exp(log_decay) softplus(a + step_bias) and beta = sigmoid(b), in `accumulation_dtype`.
+
+    a, b [num_tokens, num_heads]    log_decay, step_bias [num_heads]
+    """
+    dtype = accumulation_dtype(a.dtype)
+    return -log_decay.exp() * F.softplus(a.to(dtype) + step_bias), b.to(dtype).sigmoid()
+
+
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """rms_norm of each head, times silu(gate); x [num_tokens, num_heads, size], gate [num_tokens, num_heads * size]."""
+    dtype = accumulation_dtype(x.dtype)
+    return (rms_norm(x, weight, eps).flatten(1).to(dtype) * F.silu(gate.to(dtype))).to(x.dtype)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate); x [num_tokens, size], gate [num_tokens, size] in x's dtype, or [num_tokens, 1] float32."""
+    return x * gate.to(accumulation_dtype(x.dtype)).sigmoid().to(x.dtype)
 
 
 def delta_rule_step(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, beta: Tensor, state: Tensor) -> Tensor:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from octavo.kernels.reference import (
     causal_conv,
+    delta_gates,
     finite_rows,
     gated_delta_rule,
+    gated_rms_norm,
     gelu,
     layer_norm,
     pack_experts,
     rope_table,
+    sigmoid_mul,
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.attention.paged_attention import paged_attention
@@ -54,11 +57,13 @@ __all__ = [
     "block_copy",
     "causal_conv",
     "commit_sampled_tokens",
+    "delta_gates",
     "experts_in",
     "experts_out",
     "few_rows_linear",
     "finite_rows",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gather_own_rows",
     "gelu",
     "gelu_mul",
@@ -84,6 +89,7 @@ __all__ = [
     "route",
     "sample",
     "sample_checked",
+    "sigmoid_mul",
     "silu_mul",
     "swap_in",
     "swap_out",

@@ -8,7 +8,8 @@ this; if it fails, passes run unrecorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class RecordedGraphs:
         batch = inputs.batch
         of_groups = (batch.slot_mapping, batch.block_tables, batch.window_slots, batch.window_tables)
         own = [buffer for buffer in of_groups if buffer is not None]
+        self._state_tables = batch.state_tables
         self._buffers = (inputs.token_ids, batch.seq_lens, batch.positions, *own)
         self._graphs: dict[Hashable, tuple[native.RecordedCalls, Tensor]] = {}
         self.max_slices = 0 if native.library() is None else SMALL_BATCH_ROWS
@@ -44,14 +46,26 @@ class RecordedGraphs:
         """
         library = native.library()
         assert library is not None
-        work()
-        with library.record() as recording:
-            logits = work()
-        assert logits is not None
-        if self._replays_exactly(recording, logits, work):
-            self._graphs[name] = recording, logits
-        else:
-            self.max_slices = 0
+        with self._states_kept():
+            work()
+            with library.record() as recording:
+                logits = work()
+            assert logits is not None
+            if self._replays_exactly(recording, logits, work):
+                self._graphs[name] = recording, logits
+            else:
+                self.max_slices = 0
+
+    @contextmanager
+    def _states_kept(self) -> Iterator[None]:
+        """Inside, work advances states in the null block: it may write the same keys again, but not advance twice."""
+        if self._state_tables is None:
+            yield
+            return
+        before = self._state_tables.clone()
+        self._state_tables.zero_()
+        yield
+        self._state_tables.copy_(before)
 
     def replay(self, name: Hashable) -> Tensor:
         recording, logits = self._graphs[name]
