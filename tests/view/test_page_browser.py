@@ -696,6 +696,50 @@ def test_live_state_equals_the_pool_after_reconnects(browser: Any, busy: Busy) -
 
 
 @pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
+    """A model with recurrent layers."""
+    from tests.engine.models import write_tokenizer
+    from tests.models.tiny import make_tiny_checkpoint
+
+    directory = make_tiny_checkpoint("qwen3_5", tmp_path_factory.mktemp("model") / "hybrid")
+    write_tokenizer(directory)
+    server = Busy(str(directory))
+    server.start()
+    assert server.ready.wait(WAIT_MS / 1000)
+    yield server
+    server.leave.set()
+    server.join(WAIT_MS / 1000)
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_states_are_round_and_lit_with_their_sequence(browser: Any, hybrid: Busy, size: tuple[int, int]) -> None:
+    """In a running server. The corner of a cell is drawn for K and V, and not for a state."""
+    corner = """([block]) => {
+      const { grid } = octavoView.stage;
+      const { x, y } = grid.placeOf(block);
+      const scale = grid.canvas.width / grid.canvas.clientWidth;
+      const [left, top] = [x, y].map((edge) => Math.round((edge + 0.14 * grid.cell) * scale));
+      return grid.base.getContext("2d").getImageData(left, top, 1, 1).data[3] > 100;
+    }"""
+    with window(browser, f"{hybrid.url}#live", size=size) as shown, hybrid.kept_busy(""):
+        shown.until("[...octavoView.stage.pool.sequences.values()].some(s => s.group === 1 && s.blocks.length)")
+        shown.js("octavoView.uses.live.source.close()")  # the last moment stays
+        shown.js("octavoView.stage.paint(); octavoView.stage.grid._draw()")
+        main, state = shown.js(
+            "(([state]) => [state.main, state].map(({ uid, blocks }) => ({ uid, blocks })))"
+            "([...octavoView.stage.pool.sequences.values()].filter(s => s.group === 1 && s.blocks.length))"
+        )
+        shown.page.locator(f'.row[data-uid="{main["uid"]}"] .name').hover()
+        lit = shown.js("[...octavoView.stage.grid.marked.keys()]")
+        assert lit == main["blocks"] + state["blocks"]
+        for table, is_square in ((main, True), (state, False)):
+            assert shown.page.evaluate(corner, table["blocks"][:1]) == is_square
+            num_round = shown.page.locator(f'.row[data-uid="{table["uid"]}"] .chip.round').count()
+            assert num_round == (0 if is_square else len(table["blocks"]))
+        assert "two rings, c: a checkpoint of a state" in shown.page.inner_text("#legend")
+
+
+@pytest.fixture(scope="module")
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
     from tests.engine.models import make_talking_checkpoint
 

@@ -464,6 +464,47 @@ def test_block_details_tell_a_state_and_a_checkpoint() -> None:
     assert {"filled slots", "positions"} < facts[0].keys() and "positions" not in facts[2]
 
 
+def test_states_have_a_shape_a_label_and_a_legend() -> None:
+    """A sequence whose state is a checkpoint at first, and then its own. The last cell is another key's: it took a
+    block of the state, and the frames that this key gets have no owner of it."""
+    lab = Lab(30, 2, rows=4, windows=(4,), max_chunk=8, state_blocks=3, interval=4)
+    lab.add("a", [1, 2, 3, 4, 5, 6, 7], 8)
+    publisher = Publisher(lab.scheduler)
+    frames, tables = [], []
+    for _ in range(2):
+        lab.step()
+        (sequence,) = lab.scheduler.running[0].sequences
+        frames.append(json.loads(msgspec.json.encode(publisher.frame())))
+        tables.append([sequence.block_ids[:], sequence.windows[0].block_ids[:], sequence.state[:]])
+    script = """
+    const { Pool } = await load("pool");
+    const { PoolGrid, MODES } = await load("grid");
+    const { Stage } = await load("stage");
+    const [{ frames: [frame, next], tables }, seen] = [input, []];
+    for (const [pool, [full, , state]] of [[new Pool(frame), tables[0]], [new Pool(next), tables[1]]]) {
+      const grid = { mode: "state", pool, mark: (blocks) => seen.push([...blocks]) };
+      const label = (block) => PoolGrid.prototype._label.call(grid, block, pool.refs[block], pool.kindOf(block));
+      seen.push([full[0], state[0]].map(label));
+      for (const { uid } of pool.sequences.values()) Stage.prototype._markSequence.call({ pool, grid }, uid);
+    }
+    const kinds = (pool, mode) => Stage.prototype._legend.call({ pool, grid: { mode } }).map(([kind]) => kind);
+    const legend = (pool) => MODES.map((mode) => kinds(pool, mode));
+    const taken = new Pool(next);
+    taken.owner[tables[1][2][0]] = -1;
+    output([seen, legend(taken), legend({ windows: [] }), taken.kindOf(tables[1][2][0])]);
+    """
+    seen, legends, plain, taken = run_page(script, {"frames": frames, "tables": tables})
+    lab.run()
+    shown = []
+    for mark, (full, window, state) in zip("cs", tables, strict=True):
+        held = [block for block in window if block]
+        shown += [[str(full[0]), f"{mark}{state[0]}"], [*full, *state], [*held, *state], state]
+    assert seen == shown
+    assert all(kinds[-2:] == ["recurrent", "kept"] for kinds in legends) and "window" in legends[-1]
+    assert plain == [[kind for kind in kinds[:-2] if kind != "window"] for kinds in legends]
+    assert taken == ""
+
+
 def test_copy_link_button_restores_its_label() -> None:
     script = """
     const { copyLink } = await load("server");

@@ -131,6 +131,9 @@ def truth(world: World) -> dict[str, Any]:
         "owned": [owners[b] > 0 for b in blocks],
         "filled": [size if pool.seal_id[b] else filled.get(b, 0) for b in blocks],
         "groups": [groups.get(b, 0) for b in blocks],
+        "kinds": [
+            "" if groups.get(b) != cache.num_groups else "checkpoint" if pool.seal_id[b] else "state" for b in blocks
+        ],
         "checkpoints": sorted(checkpoints),
         "tables": sorted(
             (

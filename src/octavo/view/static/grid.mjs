@@ -8,7 +8,7 @@ import { reducedMotion } from "./dom.mjs";
 
 export const MODES = ["state", "owner", "references", "age", "group"];
 const DETAIL_PX = 9; // cells from this size on are drawn one by one
-const [FREE, CACHED, USED, OWNER, RAMP] = [0, 1, 2, 3, 11]; // indices of the palette
+const [FREE, CACHED, USED, KEPT, OWNER, RAMP] = [0, 1, 2, 3, 4, 12]; // indices of the palette
 const MIN_LABEL = 9; // px
 const FLASH_MS = 600;
 const MAX_FLASHES = 3000;
@@ -19,6 +19,14 @@ const RECOLOUR_MS = 500; // between two updates of ages
 export const STATE_SLOT = 5;
 const WINDOW_SLOTS = [1, 2, 3, 4, 6, 7];
 export const groupSlot = (pool, group) => (pool.isState(group) ? STATE_SLOT : WINDOW_SLOTS[(group - 1) % 6]);
+
+// K and V are square, states round; a checkpoint has a second ring.
+export function drawRing(c, x, y, size) {
+  const gap = Math.max(2, size * 0.1);
+  c.beginPath();
+  c.roundRect(x + gap, y + gap, size - 2 * gap, size - 2 * gap, size / 2);
+  c.stroke();
+}
 
 export class PoolGrid {
   // Draws a `Pool` (see pool.mjs). `onPoint(block)` gets the hovered block, `onPick(block)` the selected one; 0: none.
@@ -59,11 +67,14 @@ export class PoolGrid {
   retheme() {
     this.theme = readTheme();
     const { surface, accent, line, muted } = this.theme;
+    const state = (this.theme.state = rgb(ownerColour(STATE_SLOT)));
     this.ramp = ramp(this.theme, 8);
     const owners = Array.from({ length: 8 }, (_, slot) => rgb(ownerColour(slot)));
-    this.palette = [mix(line, surface, 0.55), mix(accent, surface, 0.38), accent, ...owners, ...this.ramp];
+    const used = [accent, mix(state, surface, 0.38)];
+    this.palette = [mix(line, surface, 0.55), mix(accent, surface, 0.38), ...used, ...owners, ...this.ramp];
     this.paletteImage = this.palette.map(pixel);
     this.hatch = this._hatch(css(mix(accent, surface, 0.14)), css(mix(accent, surface, 0.6)));
+    this.keptHatch = this._hatch(css(mix(state, surface, 0.14)), css(mix(state, surface, 0.6)));
     this.wasted = this._hatch(css(surface), css(mix(muted, surface, 0.45)));
     this.faint = css(muted);
     if (this.pool) this.recolour();
@@ -98,11 +109,12 @@ export class PoolGrid {
     const refs = pool.refs[block];
     if (!refs && !pool.cached[block]) return FREE;
     if (mode === "age") return RAMP + 7 - this._ageStep(block);
-    if (!refs) return CACHED;
+    const kind = pool.kindOf(block);
+    if (!refs) return kind ? KEPT : CACHED;
     if (mode === "owner") return OWNER + (pool.owner[block] < 0 ? 7 : pool.owner[block] % 8);
     if (mode === "group") return pool.groups[block] ? OWNER + groupSlot(pool, pool.groups[block]) : USED;
     if (mode === "references") return RAMP + Math.min(7, 2 * refs - 1);
-    return USED;
+    return kind ? OWNER + STATE_SLOT : USED;
   }
 
   _ageStep(block) {
@@ -307,8 +319,9 @@ export class PoolGrid {
 
   _drawCell(c, block, x, y, size) {
     const { pool, theme } = this;
-    const radius = Math.min(5, size * 0.14);
     const refs = pool.refs[block];
+    const kind = pool.kindOf(block);
+    const radius = kind ? size / 2 : Math.min(5, size * 0.14);
     c.beginPath();
     c.roundRect(x, y, size, size, radius);
     if (!refs && !pool.cached[block]) {
@@ -319,13 +332,14 @@ export class PoolGrid {
     }
     const colour = this.colourOf(block);
     if (!refs && this.mode !== "age") {
-      c.fillStyle = this.hatch;
+      c.fillStyle = kind ? this.keptHatch : this.hatch;
       c.fill();
-      c.strokeStyle = css(mix(theme.accent, theme.surface, 0.5));
+      c.strokeStyle = css(kind ? theme.state : mix(theme.accent, theme.surface, 0.5));
       c.stroke();
     } else this._fill(c, block, x, y, size, colour);
+    if (kind === "checkpoint") drawRing(c, x, y, size);
     if (size < 26) return; // a smaller label cannot be read
-    const label = this._label(block, refs);
+    const label = this._label(block, refs, kind);
     const ground = refs || this.mode === "age" ? mix(colour, theme.surface, 0.62) : theme.surface;
     const ink = inkOn(ground);
     const font = Math.min(14, Math.max(MIN_LABEL, Math.min(0.34, 1.4 / String(label).length) * size)); // fits the cell
@@ -362,12 +376,12 @@ export class PoolGrid {
     c.stroke();
   }
 
-  _label(block, refs) {
+  _label(block, refs, kind) {
     if (this.mode === "references" && refs) return `×${refs}`;
     if (this.mode === "owner" && refs) return this._letters(this.pool.ownersOf(block)) || "?";
-    if (this.mode === "group") return this.pool.groupName(this.pool.groups[block]).split(":")[0];
+    if (this.mode === "group" && !kind) return this.pool.groupName(this.pool.groups[block]).split(":")[0];
     if (this.mode === "age") return shortAge(this.pool.ageOf(block));
-    return block;
+    return `${{ state: "s", checkpoint: "c" }[kind] ?? ""}${block}`;
   }
 
   _letters(owners) {

@@ -68,8 +68,6 @@ export function showTables(pool, list, note, title = (sequence) => shorten(seque
   );
 }
 
-const partOf = (pool, i) => `part ${i + 1} of ${pool.stateBlocks} of a state`;
-
 const makeChip = (entry) => (entry ? h("span", { class: "chip" }, "", h("sup")) : h("span", { class: "more" }));
 
 function fillChip(pool, sequence, chip, i, block) {
@@ -79,9 +77,13 @@ function fillChip(pool, sequence, chip, i, block) {
   if (swapped && block > 0) delete chip.dataset.block;
   else chip.dataset.block = Math.abs(block);
   chip.firstChild.data = block === 0 ? "–" : swapped && block > 0 ? `h${block}` : String(Math.abs(block));
-  text(chip.lastChild, refs > 1 ? `×${refs}` : "");
+  const isState = pool.isState(sequence.group);
+  const isKept = isState && refs && pool.sealIds[block];
+  text(chip.lastChild, `${isKept ? "c" : ""}${refs > 1 ? `×${refs}` : ""}`);
+  chip.classList.toggle("round", isState);
   chip.style.setProperty("--full", `${(100 * filled) / pool.blockSize}%`);
-  const part = pool.isState(sequence.group) ? partOf(pool, i) : `entry ${i}, ${filled} of ${pool.blockSize} slots`;
+  const whole = isKept ? "a checkpoint" : "a state";
+  const part = isState ? `part ${i + 1} of ${pool.stateBlocks} of ${whole}` : `entry ${i}, ${filled} of ${pool.blockSize} slots`;
   chip.title = block === 0 ? "dropped: outside the attention window" : part;
 }
 
@@ -223,7 +225,7 @@ export function describeBlock(pool, block) {
   const owners = ownersOf(pool, block).join(", ");
   const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners}` : "";
   const group = pool.groupOf(block);
-  return `Block ${block}: ${state}${held}${group && `, group ${group}`}${pool.checkpointOf(block) ? ", checkpoint" : ""}`;
+  return `Block ${block}: ${state}${held}${group && `, group ${group}`}${pool.kindOf(block) === "checkpoint" ? ", checkpoint" : ""}`;
 }
 
 // The names of a block's owners. If only a key's own requests are shown, a used block without owner is another key's.
@@ -244,12 +246,11 @@ export function showBlock(pool, block, root, { tokens = null, details = null } =
   const index = sequence ? pool.entry[block] : -1;
   const [start, filled] = [index * pool.blockSize, pool.filledOf(block)];
   const positions = index < 0 || !filled ? "–" : `${start} to ${start + filled - 1}`;
-  const isState = pool.refs[block] + pool.cached[block] && pool.isState(pool.groups[block]);
   const facts = [
     ["block", block],
     ["state", pool.stateOf(block)],
     ["references", pool.refs[block]],
-    ...(isState
+    ...(pool.kindOf(block)
       ? factsOfState(pool, block, sequence)
       : [
           ["filled slots", `${filled} of ${pool.blockSize}`],
@@ -318,7 +319,7 @@ function branch(pool, nodes, left) {
         if (cached) chip.title = "cached: no references, can be found";
         else if (pool.owner[block] >= 0) paint(chip, pool.owner[block]);
         if (run.find((node) => node.block === block).isKept) {
-          chip.append(h("sup", {}, "s"));
+          chip.append(h("sup", {}, "c"));
           chip.title = `${chip.title && `${chip.title}; `}a checkpoint of the state after it is kept`;
         }
         item.append(chip);

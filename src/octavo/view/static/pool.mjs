@@ -312,6 +312,12 @@ export class Pool {
     return group > this.windows.length;
   }
 
+  // "checkpoint" of a sealed state's block, "state" of another state's, else "". A block that another key took is neither.
+  kindOf(block) {
+    if (!this.isState(this.groups[block])) return "";
+    return this.sealIds[block] ? "checkpoint" : this.owner[block] >= 0 ? "state" : "";
+  }
+
   // The checkpoint that a block is part of, { full, part }: the block whose seal it hangs on, 0 if that is gone, and which
   // block of the state it is, from 0. null: it is part of none.
   checkpointOf(block) {
@@ -385,6 +391,7 @@ export class Pool {
       owned: blocks.map((block) => this.owner[block] >= 0),
       filled: blocks.map((block) => this.filledOf(block)),
       groups: blocks.map((block) => (this._word(block) ? this.groups[block] : 0)),
+      kinds: blocks.map((block) => this.kindOf(block)),
       checkpoints: blocks.flatMap((block) => {
         const { full, part } = this.checkpointOf(block) ?? {};
         return full == null ? [] : [[block, full, part, full ? this.tokensUpTo(full) : null]];

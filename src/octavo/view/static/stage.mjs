@@ -2,7 +2,7 @@
 
 import { css, mix, ownerColour, rgb } from "./colours.mjs";
 import { $, format, h, renderList, text } from "./dom.mjs";
-import { MODES, PoolGrid, STATE_SLOT } from "./grid.mjs";
+import { MODES, PoolGrid, drawRing } from "./grid.mjs";
 import * as panels from "./panels.mjs";
 import { Pool } from "./pool.mjs";
 import { Timeline } from "./timeline.mjs";
@@ -18,11 +18,12 @@ const LEGENDS = {
   group: {
     used: "layers that see all tokens",
     window: "layers with a sliding window",
-    recurrent: "states of recurrent layers",
     cached: "cached",
     free: "free",
   },
 };
+
+const STATES = { recurrent: "round, s: a sequence's state", kept: "two rings, c: a checkpoint of a state" };
 
 export class Stage {
   constructor() {
@@ -154,7 +155,7 @@ export class Stage {
     if (block) for (const chip of document.querySelectorAll(`.chip[data-block="${block}"]`)) chip.classList.add("on");
   }
 
-  // Hovering a chip highlights its block; hovering a row highlights all of its blocks.
+  // Hovering a chip highlights its block; hovering a row highlights all of its blocks, and the sequence's state.
   _link(panel) {
     panel.addEventListener("pointerover", (event) => {
       const chip = event.target.closest(".chip");
@@ -177,8 +178,11 @@ export class Stage {
   }
 
   _markSequence(uid) {
-    const sequence = this.pool?.sequences.get(Number(uid));
-    const blocks = sequence && !this.pool.isSwapped(sequence) ? sequence.blocks : [];
+    const { pool } = this;
+    const sequence = pool?.sequences.get(Number(uid));
+    const isMarked = (each) => each === sequence || (each.main === sequence.main && pool.isState(each.group));
+    const tables = sequence && !pool.isSwapped(sequence) ? [...pool.sequences.values()].filter(isMarked) : [];
+    const blocks = tables.flatMap((each) => each.blocks);
     this.grid.mark(new Set(blocks.filter((block) => block > 0)), this.grid.arrow);
   }
 
@@ -226,31 +230,35 @@ export class Stage {
   // [[kind, meaning], ...] of the pool's blocks.
   _legend() {
     const { pool } = this;
-    const missing = { window: !pool?.windows.length, recurrent: !pool?.stateBlocks };
-    return Object.entries(LEGENDS[this.grid.mode]).filter(([kind]) => !missing[kind]);
+    const kinds = Object.entries({ ...LEGENDS[this.grid.mode], ...(pool?.stateBlocks && STATES) });
+    return kinds.filter(([kind]) => kind !== "window" || pool?.windows.length);
   }
 
   // As the grid draws such blocks.
   _drawLegend() {
-    const { theme, ramp, hatch } = this.grid;
+    const { theme, ramp, hatch, keptHatch, mode } = this.grid;
+    const ofState = mode === "state" || mode === "group" ? theme.state : theme.muted; // else it has another colour
     this._legend().forEach(([kind], i) => {
       const c = $("#legend").children[i].firstChild.getContext("2d");
-      const owners = { owner: [0], shared: [0, 1], window: [1], recurrent: [STATE_SLOT] }[kind]?.map((slot) => rgb(ownerColour(slot)));
-      const tones = owners ?? [{ few: ramp[1], many: ramp[7], free: theme.line }[kind] ?? theme.accent];
-      const isPale = owners || kind === "used" || kind === "partly";
+      const owners = { owner: [0], shared: [0, 1], window: [1] }[kind]?.map((slot) => rgb(ownerColour(slot)));
+      const colours = { few: ramp[1], many: ramp[7], free: theme.line, recurrent: ofState, kept: ofState };
+      const tones = owners ?? [colours[kind] ?? theme.accent];
+      const isPale = owners || ["used", "partly", "recurrent", "kept"].includes(kind);
+      const isHatched = kind === "cached" || (kind === "kept" && mode !== "age");
       c.clearRect(0, 0, 28, 28);
       c.lineWidth = 2;
       c.beginPath();
-      c.roundRect(2, 2, 24, 24, 4);
+      c.roundRect(2, 2, 24, 24, kind in STATES ? 12 : 4);
       c.save();
       c.clip();
       tones.forEach((tone, j) => {
-        c.fillStyle = kind === "cached" ? hatch : css(mix(tone, theme.surface, isPale ? 0.62 : 1));
+        c.fillStyle = isHatched ? (kind === "kept" ? keptHatch : hatch) : css(mix(tone, theme.surface, isPale ? 0.62 : 1));
         if (kind !== "free") c.fillRect(0, 14 * j, kind === "partly" ? 14 : 28, 28);
       });
       c.restore();
       c.strokeStyle = css(tones[0]);
       c.stroke();
+      if (kind === "kept") drawRing(c, 2, 2, 24);
     });
   }
 
