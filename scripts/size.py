@@ -22,20 +22,20 @@ BUDGETS: dict[str, int] = {
     "frontend": 2505,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
     "text": 2574,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), helpers; output parsers 560,
     # of them harmony and calls in XML 310
-    "kernels": 9480,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
-    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance
+    "kernels": 9546,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
+    # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits, batch invariance; recurrent layers 190
     "models": 4756,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290; llama.cpp's
     # files of hybrids 120, columns in another order 35, layers that keep 8 bits 25
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 4130,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 4134,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs
     "serve": 5011,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants; harmony 40
     "simulate": 3325,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
     "bench": 1111,  # `octavo bench`; perplexity of a text
     "view": 3672,  # live view with ranks, flight recorder and player, playground; lessons, of them 650 lines of texts
-    "view (JavaScript)": 2299,  # the page, without a framework; the card of ranks
+    "view (JavaScript)": 2324,  # the page, without a framework; the card of ranks, states 25
     "cluster": 997,  # the Ray Serve application: replicas, the pool with a slot a number, failover, `octavo cluster`
     "cli": 2387,  # one file a command; `octavo top` reads every engine of a server and its ranks, and fits the terminal
     "utils": 24,  # the argument parser of vLLM's scripts, the choice of the event loop
