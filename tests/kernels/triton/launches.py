@@ -324,5 +324,5 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     kv_copies,
     sampling,
 )
-TILED = (prefill, linear, quantised, experts)
+TILED = (prefill, linear, quantised, experts, recurrent)
 """Those whose kernels need the most shared memory."""
