@@ -104,9 +104,11 @@ def delta_chunks(inputs: DeltaInputs) -> None:
     """Compute all chunks but last ones of at most `STEPS` positions."""
     num_heads, batch = inputs.v.shape[1], inputs.batch
     num_chunks = max_tiles(batch, inputs.chunk, STEPS)
-    shape = num_chunks, num_heads, inputs.chunk, inputs.chunk
-    solution, scores = torch.empty(2, *shape, dtype=torch.float32, device=inputs.v.device)
-    factors = torch.empty(*shape[:2], 4, inputs.chunk, dtype=torch.float32, device=inputs.v.device)
+    shape = num_chunks, num_heads, 4, inputs.chunk
+    factors = torch.empty(shape, dtype=torch.float32, device=inputs.v.device)
+    # One number in float32, or two in bfloat16.
+    squares = torch.empty(2, *shape[:2], inputs.chunk**2, dtype=torch.float32, device=inputs.v.device)
+    solution, scores = squares.view(torch.bfloat16 if inputs.k.dtype == torch.bfloat16 else torch.float32)
     _prepare_chunks[(num_chunks, num_heads)](
         *inputs.of_tokens, solution, scores, factors, batch.num_seqs, **inputs.key_sizes, num_warps=4
     )
@@ -131,12 +133,30 @@ def _inverse_length(heads):
 
 @triton.jit
 def _product(a, b):
-    """In float32, by products of parts. Three of bfloat16 would be exact for a in bfloat16; the third is below 1e-5."""
+    """Of a in bfloat16: with the two parts of b, whose rest is below 1e-5 of it. Else in float32."""
     if a.dtype == tl.bfloat16:
         high = b.to(tl.bfloat16)
         return tl.dot(a, high) + tl.dot(a, (b - high).to(tl.bfloat16))
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
+
+
+@triton.jit
+def _store_square(ptr, at, values, CHUNK: tl.constexpr):
+    """Store a matrix of a chunk; for products in bfloat16 as the sum of two."""
+    high = values.to(ptr.dtype.element_ty)
+    tl.store(ptr + at, high)
+    if ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(ptr + at + CHUNK * CHUNK, (values - high).to(tl.bfloat16))
+
+
+@triton.jit
+def _square_product(ptr, at, b, CHUNK: tl.constexpr):
+    """The product of a stored matrix with b. That of both low parts is left out."""
+    square = _product(tl.load(ptr + at), b)
+    if ptr.dtype.element_ty == tl.bfloat16:
+        square += tl.dot(tl.load(ptr + at + CHUNK * CHUNK), b.to(tl.bfloat16))
+    return square
 
 
 @triton.jit
@@ -206,11 +226,14 @@ def _prepare_chunks(
         is_below = i[:, None] > i[None, :]
         between = tl.cumsum(tl.where(is_below, decays[:, None], 0.0), 0)
         between = tl.where(i[:, None] >= i[None, :], tl.exp(between), 0.0) * k_scale[None, :]
-        square = own * CHUNK + i[:, None] * CHUNK + i[None, :]
-        tl.store(scores + square, tl.dot(qs, tl.trans(ks), input_precision="tf32x3") * q_scale[:, None] * between)
+        PARTS: tl.constexpr = 4 // (scores.dtype.element_ty.primitive_bitwidth // 8)
+        square = own * (CHUNK * PARTS) + i[:, None] * CHUNK + i[None, :]
+        products = tl.dot(qs, tl.trans(ks), input_precision="tf32x3") * q_scale[:, None] * between
+        _store_square(scores, square, products, CHUNK)
         betas = tl.load(beta + of_token, mask=token < end, other=0.0)
         lower = tl.dot(ks, tl.trans(ks), input_precision="tf32x3") * (k_scale * betas)[:, None] * between
-        tl.store(solution + square, _inverse(tl.where(is_below, lower, 0.0), CHUNK) * betas[None, :])
+        inverse = _inverse(tl.where(is_below, lower, 0.0), CHUNK)
+        _store_square(solution, square, inverse * betas[None, :], CHUNK)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -262,8 +285,9 @@ def _walk_chunks(
         state = tl.load(states + at, mask=is_state & has_state, other=0.0)
         i = tl.arange(0, CHUNK)
         square = i[:, None] * CHUNK + i[None, :]
-        solution += own * CHUNK * CHUNK
-        scores += own * CHUNK * CHUNK
+        PARTS: tl.constexpr = 4 // (scores.dtype.element_ty.primitive_bitwidth // 8)
+        solution += own * (CHUNK * CHUNK * PARTS)
+        scores += own * (CHUNK * CHUNK * PARTS)
         factors += own * CHUNK * 4
         for chunk in range(num_chunks):
             token = begin + chunk * CHUNK + i
@@ -272,16 +296,16 @@ def _walk_chunks(
             cell = token.to(tl.int64)[:, None] * v_stride + head * VALUE_DIM + column[None, :]
             vs = tl.load(v + cell, mask=mask, other=0.0).to(tl.float32)
             change = vs - _product(ks, state) * tl.load(factors + CHUNK + i)[:, None]
-            added = _product(tl.load(solution + square), change)
+            added = _square_product(solution, square, change, CHUNK)
             qs = _load_heads(q, token, end, q_stride, head // GROUP, KEY_DIM, KEYS)
             outputs = _product(qs, state) * tl.load(factors + 2 * CHUNK + i)[:, None]
-            outputs += _product(tl.load(scores + square), added)
+            outputs += _square_product(scores, square, added, CHUNK)
             cell = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * VALUE_DIM + column[None, :]
             tl.store(out + cell, outputs.to(out.dtype.element_ty), mask=mask)
             rest = tl.load(factors + 3 * CHUNK + i)
             state = state * tl.load(factors + CHUNK - 1) + _product(tl.trans(ks), added * rest[:, None])
-            solution += NUM_HEADS * CHUNK * CHUNK
-            scores += NUM_HEADS * CHUNK * CHUNK
+            solution += NUM_HEADS * CHUNK * CHUNK * PARTS
+            scores += NUM_HEADS * CHUNK * CHUNK * PARTS
             factors += NUM_HEADS * CHUNK * 4
         at, is_state = strip_places(table, first, head, column, is_column, KEY_DIM, KEYS, VALUE_DIM, WIDTH, WHOLE_ROWS)
         tl.store(states + at, state, mask=is_state)
