@@ -56,6 +56,15 @@ def test_a_tokens_bits_do_not_depend_on_the_batch() -> None:
         assert all(torch.equal(some.after(i), together.after(s)) for i, s in enumerate(chosen))
 
 
+def test_more_sequences_than_a_search_reads_at_once() -> None:
+    slices, num_channels, size = [(70, 70), *[(1, 5)] * 258, (2, 30), (1, 1), (66, 70)], 5, 3
+    inputs = torch.randn(sum(n for n, _ in slices), num_channels), torch.randn(num_channels, size)
+    found, wanted = (make_states(slices, 0, (size - 1) * num_channels) for _ in range(2))
+    out, expected = run(cuda.causal_conv, inputs, found), run(reference.causal_conv, inputs, wanted)
+    assert relative_error(out, expected.double()) < 2e-6
+    assert all(torch.equal(found.after(s), wanted.after(s)) for s in range(len(slices)))
+
+
 def test_no_tokens() -> None:
     states = make_states([(0, 3)], 0, 12)
     assert run(cuda.causal_conv, (torch.randn(0, 4), torch.randn(4, 4)), states).shape == (0, 4)

@@ -73,6 +73,16 @@ def test_slices_in_turn(cuts: list[int]) -> None:
         assert torch.equal(torch.cat(outs), expected) and torch.equal(parts.after(0), whole.after(0))
 
 
+def test_more_sequences_than_a_search_reads_at_once() -> None:
+    slices = [(70, 70), *[(1, 5)] * 258, (9, 30), (1, 1), (66, 70)]
+    case = DeltaCase.random(sum(n for n, _ in slices), (1, 1), (4, 3))
+    found, wanted = case.states(slices), case.states(slices)
+    out, expected = case(found), case(wanted, reference.gated_delta_rule)
+    assert relative_error(out, expected.double()) < 2e-5
+    for s in range(len(slices)):
+        assert relative_error(found.after(s), wanted.after(s).double()) < 2e-5
+
+
 def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
     slices = BATCHES["mixed"]
     case = DeltaCase.random(sum(n for n, _ in slices), (1, 2), (10, 7))
