@@ -153,6 +153,7 @@ COVERED_BY = {
     "triton/linear/grouped_kernels.py": "triton/linear/test_grouped.py",
     "triton/linear/tuning.py": "triton/linear/test_skinny_hopper.py",
     "triton/experts/tuning.py": "triton/experts/test_assign.py",
+    "triton/recurrent/layout.py": "triton/recurrent/test_delta_rule.py",
     "triton/attention/kv_tile.py": "triton/attention/test_paged_attention.py",
     "triton/attention/softmax.py": "triton/attention/test_paged_attention.py",
     "triton/attention/prefill_tuning.py": "triton/attention/test_prefill_hopper.py",

@@ -217,6 +217,22 @@ def expert_layer(
     ops.experts_out(h, torch.empty(down, inner, dtype=dtype), down_bias, routing, num_experts)
 
 
+def recurrent() -> None:
+    """A layer of Qwen3.5-35B-A3B: prompts beside a step, and steps alone."""
+    dim, num_keys, num_heads = 128, 16, 32
+    num_channels = (2 * num_keys + num_heads) * dim
+    states, weight = torch.empty(3, 320 * 256), torch.empty(num_channels, 4)
+    for lens in ([100, 1], [1, 1]):
+        batch = RaggedBatch.from_lists(lens, [200, 200], [[1] * 13] * 2, BLOCK_SIZE)
+        batch = replace(batch, state_tables=torch.zeros(2, 196, dtype=torch.int32))
+        projected = torch.empty(sum(lens), num_channels + 64, dtype=BF16)[:, :num_channels]
+        qkv = ops.causal_conv(projected, weight, states, 0, batch)
+        q, k, v = torch.split(qkv, [num_keys * dim, num_keys * dim, num_heads * dim], dim=1)
+        heads = (x.view(len(x), -1, dim) for x in (q, k, v))
+        decay, beta = torch.empty(2, len(v), num_heads)
+        ops.gated_delta_rule(*heads, decay, beta, states, 3 * num_channels, batch)
+
+
 def sums_over_ranks() -> None:
     for size, dtype in ((2, BF16), (4, F16), (3, F32)):
         shapes = reduce.buffer_shapes(size, 1 << 22)
@@ -302,10 +318,11 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     linear,
     quantised,
     experts,
+    recurrent,
     sums_over_ranks,
     norms_and_activations,
     kv_copies,
     sampling,
 )
-TILED = (prefill, linear, quantised, experts)
+TILED = (prefill, linear, quantised, experts, recurrent)
 """Those whose kernels need the most shared memory."""

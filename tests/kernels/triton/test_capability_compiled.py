@@ -152,8 +152,10 @@ STACK = {
     "_prefill": 64,
     "_apply_filters": 24,
     "grouped_product": 128,
+    "_prepare_chunks": 240,
+    "_walk_chunks": 504,  # on sm_80 alone
 }
-"""Bytes of a thread's stack, where some variants have any: for spilled registers, but of no inner loop."""
+"""Bytes of a thread's stack, where some variants have any: spilled registers, of no inner loop but `_walk_chunks`'."""
 
 
 def check_compiled(line: str, capability: tuple[int, int]) -> None:

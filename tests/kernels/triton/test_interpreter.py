@@ -18,6 +18,7 @@ PARTS = {
     "attention": ["attention"],
     "sampling": ["sampling"],
     "experts": ["experts"],
+    "recurrent": ["recurrent"],
     "others": ["linear", "kv", *(path.name for path in HERE.glob("test_*.py") if is_interpreted(path.name))],
 }
 

@@ -6,10 +6,8 @@ Only this package imports triton, and only a GPU needs it. `capability` chooses 
 from __future__ import annotations
 
 from octavo.kernels.reference import (
-    causal_conv,
     delta_gates,
     finite_rows,
-    gated_delta_rule,
     gated_rms_norm,
     gelu,
     layer_norm,
@@ -35,6 +33,8 @@ from octavo.kernels.triton.linear.skinny import (
 )
 from octavo.kernels.triton.linear.tuning import max_small_batch_tokens
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
+from octavo.kernels.triton.recurrent.causal_conv import causal_conv
+from octavo.kernels.triton.recurrent.delta_rule import gated_delta_rule
 from octavo.kernels.triton.sampling.drafts import propose_drafts, reject_drafts
 from octavo.kernels.triton.sampling.logits_processors import (
     apply_row_logits_processors,

@@ -13,9 +13,9 @@ from tests.kernels.triton.device import DEVICE
 NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 6, 300, 4
 
 
-def make_state(num_groups: int = 1) -> RowState:
-    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu", num_groups=num_groups)
-    num_entries = NUM_ROWS * num_groups * MAX_BLOCKS
+def make_state(num_groups: int = 1, state_blocks: int = 0) -> RowState:
+    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu", num_groups=num_groups, state_blocks=state_blocks)
+    num_entries = NUM_ROWS * state.num_lines * MAX_BLOCKS
     state.block_tables[:-1] = torch.arange(1, num_entries + 1, dtype=torch.int32).view(NUM_ROWS, -1)
     state.last_token[:] = torch.randint(0, 50, (NUM_ROWS + 1,))
     state.done[2] = True

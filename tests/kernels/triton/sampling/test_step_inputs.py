@@ -27,6 +27,8 @@ def assert_equal_batches(actual: RaggedBatch, expected: RaggedBatch) -> None:
     for name in ("positions", "seq_lens"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
     assert actual.num_groups == expected.num_groups
+    if expected.state_tables is not None:
+        assert actual.state_tables is not None and torch.equal(actual.state_tables.cpu(), expected.state_tables)
     for group in range(expected.num_groups):
         found, wanted = actual.group(group), expected.group(group)
         assert torch.equal(found.slot_mapping.cpu(), wanted.slot_mapping), group
@@ -35,17 +37,19 @@ def assert_equal_batches(actual: RaggedBatch, expected: RaggedBatch) -> None:
             assert torch.equal(found.block_tables[i, :used].cpu(), wanted.block_tables[i, :used]), group
 
 
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_prepare_decode_inputs_matches_the_reference(num_groups: int) -> None:
+@pytest.mark.parametrize(("num_groups", "state_blocks"), [(1, 0), (3, 0), (1, 280)])
+def test_prepare_decode_inputs_matches_the_reference(num_groups: int, state_blocks: int) -> None:
     rows, depths = torch.tensor([4, 4, 4, 2, 0, NUM_ROWS, 1]), torch.tensor([0, 1, 2, 0, 0, 0, 0])
     ends, step_counter = torch.tensor([1104] * 3 + [9, 8, 0, 3]), torch.tensor([0])
-    state, steps = make_state(num_groups), []
+    state, steps = make_state(num_groups, state_blocks), []
     state.num_computed[[4, 2, 0, 1]] = torch.tensor([1101, 6, 8, 1])  # row 0 has computed its only position
     state.drafts[4, 0] = 77  # and no second draft
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, depths, ends)]
         sizes = {"max_blocks": MAX_BLOCKS, "block_size": BLOCK_SIZE, "num_windows": num_groups - 1}
-        step = DecodeInputs.allocate(*tensors, **sizes).first(7)
+        step = DecodeInputs.allocate(*tensors, **sizes, state_blocks=state_blocks).first(7)
+        if step.batch.state_tables is not None:
+            step.batch.state_tables.fill_(-1)
         ops.prepare_decode_inputs(to_device(state, device), step, BLOCK_SIZE)
         steps.append(step)
     expected, actual = steps
@@ -53,7 +57,7 @@ def test_prepare_decode_inputs_matches_the_reference(num_groups: int) -> None:
     assert expected.token_ids.tolist()[:2] == [int(state.last_token[4]), 77]
     assert expected.batch.seq_lens.tolist() == [1102, 1103, 0, 0, 0, 0, 2]
     for group in range(num_groups):
-        first = 1 + (4 * num_groups + group) * MAX_BLOCKS
+        first = 1 + (4 * state.num_lines + group) * MAX_BLOCKS
         assert expected.batch.group(group).slot_mapping.tolist()[0] == (first + 275) * BLOCK_SIZE + 1
     for name in ("live_rows", "token_ids"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
@@ -62,10 +66,10 @@ def test_prepare_decode_inputs_matches_the_reference(num_groups: int) -> None:
         assert torch.equal(getattr(actual.sampling, name).cpu(), getattr(expected.sampling, name)), name
 
 
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_prepare_prefill_inputs_matches_the_reference(num_groups: int) -> None:
+@pytest.mark.parametrize(("num_groups", "state_blocks"), [(1, 0), (3, 0), (1, 280)])
+def test_prepare_prefill_inputs_matches_the_reference(num_groups: int, state_blocks: int) -> None:
     """A chunk, a decode, a row that is done, and a done row that gets a chunk longer than a program's tile."""
-    state = make_state(num_groups)
+    state = make_state(num_groups, state_blocks)
     state.done[3], state.num_computed[1] = True, 40
     counts = [3, 1, 1, 700]
     rows, starts = (
@@ -82,6 +86,9 @@ def test_prepare_prefill_inputs_matches_the_reference(num_groups: int) -> None:
             tables = torch.zeros(shape, dtype=torch.int32, device=device)
             slots = batch.slot_mapping.new_zeros(num_groups - 1, len(known))
             batch = replace(batch, window_tables=tables, window_slots=slots)
+        if state_blocks:
+            tables = torch.full((4, state_blocks), -1, dtype=torch.int32, device=device)
+            batch = replace(batch, state_tables=tables)
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
         ops.prepare_prefill_inputs(
             device_state, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE

@@ -40,13 +40,16 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *or_placeholder(inputs.rows, batch.common_prefix_lens, batch.window_tables, batch.window_slots),
+        *or_placeholder(
+            inputs.rows, batch.common_prefix_lens, batch.window_tables, batch.window_slots, batch.state_tables
+        ),
         sampling.position,
         tuple(getattr(sampling, name) for name in COLUMN),
         state.null_row,
         state.block_tables.stride(0),
         batch.block_tables.stride(0),
         *_window_strides(state, batch),
+        *_state_sizes(state, batch),
         NUM_WINDOWS=batch.num_groups - 1,
         COLUMNS=NUM_COLUMNS,
         BLOCK_SIZE=block_size,
@@ -61,6 +64,13 @@ def _window_strides(state: RowState, batch: RaggedBatch) -> tuple[int, int, int]
     if batch.window_tables is None or batch.window_slots is None:
         return 0, 0, 0
     return state.max_blocks, batch.window_tables.stride(0), batch.window_slots.stride(0)
+
+
+def _state_sizes(state: RowState, batch: RaggedBatch) -> tuple[int, int, int]:
+    """Of recurrent states: their first column in the row state's tables, how many, and the batch's tables' stride."""
+    if batch.state_tables is None:
+        return 0, 0, 0
+    return state.num_groups * state.max_blocks, state.state_blocks, batch.state_tables.stride(0)
 
 
 def prepare_prefill_inputs(
@@ -82,11 +92,12 @@ def prepare_prefill_inputs(
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *or_placeholder(rows, batch.window_tables, batch.window_slots),
+        *or_placeholder(rows, batch.window_tables, batch.window_slots, batch.state_tables),
         state.block_tables.stride(0),
         batch.block_tables.stride(0),
         batch.block_tables.shape[1],
         *_window_strides(state, batch),
+        *_state_sizes(state, batch),
         NUM_WINDOWS=batch.num_groups - 1,
         BLOCK_SIZE=block_size,
         TILE=tile,
@@ -121,9 +132,10 @@ def commit_sampled_tokens(
 
 # Numbers that vary between steps are not specialised on: every variant of a kernel is a compilation.
 WINDOW_STRIDES = ["group_stride", "window_tables_stride", "window_slots_stride"]
+STATE_SIZES = ["state_column", "state_blocks", "state_tables_stride"]
 
 
-@triton.jit(do_not_specialize=["null_row", "table_stride", "batch_table_stride", *WINDOW_STRIDES])
+@triton.jit(do_not_specialize=["null_row", "table_stride", "batch_table_stride", *WINDOW_STRIDES, *STATE_SIZES])
 def _prepare_decode_inputs(
     block_tables,
     last_token,
@@ -143,6 +155,7 @@ def _prepare_decode_inputs(
     common_prefix_lens,
     window_tables,
     window_slots,
+    state_tables,
     next_position,
     sampling,
     null_row,
@@ -151,6 +164,9 @@ def _prepare_decode_inputs(
     group_stride,
     window_tables_stride,
     window_slots_stride,
+    state_column,
+    state_blocks,
+    state_tables_stride,
     NUM_WINDOWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -181,6 +197,7 @@ def _prepare_decode_inputs(
 
     num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
     line = i.to(tl.int64) * batch_table_stride
+    _copy_table(table + state_column, state_tables + i * state_tables_stride, state_blocks, ~live, TILE)
     _copy_table(table, batch_tables + line, num_blocks, False, TILE)
     for group in range(NUM_WINDOWS):
         table += group_stride
@@ -231,7 +248,7 @@ def _line_position(rows, depths, ends, num_computed, drafts, done, i):
     return row, live, tl.where(live, position, 0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "batch_table_stride", "width", *WINDOW_STRIDES])
+@triton.jit(do_not_specialize=["table_stride", "batch_table_stride", "width", *WINDOW_STRIDES, *STATE_SIZES])
 def _prepare_prefill_inputs(
     block_tables,
     last_token,
@@ -248,12 +265,16 @@ def _prepare_prefill_inputs(
     batch_tables,
     window_tables,
     window_slots,
+    state_tables,
     table_stride,
     batch_table_stride,
     width,
     group_stride,
     window_tables_stride,
     window_slots_stride,
+    state_column,
+    state_blocks,
+    state_tables_stride,
     NUM_WINDOWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -292,6 +313,7 @@ def _prepare_prefill_inputs(
         tl.store(seq_lens + i, seq_len)
         num_blocks = tl.minimum(tl.cdiv(seq_len, BLOCK_SIZE), width)
         line = i.to(tl.int64) * batch_table_stride
+        _copy_table(table + state_column, state_tables + i * state_tables_stride, state_blocks, is_done, TILE)
         _copy_table(table, batch_tables + line, num_blocks, is_done, TILE)
         for group in range(NUM_WINDOWS):
             of_group = table + (group + 1) * group_stride
