@@ -35,7 +35,7 @@ quick: $(DEV) ## the inner loop, under a minute: lint, and the tests of the core
 	@$(BIN)/ruff check && $(BIN)/ruff format --check
 	@$(PYTEST) -n $(WORKERS) -m 'not slow and not proof' $(QUICK) $(ARGS)
 
-test: $(DEV) ## the tests, in six minutes on two cores; the end lists skipped tests with their reasons
+test: $(DEV) ## the tests, in a quarter of an hour on two cores; the end lists skipped tests with their reasons
 	@echo '== test'
 	@$(PYTEST) -n $(WORKERS) -m 'not slow and not proof' -rs $(ARGS)
 
