@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.capability import kernels_for
-from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
+from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_before_successor
 
 GROUP_ROWS = 16
 """Tiles of rows whose programs are adjacent for each tile of outputs: they read the same weights from the L2 cache."""
@@ -112,7 +112,7 @@ def _linear(
     x_ptrs = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride + column[None, :]
     weight_row = tl.minimum(output, num_out - 1)
     w_ptrs = weight + weight_row.to(tl.int64)[None, :] * num_in + column[:, None]
-    wait_for_predecessor(USE_PDL)
+    wait_before_successor(USE_PDL)
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in tl.range(0, num_in, COLUMNS, num_stages=STAGES):
         if EVEN:
