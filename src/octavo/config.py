@@ -164,7 +164,8 @@ class EngineArgs(ValidatedParams):
                               for quantised checkpoints, and for 16-bit ones if the processor has bfloat16 products,
                               else float32
     batch_invariant           the bits of tokens and log-probabilities do not depend on requests beside it, on chunks,
-                              cached prefixes or preemptions; on a CPU, in bfloat16. Long prompts are slower
+                              cached prefixes or preemptions; on a CPU, in bfloat16. Long prompts are slower, and on a
+                              GPU all steps
     load_format               auto: the checkpoint's weights; dummy: random weights, to measure speed without a download
     quantization              int8, int4: round weights of 16 bits to so many while they are loaded, with a scale for
                               each group of inputs; a CPU also rounds activations to int8. There, int4 leaves 8 bits to

@@ -6,19 +6,25 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.checkpoint.resolve import open_checkpoint
+from octavo.config import EngineArgs
 from octavo.core.policy import PreemptionMode
 from octavo.errors import ParameterError
 from octavo.kernels.cpu import invariant_ops, native, packed_linear
 from octavo.kernels.cpu.packed_linear import CpuFeatures
+from octavo.models.config import read_spec
 from octavo.models.linear_methods import PackedMethod, find_linear_method
+from octavo.runner.platform import CudaPlatform
 from tests.differential.test_transformers import ManualScheduler
-from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
+from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, write_tiny_gguf
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler")
 
@@ -165,3 +171,34 @@ def test_what_is_not_supported_is_refused(model: Any) -> None:
     ):
         with pytest.raises(ParameterError, match=message):
             LLM(model("llama"), **(PLAIN | options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("llama", {"tensor_parallel_size": 2}, "tensor_parallel_size 2 on a GPU; use one GPU"),
+        ("llama", {"quantization": "int8"}, "quantised weights on a GPU; use a checkpoint in 16 bits"),
+        ("Q8_0", {}, "quantised weights on a GPU"),
+        ("qwen3_5", {}, "recurrent layers on a GPU; set device to cpu"),
+        ("projected", {}, "with projected embeddings; remove it"),
+    ],
+)
+def test_what_a_gpu_does_not_support_is_refused(
+    kind: str, options: dict[str, Any], message: str, model: Any, tmp_path: Path
+) -> None:
+    platform = object.__new__(CudaPlatform)
+    path = model({"projected": "opt", "Q8_0": "llama"}.get(kind, kind))
+    if kind == "Q8_0":
+        path = str(write_tiny_gguf(Path(path), tmp_path / "m.gguf", quantisation=kind))
+    spec = read_spec(open_checkpoint(path))
+    if kind == "projected":
+        spec = replace(spec, embedding_size=24)
+    with pytest.raises(ParameterError, match=message):
+        platform.make_batch_invariant(spec, "bfloat16", EngineArgs(path, **options))
+
+
+def test_a_gpu_gets_its_invariant_operations(model: Any) -> None:
+    pytest.importorskip("triton")
+    platform, path = object.__new__(CudaPlatform), model("gpt_oss")
+    platform.make_batch_invariant(read_spec(open_checkpoint(path)), "bfloat16", EngineArgs(path))
+    assert platform.ops.__name__ == "octavo.kernels.triton.invariant_ops" and not platform.has_cascade  # type: ignore[attr-defined]

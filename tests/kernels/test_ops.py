@@ -17,6 +17,7 @@ MODULES = [
     "octavo.kernels.cpu.ops",
     "octavo.kernels.cpu.invariant_ops",
     "octavo.kernels.triton.ops",
+    "octavo.kernels.triton.invariant_ops",
 ]
 
 

@@ -146,7 +146,8 @@ class ResolvedModel:
         """See `Platform.precompiler`."""
         args = self.args
         sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, self.model_len
-        dtypes, passes = (self.dtype, self.kv.dtype), (args.enforce_eager, args.tensor_parallel_size)
+        dtypes = self.dtype, self.kv.dtype
+        passes = args.enforce_eager, args.tensor_parallel_size, args.batch_invariant
         return f"{self.spec} {dtypes} {sizes} {passes} {self.draft and (self.draft.spec, self.draft.dtype)}"
 
 
@@ -222,7 +223,7 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.prefers_bfloat16(spec))
     if args.batch_invariant:
-        platform.make_batch_invariant(spec, dtype)
+        platform.make_batch_invariant(spec, dtype, args)
     max_len = args.grouped_len(spec.max_model_len(args.max_model_len))
     own = spec.of_rank(args.tensor_parallel_size)
     kv = KVCacheSpec.of(own, args.block_size, _kv_dtype(args, spec, platform, dtype), max_len=max_len)

@@ -1,5 +1,5 @@
 """The operations of a platform: `kernels.reference`, `kernels.cpu.ops` and `kernels.triton.ops` are such modules,
-and so is `kernels.cpu.invariant_ops`.
+and so are `kernels.cpu.invariant_ops` and `kernels.triton.invariant_ops`.
 
 `reference` defines what each operation computes; see there. An implementation may have further keyword arguments, with
 defaults, for its own tests and benchmarks.
@@ -119,6 +119,10 @@ class ModelOps(Protocol):
     ) -> Tensor: ...
 
     def pack_experts(self, groups: Groups, num_experts: int) -> PackedExperts | None: ...
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
     # -- quantised weights ---------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class PlainMethod(LinearMethod):
     """The weight as it is in the checkpoint, in the model's dtype. Fused products are the platform's."""
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias)
+        return self.ops.linear(x, self.weight, bias)
 
     def gather_rows(self, indices: Tensor) -> Tensor:
         return packed_linear.embed(self.weight, indices)
@@ -176,7 +176,7 @@ class PlainMethod(LinearMethod):
     def logits(self, x: Tensor) -> Tensor:
         # On a GPU the sampler converts logits: a float32 copy would take longer than a layer.
         if x.is_cuda:
-            return F.linear(x, self.weight)
+            return self.ops.linear(x, self.weight, None)
         if x.dtype in (torch.bfloat16, torch.float16):  # F.linear would round the logits
             return packed_linear.blockwise_linear(x, self.weight)
         return F.linear(x, self.weight).float()
@@ -321,7 +321,7 @@ class PackedMethod(PlainMethod):
         return pack(part, self.backend) or part
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias) if self.packed is None else self.packed(x, bias)
+        return super().apply(x, bias) if self.packed is None else self.packed(x, bias)
 
     def gather_rows(self, indices: Tensor) -> Tensor:
         if self.packed is None:

@@ -80,14 +80,12 @@ class Platform:
     def compile_kernels(self) -> None:
         """Compile what a model needs for its first pass. Called on a thread while weights are loaded."""
 
-    def make_batch_invariant(self, spec: ModelSpec, dtype: str) -> None:
+    def make_batch_invariant(self, spec: ModelSpec, dtype: str, args: EngineArgs) -> None:
         """Operations of this instance give a row the same bits in every batch; see `EngineArgs.batch_invariant`.
 
         Raises `ParameterError` if they cannot, for this model in this dtype.
         """
-        raise ParameterError(
-            f"batch_invariant is not supported on {self.name} yet; set device to cpu", param="batch_invariant"
-        )
+        raise NotImplementedError
 
     def check_weights(self, weight_bytes: int, args: EngineArgs) -> None:
         """Raises `MemoryBudgetError` if the device has too little memory for the weights, before they are loaded."""
@@ -179,19 +177,19 @@ class CpuPlatform(Platform):
     def compile_kernels(self) -> None:
         native.library()
 
-    def make_batch_invariant(self, spec: ModelSpec, dtype: str) -> None:
+    def make_batch_invariant(self, spec: ModelSpec, dtype: str, args: EngineArgs) -> None:
         if dtype != "bfloat16":
             text, remedy = f"dtype {dtype}", "use bfloat16"
         elif native.library() is None:
             text, remedy = "a CPU without a C++ compiler", "install g++"
         elif not native.supports_sizes(spec.head_dim, spec.num_heads // spec.num_kv_heads):
             text, remedy = f"the attention heads of {spec.architecture}", "remove it"
-        elif isinstance(spec, GPTSpec) and spec.names.project_in in spec.others:
+        elif _projects_embeddings(spec):
             text, remedy = f"{spec.architecture} with projected embeddings", "remove it"
         else:
             self.ops = invariant_ops
             return
-        raise ParameterError(f"batch_invariant is not supported with {text}; {remedy}", param="batch_invariant")
+        raise _not_invariant(text, remedy)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -222,6 +220,22 @@ class CudaPlatform(Platform):
         from octavo.kernels.triton import ops  # needs Triton, which a CPU does without
 
         self.ops = ops
+
+    def make_batch_invariant(self, spec: ModelSpec, dtype: str, args: EngineArgs) -> None:
+        if args.tensor_parallel_size > 1:  # NCCL's order of addition depends on the size of the sum
+            text, remedy = f"tensor_parallel_size {args.tensor_parallel_size} on a GPU", "use one GPU"
+        elif args.quantization or any(form.is_kept_on(self.name) for form, _ in spec.forms + spec.vocabulary_forms):
+            text, remedy = "quantised weights on a GPU", "use a checkpoint in 16 bits, or set device to cpu"
+        elif spec.recurrent_layers:
+            text, remedy = "recurrent layers on a GPU", "set device to cpu"
+        elif _projects_embeddings(spec):
+            text, remedy = f"{spec.architecture} with projected embeddings", "remove it"
+        else:
+            from octavo.kernels.triton import invariant_ops as ops
+
+            self.ops, self.has_cascade = ops, False
+            return
+        raise _not_invariant(text, remedy)
 
     def check_ranks(self, size: int) -> None:
         if 1 < size > (num_gpus := torch.cuda.device_count()):
@@ -289,6 +303,15 @@ class CudaPlatform(Platform):
         with suppress(RuntimeError):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def _projects_embeddings(spec: ModelSpec) -> bool:
+    """By torch's products."""
+    return isinstance(spec, GPTSpec) and spec.names.project_in in spec.others
+
+
+def _not_invariant(text: str, remedy: str) -> ParameterError:
+    return ParameterError(f"batch_invariant is not supported with {text}; {remedy}", param="batch_invariant")
 
 
 def find_platform(name: str) -> Platform:

@@ -18,7 +18,7 @@ from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference import ExpertGate
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorState, RowState
-from octavo.kernels.triton import ops, reduce
+from octavo.kernels.triton import invariant_ops, ops, reduce
 from octavo.kernels.triton.capability import kernels_for
 from octavo.kernels.triton.linear.grouped_kernels import quantise
 
@@ -159,6 +159,17 @@ def small_layer(
         ops.norm_linear(residual, 1e-5, *qkv)
     if fits(down[0]):
         ops.add_linear(residual, torch.empty(num_tokens, inner, dtype=dtype), *down, norm)
+
+
+def batch_invariant() -> None:
+    """Products in both tiles, of sizes that end within a step, and in float32; a mixed pass."""
+    for num_out, num_in, dtype in ((1024, 4096, BF16), (151_936, 1024, F16), (70, 100, BF16), (512, 256, F32)):
+        x, weight = torch.empty(3, num_in, dtype=dtype), torch.empty(num_out, num_in, dtype=dtype)
+        for bias in (None, torch.empty(num_out, dtype=dtype)):
+            invariant_ops.linear(x, weight, bias)
+    batch = RaggedBatch.from_lists([300, 1], [600, 30], [[0] * 38] * 2, BLOCK_SIZE)
+    kv = torch.empty(3, 2, 2, 8, BLOCK_SIZE, 128, dtype=BF16)
+    invariant_ops.paged_attention(torch.empty(301, 16, 128, dtype=BF16), kv[:, 1], batch, scale=0.1)
 
 
 def quantised() -> None:
@@ -316,6 +327,7 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     prefill,
     float8,
     linear,
+    batch_invariant,
     quantised,
     experts,
     recurrent,
@@ -324,5 +336,5 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     kv_copies,
     sampling,
 )
-TILED = (prefill, linear, quantised, experts, recurrent)
+TILED = (prefill, linear, batch_invariant, quantised, experts, recurrent)
 """Those whose kernels need the most shared memory."""

@@ -35,6 +35,7 @@ from octavo.kernels.reference.norms import (
     gelu,
     gelu_mul,
     layer_norm,
+    linear,
     make_normed_residual,
     max_small_batch_tokens,
     norm_linear,

@@ -87,6 +87,11 @@ def add_linear(
     return make_normed_residual(residual.x + F.linear(x, weight, bias), norm)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias; x [num_tokens, num_in], weight [num_out, num_in], bias [num_out] or None."""
+    return F.linear(x, weight, bias)
+
+
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias of the small-batch path where `add_linear` needs other ranks' sums."""
     return F.linear(x, weight, bias)

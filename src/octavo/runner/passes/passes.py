@@ -52,7 +52,8 @@ class Passes:
         self._state, self._platform, self.max_lines = state, platform, max_lines
         self._block_size = state.kv.shape[4]
         self._prefill_sizes = prefill_sizes
-        self._decode_sizes, self._cascade_sizes = (sizes(num_rows) for sizes in (decode_sizes, cascade_sizes))
+        self._decode_sizes = decode_sizes(num_rows)
+        self._cascade_sizes = cascade_sizes(num_rows) if platform.has_cascade else []
         self._prefill_buffers: dict[int | PrefillSize, Tensor] = {}  # inputs of prefill graphs
         draft = state.draft
         self.draft_model = None if draft is None else DraftModel(draft, platform, inputs, num_rows, graphs=graphs)

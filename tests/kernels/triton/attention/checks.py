@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
+from octavo.kernels import reference
 from octavo.kernels.triton import ops as cuda
 from tests.kernels.pool import Case, naive_attention, norm_error, relative_error
 from tests.kernels.triton.device import DEVICE, NORM_TOLERANCE, TOLERANCE, on_device
@@ -32,3 +36,15 @@ def check(case: Case, window: int = 0) -> None:
     assert relative_error(out, expected) < TOLERANCE[case.q.dtype]
     assert norm_error(out, expected) < NORM_TOLERANCE[case.q.dtype]
     assert relative_error(lse, expected_lse) < 3e-6
+
+
+def quantised(case: Case, dtype: torch.dtype) -> tuple[Case, Tensor]:
+    """The case with its pool in float8, keys and values as the pool holds them, and the scales."""
+    scales = torch.rand(2, case.kv.shape[3]) * 0.02 + 0.005
+
+    def held(x: Tensor, scale: Tensor) -> Tensor:
+        return reference.to_float8(x, scale.unsqueeze(-1).expand(x.shape[:-1]), dtype).float() * scale[:, None, None]
+
+    pool = reference.to_float8(case.kv, scales[:, :, None].expand(case.kv.shape[2:5]), dtype)
+    keys, values = ([held(x, s) for x in part] for part, s in zip((case.keys, case.values), scales, strict=True))
+    return replace(case, kv=pool, keys=keys, values=values), scales

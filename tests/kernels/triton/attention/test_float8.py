@@ -6,27 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.triton import ops as cuda
-from tests.kernels.pool import Case, make_case, naive_attention, norm_error, relative_error
-from tests.kernels.triton.attention.checks import DECODE, MIXED
+from tests.kernels.pool import make_case, naive_attention, norm_error, relative_error
+from tests.kernels.triton.attention.checks import DECODE, MIXED, quantised
 from tests.kernels.triton.device import DEVICE, NORM_TOLERANCE, TOLERANCE, on_device
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
-
-
-def quantised(case: Case, dtype: torch.dtype) -> tuple[Case, Tensor]:
-    """The case with its pool in float8, keys and values as the pool holds them, and the scales."""
-    scales = torch.rand(2, case.kv.shape[3]) * 0.02 + 0.005
-
-    def held(x: Tensor, scale: Tensor) -> Tensor:
-        return reference.to_float8(x, scale.unsqueeze(-1).expand(x.shape[:-1]), dtype).float() * scale[:, None, None]
-
-    pool = reference.to_float8(case.kv, scales[:, :, None].expand(case.kv.shape[2:5]), dtype)
-    keys, values = ([held(x, s) for x in part] for part, s in zip((case.keys, case.values), scales, strict=True))
-    return dataclasses.replace(case, kv=pool, keys=keys, values=values), scales
 
 
 @DTYPES

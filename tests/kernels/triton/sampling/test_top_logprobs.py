@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +11,20 @@ import torch
 from octavo.kernels import reference
 from octavo.kernels.row_state import MAX_LOGPROBS, NUM_LOGPROBS
 from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.sampling.top_logprobs import token_logprobs_as_written
 from tests.kernels.triton.device import DEVICE
 from tests.kernels.triton.sampling.rows import make_state, to_device
 
 
+@pytest.mark.parametrize("token_logprobs", [cuda.token_logprobs, token_logprobs_as_written])
 @pytest.mark.parametrize("num_top", [0, 1, 20, 300, 5003])
-def test_token_logprobs_match_the_reference(num_top: int) -> None:
+def test_token_logprobs_match_the_reference(token_logprobs: Any, num_top: int) -> None:
     """Equal logits are ordered by token id, and -0 equals 0."""
     logits = torch.cat([torch.randn(3, 5003), torch.randn(2, 5003).round(), torch.zeros(1, 5003)])
     logits[5, ::3] = -0.0
     logits[1, 7:90] = -math.inf
     token_ids = torch.tensor([3, 50, 5002, 0, 9, 4000])
-    actual = cuda.token_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), num_top)
+    actual = token_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), num_top)
     for x, expected in zip(actual, reference.token_logprobs(logits, token_ids, num_top), strict=True):
         if x.is_floating_point():
             assert torch.allclose(x.cpu(), expected, atol=1e-5)
@@ -82,3 +85,19 @@ def test_write_logprobs_matches_the_reference(vocab: int, dtype: torch.dtype) ->
         and not num_written[2].any()
     )
     assert found[1, 2, 1] == 1 and found[1, 2, 2:5].tolist() == [0, 3, 6]  # the first of equals
+
+
+def test_log_probabilities_of_any_number_of_rows_have_the_bits_of_written_ones() -> None:
+    logits, tokens = (3 * torch.randn(40, 9003)).to(DEVICE), torch.randint(0, 9003, (40,)).to(DEVICE)
+    state, rows = make_state(), torch.zeros(40, dtype=torch.int64)
+    state.sampling_params[0, NUM_LOGPROBS] = 5
+    ring = torch.zeros(1, 40, 2 + 2 * MAX_LOGPROBS, dtype=torch.int32).to(DEVICE)
+    cuda.write_logprobs(to_device(state), rows.to(DEVICE), logits, tokens, ring, rows[:1].to(DEVICE))
+    together = token_logprobs_as_written(logits, tokens, 5)
+    found = [x.int() if x.dtype == torch.int64 else x.contiguous().view(torch.int32) for x in together]
+    first = 2 + MAX_LOGPROBS
+    for columns, part in zip((slice(0, 1), slice(1, 2), slice(2, 7), slice(first, first + 5)), found, strict=True):
+        assert torch.equal(ring[0, :, columns], part.view(40, -1))
+    for i in range(0, 40, 13):
+        alone = token_logprobs_as_written(logits[i : i + 1], tokens[i : i + 1], 5)
+        assert all(torch.equal(x, y[i : i + 1]) for x, y in zip(alone, together, strict=True))

@@ -60,6 +60,23 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     return (chosen - log_total).squeeze(1), ranks, top_ids, wide.gather(1, top_ids) - log_total
 
 
+def token_logprobs_as_written(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.token_logprobs`, in the bits of `write_logprobs`, for any number of rows: torch's sums depend on it.
+
+    For more than `MAX_TOP` tokens `reference` sorts the row, by its own sum.
+    """
+    if num_top > MAX_TOP:
+        return reference.token_logprobs(logits, token_ids, num_top)
+    num_rows, num = len(logits), max(1, min(num_top, logits.shape[1]))
+    params = token_ids.new_full((num_rows, NUM_COLUMNS), num)
+    lines = logits.new_empty(1, num_rows, 2 + 2 * num, dtype=torch.int32)
+    rows = torch.arange(num_rows, device=logits.device)
+    _launch(logits, (params, rows, token_ids, rows.new_zeros(1)), lines, num)
+    chosen, ranks, top_ids, top = lines[0].split([1, 1, num, num], dim=1)
+    chosen, top = (part.contiguous().view(torch.float32) for part in (chosen, top))
+    return chosen.squeeze(1), ranks.squeeze(1).long(), top_ids[:, :num_top].long(), top[:, :num_top]
+
+
 def _launch(logits: Tensor, per_row: tuple[Tensor, Tensor, Tensor, Tensor] | None, out: Tensor, num: int) -> None:
     """Launch both kernels.
 
