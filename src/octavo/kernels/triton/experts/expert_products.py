@@ -7,8 +7,8 @@ Others read the tiles of `assign`. Programs without tokens leave at once, so the
 A token's bits do not depend on the batch: each output is one sum in the order of the inputs, by the same instruction in
 tiles of any size, and the sum over a token's experts is a kernel of its own.
 
-Quantised weights are read in their bits. In registers, they become the numbers of x's dtype that a dequantised weight has,
-so that its products have the same bits.
+Quantised weights are read in their bits. In registers, they become the numbers of x's dtype that a dequantised weight
+has, so that its products have the same bits.
 """
 
 from __future__ import annotations
