@@ -1,11 +1,12 @@
-"""Experts of one layer on a GPU in bfloat16, checked against float32, then timed beside torch's grouped products.
+"""Experts of one layer on a GPU, checked against float32, then timed beside torch's grouped products.
 
     PYTHONPATH=src python benchmarks/kernels/bench_expert_products.py [--sweep] [--tokens 1,16,2048] [--seconds N]
 
 Microseconds a layer, from replays of a CUDA graph that takes turns with several layers' weights, each of which fills
 the cache by itself. `route`, `in` and `out` are timed alone, too: route with the tiles of large batches, out with its
 sum. `torch` sorts the pairs, gathers rows, and calls `torch._grouped_mm` twice with the gate between; its routing is
-given. GB/s are of the distinct experts' bytes, TFLOP/s of the pairs' products.
+given. GB/s are of the distinct experts' bytes, TFLOP/s of the pairs' products. Weights are in bfloat16, then in MXFP4;
+torch multiplies those of one dequantised layer.
 
 --sweep    also time other tunings of both products, from which `tile_tokens` and `expert_tuning` were chosen: the
            fastest as tile, rows x columns, warps, stages, and t for TMA. Those of 128 columns compare only: the bits
@@ -27,14 +28,18 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.reference import ExpertGate, Routing
 from octavo.kernels.reference.experts import gated
 from octavo.kernels.triton import ops, precompile
 from octavo.kernels.triton.experts.assign import assign
+from octavo.kernels.triton.experts.expert_products import GroupedRows, product_in, product_out
+from octavo.kernels.triton.experts.grouped_experts import GroupedExperts
 from octavo.kernels.triton.experts.tuning import (
     MAX_TILE_TOKENS,
     MIN_TILE_TOKENS,
     SCAN_TOKENS,
+    STEP_COLUMNS,
     ExpertTuning,
     expert_tuning,
     tile_tokens,
@@ -43,6 +48,7 @@ from octavo.kernels.triton.experts.tuning import (
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
 LAYERS, REPLAYS = 4, 5
 BF16 = torch.bfloat16
+MXFP4 = GroupForm(4, 32, is_float=True)
 
 
 @dataclass
@@ -56,33 +62,50 @@ class Model:
     top_k: int
     gate: ExpertGate
     biased: bool
-    layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
+    is_mxfp4: bool = False
+    layers: list[tuple[Tensor | GroupedRows, Tensor | GroupedRows, Tensor | None, Tensor | None]] = field(
+        default_factory=list
+    )
+    plain: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def allocate(self, num_layers: int) -> None:
         """Random weights, or none for 0."""
         self.layers.clear()
+        self.plain.clear()
         up, down = self.num_experts * 2 * self.inner, self.num_experts * self.hidden
-        for _ in range(num_layers):
-            weights = [
-                torch.empty(rows, size, dtype=BF16, device="cuda").normal_(0, size**-0.5)
-                for rows, size in ((up, self.hidden), (down, self.inner))
-            ]
+        for layer in range(num_layers):
+            made = [self._weight(rows, size, layer == 0) for rows, size in ((up, self.hidden), (down, self.inner))]
             biases = [torch.randn(rows, device="cuda").to(BF16) if self.biased else None for rows in (up, down)]
-            self.layers.append((weights[0], weights[1], biases[0], biases[1]))
+            self.layers.append((made[0][0], made[1][0], biases[0], biases[1]))
+            if layer == 0 or not self.is_mxfp4:
+                self.plain.append((made[0][1], made[1][1]))
+
+    def _weight(self, rows: int, size: int, is_first: bool) -> tuple[Tensor | GroupedRows, Tensor]:
+        """-> the weight, and the same in bfloat16; in MXFP4, that of the first layer alone"""
+        if not self.is_mxfp4:
+            weight = torch.empty(rows, size, dtype=BF16, device="cuda").normal_(0, size**-0.5)
+            return weight, weight
+        values = torch.randint(16, (rows, size), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(-10, -6, (rows, size // 32), device="cuda").float().exp2()
+        groups = Groups(MXFP4, values, scales)
+        packed = ops.pack_experts(groups, self.num_experts)
+        assert isinstance(packed, GroupedExperts)
+        return packed.rows, groups.dequantised().to(BF16) if is_first else torch.empty(0)
 
     def route(self, logits: Tensor) -> Routing:
         return ops.route(logits, self.top_k, softmax_first=not self.biased, renormalise=not self.biased)
 
     def experts_in(self, x: Tensor, routing: Routing, layer: int, tuning: ExpertTuning | None = None) -> Tensor:
         weight, _, bias, _ = self.layers[layer]
-        return ops.experts_in(x, weight, bias, routing, self.num_experts, self.gate, tuning=tuning)
+        return product_in(x, weight, bias, routing, self.num_experts, self.gate, tuning)
 
     def experts_out(self, h: Tensor, routing: Routing, layer: int, tuning: ExpertTuning | None = None) -> Tensor:
         _, weight, _, bias = self.layers[layer]
-        return ops.experts_out(h, weight, bias, routing, self.num_experts, tuning=tuning)
+        return product_out(h, weight, bias, routing, self.num_experts, tuning)
 
     def by_torch(self, x: Tensor, routing: Routing, layer: int) -> Tensor:
-        up, down, up_bias, down_bias = self.layers[layer]
+        up, down = self.plain[layer % len(self.plain)]
+        up_bias, down_bias = self.layers[layer][2:]
         experts = routing.experts.flatten()
         order = experts.argsort(stable=True)
         counts = (experts[:, None] == torch.arange(self.num_experts, device=x.device)).sum(0)
@@ -100,6 +123,7 @@ class Model:
 MODELS = [
     Model("Qwen3-30B-A3B", 2048, 768, 128, 8, ExpertGate("silu"), False),
     Model("gpt-oss-20b", 2880, 2880, 32, 4, ExpertGate("swiglu"), True),
+    Model("gpt-oss-20b in MXFP4", 2880, 2880, 32, 4, ExpertGate("swiglu"), True, is_mxfp4=True),
 ]
 
 
@@ -150,7 +174,8 @@ def norm_error(actual: Tensor, expected: Tensor) -> float:
 def check(model: Model, num_tokens: int) -> str:
     """The error of a layer, and whether tokens alone and in halves have the same bits."""
     batch = Batch.random(model, num_tokens)
-    x, routing, (up, down, up_bias, down_bias) = batch.x, model.route(batch.logits[0]), model.layers[0]
+    x, routing, (up, down) = batch.x, model.route(batch.logits[0]), model.plain[0]
+    up_bias, down_bias = model.layers[0][2:]
     y = model.experts_out(model.experts_in(x, routing, 0), routing, 0)
     expected_h = reference.experts_in(x.float(), up, up_bias, routing, model.num_experts, model.gate)
     expected = reference.experts_out(expected_h, down, down_bias, routing, model.num_experts)
@@ -181,7 +206,8 @@ def timings(model: Model, tokens: tuple[int, ...]) -> None:
             other = f"{type(error).__name__[:14]:>15}"
         used = sum(len(routing.experts.unique()) for routing in routings) / LAYERS
         weight = 3 * model.inner * model.hidden
-        gb, tflop = used * weight * 2 / us / 1e3, 2 * n * model.top_k * weight / us / 1e6
+        num_bytes = MXFP4.num_bytes(weight) if model.is_mxfp4 else 2 * weight
+        gb, tflop = used * num_bytes / us / 1e3, 2 * n * model.top_k * weight / us / 1e6
         times = "".join(f"{part:>8.1f}" for part in parts)
         print(f"{n:>6}{used:>8.0f}{times}{us:>9.1f}{other}{gb:>7.0f} GB/s {tflop:.0f} TFLOP/s", flush=True)
 
@@ -225,6 +251,8 @@ def sweep_cases(model: Model, num_tokens: int) -> Iterator[tuple[str, str, Calla
         for gated_product in (True, False):
             default = expert_tuning(batch.x, tokens, gated_product)
             for tuning in dict.fromkeys((default, *tunings(tokens, gated_product))):
+                if model.is_mxfp4 and (tuning.columns != STEP_COLUMNS or tuning.tma):
+                    continue
                 call: Callable[[int], object]
                 if gated_product:
                     call = lambda i, t=tuning, r=routings: model.experts_in(batch.x, r[i], i, t)  # noqa: E731
@@ -285,7 +313,7 @@ def main() -> None:
         model.allocate(LAYERS)
         print(f"\n{model.name}; errors:", *(check(model, n) for n in (1, 3, 64, 65, 300, 2000)), flush=True)
         timings(model, args.tokens)
-    for model, share in zip(MODELS, (0.5, 1.0), strict=True) if args.sweep else ():
+    for model, share in zip(MODELS, (0.33, 0.5, 1.0), strict=True) if args.sweep else ():
         print(f"\n{model.name}, sweep")
         sweep(model, args.tokens, time.monotonic() + (end - time.monotonic()) * share)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from octavo import LLM, SamplingParams
 from octavo.kernels import reference
+from octavo.kernels.groups import GroupForm
 from octavo.kernels.reference import ExpertGate, Routing
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.experts.assign import assign
@@ -15,7 +19,12 @@ from tests.kernels.triton.conftest import seed  # noqa: F401
 from tests.kernels.triton.experts.test_assign import *  # noqa: F403
 from tests.kernels.triton.experts.test_expert_products import *  # noqa: F403
 from tests.kernels.triton.experts.test_expert_products import GATES, Layer
+from tests.kernels.triton.experts.test_grouped_experts import *  # noqa: F403
+from tests.kernels.triton.experts.test_grouped_experts import MXFP4, random_groups
 from tests.kernels.triton.experts.test_route import *  # noqa: F403
+from tests.models.quantization import test_mxfp4
+from tests.models.tiny import make_tiny_checkpoint
+from tests.proof.ways import OPTIONS, WAYS
 
 TOP_K, SIZES = 8, (128, 2048, 768)
 """Of Qwen3-30B-A3B: experts, hidden and inner size."""
@@ -100,6 +109,35 @@ def test_kernels_that_overlap_match_separate_ones() -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, run(wait=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 65, 300, 2000])
+@pytest.mark.parametrize("form", [MXFP4, GroupForm(4, 32, has_zeros=True), GroupForm(8, 64, zero=128)], ids=str)
+def test_quantised_weights_of_a_real_shape(form: GroupForm, num_tokens: int) -> None:
+    """Those of gpt-oss with fewer experts: the bits of the products in bfloat16."""
+    num_experts, size, gate = 5, 2880, GATES[2]
+    x, logits = torch.randn(num_tokens, size, device="cuda").bfloat16(), torch.randn(num_tokens, num_experts).cuda()
+    routing = reference.route(logits, 4, softmax_first=False, renormalise=False)
+    up, down = random_groups(form, 2 * size, size), random_groups(form, size, size)
+    packed = [cuda.pack_experts(groups, num_experts) for groups in (up, down)]
+    assert packed[0] is not None and packed[1] is not None
+    h = packed[0].experts_in(x, None, routing, gate)
+    assert torch.equal(h, cuda.experts_in(x, up.dequantised().bfloat16(), None, routing, num_experts, gate))
+    expected = cuda.experts_out(h, down.dequantised().bfloat16(), None, routing, num_experts)
+    assert torch.equal(packed[1].experts_out(h, None, routing), expected)
+
+
+def test_tokens_of_mxfp4_are_those_of_the_dequantised_model(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("gpt_oss", tmp_path / "model", **test_mxfp4.SIZES)
+    twin = test_mxfp4.quantise(directory, torch.bfloat16)
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    for way in ("graphs", "eager", "windows"):
+        found = []
+        for path in (directory, twin):
+            with LLM(str(path), device="cuda", **(OPTIONS | {"dtype": "bfloat16"} | WAYS[way])) as llm:
+                found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        assert found[0] == found[1], way
 
 
 def test_offsets_past_2_to_the_31() -> None:

@@ -20,7 +20,7 @@ from octavo.kernels.cpu.packed_linear import TiledWeight
 from octavo.kernels.groups import GroupForm, Groups
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.models.linear import TensorParallel
-from octavo.models.linear_methods import MergedWeight, OrderedWeight, PackedMethod, find_linear_method
+from octavo.models.linear_methods import MergedWeight, OrderedWeight, PackedMethod, Role, find_linear_method
 from tests.models.quantization.writers import VARIANTS, quantise
 from tests.models.tiny import (
     PagedRun,
@@ -113,6 +113,19 @@ def test_nested_gguf_blocks_are_kept(quantisation: str, tmp_path: Path) -> None:
     ops = KeepingOps()
     assert_same_logits(path, ops)
     assert {(form.bits, form.is_nested) for form in ops.packed} == {(int(quantisation[1]), True)}
+
+
+INT4, MXFP4, FLOAT8 = GroupForm(4, 32, zero=8), GroupForm(4, 32, is_float=True), GroupForm(8, 128, is_float=True)
+
+
+@pytest.mark.parametrize(
+    ("role", "kept"),
+    [("linear", {INT4, FLOAT8}), ("experts", {INT4, MXFP4}), ("head", {INT4}), ("tied", set()), ("table", set())],
+)
+def test_what_a_gpu_keeps_by_role(role: Role, kept: set[GroupForm]) -> None:
+    """Only experts have products in MXFP4, and none in float8."""
+    method = PackedMethod(64, 256, ops=KeepingOps(), dtype=torch.bfloat16, device="cuda", role=role)  # type: ignore[arg-type]
+    assert {form for form in (INT4, MXFP4, FLOAT8) if method.keeps(form)} == kept
 
 
 DEQUANTISED = {"gptq 4, rest", "ct int4 tensor"}

@@ -66,7 +66,7 @@ class GroupForm:
         """True if the products of "cpu" or "cuda" keep weights of this form in their bits."""
         if device == "cpu":
             return (self.is_e2m1 or not self.is_float) and (self.is_nested or self.group_size % 32 == 0)
-        return not (self.is_nested or self.has_minima or self.is_e2m1) and self.bits in (4, 8)
+        return not (self.is_nested or self.has_minima) and self.bits in (4, 8)
 
 
 GGUF_FORMS: dict[str, GroupForm] = {

@@ -243,9 +243,10 @@ class PackedMethod(PlainMethod):
         self.fused: FusedWeight | None = None  # `packed`, if it has fused products
 
     def keeps(self, form: GroupForm) -> bool:
-        is_head = self.role == "head" and not form.is_float
-        if torch.device(self.device).type != "cpu" and self.role != "linear" and not is_head:
-            return False  # embeddings in groups take longer to read; float8 products round activations
+        if torch.device(self.device).type != "cpu":  # where float8 products round activations
+            kept = {"linear": not form.is_e2m1, "experts": form.is_e2m1 or not form.is_float, "head": not form.is_float}
+            if not kept.get(self.role, False):  # embeddings in groups take longer to read
+                return False
         if form.ordered_in and self.role != "linear":
             return False  # only plain products gather their inputs
         unit = SUPER_SIZE if form.is_nested else form.group_size

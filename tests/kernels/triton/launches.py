@@ -21,12 +21,14 @@ from octavo.kernels.row_state import DecodeInputs, DraftLines, LogitsProcessorSt
 from octavo.kernels.triton import invariant_ops, ops, reduce
 from octavo.kernels.triton.capability import kernels_for
 from octavo.kernels.triton.linear.grouped_kernels import quantise
+from tests.kernels.cpu.groups import make_groups
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_SIZE = 16
 QWEN_05B, QWEN3, LLAMA, SMALL = (14, 2, 64), (16, 8, 128), (32, 8, 128), (8, 2, 80)
 """Query heads, K/V heads and head size."""
 SILU = ExpertGate("silu")
+MXFP4 = GroupForm(4, 32, is_float=True)
 
 
 def attend(
@@ -205,6 +207,10 @@ def experts() -> None:
     for num_tokens in (1, 20, 50, 256, 500, 1000, 5000):
         expert_layer(num_tokens, (2048, 768, 128, 8))
         expert_layer(num_tokens, (2880, 2880, 32, 4), ExpertGate("swiglu"), biased=True)
+    for num_tokens in (1, 20, 50, 500):
+        expert_layer(num_tokens, (2880, 2880, 2, 1), ExpertGate("swiglu"), biased=True, form=MXFP4)
+        for form in (GroupForm(4, 32, has_zeros=True), GroupForm(8, 128, zero=128)):
+            expert_layer(num_tokens, (1024, 512, 2, 1), form=form)
     expert_layer(3, (72, 40, 6, 2), ExpertGate("gelu"), dtype=F16)
     for num_tokens in (1, 5000):
         expert_layer(num_tokens, (72, 40, 6, 2), dtype=F32)
@@ -217,13 +223,21 @@ def expert_layer(
     *,
     biased: bool = False,
     dtype: torch.dtype = BF16,
+    form: GroupForm | None = None,
 ) -> None:
+    """form: of the weights, which else have the dtype"""
     hidden, inner, num_experts, top_k = sizes
     logits = torch.empty(num_tokens, num_experts)
     routing = ops.route(logits, top_k, softmax_first=not biased, renormalise=not biased)
     up, down = num_experts * 2 * inner, num_experts * hidden
     x, h = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(num_tokens, top_k, inner, dtype=dtype)
     up_bias, down_bias = (torch.empty(n, dtype=dtype) if biased else None for n in (up, down))
+    if form is not None:
+        packed = [ops.pack_experts(make_groups(form, *shape), num_experts) for shape in ((up, hidden), (down, inner))]
+        assert packed[0] is not None and packed[1] is not None
+        packed[0].experts_in(x, up_bias, routing, gate)
+        packed[1].experts_out(h, down_bias, routing)
+        return
     ops.experts_in(x, torch.empty(up, hidden, dtype=dtype), up_bias, routing, num_experts, gate)
     ops.experts_out(h, torch.empty(down, inner, dtype=dtype), down_bias, routing, num_experts)
 

@@ -146,6 +146,7 @@ TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a
 STACK = {
     "_decode": 112,
     "_exchange_pairs": 8,
+    "_expert_product": 8,  # on sm_100 alone
     "_skinny": 24,
     "_hopper_prefill": 64,
     "_skinny_hopper": 48,

@@ -12,7 +12,6 @@ from octavo.kernels.reference import (
     gelu,
     layer_norm,
     linear,
-    pack_experts,
     rope_table,
     sigmoid_mul,
 )
@@ -20,6 +19,7 @@ from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.embedding import gather_own_rows
 from octavo.kernels.triton.experts.expert_products import experts_in, experts_out
+from octavo.kernels.triton.experts.grouped_experts import pack_experts
 from octavo.kernels.triton.experts.route import route
 from octavo.kernels.triton.kv.block_copy import block_copy
 from octavo.kernels.triton.kv.swap import swap_in, swap_out

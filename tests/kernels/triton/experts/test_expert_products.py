@@ -10,6 +10,7 @@ from octavo.kernels import reference
 from octavo.kernels.reference import ExpertGate, Routing
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.experts.assign import assign
+from octavo.kernels.triton.experts.expert_products import product_in, product_out
 from octavo.kernels.triton.experts.tuning import ExpertTuning
 from tests.kernels.pool import relative_error
 from tests.kernels.triton.device import DEVICE, DTYPES
@@ -122,7 +123,7 @@ def test_other_tunings_match_the_default(tuning: ExpertTuning) -> None:
     layer = Layer(5, 72, 40)
     x, routing = layer.tokens(9), layer.route(9, 2)
     h, y = layer(x, routing)
-    other = cuda.experts_in(x, layer.gate_up, layer.biases[0], routing, 5, GATES[0], tuning=tuning)
+    other = product_in(x, layer.gate_up, layer.biases[0], routing, 5, GATES[0], tuning)
     assert relative_error(other, h.double()) < TOLERANCE[torch.float32]
-    other = cuda.experts_out(h, layer.down, layer.biases[1], routing, 5, tuning=tuning)
+    other = product_out(h, layer.down, layer.biases[1], routing, 5, tuning)
     assert relative_error(other, y.double()) < TOLERANCE[torch.float32]

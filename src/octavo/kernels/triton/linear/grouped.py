@@ -56,12 +56,13 @@ GROUP_SIZES = (32, 64, 128)
 
 
 def keeps_groups(form: GroupForm, num_in: int, dtype: torch.dtype) -> bool:
-    """True if `pack_groups` packs such a weight for a model of this dtype."""
+    """True if `pack_groups` packs such a weight for a model of this dtype; of e2m1, `pack_experts` alone."""
+    sizes = (32,) if form.is_e2m1 else (FLOAT8_GROUP,) if form.is_float else GROUP_SIZES
     return (
         dtype in (torch.bfloat16, torch.float16)
-        and form.bits in ((8,) if form.is_float else (4, 8))
+        and form.bits in (4, 8)
         and not (form.has_minima or form.is_nested)
-        and (form.group_size == num_in or form.group_size in ((FLOAT8_GROUP,) if form.is_float else GROUP_SIZES))
+        and (form.group_size == num_in or form.group_size in sizes)
         and num_in % 32 == 0
     )
 
@@ -73,7 +74,7 @@ def pack_groups(groups: Groups) -> PackedHead | None:
     """
     form, (num_out, num_in) = groups.form, groups.shape
     scales, zeros = groups.scales.float() if form.is_float else groups.scales, groups.zeros
-    if not keeps_groups(form, num_in, torch.bfloat16) or (zeros is not None and scales.itemsize != 2):
+    if form.is_e2m1 or not keeps_groups(form, num_in, torch.bfloat16) or (zeros is not None and scales.itemsize != 2):
         return None
     size = form.group_size
     if zeros is not None and size not in GROUP_SIZES:  # one group: repeated, so that there are several

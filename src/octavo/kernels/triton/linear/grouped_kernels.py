@@ -76,6 +76,21 @@ def _value(words, zero, n: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constex
 
 
 @triton.jit
+def join_int4(a, b, c, d, e, f, g, h):
+    """The values of words [outputs, words] of 4 bits, in their order in a word -> [outputs, 8 * words]."""
+    even, odd = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
+    values = tl.join(even, odd).reshape(a.shape[0], a.shape[1] // 4, 4, 2, 2, 2)  # ..., lane, half, step, odd
+    return values.permute(0, 1, 4, 3, 2, 5).reshape(a.shape[0], 8 * a.shape[1])
+
+
+@triton.jit
+def join_int8(a, b, c, d):
+    """The same of 8 bits -> [outputs, 4 * words]."""
+    values = tl.join(tl.join(a, b), tl.join(c, d)).reshape(a.shape[0], a.shape[1] // 4, 4, 2, 2)  # ..., half, odd
+    return values.permute(0, 1, 3, 2, 4).reshape(a.shape[0], 4 * a.shape[1])
+
+
+@triton.jit
 def _unpack(
     words, zero, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
@@ -93,9 +108,7 @@ def _unpack(
             c, d = _value(words, zero, 2, FORMAT, DTYPE), _value(words, zero, 3, FORMAT, DTYPE)
             e, f = _value(words, zero, 4, FORMAT, DTYPE), _value(words, zero, 5, FORMAT, DTYPE)
             g, h = _value(words, zero, 6, FORMAT, DTYPE), _value(words, zero, 7, FORMAT, DTYPE)
-        even, odd = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
-        values = tl.join(even, odd).reshape(OUTPUTS, BLOCKS, 4, 2, 2, 2)  # ..., lane, half, step, odd
-        return values.permute(0, 1, 4, 3, 2, 5).reshape(OUTPUTS, COLUMNS)
+        return join_int4(a, b, c, d, e, f, g, h)
     else:
         words = words.reshape(BLOCKS, 2, 4, 8, 4, 2, 2).permute(1, 2, 5, 3, 0, 6, 4).reshape(OUTPUTS, BLOCKS * 8)
         if NATIVE:
@@ -106,12 +119,11 @@ def _unpack(
         else:
             a, b = _value(words, zero, 0, FORMAT, DTYPE), _value(words, zero, 1, FORMAT, DTYPE)
             c, d = _value(words, zero, 2, FORMAT, DTYPE), _value(words, zero, 3, FORMAT, DTYPE)
-        values = tl.join(tl.join(a, b), tl.join(c, d)).reshape(OUTPUTS, BLOCKS * 2, 4, 2, 2)  # ..., lane, half, odd
-        return values.permute(0, 1, 3, 2, 4).reshape(OUTPUTS, COLUMNS)
+        return join_int8(a, b, c, d)
 
 
 @triton.jit
-def _half(words, i: tl.constexpr, SCALES: tl.constexpr):
+def read_half(words, i: tl.constexpr, SCALES: tl.constexpr):
     """The 16 bits of half i of each word, a number of type SCALES, in float32."""
     bits = (words >> (16 * i)) & 0xFFFF
     if SCALES == "bfloat16":
@@ -129,9 +141,9 @@ def _scale_and_zero(planes, i: tl.constexpr, PLANES: tl.constexpr, ZERO: tl.cons
     if PLANES == "wide":
         return planes.to(tl.float32, bitcast=True), ZERO
     elif PLANES == "zero":
-        return _half(planes, 0, SCALES), ((planes >> 16) & 255)[:, None]
+        return read_half(planes, 0, SCALES), ((planes >> 16) & 255)[:, None]
     elif PLANES == "pair":
-        return _half(planes, i, SCALES), ZERO
+        return read_half(planes, i, SCALES), ZERO
     else:
         return planes, ZERO
 
@@ -367,7 +379,7 @@ def _dequantise(
     else:
         plane = tl.load(planes + group // PAIRS * planes_stride + row)
         if PLANES == "pair":
-            scale = _half(plane >> (group % 2 * 16), 0, SCALES)
+            scale = read_half(plane >> (group % 2 * 16), 0, SCALES)
         else:
             scale, zero = _scale_and_zero(plane, 0, PLANES, ZERO, SCALES)
     if FORMAT == "float8":
