@@ -178,7 +178,7 @@ def test_variants_of_llama_equal_transformers_or_are_refused(group: str, tmp_pat
     assert problems("llama", group, tmp_path / "model") == []
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_variants_equal_transformers_or_are_refused(kind: str, group: str, tmp_path: Path) -> None:
