@@ -37,11 +37,11 @@ quick: $(DEV) ## the inner loop, under a minute: lint, and the tests of the core
 
 test: $(DEV) ## the tests, in a quarter of an hour on two cores; the end lists skipped tests with their reasons
 	@echo '== test'
-	@$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not proof' -rs $(ARGS)
+	@$(PYTEST) -n $(WORKERS) -m 'not slow and not proof' -rs $(ARGS)
 
 proof: $(DEV) ## the longer tests that `make check` adds: kernels in Triton's interpreter, fairness, real models
 	@echo '== longer tests'
-	@$(PYTEST) -n $(WORKERS) --dist worksteal -m 'proof and not slow' -rs $(ARGS)
+	@$(PYTEST) -n $(WORKERS) -m 'proof and not slow' -rs $(ARGS)
 
 pythons: ## `make quick`, or TARGET=test, on every other Python at hand that torch has wheels for
 	@for version in 3.11 3.12 3.13 3.14; do \
