@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-A value is text without the line breaks around it. The tool's JSON schema says whether it is JSON.
+The line breaks around a value are dropped. The tool's JSON schema decides whether the value is text or JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class XmlCallParser(OutputParser):
         self._types: set[str] = set()  # of the current value; empty: text
 
     def finish(self) -> list[OutputPart]:
-        """End of the output. A call that is not complete stays open: nobody should run it."""
+        """End of the output. The arguments of an incomplete call stay incomplete JSON, so that no client runs it."""
         parts = self._parse()
         if self._step in (self._parameters, self._value, self._after_function):
             self._buffer = ""
