@@ -33,7 +33,7 @@ DEFAULT_CHECKPOINT_INTERVAL = 1024
 
 DEFAULT_STEP_LIMITS = {
     "cpu": {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "decode_window": 1},
-    "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "decode_window": 4},
+    "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 256},
 }
 """Default limits of a step, by device."""
 DEFAULT_LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -207,7 +207,8 @@ class EngineArgs(ValidatedParams):
     disable_hybrid_kv_cache_manager  keep K and V of all positions for layers with a sliding window, too, beside layers
                               without one
     watermark                 share of the blocks that an admission must leave free while any request runs
-    decode_window             tokens that the device decodes per sequence in one step; None: 1 on a CPU, 4 on a GPU
+    decode_window             tokens that the device decodes per sequence in one step; None: 1 on a CPU; on a GPU as
+                              few as hide the host's time, measured at start
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, without recorded decode steps
     async_scheduling          plan the next step while the device computes the current one
     speculative_config        fields of `SpeculativeConfig`; None: no speculation
@@ -372,13 +373,8 @@ class EngineArgs(ValidatedParams):
         """Tokens between two checkpoints of a recurrent state."""
         return self.mamba_block_size or DEFAULT_CHECKPOINT_INTERVAL
 
-    def check_recurrent(self, architecture: str, device: str) -> None:
+    def check_recurrent(self, architecture: str) -> None:
         """Raises `ParameterError` for an option that does not work yet for a model with recurrent layers."""
-        if device != "cpu":
-            text = (
-                f"device {device} is not supported for {architecture}: recurrent layers run on a CPU; set device to cpu"
-            )
-            raise ParameterError(text, param="device")
         if self.num_speculative_tokens:
             text = f"speculation is not supported for {architecture}: its recurrent layers cannot take back a draft"
             raise ParameterError(f"{text}; remove speculative_config", param="speculative_config")

@@ -28,8 +28,15 @@ def test_a_slice_has_a_mask_more_after_each_of_its_drafts() -> None:
 
 
 def test_a_capacity_survives_its_bytes() -> None:
-    capacity = Capacity(3_000_000, 7, 1.25e-4)
+    capacity = Capacity(3_000_000, 7, 1.25e-4, 2.5e-3)
     assert Capacity.decode(capacity.encode()) == capacity
+
+
+@pytest.mark.parametrize(
+    ("pass_s", "window"), [(0.0, 4), (1e-5, 4), (3e-4, 4), (4e-4, 3), (7e-4, 2), (1.1e-3, 1), (1.0, 1)]
+)
+def test_a_decode_window_is_no_longer_than_the_host_needs(pass_s: float, window: int) -> None:
+    assert Capacity(1, 0, 0.0, pass_s).decode_window == window
 
 
 def test_errors_survive_their_bytes() -> None:

@@ -13,7 +13,6 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs
 from octavo.doctor import examine, format_report
 from octavo.errors import MemoryBudgetError, ParameterError
-from octavo.runner.platform import CpuPlatform
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 
 OPTIONS: dict[str, Any] = {
@@ -128,15 +127,6 @@ def test_a_model_with_recurrent_layers_is_no_draft(model: str, tmp_path: Path) -
     target = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
     with pytest.raises(ParameterError, match="has recurrent layers, which cannot take back a draft; use one without"):
         LLM(target, skip_tokenizer_init=True, spec_model=model)
-
-
-def test_a_gpu_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Cuda(CpuPlatform):
-        name = "cuda"
-
-    monkeypatch.setattr("octavo.frontend.build.find_platform", lambda name: Cuda())
-    with pytest.raises(ParameterError, match=r"device cuda is not supported for Qwen3_5ForCausalLM.*set device to cpu"):
-        LLM(model, skip_tokenizer_init=True)
 
 
 def test_memory_of_states_is_counted(model: str) -> None:

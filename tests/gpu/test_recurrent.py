@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from octavo import LLM
-from octavo.config import EngineArgs
-from octavo.errors import ParameterError
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton import ops as cuda
@@ -24,6 +22,7 @@ from tests.kernels.triton.recurrent.cases import Slices
 from tests.kernels.triton.recurrent.test_causal_conv import *  # noqa: F403
 from tests.kernels.triton.recurrent.test_delta_chunks import *  # noqa: F403
 from tests.kernels.triton.recurrent.test_delta_rule import *  # noqa: F403
+from tests.kernels.triton.recurrent.test_gates import *  # noqa: F403
 from tests.models.tiny import HYBRIDS, make_tiny_checkpoint
 from tests.proof.ways import OPTIONS, WAYS
 from tests.runner.test_stub_platform import completions
@@ -122,15 +121,6 @@ def test_a_graph_replays_with_other_lengths(lens: list[int]) -> None:
             assert torch.equal(out, expected) and torch.equal(pool, expected_pool)
 
 
-def is_refused() -> bool:
-    try:
-        EngineArgs(model="").check_recurrent("", "cuda")
-    except ParameterError:
-        return True
-    return False
-
-
-@pytest.mark.skipif(is_refused(), reason="the engine refuses recurrent layers on a GPU")
 @pytest.mark.parametrize("way", ["graphs", "eager", "windows", "chunks", "no overlap"])
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_tokens_of_tiny_hybrids_equal_the_cpu_engines(kind: str, way: str, tmp_path: Path) -> None:

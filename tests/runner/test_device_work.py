@@ -125,6 +125,19 @@ def test_prompt_logits_in_several_passes_change_no_token(model: str, monkeypatch
         assert checksum(run(llm, "host")) == EXPECTED["host", "windows"][-1]
 
 
+def test_the_shortest_pass_is_timed_and_changes_nothing(model: str) -> None:
+    """Without graphs of whole passes nothing is timed."""
+    with LLM(model, **(OPTIONS | CASES["windows"])) as llm:
+        recorder = Recorder(llm)
+        runner = llm.engine.executor.runner  # type: ignore[attr-defined]
+        before = run(llm, "plain")
+        assert 0 < runner.passes.measure() < 1
+        assert run(llm, "plain") == before
+        assert recorder.events
+    with LLM(model, **(OPTIONS | {"enforce_eager": True})) as llm:
+        assert llm.engine.executor.runner.measure_pass() == 0  # type: ignore[attr-defined]
+
+
 def test_captures_come_before_the_pass_that_they_would_disturb(model: str) -> None:
     """A window with a grammar: each column is sampled together with the next pass, but for the first and the last."""
     params = SamplingParams(temperature=1, seed=1, max_tokens=6, structured_outputs={"regex": "[a-d]+"})

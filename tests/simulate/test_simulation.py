@@ -80,6 +80,13 @@ def test_decode_windows_take_fewer_steps_and_equal_device_time() -> None:
     assert single.busy_s == window.busy_s == 33 * STEP_S
 
 
+@pytest.mark.parametrize(("pass_s", "num_steps"), [(0.5, 33), (6e-4, 17), (1e-5, 9)])
+def test_decode_windows_are_as_short_as_the_device_is_slow(pass_s: float, num_steps: int) -> None:
+    """As those of the engine: 1, 2 and 4 passes."""
+    cost = LinearCost(pass_s, 0.0, 0.0)
+    assert simulate(config(cost=cost, decode_window=None), arrivals((0.0, 5, 33))).num_steps == num_steps
+
+
 def test_shared_prefix_hits_the_cache() -> None:
     requests = [Arrival(float(i), ((FIRST_TOKEN, 40), (FIRST_TOKEN + 1 + i, 3)), 2) for i in range(3)]
     records = simulate(config(), requests)

@@ -6,6 +6,7 @@ table writes, swaps out, swaps in, copies, slices.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -97,7 +98,12 @@ def decode_error(data: bytes) -> StepError | DeviceLostError:
         raise PlanError(f"{len(data)} bytes are no error of a step; its bytes are damaged") from None
 
 
-CAPACITY = struct.Struct("=2Id")
+CAPACITY = struct.Struct("=2I2d")
+MAX_DECODE_WINDOW = 4
+"""Most passes of a decode window whose length is measured."""
+HOST_STEP_S = 1e-3
+"""Time of the device that a step leaves the host: single passes of 0.7 and 0.8 ms lose 1 %, longer ones nothing
+(docs/gpu-engine.md)."""
 
 
 class Capacity(NamedTuple):
@@ -106,11 +112,18 @@ class Capacity(NamedTuple):
     num_blocks       of the KV pool
     num_host_blocks  of the swap space
     move_s           seconds that a block takes to swap, measured; 0 without a swap space
+    pass_s           seconds of the shortest decode pass, measured; 0: not known
     """
 
     num_blocks: int
     num_host_blocks: int
     move_s: float
+    pass_s: float = 0.0
+
+    @property
+    def decode_window(self) -> int:
+        """The fewest passes of a step that hide the host's time. A request that arrives waits for two steps."""
+        return min(MAX_DECODE_WINDOW, math.ceil(HOST_STEP_S / self.pass_s)) if self.pass_s else MAX_DECODE_WINDOW
 
     def encode(self) -> bytes:
         """Return it as bytes, for an executor in another process."""

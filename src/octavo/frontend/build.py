@@ -24,7 +24,7 @@ from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.engine_request import NO_OPENINGS, TurnOpenings
-from octavo.engine.executor import Capacity, Executor
+from octavo.engine.executor import MAX_DECODE_WINDOW, Capacity, Executor
 from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.config import read_spec
@@ -219,7 +219,7 @@ def _resolve(args: EngineArgs) -> ResolvedModel:
     platform = find_platform(args.device)
     platform.check_ranks(args.tensor_parallel_size)
     if spec.recurrent_layers:
-        args.check_recurrent(spec.architecture, platform.name)
+        args.check_recurrent(spec.architecture)
     args = args.resolved(platform.name)
     dtype = args.resolved_dtype(platform.name, spec.dtype, has_bfloat16=platform.prefers_bfloat16(spec))
     if args.batch_invariant:
@@ -365,7 +365,7 @@ def _start_executor(
 ) -> tuple[LocalExecutor, Capacity]:
     """The executor with its KV pool, swap space and graphs."""
     args, platform, profile, budget = resolved.args, resolved.platform, loaded.profile, loaded.budget
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
+    assert args.max_num_seqs and args.max_num_batched_tokens  # resolved
     smaller_pool = (lambda _: doctor_hint(args)) if profile is None else partial(profile.smaller_pool, args, budget)
     try:
         with platform.startup_errors("pinning memory of the host for swap space", lambda _: LESS_SWAP):
@@ -381,7 +381,7 @@ def _start_executor(
                 num_rows=args.max_num_seqs,
                 max_model_len=config.max_model_len,
                 max_num_tokens=args.max_num_batched_tokens,
-                max_decode_steps=args.decode_window,
+                max_decode_steps=args.decode_window or MAX_DECODE_WINDOW,
                 vocab_size=resolved.spec.vocab_size,
                 graphs=_has_graphs(resolved),
                 num_speculative_tokens=args.num_speculative_tokens,
@@ -409,7 +409,7 @@ def _has_graphs(resolved: ResolvedModel) -> bool:
 def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor, capacity: Capacity) -> Engine:
     """The engine around an executor that has started."""
     args, spec, tokenizer = resolved.args, resolved.spec, resolved.tokenizer
-    scheduler = make_scheduler(config)
+    scheduler = make_scheduler(config, capacity)
     assert (config.num_blocks, config.num_host_blocks) == (capacity.num_blocks, capacity.num_host_blocks)
     if capacity.num_host_blocks:
         scheduler.policy.costs.move_s = capacity.move_s
@@ -433,10 +433,10 @@ def _assemble(resolved: ResolvedModel, config: EngineConfig, executor: Executor,
     return engine
 
 
-def make_scheduler(config: EngineConfig) -> Scheduler:
-    """The scheduler and KV cache of a configuration."""
+def make_scheduler(config: EngineConfig, capacity: Capacity) -> Scheduler:
+    """The scheduler and KV cache of a configuration. capacity: of the executor that has started"""
     args = config.args
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
+    assert args.max_num_seqs and args.max_num_batched_tokens  # resolved
     cache = KVCacheManager(
         config.num_blocks,
         args.block_size,
@@ -452,7 +452,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
     return Scheduler(
         cache,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        decode_window=args.decode_window,
+        decode_window=args.decode_window or capacity.decode_window,
         num_speculative_tokens=args.num_speculative_tokens,
         num_watermark_blocks=int(args.watermark * config.num_blocks),
         policy=args.policy(),

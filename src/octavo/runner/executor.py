@@ -108,14 +108,14 @@ class Executor:
         self._closed = False
 
     def start(self) -> Capacity:
-        """Compile kernels, capture graphs and time swaps."""
+        """Compile kernels, capture graphs, and time swaps and the shortest pass."""
         runner, state, move_s = self.runner, self.runner.state, 0.0
         runner.capture(self._precompile)
         num_blocks, num_host_blocks = (len(pool) - 1 for pool in (state.kv, state.swapper.host_kv))
         if num_host_blocks:
             with runner.platform.startup_errors("moving blocks to the host", lambda _: LESS_SWAP):
                 move_s = state.measure_swap()
-        return Capacity(num_blocks, num_host_blocks, move_s)
+        return Capacity(num_blocks, num_host_blocks, move_s, runner.measure_pass())
 
     def submit(self, plan: StepPlan) -> StepHandle:
         assert not self._closed

@@ -160,6 +160,11 @@ class ModelRunner:
             self.passes.capture_all()
 
     @torch.inference_mode()
+    def measure_pass(self) -> float:
+        """Seconds of the shortest decode pass; 0 without graphs of whole passes."""
+        return self.passes.measure() if self.passes.graphs.whole_passes else 0.0
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Step:
         """Queue a plan's changes, and its first pass if that waits for a bitmask. `Step.advance` queues the rest.
 

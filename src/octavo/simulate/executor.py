@@ -65,7 +65,9 @@ class SimulatedExecutor:
         num_host_blocks: int = 0,
     ) -> None:
         self.cost = cost
-        self.capacity = Capacity(num_blocks, num_host_blocks, cost.move_s)
+        one = StepPlan()
+        one.set_slices([0], [1], [1], [1])
+        self.capacity = Capacity(num_blocks, num_host_blocks, cost.move_s, cost.step_s(one))
         self.clock = clock
         self.token_source = token_source
         self.busy_s = 0.0  # device time spent computing

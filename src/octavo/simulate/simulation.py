@@ -226,7 +226,7 @@ class Replica:
         interval_s: float,
     ) -> None:
         args = config.resolved()
-        assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
+        assert args.max_num_seqs and args.max_num_batched_tokens  # resolved
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(
             config.cost_model(),
@@ -235,15 +235,15 @@ class Replica:
             num_blocks=config.num_blocks(),
             num_host_blocks=config.num_host_blocks(),
         )
-        num_blocks, num_host_blocks, move_s = self.executor.start()
-        self.cache = config.make_cache(config, num_blocks, num_host_blocks)
+        capacity = self.executor.start()
+        self.cache = config.make_cache(config, capacity.num_blocks, capacity.num_host_blocks)
         policy = args.policy()
-        policy.costs.move_s = move_s
+        policy.costs.move_s = capacity.move_s
         self.scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            decode_window=args.decode_window,
-            num_watermark_blocks=int(args.watermark * num_blocks),
+            decode_window=args.decode_window or capacity.decode_window,
+            num_watermark_blocks=int(args.watermark * capacity.num_blocks),
             policy=policy,
         )
         longest = config.model.max_len if args.max_model_len in (None, -1) else args.max_model_len

@@ -6,14 +6,11 @@ Only this package imports triton, and only a GPU needs it. `capability` chooses 
 from __future__ import annotations
 
 from octavo.kernels.reference import (
-    delta_gates,
     finite_rows,
-    gated_rms_norm,
     gelu,
     layer_norm,
     linear,
     rope_table,
-    sigmoid_mul,
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.attention.paged_attention import paged_attention
@@ -36,6 +33,7 @@ from octavo.kernels.triton.linear.tuning import max_small_batch_tokens
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 from octavo.kernels.triton.recurrent.causal_conv import causal_conv
 from octavo.kernels.triton.recurrent.delta_rule import gated_delta_rule
+from octavo.kernels.triton.recurrent.gates import delta_gates, gated_rms_norm, sigmoid_mul
 from octavo.kernels.triton.sampling.drafts import propose_drafts, reject_drafts
 from octavo.kernels.triton.sampling.logits_processors import (
     apply_row_logits_processors,

@@ -55,7 +55,7 @@ class MemoryNeeds:
 def memory_needs(args: EngineArgs, spec: ModelSpec, machine: Machine) -> MemoryNeeds:
     """The memory needs of a model on a machine, or of each of its ranks, before its KV pool."""
     if spec.recurrent_layers:
-        args.check_recurrent(spec.architecture, machine.device)
+        args.check_recurrent(spec.architecture)
     has_bfloat16 = has_bfloat16_products() or spec.keeps_bits_on("cpu")
     dtype = args.resolved_dtype(machine.device, spec.dtype, has_bfloat16=has_bfloat16)
     size = ITEMSIZE[dtype]

@@ -145,7 +145,7 @@ def measure(
     before, other_processes = torch.cuda.memory_allocated(), _outside_torch()
     models = [(model, kv_cache), *([(draft, kv_cache.draft)] if draft and kv_cache.draft else [])]
     pools = [torch.zeros(kv.pool_shape(1), dtype=getattr(torch, kv.dtype), device="cuda") for _, kv in models]
-    passes = [(each, kv) for (each, _), kv in zip(models, pools, strict=True)]
+    passes = [(each, pool, kv.state_blocks) for (each, kv), pool in zip(models, pools, strict=True)]
     if precompile is not None:
         kernels = [partial(_pass, *each, [64], ops) for each in passes]
         precompile(*kernels, *(partial(_largest_passes, *each, num_tokens, num_rows, ops) for each in passes))
@@ -177,15 +177,17 @@ def _outside_torch() -> int:
     return max(0, total - free - torch.cuda.memory_reserved())
 
 
-def _largest_passes(model: Model, kv: torch.Tensor, num_tokens: int, num_rows: int, ops: Ops) -> None:
+def _largest_passes(
+    model: Model, kv: torch.Tensor, state_blocks: int, num_tokens: int, num_rows: int, ops: Ops
+) -> None:
     singles = [1] * min(num_rows, num_tokens)
-    _pass(model, kv, singles, ops)
-    _pass(model, kv, [num_tokens // len(singles)] * len(singles), ops)
-    _pass(model, kv, [num_tokens - len(singles) + 1, *singles[1:]], ops)
+    _pass(model, kv, state_blocks, singles, ops)
+    _pass(model, kv, state_blocks, [num_tokens // len(singles)] * len(singles), ops)
+    _pass(model, kv, state_blocks, [num_tokens - len(singles) + 1, *singles[1:]], ops)
 
 
 @torch.inference_mode()
-def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: Ops) -> None:
+def _pass(model: Model, kv: torch.Tensor, state_blocks: int, counts: list[int], ops: Ops) -> None:
     """Run a pass of sequences with these token counts, all in the null block, and sample a token for each."""
     num_tokens, num_seqs, block_size = sum(counts), len(counts), kv.shape[4]
     ends = torch.tensor([0, *counts], device="cuda").cumsum(0)
@@ -197,6 +199,7 @@ def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: Ops) -> None:
         block_tables=torch.zeros(num_seqs, cdiv(max(counts), block_size), dtype=torch.int32, device="cuda"),
         max_query_len=max(counts),
         max_seq_len=max(counts),
+        state_tables=torch.zeros(num_seqs, state_blocks, dtype=torch.int32, device="cuda") if state_blocks else None,
     )
     logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
     zeros = [0] * num_seqs

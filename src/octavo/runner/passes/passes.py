@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -21,6 +22,9 @@ from octavo.runner.passes.pass_shape import PLAIN, Part, Pass, PassShape
 from octavo.runner.passes.prefill_batch import PrefillBatch, PrefillInputs, PrefillSize, PrefillSizes, unpack
 from octavo.runner.platform import Platform
 from octavo.runner.sampling.pipeline import Lines, Pipeline
+
+NUM_TIMED = 8
+"""Passes that are timed together."""
 
 
 class Passes:
@@ -135,6 +139,20 @@ class Passes:
         for cascade, sizes in ((False, self._decode_sizes), (True, self._cascade_sizes)):
             for num_slices in reversed(sizes):
                 self._capture(PassShape(num_slices, cascade=cascade))
+
+    def measure(self) -> float:
+        """Seconds of the smallest captured decode pass: of inactive rows, which read all weights."""
+        shape, counter = PassShape(self._decode_sizes[0]), self.inputs.step_counter
+        begin = 0.0
+        with self._harmless(shape):
+            for i in range(1 + NUM_TIMED):
+                if i == 1:
+                    self._platform.synchronize()
+                    begin = time.perf_counter()
+                counter.zero_()  # a pass fills the next column of the ring
+                self.run(shape)
+            self._platform.synchronize()
+        return (time.perf_counter() - begin) / NUM_TIMED
 
     def run_all_variants(self) -> None:
         """Run a pass of each variant that `capture_all` captures, and of those with a draft, with inactive rows.

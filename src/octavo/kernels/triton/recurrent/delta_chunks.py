@@ -303,7 +303,11 @@ def _walk_chunks(
             cell = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * VALUE_DIM + column[None, :]
             tl.store(out + cell, outputs.to(out.dtype.element_ty), mask=mask)
             rest = tl.load(factors + 3 * CHUNK + i)
-            state = state * tl.load(factors + CHUNK - 1) + _product(tl.trans(ks), added * rest[:, None])
+            # Triton 3.6 computes other numbers from a transposed operand in shared memory.
+            row = tl.arange(0, KEYS)
+            cell = k + token.to(tl.int64)[None, :] * k_stride + head // GROUP * KEY_DIM + row[:, None]
+            columns = tl.load(cell, mask=(token < end)[None, :] & (row < KEY_DIM)[:, None], other=0.0)
+            state = state * tl.load(factors + CHUNK - 1) + _product(columns, added * rest[:, None])
             solution += NUM_HEADS * CHUNK * CHUNK * PARTS
             scores += NUM_HEADS * CHUNK * CHUNK * PARTS
             factors += NUM_HEADS * CHUNK * 4
