@@ -110,7 +110,7 @@ def test_measured_times_match_the_cost_model() -> None:
 
 def on_a_gpu(num_blocks: int, max_num_seqs: int, cost: LinearCost = TRUE) -> Replica:
     args = EngineArgs(model="x", num_gpu_blocks_override=num_blocks, async_scheduling=False, max_num_seqs=max_num_seqs,
-                      enable_prefix_caching=False)  # fmt: skip
+                      decode_window=4, enable_prefix_caching=False)  # fmt: skip
     replica = Replica(SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=cost), Records(), interval_s=1e9)
     replica.engine.limits.vocab_size = 1000
     return replica

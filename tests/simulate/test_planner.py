@@ -55,7 +55,7 @@ def test_prices_decide_if_given() -> None:
 def test_one_replica_fewer_misses_the_slo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best deployment was also tried with one replica fewer and every variant of the settings."""
     monkeypatch.setattr("octavo.simulate.planner.NUMBERS_OF_DEVICES", (1,))
-    answer = planner(170.0, SLO(1.0, 0.1), devices=[DEVICES["l4"]]).search()
+    answer = planner(250.0, SLO(1.0, 0.1), devices=[DEVICES["l4"]]).search()
     best = answer.best
     assert best is not None
     plain = {c.num_replicas: c.kept >= 0.95 for c in answer.tried if not c.settings}

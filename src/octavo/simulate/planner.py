@@ -26,7 +26,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"max_num_seqs": 128},
     {"max_num_batched_tokens": 2048},
     {"max_num_batched_tokens": 16384},
-    {"decode_window": 1},
     {"block_size": 32},
 )
 """Settings tried besides the engine's defaults, one at a time."""
