@@ -171,6 +171,22 @@ def test_samples_are_those_of_the_reference(library: native.Library, dtype: torc
         assert torch.equal(cpu.sample(logits, params), reference.sample(logits, params))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 100, 4096, 4097, 20_000])
+def test_greedy_tokens_are_those_of_the_reference(library: native.Library, dtype: torch.dtype, size: int) -> None:
+    """The first of equals; a row with NaN or infinity anywhere has an error."""
+    logits = torch.randn(16, size).to(dtype)
+    logits[1] = 0.0
+    logits[1, size // 2 :] = -0.0
+    logits[2] = -3e38
+    logits[3, size // 3] = logits[3, -1] = 100.0
+    for row, (place, value) in enumerate(itertools.product((0, size // 2, -1), (math.nan, math.inf, -math.inf)), 5):
+        logits[row, place] = value
+    params = settings_of(16, temperature=0.0)
+    assert torch.equal(cpu.sample_checked(logits, params), reference.sample_checked(logits, params))
+    assert torch.equal(cpu.sample_checked(logits[:0], settings_of(0, temperature=0.0)), torch.empty(0).long())
+
+
 def test_the_only_unmasked_token_is_sampled(library: native.Library) -> None:
     logits = torch.full((4, 1000), -math.inf)
     logits[range(4), [0, 77, 640, 999]] = -5.0

@@ -856,6 +856,44 @@ template <class T> void sample(const Sample &a) {
     });
 }
 
+struct Greedy {
+    const void *logits;  // [num_rows, size]
+    int64_t *token_ids;  // [num_rows], the token of the largest logit, the first of equals; -1 if one is not finite
+    long num_rows, size;
+    int num_threads;
+};
+
+template <class T> void greedy(const Greedy &a) {
+    constexpr long PART = 4096;
+    long num_parts = (a.size + PART - 1) / PART;
+    float *largest = scratch<0>(a.num_rows * num_parts);
+    auto *logits = static_cast<const T *>(a.logits);
+    parallel_for(a.num_rows * num_parts, a.num_threads, [&](long i) {
+        long begin = i % num_parts * PART, count = std::min(PART, a.size - begin);
+        const T *from = logits + i / num_parts * a.size + begin;
+        float most = -INFINITY, zero = 0;
+#pragma omp simd reduction(max : most) reduction(+ : zero)
+        for (long k = 0; k < count; k++) {
+            float x = wide(from[k]);
+            most = x > most ? x : most;
+            zero += x - x;  // NaN, if x is not finite
+        }
+        largest[i] = zero == 0 ? most : NAN;
+    });
+    for (long row = 0; row < a.num_rows; row++, largest += num_parts) {
+        const T *from = logits + row * a.size;
+        long part = 0, token = 0;
+        bool finite = true;
+        for (long i = 0; i < num_parts; i++) {
+            finite &= largest[i] == largest[i];
+            if (largest[i] > largest[part]) part = i;
+        }
+        if (finite)
+            for (token = part * PART; wide(from[token]) != largest[part];) token++;
+        a.token_ids[row] = finite ? token : -1;
+    }
+}
+
 #include "recurrent.h"
 
 }  // namespace
@@ -905,6 +943,7 @@ FOR_EACH_KIND(EXPORT_KIND)
     EXPORT decode_attention_##NAME(const Attention *a) { \
         a->int8_kv ? decode_attention<T, int8_t>(*a) : decode_attention<T, T>(*a); \
     } \
+    EXPORT greedy_##NAME(const Greedy *a) { greedy<T>(*a); }                        \
     EXPORT sample_##NAME(const Sample *a) { sample<T>(*a); }
 
 EXPORT route_tokens(const Route *a) { route(*a); }

@@ -140,6 +140,7 @@ _Attention = _struct(
 _Sample = _struct(
     "Sample", (POINTER, "logits temperature keys token_ids"), (LONG, "num_rows size"), (INT, "num_threads")
 )
+_Greedy = _struct("Greedy", (POINTER, "logits token_ids"), (LONG, "num_rows size"), (INT, "num_threads"))
 _Call = _struct("Call", (POINTER, "function arguments"))
 
 
@@ -256,6 +257,7 @@ class Library:
             "sigmoid_mul",
             "rope_kv_write",
             "decode_attention",
+            "greedy",
             "sample",
         ):
             for dtype, suffix in SUFFIXES.items():
@@ -590,6 +592,13 @@ class Library:
         pointers = logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), token_ids.data_ptr()
         arguments = _Sample(*pointers, num_rows, size, torch.get_num_threads())
         self._call("sample", logits.dtype, arguments, logits, temperature, keys, token_ids)
+        return token_ids
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """The token of the largest logit, the first of equals -> [num_rows] int64; -1 if a logit is not finite."""
+        token_ids = torch.empty(len(logits), dtype=torch.int64)
+        arguments = _Greedy(logits.data_ptr(), token_ids.data_ptr(), *logits.shape, torch.get_num_threads())
+        self._call("greedy", logits.dtype, arguments, logits, token_ids)
         return token_ids
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
+from octavo.kernels.cpu import native
 from octavo.kernels.cpu.sampling import apply_token_bitmask, finite_rows, sample, token_logprobs
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import (
@@ -96,6 +97,9 @@ def prepare_prefill_inputs(
 
 def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """See `reference.sample_checked`. Logits are copied only if some are not finite."""
+    is_greedy = params.all_greedy or not params.temperature.numpy().any()
+    if masks is None and is_greedy and (library := native.library_for(logits)) is not None:
+        return library.greedy(logits)
     finite = finite_rows(logits)
     all_finite = bool(finite.all())
     if masks is not None:
