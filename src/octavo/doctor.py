@@ -94,9 +94,7 @@ class Report:
             "kv_bytes_per_token": need.kv.bytes_per_token,
             "kv_bytes_per_token_of_a_group": need.kv.bytes_per_block // need.kv.block_size,
             "kv_windows": list(need.kv.windows),
-            "kv_padding_layers": need.kv.num_layers * (1 + len(need.kv.windows))
-            - self.spec.num_layers
-            + len(self.spec.recurrent_layers),
+            "kv_padding_layers": need.kv.num_places - self.spec.num_layers + len(self.spec.recurrent_layers),
             "state_bytes": need.kv.state_bytes,
             "state_blocks": need.kv.state_blocks,
             "fits": self.fits,
@@ -305,6 +303,8 @@ def _concurrency(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
 def format_report(report: Report) -> list[str]:
     spec, need, budget, machine = report.spec, report.need, report.budget, report.machine
     heads = f"{spec.num_layers} layers, {spec.num_heads} heads over {spec.num_kv_heads} of K and V"
+    if (others := spec.full_kv_heads[0]) != spec.num_kv_heads:
+        heads += f" ({others} without a sliding window)"
     out = [
         f"{report.model}: {spec.architecture}, {_count(spec.num_params)} parameters, {heads}, "
         f"{spec.max_position_embeddings:,} positions"
@@ -374,7 +374,8 @@ def _group_lines(kv: KVCacheSpec, spec: ModelSpec) -> list[str]:
     if not kv.windows:
         return last
     each = kv.bytes_per_block / kv.block_size / 1024
-    lines = [f"{each:,.1f} KiB a token: {kv.num_layers} layers without a sliding window"]
+    num_full = kv.num_layers if kv.full is None else kv.full[0]
+    lines = [f"{each:,.1f} KiB a token: {num_full} layers without a sliding window"]
     for window, num_groups in Counter(kv.windows).items():
         num_layers = spec.windows.count(window)
         padding = num_groups * kv.num_layers - num_layers

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3", {}),
+    "gemma4": ("gemma4", {}),
     "gpt2": ("gpt2", {}),
     "olmo2": ("olmo2", {}),
     "qwen3_5": ("qwen3_5", {}),

@@ -99,7 +99,7 @@ def test_same_sequences_and_scores_as_transformers(
         search_and_compare(model, llm, width, penalty, early, num=3)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gemma4", "gpt2"])
 def test_other_model_families(kind: str, tiny_model: Callable[[str], TinyModel]) -> None:
     model = tiny_model(kind)
     with open_llm(model) as llm:

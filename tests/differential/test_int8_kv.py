@@ -30,7 +30,7 @@ PLAIN: dict[str, Any] = {
     "enable_prefix_caching": False,
     "mamba_block_size": 16,
 }
-KINDS = {"llama": {}, "gemma3": {"max_model_len": 100}, "qwen3_5": {}, "gpt2": {}}
+KINDS = {"llama": {}, "gemma3": {"max_model_len": 100}, "gemma4": {"max_model_len": 100}, "qwen3_5": {}, "gpt2": {}}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "prefix caching": ({"enable_prefix_caching": True}, ""),
     "recompute": ({}, "recompute"),
@@ -67,8 +67,12 @@ def engine(model: str, dtype: str = "float32", **options: Any) -> Iterator[LLM]:
         state, kv = llm.engine.executor.runner.state, llm.config.kv
         pools = [state.kv, state.swapper.host_kv, *((state.draft.kv, state.draft.host_kv) if state.draft else ())]
         assert all(pool.dtype == torch.int8 for pool in pools)
-        row = kv.head_dim + 2
-        assert state.kv[0].nbytes == kv.num_layers * 2 * kv.num_kv_heads * kv.block_size * row
+        num_bytes = kv.num_layers * 2 * kv.num_kv_heads * kv.block_size * (kv.head_dim + 2)
+        if kv.full is not None:
+            num_full, num_heads, head_dim = kv.full
+            others = num_full * 2 * num_heads * kv.block_size * (head_dim + 2)
+            num_bytes = max(num_bytes, others) if kv.windows else num_bytes + others
+        assert state.kv[0].nbytes == num_bytes
         yield llm
 
 
@@ -107,7 +111,7 @@ def test_each_option_gives_the_same_tokens(kind: str, name: str, model: Any, exp
         assert bool(scheduler.num_preemptions) == bool(preempts)
         assert bool(stats.num_swapped_in) == (preempts == "swap")
         assert bool(stats.num_hits) == is_cached
-        assert bool(llm.config.kv.windows) == (kind == "gemma3" and name != "one group")
+        assert bool(llm.config.kv.windows) == (kind in ("gemma3", "gemma4") and name != "one group")
         assert bool(llm.config.kv.state_bytes) == (kind == "qwen3_5")
         if name == "speculation":
             assert llm.stats().num_accepted_tokens > 5
@@ -150,4 +154,5 @@ def test_little_is_lost_and_something_is(kind: str, model: Any) -> None:
             assert output.prompt_logprobs is not None
             found += [[each.logprob for entry in output.prompt_logprobs[1:] for each in entry.values()]]
     differences = [abs(a - b) for a, b in zip(*found, strict=True)]
-    assert 1e-6 < sum(differences) / len(differences) < 0.03
+    most = 0.1 if kind == "gemma4" else 0.03  # its scores have no factor, and are several times as large
+    assert 1e-6 < sum(differences) / len(differences) < most

@@ -14,7 +14,7 @@ from tests.differential.cases import LEVELS, Case, PreemptingScheduler, all_case
 from tests.differential.conftest import NUM_NEW, TinyModel
 
 PAIRWISE = pairwise_cases()
-GROUPED = {"gemma3": 2, "gpt_oss": 2}
+GROUPED = {"gemma3": 2, "gemma4": 2, "gpt_oss": 2}
 """Window groups of the kinds whose layers differ."""
 
 

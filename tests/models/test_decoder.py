@@ -102,6 +102,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3 even": ("gemma3", {"num_key_value_heads": 2, "intermediate_size": 38}),
+    "gemma4": ("gemma4", {}),
+    "gemma4 dense": (
+        "gemma4",
+        {
+            "enable_moe_block": False,
+            "attention_k_eq_v": False,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4 one size": ("gemma4", {"global_head_dim": 24, "num_global_key_value_heads": 2}),
+    "gemma4 all full": ("gemma4", {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}),
     "gpt2": ("gpt2", {}),
     "gpt2 one odd head": ("gpt2", {"n_embd": 21, "n_head": 1, "n_inner": None, "vocab_size": 517}),
     "gpt2 scales": (

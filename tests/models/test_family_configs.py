@@ -24,6 +24,7 @@ CLASSES = {
     "Qwen2ForCausalLM": "Qwen2Config",
     "Qwen3ForCausalLM": "Qwen3Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Gemma4ForCausalLM": "Gemma4TextConfig",
     "OPTForCausalLM": "OPTConfig",
     "GPT2LMHeadModel": "GPT2Config",
     "Phi3ForCausalLM": "Phi3Config",
@@ -43,7 +44,8 @@ def spec(architecture: str, **changes: Any) -> Any:
 def sizes_of(architecture: str) -> dict[str, Any]:
     if architecture == "GPT2LMHeadModel":
         return {"vocab_size": 97, "n_embd": 64, "n_layer": 9, "n_head": 4, "n_positions": 128}
-    return SIZES | {"ffn_dim": 41} if architecture == "OPTForCausalLM" else SIZES
+    own = {"OPTForCausalLM": {"ffn_dim": 41}, "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0}}
+    return SIZES | own.get(architecture, {})
 
 
 @pytest.mark.parametrize("architecture", CLASSES)

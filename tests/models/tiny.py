@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.checkpoint.resolve import open_checkpoint
+from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
@@ -54,6 +55,24 @@ KINDS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 19,
         "sliding_window": 6,
         "sliding_window_pattern": 3,  # two layers with a sliding window, then one without
+    },
+    "gemma4": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size": 40,
+        "num_hidden_layers": 5,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
+        "sliding_window": 6,
+        "final_logit_softcapping": 7.0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 20,
     },
     "gpt2": {"n_embd": 60, "n_head": 3, "n_inner": 37},  # head_dim 20
     "opt": {"num_attention_heads": 7, "hidden_size": 56, "ffn_dim": 37},  # head_dim 8
@@ -199,6 +218,7 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
         "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
@@ -287,11 +307,14 @@ def randomise(model: Any, seed: int) -> None:
                 is_transposed = type(model).__name__.startswith("GptOss")  # the weights of its experts
                 inputs = 0 if is_conv1d else 2 if "experts" in name and not is_transposed else 1
                 parameter.copy_(noise * 1.5 / parameter.shape[inputs] ** 0.5)
-            elif name.endswith("weight"):  # a norm; Gemma's and Qwen3.5's weights are added to 1
-                adds = type(model).__name__.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn" not in name
+            elif name.endswith(("weight", "scale")):  # a norm; those of some models are added to 1
+                adds = type(model).__name__.startswith(("Gemma3", "Qwen3_5", "Qwen3Next")) and "linear_attn" not in name
                 parameter.copy_(0.2 * noise + (0 if adds else 1))
             else:
                 parameter.copy_(0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(1, generator=generator))
 
 
 def transformers_logits(directory: Path, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Tensor]:
@@ -337,9 +360,8 @@ def empty_pool(
     spec: ModelSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype = torch.float32, tp_size: int = 1
 ) -> Tensor:
     """A KV cache full of NaN: reading an unwritten slot makes the result NaN."""
-    num_layers = spec.num_layers - len(spec.recurrent_layers)
-    shape = (num_blocks + 1, num_layers, 2, spec.of_rank(tp_size).num_kv_heads, block_size, spec.head_dim)
-    return torch.full(shape, torch.nan, dtype=dtype)
+    kv = KVCacheSpec.of(spec.of_rank(tp_size), block_size, str(dtype).removeprefix("torch."))
+    return torch.full(kv.pool_shape(num_blocks), torch.nan, dtype=dtype)
 
 
 class PagedRun:
@@ -495,9 +517,7 @@ def random_blocks(kind: str, rows: np.ndarray, *, scale: float = 0.01) -> np.nda
 
 
 def split_merged(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """gpt-oss's merged weights as those of each expert: gate and up are its even and odd outputs."""
-    if not family.experts.transposed:
-        return tensors
+    """Merged weights as those of each expert. gpt-oss's gate and up are its even and odd outputs, others' the halves."""
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, part = name.partition("experts.")
@@ -505,9 +525,10 @@ def split_merged(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor
             split[name] = tensor
             continue
         role, _, kind = part.partition("_proj")
-        for i, own in enumerate(tensor if kind else tensor.mT):
+        for i, own in enumerate(tensor if kind or not family.experts.transposed else tensor.mT):
             for j, each in enumerate(("gate", "up") if role == "gate_up" else (role,)):
-                rows = own[j::2] if role == "gate_up" else own
+                rows = own[j::2] if family.experts.interleaved else own.chunk(2)[j]
+                rows = rows if role == "gate_up" else own
                 split[f"{prefix}experts.{i}.{each}_proj{kind or '.weight'}"] = rows
     return split
 

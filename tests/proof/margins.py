@@ -32,7 +32,7 @@ MARGIN = 0.05
 SPREAD = 0.5
 """The standard deviation of a position's logits."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-TIED = ("gemma3", "gpt2", "opt")
+TIED = ("gemma3", "gemma4", "gpt2", "opt")
 LAST_NORMS = ("model.norm.", "transformer.ln_f.", "model.decoder.final_layer_norm.")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 
@@ -66,6 +66,7 @@ ALL_EXPERTS = {
     "qwen3_moe": {"num_experts_per_tok": 6},
     "mixtral": {"num_experts_per_tok": 5},
     "gpt_oss": {"num_experts_per_tok": 6},
+    "gemma4": {"top_k_experts": 6},
 }
 """Of fewer, rounding may choose others, and change all logits."""
 
@@ -81,6 +82,10 @@ def make_rounded_checkpoint(kind: str, directory: Path, **sizes: Any) -> Path:
     for name in tensors:
         if name.endswith(EMBEDDINGS) and kind in TIED:
             tensors[name] = tensors[name] / 4
+        if kind == "gemma4" and name.endswith(
+            "q_norm.weight"
+        ):  # which scales its scores in place of 1 / sqrt(head_dim)
+            tensors[name] = tensors[name] / len(tensors[name]) ** 0.5
 
     def save() -> None:
         for name in tensors:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from octavo.errors import ParameterError
 from octavo.integers import cdiv
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -50,6 +51,10 @@ class KVHeads(Protocol):
     def head_dim(self) -> int:
         """Size of a K/V head."""
 
+    @property
+    def full_kv_heads(self) -> tuple[int, int]:
+        """K/V heads of a layer without a sliding window, and their size: the same, or others (Gemma 4)."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
@@ -57,6 +62,8 @@ class KVCacheSpec:
 
     num_layers  of a block
     windows     of each window group; empty: all layers are one group
+    full        layers without a window in a block, their K/V heads and the size of these, where they differ from those
+                of layers with a window. Then a block of a window group has `num_layers`, and one of all layers both
     state_bytes of a sequence besides, whatever its length, in blocks of its own
     draft   of a draft model, whose K and V are in a pool of their own, with the same block ids. Shapes are without it,
             bytes with it
@@ -70,14 +77,27 @@ class KVCacheSpec:
     draft: KVCacheSpec | None = None
     windows: tuple[int, ...] = ()
     state_bytes: int = 0
+    full: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, model: KVHeads, block_size: int, dtype: str, *, max_len: int = 0) -> KVCacheSpec:
         """max_len: of a sequence. Layers are grouped if it then takes fewer bytes; the last block of a window group may
-        lack layers. 0: they are one group"""
+        lack layers. 0: they are one group
+
+        Raises `ParameterError` for float8 if layers have K/V heads of two sizes.
+        """
         groups, state_bytes = model.layer_groups, 4 * model.state_size
         num_layers = sum(group >= 0 for group, _ in groups.places)
-        alike = cls(num_layers, model.num_kv_heads, model.head_dim, block_size, dtype, state_bytes=state_bytes)
+        own, full = (model.num_kv_heads, model.head_dim), None
+        if model.full_kv_heads != own:
+            if dtype.startswith("float8"):
+                problem = (
+                    f"kv_cache_dtype {dtype} is not supported for K/V heads of two sizes; choose int8, or the dtype"
+                )
+                raise ParameterError(f"{problem} of the model", param="kv_cache_dtype")
+            full = (sum(group == 0 for group, _ in groups.places), *model.full_kv_heads)
+            num_layers -= full[0]
+        alike = cls(num_layers, *own, block_size, dtype, state_bytes=state_bytes, full=full)
         grouped = replace(alike, num_layers=groups.num_layers, windows=groups.windows)
         uses, used = (kv.blocks_of(max_len, kv.max_chunk) * kv.bytes_per_block for kv in (grouped, alike))
         return grouped if uses < used else alike
@@ -106,8 +126,23 @@ class KVCacheSpec:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        width = self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, width)
+        """The layers, K and V, heads, tokens, and a row's elements. Of two sizes: all of a token are one row."""
+        scale = SCALE_BYTES if self.dtype == "int8" else 0
+        if self.full is None:
+            return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim + scale)
+        num_full, num_heads, head_dim = self.full
+        rows = (
+            2 * num_full * num_heads * (head_dim + scale),
+            2 * self.num_layers * self.num_kv_heads * (self.head_dim + scale),
+        )
+        return (1, 1, 1, self.block_size, max(rows) if self.windows else sum(rows))
+
+    @property
+    def num_places(self) -> int:
+        """Layers that the blocks of all groups have room for."""
+        if self.full is None:
+            return self.num_layers * (1 + len(self.windows))
+        return self.full[0] + self.num_layers * (len(self.windows) or 1)
 
     def pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks + 1, *self.block_shape)

@@ -45,7 +45,7 @@ INERT = (
     "eta_cutoff", "exponential_decay_length_penalty", "num_assistant_tokens*", "assistant_*", "target_lookbehind",
     # encoders and images, which are not served
     "vision_config", "*_token_index", "mm_tokens_per_image", "tie_encoder_decoder", "cross_attention_hidden_size",
-    "is_decoder", "_sliding_window_pattern", "max_window_layers",
+    "is_decoder", "_sliding_window_pattern", "max_window_layers", "vocab_size_per_layer_input",
 )
 # fmt: on
 
@@ -61,4 +61,5 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 def config_keys(family: Family) -> KeyTable:
     """The table of a family's config.json."""
-    return KeyTable(read=(*READ, *family.keys), inert=INERT, refused={**REFUSED, **family.refused})
+    refused = {key: values for key, values in REFUSED.items() if key not in family.keys}
+    return KeyTable(read=(*READ, *family.keys), inert=INERT, refused={**refused, **family.refused})

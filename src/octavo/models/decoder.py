@@ -43,10 +43,14 @@ class DecoderLayer:
         if self.after_attention is not None:
             x = self.ops.rms_norm(x, self.after_attention, self.eps)
         x, residual = self._add_norm(x, residual, self.mlp_norm)
-        x = self.mlp(x)
+        x = self._transform(x, residual)
         if self.after_mlp is not None:
             x = self.ops.rms_norm(x, self.after_mlp, self.eps)
         return x, residual
+
+    def _transform(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The MLP. x: normalised; residual: before the norm"""
+        return self.mlp(x)
 
     def _add_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         if norm is not None:
@@ -100,11 +104,11 @@ class Decoder:
         self.dtype = factory.dtype
         # [max_len, head_dim], computed on the CPU: the same numbers for every device, also for a model on "meta".
         max_len = max_len or spec.max_model_len()
-        table = partial(ops.rope_table, spec.head_dim, max_len)
+        table = partial(ops.rope_table, spec.full_kv_heads[1], max_len)
         self.cos_sin = table(spec.rope_theta, scaling=spec.rope_scaling, rotary_dim=spec.rotary_dim).to(factory.device)
         self.local_cos_sin = self.nope_cos_sin = self.cos_sin
         if spec.local_rope_theta is not None:
-            self.local_cos_sin = table(spec.local_rope_theta).to(factory.device)
+            self.local_cos_sin = ops.rope_table(spec.head_dim, max_len, spec.local_rope_theta).to(factory.device)
         if spec.nope_layers:
             self.nope_cos_sin = table(spec.rope_theta, rotary_dim=0).to(factory.device)
         self.tables = [self._table_of(layer) for layer in range(spec.num_layers)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from octavo.kernels.reference.experts import ExpertGate
+from octavo.kernels.reference.experts import ExpertGate, Routing
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.layers import GatedMLP
 from octavo.models.linear import LayerFactory, Linear, Slot, Weight
@@ -63,12 +63,17 @@ class Experts:
         y = self._partial(x)
         return y if self.tp.all_reduce is None else self.tp.all_reduce(y)
 
-    def _partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the output."""
+    def _route(self, x: Tensor) -> Routing:
         spec = self.spec
-        routing = self.ops.route(
+        return self.ops.route(
             self.router(x), spec.top_k, softmax_first=spec.softmax_first, renormalise=spec.renormalise
         )
+
+    def _partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the output."""
+        return self._sum(x, self._route(x))
+
+    def _sum(self, x: Tensor, routing: Routing) -> Tensor:
         inner = self.up.method.experts_in(x, self.up.bias, routing, self.gate)
         y = self.down.method.experts_out(inner, self.down.bias, routing)
         if self.shared is not None:

@@ -63,9 +63,10 @@ class Attention:
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.window_of(layer)
-        linears, own = spec.linears, spec.of_rank(factory.tp.size)
-        self.qkv = Linear(linears["qkv"], own.linears["qkv"], factory, "qkv")
-        self.out = Linear(linears["out"], own.linears["out"], factory, "out")
+        linears, own = spec.attention_linears, spec.of_rank(factory.tp.size)
+        self.qkv, self.out = (
+            Linear(linears[role], own.attention_linears[role], factory, role) for role in ("qkv", "out")
+        )
         self.num_heads, self.first_head = spec.num_heads, factory.tp.start(spec.num_heads, own.num_heads)
         self.sinks = torch.empty(own.num_heads, device=factory.device) if spec.sinks else None
         self.head_norms: HeadNorms = {"q_norm": norms.get("q"), "k_norm": norms.get("k"), "kv_scales": None}

@@ -224,7 +224,7 @@ class VocabEmbedding:
 
     def __init__(self, spec: ModelSpec, factory: LayerFactory) -> None:
         self.names, self.shape, self.tp = spec.names, spec.vocabulary, factory.tp
-        self.logits_scaling = spec.logits_scaling
+        self.logits_scaling, self.cap = spec.logits_scaling, spec.logits_cap
         self.tied = spec.tie_word_embeddings
         self.num_rows, width = spec.of_rank(self.tp.size).vocabulary
         self.first = self.tp.rank * self.num_rows
@@ -242,6 +242,7 @@ class VocabEmbedding:
         """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype."""
         logits = self.head.logits(x)
         logits = logits if self.logits_scaling == 1.0 else logits.div_(self.logits_scaling)
+        logits = logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits
         if self.tp.all_gather is None:
             return logits
         padding = self.num_rows - logits.shape[1]

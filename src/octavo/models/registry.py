@@ -39,6 +39,11 @@ FAMILIES = [
         ("gemma3", "gemma3_text"),
         gguf="gemma3",
     ),
+    Entry(
+        f"{_IN}.gemma4:FAMILY",
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        ("gemma4", "gemma4_text"),
+    ),
     Entry(f"{_IN}.gpt2:FAMILY", ("GPT2LMHeadModel",), ("gpt2",)),
     Entry(f"{_IN}.opt:FAMILY", ("OPTForCausalLM",), ("opt",)),
     Entry(f"{_IN}.phi3:FAMILY", ("Phi3ForCausalLM",), ("phi3",)),

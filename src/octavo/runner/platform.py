@@ -182,7 +182,7 @@ class CpuPlatform(Platform):
             text, remedy = f"dtype {dtype}", "use bfloat16"
         elif native.library() is None:
             text, remedy = "a CPU without a C++ compiler", "install g++"
-        elif not native.supports_sizes(spec.head_dim, spec.num_heads // spec.num_kv_heads):
+        elif not all(native.supports_sizes(size, spec.num_heads // heads) for heads, size in spec.kv_heads):
             text, remedy = f"the attention heads of {spec.architecture}", "remove it"
         elif _projects_embeddings(spec):
             text, remedy = f"{spec.architecture} with projected embeddings", "remove it"

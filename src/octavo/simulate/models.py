@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
-from octavo.errors import ModelNotFoundError, ParameterError
+from octavo.errors import ModelNotFoundError, ParameterError, UnsupportedModelError
 from octavo.models.config import read_spec, spec_from_config
 from octavo.models.spec import DecoderSpec, LayerGroups, ModelSpec, group_layers
 from octavo.models.spec.ranks import heads_per_rank
@@ -52,6 +52,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec) -> ModelShape:
+        """Raises `UnsupportedModelError` for a model whose layers have K/V heads of two sizes."""
+        if spec.full_kv_heads != (spec.num_kv_heads, spec.head_dim):
+            problem = f"K/V heads of two sizes ({spec.architecture}) are not simulated"
+            raise UnsupportedModelError(f"{problem}; octavo doctor shows the memory of such a model")
         vocabulary = math.prod(spec.vocabulary)
         experts = spec.experts if isinstance(spec, DecoderSpec) else None
         return cls(
@@ -93,6 +97,10 @@ class ModelShape:
     @property
     def layer_groups(self) -> LayerGroups:
         return group_layers(self.num_layers, self.windows, self.recurrent_layers)
+
+    @property
+    def full_kv_heads(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.head_dim
 
     @property
     def itemsize(self) -> int:

@@ -94,12 +94,15 @@ def test_rope_and_write(library: native.Library, dtype: torch.dtype, norm: str |
 
 
 @DTYPES
+@pytest.mark.parametrize("head_dim", [40, 512])
 @pytest.mark.parametrize("window", [0, 1, 700])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_of_long_sequences_in_parts(
-    library: native.Library, dtype: torch.dtype, window: int, sinks: bool
+    library: native.Library, dtype: torch.dtype, head_dim: int, window: int, sinks: bool
 ) -> None:
-    case = make_case([1, 1, 1], [1, 1700, 513], head_dim=40, block_size=16, group_size=7, dtype=dtype, sinks=sinks)
+    case = make_case(
+        [1, 1, 1], [1, 1700, 513], head_dim=head_dim, block_size=16, group_size=7, dtype=dtype, sinks=sinks
+    )
     options = {"window": window, "return_lse": True, "sinks": case.sinks}
     out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, **options)
     expected, expected_lse = naive_attention(case.double, window)
@@ -108,7 +111,7 @@ def test_attention_of_long_sequences_in_parts(
 
 
 @DTYPES
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 512])
 @pytest.mark.parametrize(("window", "sinks"), [(0, False), (600, False), (600, True)])
 def test_attention_reads_int8_rows(
     library: native.Library, dtype: torch.dtype, head_dim: int, window: int, sinks: bool

@@ -481,7 +481,7 @@ template <class T> void silu_mul(const Gate &a) {
     });
 }
 
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 512;
 
 struct RopeWrite {
     const int64_t *positions, *slots;

@@ -46,7 +46,7 @@ COMPILE_S = 300.0  # several processes may share a core
 
 GATES = MappingProxyType({"silu": 0, "gelu": 1, "swiglu": 2})  # as in experts.h
 SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
-MAX_GROUP_SIZE, MAX_HEAD_DIM, MAX_BLOCK_SIZE = 16, 256, 256  # as in native.cpp
+MAX_GROUP_SIZE, MAX_HEAD_DIM, MAX_BLOCK_SIZE = 16, 512, 256  # as in native.cpp
 
 
 def _struct(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:

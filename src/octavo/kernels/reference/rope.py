@@ -26,7 +26,8 @@ def rope_table(
     """cos and sin of the angles of each position -> [max_len, head_dim]: head_dim / 2 cosines, then the sines.
 
     `scaling` is `rope_scaling` or `rope_parameters` of config.json: "default", "linear", "dynamic", "llama3", "yarn"
-    (arXiv 2309.00071) or "longrope" (arXiv 2402.13753). Raises `UnsupportedModelError` for another.
+    (arXiv 2309.00071), "longrope" (arXiv 2402.13753) or "proportional" (Gemma 4: the first pairs are rotated, by the
+    angles that they have if all are). Raises `UnsupportedModelError` for another.
 
     "dynamic" and "longrope" depend on the length of a sequence, but K in the cache has its angles already. So max_len
     chooses the angles once: those of short sequences up to the trained length, else of a sequence of max_len tokens.
@@ -38,26 +39,29 @@ def rope_table(
     scaling = scaling or {}
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    whole = rotary_dim
+    if kind == "proportional":
+        rotary_dim = 2 * int(scaling["partial_rotary_factor"] * head_dim // 2)
     if kind == "dynamic":
         stretch = max(1.0, max_len / scaling["original_max_position_embeddings"])
         theta *= (scaling["factor"] * (stretch - 1) + 1) ** (rotary_dim / (rotary_dim - 2))
-    exponents = torch.arange(0, rotary_dim, 2, device=device).to(wide) / rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, device=device).to(wide) / whole
     wavelengths = torch.pow(theta, exponents)  # [rotary_dim / 2], of a radian
     amplitude = 1.0
     if kind == "longrope":
         stretched, amplitude = _longrope_factors(scaling, max_len)
         wavelengths *= torch.tensor(stretched, dtype=wide, device=device)
     frequencies: Tensor = 1.0 / wavelengths
-    if kind == "linear":
+    if kind in ("linear", "proportional"):
         frequencies = frequencies / scaling["factor"]
     elif kind == "llama3":
         frequencies = _llama3_frequencies(frequencies, scaling)
     elif kind == "yarn":
         frequencies, amplitude = _yarn_frequencies(frequencies, theta, scaling)
     elif kind not in ("default", "dynamic", "longrope"):
+        supported = "default, linear, dynamic, llama3, yarn, longrope, proportional"
         raise UnsupportedModelError(
-            f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope",
-            param="rope_scaling",
+            f"rope scaling {kind!r} is not supported; supported: {supported}", param="rope_scaling"
         )
     angles = torch.outer(torch.arange(max_len, device=device).to(wide), frequencies)  # [max_len, rotary_dim / 2]
     rest = 0, (head_dim - rotary_dim) // 2

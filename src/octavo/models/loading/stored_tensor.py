@@ -19,9 +19,10 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 NOT_SERVED = (
     *("vision_tower.", "model.vision_tower.", "model.visual.", "multi_modal_projector.", "model.multi_modal_"),
+    *("model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
     "mtp.",
 )
-"""Prefixes of tensors for images, and for the prediction of several tokens."""
+"""Prefixes of tensors for images and sounds, and for the prediction of several tokens."""
 
 Rows: TypeAlias = slice | list[int] | EllipsisType
 T_co = TypeVar("T_co", Tensor, Groups, covariant=True)

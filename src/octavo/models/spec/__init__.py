@@ -7,6 +7,7 @@ and the simulator count them.
 
 from octavo.models.spec.decoder import DecoderSpec
 from octavo.models.spec.experts import ExpertsSpec
+from octavo.models.spec.gemma4 import Gemma4Spec
 from octavo.models.spec.gpt import GPTSpec
 from octavo.models.spec.groups import LayerGroups, group_layers
 from octavo.models.spec.hybrid import HybridSpec
@@ -18,6 +19,7 @@ __all__ = [
     "DecoderSpec",
     "ExpertsSpec",
     "GPTSpec",
+    "Gemma4Spec",
     "HybridSpec",
     "LayerGroups",
     "LayerKind",

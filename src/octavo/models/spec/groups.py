@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 
 class LayerGroups(NamedTuple):
-    """How the layers of a model share blocks. A block of any group has K and V of `num_layers` layers.
+    """How the layers of a model share blocks. A block has K and V of the layers of a group.
 
+    num_layers  of a group; of the full one maybe others
     windows  of each window group, in tokens
     places   of each layer: its group, 0 for the full one, and its index in that group's blocks. Of a recurrent layer,
              which has no K and V: -1, and its index among these
@@ -19,10 +20,12 @@ class LayerGroups(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-def group_layers(num_layers: int, windows: Sequence[int], recurrent: Sequence[int] = ()) -> LayerGroups:
+def group_layers(
+    num_layers: int, windows: Sequence[int], recurrent: Sequence[int] = (), per_group: int | None = None
+) -> LayerGroups:
     """Group layers with these sliding windows; 0: none. Groups have as many layers as there are without a window.
 
-    recurrent: layers that are in no group
+    recurrent: layers that are in no group    per_group: layers of a window group, if others than that
 
         layers of Gemma 3    s s s s s f s s s s s f s s s s s f     s: slides, f: full
         group                1 1 1 2 2 0 2 3 3 3 4 0 4 4 5 5 5 0
@@ -36,10 +39,11 @@ def group_layers(num_layers: int, windows: Sequence[int], recurrent: Sequence[in
         places |= {layer: (0, index) for index, layer in enumerate(attending)}
         return LayerGroups(len(attending), (), tuple(places[layer] for layer in range(num_layers)))
     places |= {layer: (0, index) for index, layer in enumerate(full)}
+    size = per_group or len(full)
     of_groups: list[int] = []
     for window in sorted({windows[layer] for layer in attending} - {0}):
         sliding = [layer for layer in attending if windows[layer] == window]
-        for first in range(0, len(sliding), len(full)):
+        for first in range(0, len(sliding), size):
             of_groups.append(window)
-            places |= {layer: (len(of_groups), i) for i, layer in enumerate(sliding[first : first + len(full)])}
-    return LayerGroups(len(full), tuple(of_groups), tuple(places[layer] for layer in range(num_layers)))
+            places |= {layer: (len(of_groups), i) for i, layer in enumerate(sliding[first : first + size])}
+    return LayerGroups(size, tuple(of_groups), tuple(places[layer] for layer in range(num_layers)))

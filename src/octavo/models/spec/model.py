@@ -27,6 +27,7 @@ class ModelSpec:
                              Empty: no layer has a window
     recurrent_layers         layers without K and V, which keep a state of a sequence
     logits_scaling           logits are divided by it
+    logits_cap               logits are cap * tanh(logit / cap); 0: they are not capped
     unit_offset_norms        norms multiply by 1 + weight, in float32 for any model dtype
     rope_scaling             of rotary embedding: validated dict with config.json's keys, the argument of `rope_table`;
                              None: no scaling
@@ -57,6 +58,7 @@ class ModelSpec:
     recurrent_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     logits_scaling: float = 1.0
+    logits_cap: float = 0.0
     unit_offset_norms: bool = False
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     eos_token_ids: tuple[int, ...] = ()
@@ -238,6 +240,16 @@ class ModelSpec:
     @property
     def layer_groups(self) -> LayerGroups:
         return group_layers(self.num_layers, self.windows, self.recurrent_layers)
+
+    @property
+    def full_kv_heads(self) -> tuple[int, int]:
+        """K/V heads of a layer without a sliding window, and their size."""
+        return self.num_kv_heads, self.head_dim
+
+    @property
+    def kv_heads(self) -> set[tuple[int, int]]:
+        """K/V heads of any layer, and their size."""
+        return {(self.num_kv_heads, self.head_dim), self.full_kv_heads}
 
     @property
     def state_size(self) -> int:
