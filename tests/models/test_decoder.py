@@ -113,6 +113,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4 scaled": (
+        "gemma4",
+        {
+            "enable_moe_block": False,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.8,
+                    "factor": 3.0,
+                    "rope_theta": 5e2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e1},
+            },
+        },
+    ),
     "gemma4 one size": ("gemma4", {"global_head_dim": 24, "num_global_key_value_heads": 2}),
     "gemma4 all full": ("gemma4", {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}),
     "gpt2": ("gpt2", {}),

@@ -517,7 +517,7 @@ def random_blocks(kind: str, rows: np.ndarray, *, scale: float = 0.01) -> np.nda
 
 
 def split_merged(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """Merged weights as those of each expert. gpt-oss's gate and up are its even and odd outputs, others' the halves."""
+    """Merged weights as those of each expert. Gate and up are halves of the outputs, or the even and odd ones."""
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, part = name.partition("experts.")

@@ -73,7 +73,7 @@ def check_resident(kernel: Any, tuning: Any) -> int:
     return spilled
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (4, 128), (7, 64)])
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (4, 128), (7, 64), (8, 512)])
 @pytest.mark.parametrize(("num_seqs", "cascaded"), [(1, False), (256, False), (32, True), (256, True)])
 def test_all_programs_of_decode_are_resident(group: int, head_dim: int, num_seqs: int, cascaded: bool) -> None:
     """Each has an equal share of the keys: a program that starts when others end would double the time."""
@@ -97,7 +97,9 @@ def test_decode_of_float8_is_resident_and_reads_ahead(group: int, head_dim: int)
     assert "cp.async" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
 
 
-@pytest.mark.parametrize(("group", "head_dim", "wide"), [(1, 128, 0), (4, 128, 0), (4, 128, 1), (7, 64, 0)])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "wide"), [(1, 128, 0), (4, 128, 0), (4, 128, 1), (7, 64, 0), (8, 512, 0)]
+)
 @pytest.mark.parametrize("num_packs", [1, 256])
 def test_all_programs_of_packed_decode_are_resident(group: int, head_dim: int, wide: bool, num_packs: int) -> None:
     q = torch.empty(num_packs, 8 * group, head_dim, dtype=torch.bfloat16)
@@ -106,7 +108,7 @@ def test_all_programs_of_packed_decode_are_resident(group: int, head_dim: int, w
     assert check_resident(kernel, tuning) <= 112  # addresses of rows, which the loop over keys does not use
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (7, 64)])
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (7, 64), (8, 512)])
 def test_all_programs_of_cascade_are_resident(group: int, head_dim: int) -> None:
     tuning = cascade.cascade_tuning(torch.empty(1, 1, head_dim, dtype=torch.bfloat16))
     constants = {
@@ -122,7 +124,7 @@ def test_all_programs_of_cascade_are_resident(group: int, head_dim: int) -> None
     }
     attend_common = cascade._attend_common
     kernel = compile_for_hopper(attend_common, constants, types_of(attend_common), num_warps=tuning.num_warps)
-    assert check_resident(kernel, tuning) == 0
+    assert check_resident(kernel, tuning) <= (8 if head_dim == 512 else 0)
 
 
 def test_the_successor_starts_after_the_keys_are_read() -> None:

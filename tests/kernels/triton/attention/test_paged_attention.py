@@ -24,7 +24,9 @@ def test_every_block_size_and_window(lens: tuple[list[int], list[int]], block_si
     check(make_case(*lens, block_size=block_size), window)
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 40), (2, 7, 16), (1, 16, 80), (5, 1, 64)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim"), [(1, 1, 40), (2, 7, 16), (1, 16, 80), (5, 1, 64), (1, 8, 512)]
+)
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_every_head_shape(lens: tuple[list[int], list[int]], kv_heads: int, group: int, head_dim: int) -> None:
     check(make_case(*lens, num_kv_heads=kv_heads, group_size=group, head_dim=head_dim))
@@ -53,7 +55,9 @@ def test_a_sink_may_have_all_the_weight_or_none(lens: tuple[list[int], list[int]
     assert not out[:, 1::2].any() and relative_error(lse[:, 1::2], torch.tensor(200.0)) < 3e-6
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(9, 24), (10, 56), (11, 72), (13, 136), (14, 200), (15, 248)])
+@pytest.mark.parametrize(
+    ("group", "head_dim"), [(9, 24), (10, 56), (11, 72), (13, 136), (14, 200), (15, 248), (8, 512)]
+)
 def test_odd_group_and_head_sizes(group: int, head_dim: int) -> None:
     """With a prefill and a decode in one batch."""
     check(make_case([5, 1], [9, 70], num_kv_heads=1, group_size=group, head_dim=head_dim, dtype=torch.float16))

@@ -66,6 +66,8 @@ def decode_tuning(
     kv_bytes  of a number of K or V
     """
     row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
+    if q.shape[2] > 256 and q.element_size() == 2:  # not measured: all programs are resident, and none spills
+        return DecodeTuning(tile=16, num_warps=4, num_stages=3, programs_per_multiprocessor=2)
     if packed and row_bytes == 256:
         stages = 3 if wide else 4
         return DecodeTuning(tile=32, num_warps=1 + wide, num_stages=stages, programs_per_multiprocessor=4)

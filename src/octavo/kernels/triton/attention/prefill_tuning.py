@@ -15,6 +15,8 @@ HOPPER_ROWS = 128
 """(query, head) rows of a Hopper tile: two groups of 64, the rows of a matrix instruction."""
 HOPPER_REGISTERS = 232
 """Registers of a thread in a consumer warp."""
+MAX_HOPPER_HEAD_DIM = 256
+"""Its registers hold no sums of larger heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ def prefill_tuning(q: Tensor, max_query_len: int, group_size: int) -> PrefillTun
     head_dim = triton.next_power_of_2(q.shape[2])
     if q.dtype == torch.float32:  # for tests: products of float32 do not use the tensor cores
         return PrefillTuning(rows=32, tile=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
+    if head_dim > 256:  # not measured: they fit into any GPU's 99 KiB
+        return PrefillTuning(rows=16 if max_query_len * group_size <= 16 else 32, tile=16, num_warps=4, num_stages=2)
     tile = 32 if head_dim > 128 else 64
     if max_query_len * group_size <= 16:
         return PrefillTuning(rows=16, tile=tile, num_warps=4, num_stages=3)
@@ -75,6 +79,7 @@ def supports_hopper_prefill(q: Tensor, kv_layer: Tensor) -> bool:
     return (
         kernels_for(q.device).hopper
         and q.dtype in (torch.bfloat16, torch.float16)
+        and head_dim <= MAX_HOPPER_HEAD_DIM
         and head_dim % 8 == 0
         and block_size >= 8
         and q.stride(0) % 8 == 0
