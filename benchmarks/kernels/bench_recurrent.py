@@ -113,7 +113,7 @@ def main() -> None:
         seq_len = num_tokens + 1000
         tables_of_kv = [[0] * cdiv(seq_len, 16)] * num_seqs
         batch = RaggedBatch.from_lists(lens, [seq_len] * num_seqs, tables_of_kv, 16, device=args.device)
-        batch = replace(batch, state_tables=tables)
+        batch = replace(batch, state_tables=tables, state_reads=tables)
         q, k = torch.randn(2, num_tokens * num_seqs, num_keys, DIM).bfloat16()
         v = torch.randn(num_tokens * num_seqs, num_heads, DIM).bfloat16()
         decay, beta = -torch.rand(len(v), num_heads), torch.rand(len(v), num_heads)

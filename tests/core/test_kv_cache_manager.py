@@ -114,7 +114,7 @@ def test_k_sharers_make_k_minus_one_copies(num_sharers: int) -> None:
     head, tail = parent.block_ids
     assert cache.pool.refs[tail] == num_sharers
     plan = StepPlan()
-    cache.rows.assign(group[0], plan)
+    cache.rows.assign(group[0], plan, [])
     assert cache.blocks_needed((s, 1) for s in group) == num_sharers - 1
     assert cache.blocks_needed((s, 3) for s in group) == num_sharers - 1 + num_sharers
     before = cache.pool.num_used
@@ -175,7 +175,7 @@ def test_blocks_out_of_the_attention_window_are_dropped(window: int, num_compute
     """The next query, at `num_computed`, attends to `window` keys, its own included."""
     cache = KVCacheManager(8, 2, num_rows=1, attention_window=window)
     seq = settle(cache, list(range(num_computed)), num_computed)
-    cache.rows.assign(seq, StepPlan())
+    cache.rows.assign(seq, StepPlan(), [])
     blocks, plan = list(seq.block_ids), StepPlan()
     cache.drop_out_of_window(seq, plan)
     assert seq.block_ids == [0] * dropped + blocks[dropped:] and seq.num_dropped == dropped
@@ -229,9 +229,9 @@ def test_blocks_out_of_a_groups_window_are_dropped(window: int, num_computed: in
     """The other groups keep theirs. Line 4 of the device's tables is the second group of row 1."""
     windows = (window, 99) if group == 1 else (99, window)
     cache = KVCacheManager(30, 2, num_rows=2, windows=windows)
-    cache.rows.assign(sequence([1]), StepPlan())
+    cache.rows.assign(sequence([1]), StepPlan(), [])
     seq = settle(cache, list(range(num_computed)), num_computed)
-    cache.rows.assign(seq, StepPlan())
+    cache.rows.assign(seq, StepPlan(), [])
     before, plan = [list(ids) for ids, _ in seq.tables], StepPlan()
     cache.drop_out_of_window(seq, plan)
     after = [[0] * dropped * (g == group) + ids[dropped * (g == group) :] for g, ids in enumerate(before)]
@@ -390,7 +390,7 @@ def test_a_shared_tail_is_copied_in_all_groups() -> None:
     assert [*child.tables] == [*parent.tables]
     assert all(mine.block_ids is not its.block_ids for mine, its in zip(parent.windows, child.windows, strict=True))
     plan, tails = StepPlan(), [ids[1] for ids, _ in parent.tables]
-    cache.rows.assign(child, StepPlan())
+    cache.rows.assign(child, StepPlan(), [])
     assert cache.blocks_needed([(parent, 1), (child, 1)]) == 3
     assert cache.blocks_needed([(parent, 3), (child, 3)]) == 3 + 6
     cache.grow(child, 1, plan)
@@ -404,9 +404,9 @@ def test_a_shared_tail_is_copied_in_all_groups() -> None:
 
 def test_all_groups_grow_together_and_write_a_line_each() -> None:
     cache = KVCacheManager(30, 2, num_rows=2, windows=(3, 9))
-    cache.rows.assign(sequence([1]), StepPlan())
+    cache.rows.assign(sequence([1]), StepPlan(), [])
     seq = settle(cache, [1, 2, 3], 2)
-    cache.rows.assign(seq, plan := StepPlan())
+    cache.rows.assign(seq, plan := StepPlan(), [])
     assert plan.table_writes == [TableWrite(3 + group, 0, tuple(ids)) for group, (ids, _) in enumerate(seq.tables)]
     plan, used = StepPlan(), cache.pool.num_used
     assert cache.blocks_needed([(seq, 3)]) == 2 * 3

@@ -60,7 +60,7 @@ def test_random_workloads_with_states(groups: bool) -> None:
             "evicted",
             "written in place",
         ),
-        *("copied, sealed", "copied, shared", "found", "found at the last mark", "found with preemptions", "waited on"),
+        *("moved, sealed", "moved, shared", "found", "found at the last mark", "found with preemptions", "waited on"),
         *("swapped out", "swapped in", "groups that share one", "seal lost by a result"),
     ]
     assert [what for what in reached if not totals["state: " + what]] == []

@@ -98,7 +98,7 @@ def test_bytes_of_another_version_or_length_are_refused() -> None:
     for damaged, text in (
         (b"", "field at byte 0 has 56 bytes of 0"),
         (b"what" + data[4:], "b'what' are no plan"),
-        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 5; run the same version"),
+        (data[:4] + b"\x63" + data[5:], "format version 99 and this process reads 6; run the same version"),
         (data + b"\0", f"ends after {len(data)} of {len(data) + 1} bytes"),
         (data[:-1], "damaged"),
     ):

@@ -285,7 +285,7 @@ def test_states() -> None:
         STATES, (((5, 5), (5, 5)), ((5, 2), (5, 5)), ((5, 5), (5, 2)), ((5, 5), (2, 5))), strict=True
     ):
         play_all(shapes, seen, interfere=True, every=31, memories=[memory])
-    assert seen["with states"] == seen["1 requests"] + seen["2 requests"] > 200
+    assert seen["with states"] == seen["1 requests"] + seen["2 requests"] >= 200
     assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 200
 
 

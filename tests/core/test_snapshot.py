@@ -269,7 +269,7 @@ def test_every_attribute_of_the_core_is_saved_or_listed_here() -> None:
          "requests running swapped waiting in_flight confined_to _counted tenants"),
         (cache, "events tee pool swap_space rows prefixes swapping checkpoints",
          "block_size enable_prefix_caching attention_window windows num_groups has_windows max_chunk state_blocks "
-         "checkpoint_interval", "pins holders _unsettled _lent"),  # the last two are empty between commands
+         "checkpoint_interval", "pins holders _unsettled reads"),  # the last two are empty between commands
         (cache.prefixes, "pool checkpoints", "block_size enabled windows", "pins"),
         (cache.swapping, "pool space prefixes", "", "holders"),
         (cache.pool, "events", "num_blocks num_windows state_blocks _num_below", "_packed_of _shards"),

@@ -124,7 +124,12 @@ class Memory(RuleBasedStateMachine):
         slots = [(i, block, offset) for i, block in enumerate(blocks) for offset in range(self.size)]
         return all(kv[block, offset] == self.state(seq, i) for i, block, offset in slots)
 
+    def reads(self, seq: Sequence, before: list[int]) -> list[int]:
+        """The blocks of the state that a slice reads. Without a row they are those that its sequence had before."""
+        return self.tables[(seq.row + 1) * self.num_lines - 1] if self.state_blocks and seq.row >= 0 else before
+
     def write_state(self, seq: Sequence) -> None:
+        self.reads(seq, [])[:] = seq.state
         assert len(seq.state) == self.state_blocks
         for i, block in enumerate(seq.state):
             assert self.pool.refs[block] == 1, "a write into a shared state"
@@ -132,10 +137,11 @@ class Memory(RuleBasedStateMachine):
             self.kv |= {(block, offset): self.state(seq, i) for offset in range(self.size)}
 
     def compute(self, seq: Sequence, count: int, plan: StepPlan) -> None:
+        before = seq.state
         self.cache.grow(seq, count, plan)
         self.cache.settle(plan)
         self.apply(plan)
-        assert not seq.num_computed or self.holds(seq, seq.state, self.kv)
+        assert not seq.num_computed or self.holds(seq, self.reads(seq, before), self.kv)
         for group, (block_ids, _) in enumerate(seq.tables):
             for p in range(seq.num_computed, seq.num_computed + count):
                 block = block_ids[p // self.size]
@@ -199,7 +205,7 @@ class Memory(RuleBasedStateMachine):
         self.compute(seq, count, plan)
         if self.cache.rows.num_free:
             plan = StepPlan()
-            self.cache.rows.assign(seq, plan)
+            self.cache.rows.assign(seq, plan, seq.state)
             self.apply(plan)
         if self.state_blocks and which % 3 < 2:
             self.seal(self.live(Status.RUNNING).index(seq))
@@ -429,17 +435,23 @@ class Memory(RuleBasedStateMachine):
         needs = self.cache.blocks_needed((s, 1) for s in group)
         if needs > self.pool.num_available:
             return
-        used, plan = self.pool.num_used, StepPlan()
+        used, plan, before = self.pool.num_used, StepPlan(), list[list[int]]()
         for i, s in enumerate(group):
             if s.num_computed == len(self.everything(s)):
                 self.arriving.setdefault(s, []).append(i % 2)
+            before.append(s.state)
             self.cache.grow(s, 1, plan)
-            s.num_computed += 1
         assert self.pool.num_used - used == needs
         self.cache.settle(plan)
-        assert self.pool.num_used - used == needs
+        assert self.pool.num_used - used <= needs
         self.apply(plan)
+        for s, state in zip(group, before, strict=True):
+            reads = self.reads(s, state)
+            assert not s.num_computed or self.holds(s, reads, self.kv)
+            written = {block for other in group if other is not s for block in other.state}
+            assert written.isdisjoint(reads), "a sequence writes a state that another reads"
         for s in group:
+            s.num_computed += 1
             self.write_state(s)
             p = s.num_computed - 1
             for group_index, (block_ids, _) in enumerate(s.tables):
@@ -588,7 +600,8 @@ class Memory(RuleBasedStateMachine):
                         assert kv[block, p % self.size] == self.content(seq, p, group)
                     else:
                         assert swapped and -block in seq.request.shared_on_device
-            assert seq.row < 0 or not self.state_blocks or self.tables[(seq.row + 1) * self.num_lines - 1] == seq.state
+            lines = self.tables[(seq.row + 1) * self.num_lines - 2 : (seq.row + 1) * self.num_lines]
+            assert seq.row < 0 or not self.state_blocks or lines == [seq.state] * 2
             assert self.holds(seq, seq.state, self.host_kv if swapped else self.kv)
         assert all(seq.num_computed == len(seq.request.prompt_token_ids) for seq in self.cache.pins.values())
 

@@ -54,7 +54,7 @@ class Layer:
     def batch(self, slices: Slices) -> RaggedBatch:
         lens, seq_lens = zip(*slices, strict=True)
         batch = RaggedBatch.from_lists(lens, seq_lens, [[0] * 200] * len(slices), 16, device="cuda")
-        return replace(batch, state_tables=self.tables[: len(slices)])
+        return replace(batch, state_tables=self.tables[: len(slices)], state_reads=self.tables[: len(slices)])
 
     def inputs(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """x, decay, beta"""
@@ -94,7 +94,8 @@ def test_bits_do_not_depend_on_a_real_layers_batch(dtype: torch.dtype) -> None:
         if slices[s][0]:
             alone = layer.pool.clone()
             x, decay, beta = (tensor[part] for tensor in inputs)
-            batch = replace(layer.batch([slices[s]]), state_tables=layer.tables[s : s + 1])
+            own = layer.tables[s : s + 1]
+            batch = replace(layer.batch([slices[s]]), state_tables=own, state_reads=own)
             assert torch.equal(layer((x, decay, beta), alone, batch), out[part])
             blocks = layer.tables[s].long()
             assert torch.equal(alone[blocks], together[blocks])

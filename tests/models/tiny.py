@@ -381,11 +381,11 @@ class PagedRun:
         dtype = decoder.vocabulary.head.weight.dtype
         block_bytes = empty_pool(decoder.spec, 0, block_size, dtype=dtype, tp_size=tp_size).nbytes
         state_blocks = cdiv(decoder.spec.of_rank(tp_size).state_size * max(4, dtype.itemsize), block_bytes)
-        num_blocks = sum(counts) + len(prompts) * state_blocks + 3
+        num_blocks = sum(counts) + 2 * len(prompts) * state_blocks + 3
         ids = random.Random(seed).sample(range(1, num_blocks + 1), num_blocks)
         self.block_tables = [[ids.pop() for _ in range(count)] for count in counts]
-        states = [[ids.pop() for _ in range(state_blocks)] for _ in prompts]
-        self.state_tables = torch.tensor(states, dtype=torch.int32) if state_blocks else None
+        states = [[[ids.pop() for _ in range(state_blocks)] for _ in prompts] for _ in range(2)]
+        self.states = torch.tensor(states, dtype=torch.int32) if state_blocks else None  # written by turns
         self.kv = empty_pool(decoder.spec, num_blocks, block_size, dtype=dtype, tp_size=tp_size)
 
     def step(self, num_tokens: Sequence[int]) -> list[Tensor]:
@@ -399,8 +399,10 @@ class PagedRun:
         flat = [t for s, a, b in zip(active, before, seq_lens, strict=True) for t in self.prompts[s][a:b]]
         tables = [self.block_tables[s][: cdiv(n, self.block_size)] for s, n in zip(active, seq_lens, strict=True)]
         batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, self.block_size)
-        if self.state_tables is not None:
-            batch = replace(batch, state_tables=self.state_tables[active])
+        if self.states is not None:
+            reads, tables = self.states[:, active]
+            batch = replace(batch, state_tables=tables, state_reads=reads)
+            self.states[:, active] = torch.stack((tables, reads))
         logits = self.decoder.forward(torch.tensor(flat), batch, self.kv, torch.arange(len(flat)))
         for s, n in zip(active, seq_lens, strict=True):
             self.num_computed[s] = n

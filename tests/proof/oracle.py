@@ -6,6 +6,7 @@ so an aliased block, a stale prefix hit, a lost copy or swaps in a wrong order a
 a hash of the value, so `reference` computes every output without memory and without a scheduler. A slot of a window
 group holds a hash of the same value and its group. A state holds in every slot of its block i a hash of the value at
 its last position and i. Whoever continues from a state reads all of it: the value becomes another if a slot is wrong.
+A pass reads it through the row's read line, writes it through the line before that, and sets the first to the second.
 
 Host blocks may be corrupted while they are swapped out. The device keeps a checksum of each, reports changed blocks at
 swap-in, and continues. Values computed from them are poison, and no result of poison may be committed.
@@ -288,6 +289,7 @@ class Oracle:
         self._fed: dict[Sequence, dict[int, int]] = {}  # position -> input token on the device
         self._end: dict[Sequence, int] = {}  # slots after the stop token are arbitrary
         self._written: dict[int, list[tuple[int, int]]] = {}  # plan -> (block, offset) that it wrote
+        self._read_states: list[tuple[int, int]] = []  # (slice, block) of states that a plan reads
 
     def submit(self, sent: StepPlan) -> _Running:
         by_hand = InFlightStep(sent)
@@ -366,7 +368,9 @@ class Oracle:
         if self.habits.shuffles:
             self._random.shuffle(order)
         tokens: list[list[list[Any]]] = [[] for _ in plan.rows]
+        self._read_states.clear()
         written: list[tuple[int, int]] = []
+        writers: dict[int, int] = {}  # block -> slice
         spans = [(0, 0)] * len(plan.rows)  # positions from the slice's first one to the row's end
         for i in order:
             by_slice: dict[tuple[int, int], None] = {}  # the next pass writes rejected slots again
@@ -376,7 +380,10 @@ class Oracle:
             tokens[i] = self._slice(plan, i, begin, by_slice)
             spans[i] = begin, self.length[row]
             written += by_slice
+            writers |= {block: i for block, _ in by_slice}
         need(len(set(written)) == len(written), ReadBack, "two slices wrote one slot")
+        for i, block in self._read_states:
+            need(writers.get(block, i) == i, ReadBack, "a slice writes a state that another reads", block)
         self._written[id(plan)] = written
         for i in order:
             self._read_again(plan, i, *spans[i])
@@ -390,7 +397,7 @@ class Oracle:
             row, group = divmod(line, self.num_lines)
             table = self.tables[line]
             need(start == 0 or start <= len(table), ReadBack, "a hole in a table")
-            if group == self.num_groups:
+            if group >= self.num_groups:
                 whole_state = not start and len(set(ids)) == len(ids) == self.state_blocks
                 need(whole_state, Invariant, "no whole state", line, start, ids)
             null = 0 if group < self.num_groups and self.windows[group] else 1
@@ -404,7 +411,21 @@ class Oracle:
         return self.kv[table[position // self.block_size]][position % self.block_size]
 
     def _state(self, row: int) -> list[int]:
+        """The blocks that the row's slices write."""
         return self.tables[row * self.num_lines + self.num_groups] if self.state_blocks else []
+
+    def _read_line(self, row: int) -> list[int]:
+        """Those that its next pass reads."""
+        return self.tables[row * self.num_lines + self.num_groups + 1] if self.state_blocks else []
+
+    def _read_state(self, i: int, row: int, h: Any) -> Any:
+        """The value that a pass continues from: this one if the state that it reads is that after it."""
+        reads = self._read_line(row)
+        self._read_states += [(i, block) for block in reads]
+        self.counts["states moved"] += reads != self._state(row)
+        if self._holds(reads, h):
+            return h
+        return type(h)(hash((h, *(str(slot) for block in reads for slot in self.kv[block]))))
 
     def _holds(self, blocks: Iterable[int], h: Any) -> bool:
         """True if these blocks hold the state after a position with this value."""
@@ -429,16 +450,16 @@ class Oracle:
         self._check_bounds(plan, i, start)
         fed = self._fed.setdefault(seq, {})
         h = self._get(row, start - 1) if start else root(seq.request.salt)
-        if start and not self._holds(self._state(row), h):
-            h = hash((h, *(str(slot) for block in self._state(row) for slot in self.kv[block])))
+        if start:
+            h = self._read_state(i, row, h)
         poisoned = self._reads_poison(row, start)
         if poisoned:
             h = Poison(hash((h, 8)))
             self.poisoned.setdefault(id(plan), set()).add(i)
         elif start and not seq.finish_reason and start <= self._end.get(seq, start):
             before = self._expect(seq, start)[start - 1]
-            if not self._holds(self._state(row), before):
-                raise ReadBack(seq, "row", row, "state", self._state(row), "before position", start)
+            if not self._holds(self._read_line(row), before):
+                raise ReadBack(seq, "row", row, "state", self._read_line(row), "before position", start)
             self.counts["states read"] += self.state_blocks > 0
 
         def write(before: int, position: int, token: int) -> int:
@@ -452,6 +473,7 @@ class Oracle:
         for p in range(start, end):
             fed[p] = inputs[p - start]
             h = write(h, p, fed[p])
+        self._write_state(plan, i, h, written)
         p = self.length[row] = end  # the first token is sampled from the position before
         if num_sampled:
             self._firsts.setdefault(id(plan), {})[i] = end
@@ -463,7 +485,8 @@ class Oracle:
                 continue
             if columns:
                 fed[p] = self.last[row]
-                h = write(h, p, fed[p])
+                h = write(self._read_state(i, row, h), p, fed[p])
+                self._write_state(plan, i, h, written)
                 p += 1
             if i in plan.num_samples:
                 host = setup.returns_candidates
@@ -500,7 +523,6 @@ class Oracle:
             num_left -= len(accepted)
             self.last[row] = accepted[-1]
             self.length[row] = p
-        self._write_state(plan, i, h, written)
         return columns
 
     def _check_bounds(self, plan: Received, i: int, start: int) -> None:
@@ -538,8 +560,9 @@ class Oracle:
             written[block, p % size] = None
 
     def _write_state(self, plan: Received, i: int, h: Any, written: dict[tuple[int, int], None]) -> None:
-        """Write the state after a slice whose last position has this value."""
+        """Write the state after a pass whose last position has this value. The next pass reads it."""
         seq, state = plan.sequences[i], self._state(plan.rows[i])
+        self._read_line(plan.rows[i])[:] = state
         for index, block in enumerate(state):
             if not seq.finish_reason:
                 need(state == self._held[id(plan)][i][-1], Invariant, "written into another's state", seq)
@@ -583,7 +606,7 @@ class Oracle:
             isinstance(self._get(row, p, group), Poison)
             for group, window in enumerate(self.windows)
             for p in range(max(0, start - window + 1) if window else 0, start)
-        ) or any(isinstance(slot, Poison) for block in self._state(row) if start for slot in self.kv[block])
+        ) or any(isinstance(slot, Poison) for block in self._read_line(row) if start for slot in self.kv[block])
 
     def _expect(self, seq: Sequence, end: int) -> list[int]:
         """Return the values of a sequence's positions, those before `end` at least."""

@@ -261,7 +261,7 @@ class StateWatch:
         for seq in step.sequences:
             ids = before.states.get(seq, [])
             if ids and seq.state != ids:
-                self.count("copied, shared" if before.refs[ids[-1]] > 1 else "copied, sealed")
+                self.count("moved, shared" if before.refs[ids[-1]] > 1 else "moved, sealed")
         self.count("blocks copied", len(plan.copies))
         for request in came:
             seq = request.sequences[0]

@@ -121,6 +121,7 @@ def truth(world: World) -> dict[str, Any]:
             above, num = pool.key_of(sealed.get(above[0], 0)), num + 1
         checkpoints += [[block, full, part, above and num * size] for part, block in enumerate(state)]
     pinned = [(name, sequence) for name, sequence in cache.pins.items()]
+    num_tables = cache.num_groups + (cache.state_blocks > 0)
     sequences = [(r.request_id, s) for r in live for s in r.sequences] + pinned
     states = ["used" if pool.refs[b] else "cached" if pool.seal_id[b] else "free" for b in blocks]
     return {
@@ -139,11 +140,11 @@ def truth(world: World) -> dict[str, Any]:
             (
                 [name, len(s.token_ids), s.num_computed, list(table)]
                 for name, s in sequences
-                for table in islice(chain((ids for ids, _ in s.holdings), repeat([])), cache.rows.num_lines)
+                for table in islice(chain((ids for ids, _ in s.holdings), repeat([])), num_tables)
             ),
             key=itemgetter(0),
         ),
-        "numTables": len(sequences) * cache.rows.num_lines,
+        "numTables": len(sequences) * num_tables,
         "queues": {name: [r.request_id for r in queue] for name, queue in queues.items()},
         "stats": cache.stats().as_dict(),
     }
@@ -175,7 +176,7 @@ def test_page_state_equals_the_scheduler(kinds: dict[str, bool]) -> None:
     totals = check_runs(range(44, 52), **kinds)
     assert bool(totals["in windows or states"]) == bool(kinds)
     assert (totals["checkpoints"] > 100) == ("states" in kinds), totals
-    assert totals["snapshot"] > 8 and totals["delta"] > 80 and totals["swapped"] > 10 and totals["shared"] > 20, totals
+    assert totals["snapshot"] > 8 and totals["delta"] > 80 and totals["swapped"] > 5 and totals["shared"] > 20, totals
 
 
 @pytest.mark.slow

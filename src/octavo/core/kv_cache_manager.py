@@ -5,7 +5,8 @@ A sequence has a table for each group of layers:
     full      | 0 | 1 | 2 | 3 | 4 |     keys of all positions. It carries the chain of seals
     window    | . | . | 2 | 3 | 4 |     of the last `window` positions; there may be several such groups
 
-    state     | s | s |                 what came of all positions: as many blocks at any length
+    state     | s | s |                 what came of all positions: as many blocks at any length. Nothing is copied:
+              | r | r |                 a slice may read it from other blocks than those that it writes
 
 All tables of a sequence but the last are equally long, and all blocks are of one pool. A model whose layers are alike
 has one group and no state.
@@ -21,7 +22,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
-from itertools import chain
 
 from octavo.core.block_pool import BlockPool, SwapSpace
 from octavo.core.cache.checkpoints import Checkpoints
@@ -79,7 +79,7 @@ class KVCacheManager:
         self.windows, self.num_groups = tuple(windows), 1 + len(windows)
         self.max_chunk = max_chunk or NEVER
         self.state_blocks, self.checkpoint_interval = state_blocks, checkpoint_interval
-        self.rows = RowTable(num_rows, self.events, self.num_groups + (state_blocks > 0))
+        self.rows = RowTable(num_rows, self.events, self.num_groups + 2 * (state_blocks > 0))
         self.has_windows = bool(attention_window or windows)
         self.holders: dict[Sequence, None] = {}
         self.checkpoints = Checkpoints(block_size, checkpoint_interval if state_blocks and enable_prefix_caching else 0)
@@ -91,7 +91,7 @@ class KVCacheManager:
         self.num_pinned = 0  # blocks of pins, and blocks reserved for pins that are being computed
         self.num_copied = self.num_dropped = self.num_corrupt = 0
         self._unsettled: list[Sequence] = []  # sequences with slices of the plan being made, whose states are sealed
-        self._lent: dict[BlockId, list[list[BlockId]]] = {}  # head -> states that its copies in this plan still hold
+        self.reads: dict[Sequence, list[BlockId]] = {}  # states that the plan's slices read and do not write
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -101,15 +101,20 @@ class KVCacheManager:
     def blocks_at_max_length(self, num_prompt: int, max_tokens: int, width: int = 1, *, drops: bool = True) -> int:
         """Return the blocks that a request holds at its maximum length.
 
-        Its sequences share the full blocks of the prompt and no others. The last token is never computed.
+        Its sequences share the full blocks of the prompt and no others. The last token is never computed. Where two or
+        more share a state, all of them write new ones while the shared one is read.
 
         drops  it drops what leaves its windows; see `drop_out_of_window`
         """
         shared, blocks = num_prompt // self.block_size, self.blocks_for(num_prompt + max_tokens - 1)
-        in_states = width * self.state_blocks
+        in_states = self._most_in_states(width)
         if drops and self.windows:
             return blocks + self._blocks_in_windows(blocks) + in_states
         return (shared + width * (blocks - shared)) * self.num_groups + in_states
+
+    def _most_in_states(self, width: int) -> int:
+        """Return the most blocks of states that a plan reads and writes: beams that share them by twos have most."""
+        return (width + width // 2) * self.state_blocks
 
     def _blocks_in_windows(self, blocks: int) -> int:
         """Return the most that the window groups of a sequence of up to `blocks` blocks hold: the window and a step."""
@@ -126,7 +131,7 @@ class KVCacheManager:
 
     def max_output_tokens(self, num_prompt: int, width: int = 1, *, drops: bool = True) -> int:
         """Return the largest `max_tokens` that fits: the inverse of `blocks_at_max_length`. Below 1 if none fits."""
-        shared, num_blocks = num_prompt // self.block_size, self.num_unpinned_blocks - width * self.state_blocks
+        shared, num_blocks = num_prompt // self.block_size, self.num_unpinned_blocks - self._most_in_states(width)
         most = (shared + (num_blocks - shared) // width) * self.block_size - num_prompt + 1
         if not self.windows:
             return most
@@ -139,12 +144,12 @@ class KVCacheManager:
         """Return the free or cached blocks that admission takes.
 
         These are the blocks of all known tokens less the hits, the hits that leave the LRU queue, a copy of a shared
-        tail, and a state: new, copied, or one that leaves the queue to be written in place.
+        tail, and states.
         """
         revived = sum(not self.pool.refs[b] for b in prefix.block_ids)
         copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
         full = self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids) + revived + copied
-        return full + self.window_blocks_to_admit(sequence, prefix) + self.state_blocks
+        return full + self.window_blocks_to_admit(sequence, prefix) + self.state_blocks_to_admit(prefix)
 
     def blocks_due(self, requests: Iterable[Request]) -> int:
         """Return the blocks that running requests still take for their known tokens, beside those that they hold.
@@ -173,6 +178,15 @@ class KVCacheManager:
         shared = sum(refs[b] > 0 for table in prefix.windows for b in table.block_ids[table.num_dropped :])
         return in_windows - shared + copied * len(self.windows)
 
+    def state_blocks_to_admit(self, prefix: Prefix) -> int:
+        """Return how many of `blocks_to_admit` are for states.
+
+        The sequence writes a new one, or one that leaves the queue. Who was to write in place what it reads writes a
+        new one, too.
+        """
+        moved = bool(prefix.state) and any(other.state[-1] == prefix.state[-1] for other in self._unsettled)
+        return self.state_blocks * (1 + moved)
+
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start the sequence's block table with a prefix that is already computed."""
         assert not sequence.block_ids
@@ -199,7 +213,8 @@ class KVCacheManager:
     def blocks_needed(self, growth: Iterable[tuple[Sequence, int]], *, swapped: bool = False) -> int:
         """Return the blocks that these sequences together need to compute `count` more positions each.
 
-        A tail or a state that several of them share is copied for each but the last, so references are counted down.
+        A tail that several of them share is copied for each but the last, so references are counted down. A shared
+        state is read by all of them, and each writes a new one.
         """
         refs = self.swap_space.refs if swapped else self.pool.refs
         total = 0
@@ -213,12 +228,8 @@ class KVCacheManager:
                 if sharers > 1:  # of the tails in all groups
                     total += self.num_groups
                     left[block] = sharers - 1
-            if self.state_blocks:
-                head = sequence.state[-1] if sequence.state else NULL_BLOCK
-                sharers = left.get(head, refs[head] if swapped else self._sharers(head))
-                if not head or sharers > 1:
-                    total += self.state_blocks
-                    left[head] = sharers - 1
+            if self.state_blocks and (not sequence.state or refs[sequence.state[-1]] > 1):
+                total += self.state_blocks
         return total
 
     def grow(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
@@ -247,49 +258,45 @@ class KVCacheManager:
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def _sharers(self, head: BlockId) -> int:
-        """Return how many use a state. Those that it was copied for in this plan still have a reference."""
-        return self.pool.refs[head] - len(self._lent.get(head, ()))
-
     def _own_state(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Give a sequence a state that it may write in this plan: of a shared one a copy. Sealed ones: `settle`."""
+        """Give a sequence a state that it may write in this plan: of a shared one a new one. Sealed ones: `settle`."""
         if not sequence.state:
             sequence.state = [self.pool.allocate() for _ in range(self.state_blocks)]
-        elif self._sharers(sequence.state[-1]) > 1:
-            self._copy_state(sequence, plan)
-        elif self.pool.seal_id[sequence.state[-1]]:
+            return
+        head = sequence.state[-1]
+        if self.pool.refs[head] > 1:  # those that read it in this plan still count
+            for sharer in (sequence, *(other for other in self._unsettled if other.state[-1] == head)):
+                self._move_state(sharer, plan)
+        elif self.pool.seal_id[head]:
             self._unsettled.append(sequence)
 
-    def _copy_state(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Copy a state for its writer. The source is released with the plan: until then it is no copy's destination."""
-        old, new = sequence.state, [self.pool.allocate() for _ in range(self.state_blocks)]
-        self._lent.setdefault(old[-1], []).append(old)
-        for src, dst in zip(old, new, strict=True):
-            plan.copies.append(BlockCopy(src, dst))
-            if self.events.blocks:
-                self.events.emit_block(Copied(src, dst))
-        self.num_copied += self.state_blocks
-        sequence.state = new
-        self.rows.write(sequence, 0, new, plan, self.num_groups)
+    def _move_state(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Let a sequence write a new state and read the old one, which is released with the plan.
+
+        A slice leaves the row's read line where it wrote, so only the other line is planned: see `RowState`.
+        """
+        self.reads[sequence] = sequence.state
+        sequence.state = [self.pool.allocate() for _ in range(self.state_blocks)]
+        self.rows.write(sequence, 0, sequence.state, plan, self.num_groups)
 
     def settle(self, plan: StepPlan) -> None:
-        """Keep the checkpoints that the plan's slices continue from: each state is copied while there is room. Else it
-        is unsealed and written in place.
+        """Keep the checkpoints that the plan's slices continue from: while there is room, each writes a new state. Else
+        the checkpoint is unsealed and written in place. Nobody else reads it in this plan: see `_own_state`.
 
         The plan has all its blocks by now, so a checkpoint displaces nothing but older cached blocks.
         """
         for sequence in self._unsettled:
-            if not self.pool.seal_id[sequence.state[-1]]:  # its full block was evicted meanwhile
+            if not self.pool.seal_id[sequence.state[-1]]:  # it has moved, or its full block was evicted meanwhile
                 continue
             if self.pool.num_available >= self.state_blocks:
-                self._copy_state(sequence, plan)
+                self._move_state(sequence, plan)
             else:
                 self.pool.unseal(sequence.state[-1], "written")
-        for old in chain.from_iterable(self._lent.values()):
+        for old in self.reads.values():
             for block in reversed(old):
                 self.pool.release(block)
         self._unsettled.clear()
-        self._lent.clear()
+        self.reads.clear()
 
     # -- giving back ---------------------------------------------------------------------------------------------------
 

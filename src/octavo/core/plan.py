@@ -52,7 +52,9 @@ class SwapIn(NamedTuple):
 class TableWrite(NamedTuple):
     """block_tables[line, start : start + len(block_ids)] = block_ids. A new row starts with its whole tables.
 
-    line  a row has one for each group, in their order, and one for its state: row * num_lines + group
+    line  a row has one for each group, in their order, and two for its state: row * num_lines + group. The first of
+          these has the blocks that slices write, the second those that the row's next slice reads. Each slice sets
+          the second to the first
     """
 
     line: int
@@ -128,7 +130,7 @@ class Slice(NamedTuple):
 T = TypeVar("T")
 COLUMN = "I"
 """Array type of a plan's columns: int32 numbers from 0 on. Python fills unsigned arrays three times as fast."""
-VERSION = 5
+VERSION = 6
 """Format of encoded plans and results. Both sides must be of the same version."""
 
 _EMPTY: array[int] = array(COLUMN)

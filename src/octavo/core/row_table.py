@@ -14,7 +14,8 @@ from octavo.core.types import BlockId, Row
 
 
 class RowTable:
-    """The free list of `num_rows` rows. Each has `num_lines` lines: a table for each group, and one for its state.
+    """The free list of `num_rows` rows. Each has `num_lines` lines: a table for each group, and two for its state. The
+    first of the two has the blocks that the next slice writes, the second those that it reads.
 
     A row may be assigned again as soon as it is released, even while a step in flight still uses it: stream order keeps
     the two apart.
@@ -32,8 +33,8 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def assign(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Assign a row to a sequence without one, and plan its setup and its whole table."""
+    def assign(self, sequence: Sequence, plan: StepPlan, reads: list[BlockId]) -> None:
+        """Assign a row to a sequence without one, and plan its setup and its whole table. reads: where its state is."""
         request = sequence.request
         sequence.row = row = self._free.pop()
         sequence.row_has_last = False
@@ -55,6 +56,8 @@ class RowTable:
         )
         for group, (block_ids, _) in enumerate(sequence.holdings):
             self.write(sequence, 0, block_ids, plan, group)
+        if reads:  # no event: it is no table of the sequence's
+            plan.table_writes.append(TableWrite((row + 1) * self.num_lines - 1, 0, tuple(reads)))
 
     def write(self, sequence: Sequence, start: int, block_ids: list[BlockId], plan: StepPlan, group: int = 0) -> None:
         """Plan the write of a table change to the device. Does nothing for a sequence without a row."""

@@ -50,8 +50,9 @@ class RaggedBatch:
     window_tables  [num_windows, num_seqs, max_blocks] int32, the tables of window groups; see `group`. None: there are
                    none
     window_slots   [num_windows, num_tokens] int64, slot of each token in these groups
-    state_tables   [num_seqs, state_blocks] int32, blocks of each sequence's recurrent state, see `reference.recurrent`.
-                   None: the model has none
+    state_tables   [num_seqs, state_blocks] int32, blocks that each sequence's recurrent state is written to, see
+                   `reference.recurrent`. None: the model has none
+    state_reads    likewise, blocks that it is read from. No other sequence writes them
     common_prefix_lens
                    [num_seqs] int32, tokens that a sequence shares with the one before it: whole leading blocks, equal
                    in both block tables, without the last token of either; 0 for the first sequence. The GPU's kernels
@@ -76,6 +77,7 @@ class RaggedBatch:
     window_tables: Tensor | None = None
     window_slots: Tensor | None = None
     state_tables: Tensor | None = None
+    state_reads: Tensor | None = None
 
     def group(self, group: int) -> RaggedBatch:
         """The batch as the layers of a group see it: 0 is the full group, this batch; then come the window groups."""

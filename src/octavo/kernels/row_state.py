@@ -44,8 +44,9 @@ IN_PROMPT = 1 << 30
 class RowState:
     """One line a row, and one more for the null row, the target of padding, which is always done.
 
-    block_tables     [num_rows + 1, num_lines * max_blocks] int32, a table for each group of layers, then one of the
-                     recurrent state if there are any
+    block_tables     [num_rows + 1, num_lines * max_blocks] int32, a table for each group of layers. If there are
+                     recurrent states, then one of the blocks that the row's passes write, and one of those that its
+                     next pass reads. A pass sets the latter to the former, for the rows that it computes
     last_token       [num_rows + 1] int64, the input of the next decode step
     num_computed     [num_rows + 1] int64, the position of that token: all before it are computed
     drafts           [num_rows + 1, MAX_DRAFTS] int64, guesses of the tokens after it, padded with -1
@@ -84,7 +85,7 @@ class RowState:
             return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
 
         state = cls(
-            block_tables=make((num_groups + (state_blocks > 0)) * max(max_blocks, state_blocks), dtype=torch.int32),
+            block_tables=make((num_groups + 2 * (state_blocks > 0)) * max(max_blocks, state_blocks), dtype=torch.int32),
             last_token=make(),
             num_computed=make(),
             drafts=make(MAX_DRAFTS) - 1,
@@ -104,8 +105,8 @@ class RowState:
 
     @property
     def num_lines(self) -> int:
-        """Tables of a row: of its groups, and of its recurrent state."""
-        return self.num_groups + (self.state_blocks > 0)
+        """Tables of a row: of its groups, and two of its recurrent state."""
+        return self.num_groups + 2 * (self.state_blocks > 0)
 
     @property
     def max_blocks(self) -> int:
@@ -118,8 +119,13 @@ class RowState:
 
     @property
     def state_tables(self) -> Tensor:
-        """The blocks of the recurrent states, [num_rows + 1, state_blocks]."""
+        """The blocks that recurrent states are written to, [num_rows + 1, state_blocks]."""
         return self.tables_of(self.num_groups)[:, : self.state_blocks]
+
+    @property
+    def state_reads(self) -> Tensor:
+        """The blocks that the next pass reads them from, [num_rows + 1, state_blocks]."""
+        return self.tables_of(self.num_groups + 1)[:, : self.state_blocks]
 
     def sampling(self, rows: Tensor, sample_indices: Tensor, positions: Tensor) -> SamplingTensors:
         """Sampling parameters of the next tokens of rows [num_samples] int64. A sample index of -1 is the row's own."""
@@ -259,6 +265,7 @@ class DecodeInputs:
             window_tables=make_of_groups(num_windows, n, max_blocks, dtype=torch.int32, device=rows.device),
             window_slots=make_of_groups(num_windows, n, dtype=torch.int64, device=rows.device),
             state_tables=make(n, state_blocks, dtype=torch.int32) if state_blocks else None,
+            state_reads=make(n, state_blocks, dtype=torch.int32) if state_blocks else None,
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * len(PER_ROW_FIELDS)), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
@@ -284,6 +291,7 @@ class DecodeInputs:
             window_tables=None if batch.window_tables is None else batch.window_tables[:, :n],
             window_slots=None if batch.window_slots is None else batch.window_slots[:, :n],
             state_tables=None if batch.state_tables is None else batch.state_tables[:n],
+            state_reads=None if batch.state_reads is None else batch.state_reads[:n],
             lines_per_row=lines_per_row,
         )
         sampling = self.sampling.first(n)

@@ -27,41 +27,41 @@ DTYPES = {torch.float32: 2e-5, torch.float64: 1e-12}
 
 
 class States:
-    """States of sequences in a pool, whose other numbers are NaN."""
+    """States of sequences in a pool, whose other numbers are NaN. Every second sequence writes where it reads."""
 
     def __init__(self, slices: list[tuple[int, int]], first: int, size: int, dtype: torch.dtype) -> None:
         columns = cdiv(first + size, WIDTH) + 1
-        ids = torch.randperm(len(slices) * columns) + 1
+        ids = torch.randperm(2 * len(slices) * columns) + 1
         lens, seq_lens = zip(*slices, strict=True)
         tables = [[1 + s] * 20 for s in range(len(slices))]
         batch = RaggedBatch.from_lists(lens, seq_lens, tables, 16)
-        self.batch = replace(batch, state_tables=ids.int().view(len(slices), columns))
+        self.reads, self.tables = ids.int().view(2, len(slices), columns)
+        self.reads[::2] = self.tables[::2]
+        self.batch = replace(batch, state_tables=self.tables, state_reads=self.reads)
         self.pool = torch.full((1 + len(ids), WIDTH), torch.nan, dtype=dtype)
         self.first, self.size = first, size
         self.before = torch.randn(len(slices), size, dtype=dtype)
         for s, (query_len, seq_len) in enumerate(slices):
             if query_len < seq_len:
-                self.whole(s)[first : first + size] = self.before[s]
                 self.store(s, self.before[s])
             else:
                 self.before[s] = 0
 
-    def whole(self, s: int) -> Tensor:
-        assert self.batch.state_tables is not None
-        return self.pool[self.batch.state_tables[s].long()].flatten()
-
     def store(self, s: int, values: Tensor) -> None:
-        assert self.batch.state_tables is not None
-        line = self.whole(s)
+        self.before[s] = values
+        line = self.pool[self.reads[s].long()].flatten()
         line[self.first : self.first + self.size] = values
-        self.pool[self.batch.state_tables[s].long()] = line.view(-1, WIDTH)
+        self.pool[self.reads[s].long()] = line.view(-1, WIDTH)
 
     def after(self, s: int) -> Tensor:
         """The state of a sequence; nothing around it was written."""
-        line = self.whole(s)
-        around = torch.cat([line[: self.first], line[self.first + self.size :]])
+        written, read = (self.pool[tables[s].long()].flatten() for tables in (self.tables, self.reads))
+        own = slice(self.first, self.first + self.size)
+        around = torch.cat([written[: own.start], written[own.stop :]])
         assert around.isnan().all()
-        return line[self.first : self.first + self.size]
+        kept = torch.nan_to_num(read[own])
+        assert torch.equal(self.tables[s], self.reads[s]) or torch.equal(kept, self.before[s]), "it only reads there"
+        return written[own]
 
 
 def ranges(slices: list[tuple[int, int]]) -> list[slice]:

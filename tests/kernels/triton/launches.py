@@ -249,7 +249,8 @@ def recurrent() -> None:
     states, weight = torch.empty(3, 320 * 256), torch.empty(num_channels, 4)
     for lens in ([100, 1], [1, 1]):
         batch = RaggedBatch.from_lists(lens, [200, 200], [[1] * 13] * 2, BLOCK_SIZE)
-        batch = replace(batch, state_tables=torch.zeros(2, 196, dtype=torch.int32))
+        tables = torch.zeros(2, 196, dtype=torch.int32)
+        batch = replace(batch, state_tables=tables, state_reads=tables)
         projected = torch.empty(sum(lens), num_channels + 64, dtype=BF16)[:, :num_channels]
         qkv = ops.causal_conv(projected, weight, states, 0, batch)
         q, k, v = torch.split(qkv, [num_keys * dim, num_keys * dim, num_heads * dim], dim=1)

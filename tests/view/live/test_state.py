@@ -45,7 +45,7 @@ def test_unknown_block_id_has_no_content() -> None:
 
 def check(state: PoolState, scheduler: Scheduler) -> None:
     cache = scheduler.cache
-    pool = cache.pool
+    pool, num_tables = cache.pool, cache.num_groups + (cache.state_blocks > 0)
     refs, seals = np.array(pool.refs), np.array(pool.seal_id)
     assert np.array_equal(state.words & 0x7FFF, refs)
     assert np.array_equal(state.words >> 15 == 1, seals != 0)
@@ -81,7 +81,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         held = [
             (len(s.token_ids), s.num_computed, group, ids)
             for s in sequences
-            for group, (ids, _) in enumerate(islice(chain(s.holdings, repeat(([], 0))), cache.rows.num_lines))
+            for group, (ids, _) in enumerate(islice(chain(s.holdings, repeat(([], 0))), num_tables))
         ]
         assert shown == held, request
         if status != "swapped":

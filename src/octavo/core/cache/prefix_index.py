@@ -281,7 +281,7 @@ class PrefixIndex:
             self._leave_checkpoint(sequence)
 
     def _leave_checkpoint(self, sequence: Sequence) -> None:
-        """Seal a state where it stands. Who writes it next copies it first.
+        """Seal a state where it stands. Its next slice writes a new one.
 
         The checkpoint before it has served its purpose. But the next turn of a session may begin at the end of a prompt
         or in the output, so these two are mates, and a later prompt passes both.

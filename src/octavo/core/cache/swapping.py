@@ -40,7 +40,7 @@ class Swapping:
         """Split a request's distinct blocks in two.
 
         Returns its private blocks with the positions in each, and the sealed blocks that other requests use too with
-        their seal ids. States count as private: who shares one copies it anyway.
+        their seal ids. States count as private: who shares one writes a new one anyway.
         """
         pool, size = self.pool, self.prefixes.block_size
         refs_within: dict[BlockId, int] = {}

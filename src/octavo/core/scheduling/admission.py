@@ -147,7 +147,8 @@ def admit(state: SchedulerState, request: Request, draft: StepDraft) -> bool:
         return state.set_wait_reason(request, "prefix in flight", 0)
     needs = cache.blocks_to_admit(seq, prefix) + state.headroom(request) + cache.blocks_due(state.running)
     if needs > pool.num_available - state.watermark():
-        return state.wait_for_blocks(request, needs, cache.window_blocks_to_admit(seq, prefix), cache.state_blocks)
+        in_windows = cache.window_blocks_to_admit(seq, prefix)
+        return state.wait_for_blocks(request, needs, in_windows, cache.state_blocks_to_admit(prefix))
     state.leave_queue(request)
     if request.num_preemptions:
         state.policy.costs.record_return(prefix.num_positions, len(seq.token_ids))

@@ -134,7 +134,7 @@ class StepDraft:
         for seq, count, num_sampled in slices:
             cache.grow(seq, count, plan)
             if seq.row < 0:
-                cache.rows.assign(seq, plan)
+                cache.rows.assign(seq, plan, cache.reads.get(seq, seq.state))
             start, request = seq.num_computed, seq.request
             if longest and len(seq.token_ids) + seq.num_pending - start > longest:
                 self.longs[request.tenant] = self.longs.get(request.tenant, 0) + 1

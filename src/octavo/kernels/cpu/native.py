@@ -89,7 +89,7 @@ _Experts = _struct(
     (FLOAT, "alpha limit"),
     (INT, "gate zero num_threads"),
 )
-_STATES = (POINTER, "pool tables query_start seq_lens"), (LONG, "num_seqs first width table_width")
+_STATES = (POINTER, "pool tables reads query_start seq_lens"), (LONG, "num_seqs first width table_width")
 _CausalConv = _struct(
     "CausalConv", *_STATES, (POINTER, "x weight out"), (LONG, "x_stride num_channels size"), (INT, "num_threads")
 )
@@ -145,9 +145,10 @@ _Call = _struct("Call", (POINTER, "function arguments"))
 
 
 def _states(states: Tensor, first: int, batch: RaggedBatch) -> tuple[int, ...]:
-    tables = batch.state_tables
-    assert tables is not None and tables.is_contiguous() and batch.seq_lens.is_contiguous()
-    pointers = (x.data_ptr() for x in (states, tables, batch.query_start, batch.seq_lens))
+    tables, reads = batch.state_tables, batch.state_reads
+    assert tables is not None and reads is not None and batch.seq_lens.is_contiguous()
+    assert tables.is_contiguous() and reads.is_contiguous()
+    pointers = (x.data_ptr() for x in (states, tables, reads, batch.query_start, batch.seq_lens))
     return *pointers, len(tables), first, states.shape[1], tables.shape[1]
 
 

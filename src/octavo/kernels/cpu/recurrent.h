@@ -4,10 +4,11 @@
 // of one head are a unit of work and stay in the core's first cache. Its bits depend neither on the other sequences, nor
 // on where a slice begins or ends.
 
-// The states of a batch: number i of sequence s's is number i % width of block tables[s, i / width].
+// The states of a batch: number i of sequence s's is number i % width of block reads[s, i / width] before it, and of block
+// tables[s, i / width] after it.
 struct States {
     float *pool;            // [num_blocks + 1, width]
-    const int32_t *tables;  // [num_seqs, table_width]
+    const int32_t *tables, *reads;  // [num_seqs, table_width]
     const int32_t *query_start, *seq_lens;
     long num_seqs, first, width, table_width;
 
@@ -16,8 +17,9 @@ struct States {
     bool is_new(long s) const { return seq_lens[s] <= end(s) - begin(s); }
 
     // copy(numbers of the state, row, first column, how many) for rows of `size` numbers, `stride` apart, from `at` on.
-    template <class Copy> void visit(long s, long at, long rows, long size, long stride, const Copy &copy) const {
-        const int32_t *table = tables + s * table_width + (first + at) / width;
+    // of: tables or reads
+    template <class Copy> void visit(const int32_t *of, long s, long at, long rows, long size, long stride, const Copy &copy) const {
+        const int32_t *table = of + s * table_width + (first + at) / width;
         long offset = (first + at) % width;
         for (long row = 0; row < rows;) {
             for (; offset >= width; offset -= width) table++;
@@ -66,7 +68,7 @@ template <class T> void causal_conv(const CausalConv &a) {
             for (long c = 0; c < width; c++) taps[tap * CONV_CHANNELS + c] = a.weight[(first + c) * a.size + tap];
         std::fill_n(rows, a.size * CONV_CHANNELS, 0.0f);
         if (!states.is_new(s))
-            states.visit(s, first, before, width, a.num_channels, [&](const float *from, long row, long done, long num) {
+            states.visit(states.reads, s, first, before, width, a.num_channels, [&](const float *from, long row, long done, long num) {
                 memcpy(rows + row * CONV_CHANNELS + done, from, num * sizeof *from);
             });
         long next = before;  // the row of the next position
@@ -82,7 +84,7 @@ template <class T> void causal_conv(const CausalConv &a) {
             T *out = static_cast<T *>(a.out) + t * a.num_channels + first;
             for (long c = 0; c < width; c++) out[c] = narrow<T>(sums[c]);
         }
-        states.visit(s, first, before, width, a.num_channels, [&](float *to, long row, long done, long num) {
+        states.visit(states.tables, s, first, before, width, a.num_channels, [&](float *to, long row, long done, long num) {
             memcpy(to, rows + (next + 1 + row) % a.size * CONV_CHANNELS + done, num * sizeof *to);
         });
     });
@@ -167,13 +169,13 @@ template <class T> void delta_rule(const DeltaRule &a) {
         for (long begin = states.begin(s); begin < states.end(s); begin += STEPS)
             for (long c = 0; c < a.value_dim; c += STRIP) {
                 long end = std::min(begin + STEPS, states.end(s)), width = std::min(STRIP, a.value_dim - c);
-                auto visit = [&](auto copy) {
-                    states.visit(s, h * a.key_dim * a.value_dim + c, a.key_dim, width, a.value_dim, copy);
+                auto visit = [&](const int32_t *of, auto copy) {
+                    states.visit(of, s, h * a.key_dim * a.value_dim + c, a.key_dim, width, a.value_dim, copy);
                 };
-                bool is_new = begin == states.begin(s) && states.is_new(s);
+                bool is_first = begin == states.begin(s), is_new = is_first && states.is_new(s);
                 if (is_new || width < STRIP || rows > a.key_dim) std::fill_n(reinterpret_cast<float *>(strip), rows * STRIP, 0.0f);
                 if (!is_new)
-                    visit([&](const float *from, long row, long done, long num) {
+                    visit(is_first ? states.reads : states.tables, [&](const float *from, long row, long done, long num) {
                         copy_columns(from, reinterpret_cast<float *>(strip) + row * STRIP + done, num);
                         __builtin_prefetch(from + num);  // the next columns
                     });
@@ -185,7 +187,7 @@ template <class T> void delta_rule(const DeltaRule &a) {
                     T *to = static_cast<T *>(a.out) + t * a.num_heads * a.value_dim + value;
                     for (long i = 0; i < width; i++) to[i] = narrow<T>(out[i]);
                 }
-                visit([&](float *to, long row, long done, long num) {
+                visit(states.tables, [&](float *to, long row, long done, long num) {
                     copy_columns(reinterpret_cast<float *>(strip) + row * STRIP + done, to, num);
                 });
             }

@@ -55,8 +55,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         np.take(tables[:, :width], rows, axis=0, out=of_group.block_tables.numpy()[:, :width], mode="clip")
         slots = tables[rows, block].astype(np.int64) * block_size + offset
         of_group.slot_mapping.numpy()[:] = slots * live
-    if batch.state_tables is not None:
-        batch.state_tables.numpy()[:] = state.state_tables.numpy()[rows] * live[:, None]
+    _fill_states(state, rows, live, batch)
     inputs.live_rows.numpy()[:] = live_rows
     inputs.token_ids.numpy()[:] = np.where(depths > 0, drafts.clip(0), state.last_token.numpy()[rows])
     batch.positions.numpy()[:] = position
@@ -66,6 +65,15 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     for name, i in COLUMN.items():
         getattr(sampling, name).numpy()[:] = (floats if i in FLOATS else params)[:, i]
     sampling.position.numpy()[:] = position + 1
+
+
+def _fill_states(state: RowState, rows: np.ndarray, live: np.ndarray, batch: RaggedBatch) -> None:
+    """See `reference.step._fill_states`."""
+    if batch.state_tables is not None and batch.state_reads is not None:
+        reads, writes = state.state_reads.numpy(), state.state_tables.numpy()
+        batch.state_reads.numpy()[:] = reads[rows] * live[:, None]
+        batch.state_tables.numpy()[:] = writes[rows] * live[:, None]
+        reads[rows[live]] = writes[rows[live]]
 
 
 def prepare_prefill_inputs(
@@ -87,8 +95,7 @@ def prepare_prefill_inputs(
         slots = tables[sequence, block].astype(np.int64) * block_size + offset
         batch.group(group).slot_mapping.numpy()[:] = slots * ~is_done[sequence]
         batch.group(group).block_tables.numpy()[:] = tables
-    if batch.state_tables is not None:
-        batch.state_tables.numpy()[:] = state.state_tables.numpy()[row] * ~is_done[:, None]
+    _fill_states(state, row, ~is_done, batch)
     token_ids.numpy()[:] = np.where(tokens < 0, state.last_token.numpy()[row][sequence], tokens)
     batch.positions.numpy()[:] = position
     batch.seq_lens.numpy()[:] = start + counts

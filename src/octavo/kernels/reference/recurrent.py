@@ -6,7 +6,8 @@ The states of all these layers are one line of numbers, cut into blocks of the K
     blocks    |  state_tables[s, 0]  |  state_tables[s, 1]  |  state_tables[s, 2]  |  state_tables[s, 3]  |
 
 `states` is the pool as such numbers, [num_blocks + 1, numbers of a block], float32 whatever the dtype of K and V. An
-operation reads and writes its own range, from `first` on. A sequence that starts at position 0 has the zero state.
+operation reads its own range, from `first` on, from the blocks of `state_reads`, and writes it to those of
+`state_tables`. They may be the same. A sequence that starts at position 0 has the zero state.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _parts(states: Tensor, first: int, size: int) -> Iterator[tuple[int, slice, 
 
 def read_state(states: Tensor, batch: RaggedBatch, first: int, size: int) -> Tensor:
     """A range of each sequence's state, [num_seqs, size]."""
-    tables = batch.state_tables
+    tables = batch.state_reads
     assert tables is not None
     values = states.new_empty(len(tables), size)
     for column, part, own in _parts(states, first, size):

@@ -46,8 +46,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
         batch.group(group).slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
         batch.group(group).block_tables.copy_(tables)
-    if batch.state_tables is not None:
-        batch.state_tables.copy_(state.state_tables[inputs.rows] * live.unsqueeze(1))
+    _fill_states(state, inputs.rows, live, batch)
     if batch.common_prefix_lens is not None:
         tables = batch.block_tables
         both = torch.where(live[1:] & live[:-1], torch.minimum(position[1:], position[:-1]), 0)
@@ -58,6 +57,15 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
     params = state.sampling(inputs.rows, torch.full_like(inputs.rows, -1), position + 1)
     for name in PER_ROW_FIELDS:
         getattr(sampling, name).copy_(getattr(params, name))
+
+
+def _fill_states(state: RowState, rows: Tensor, live: Tensor, batch: RaggedBatch) -> None:
+    """Fill the tables of states that a pass reads and writes, null where it computes nothing. What it writes, the next
+    pass of the row reads."""
+    if batch.state_tables is not None and batch.state_reads is not None:
+        batch.state_reads.copy_(state.state_reads[rows] * live.unsqueeze(1))
+        batch.state_tables.copy_(state.state_tables[rows] * live.unsqueeze(1))
+        state.state_reads[rows[live]] = state.state_tables[rows[live]]
 
 
 def propose_drafts(state: RowState, rows: Tensor, ends: Tensor, num_drafts: int) -> None:
@@ -114,8 +122,7 @@ def prepare_prefill_inputs(
         slots = torch.where(is_done[sequence], 0, block * block_size + position % block_size)
         batch.group(group).slot_mapping.copy_(slots)
         batch.group(group).block_tables.copy_(tables)
-    if batch.state_tables is not None:
-        batch.state_tables.copy_(state.state_tables[rows] * ~is_done.unsqueeze(1))
+    _fill_states(state, rows, ~is_done, batch)
     state.num_computed[rows[~is_done]] = (start + counts - 1)[~is_done]
 
 

@@ -251,10 +251,13 @@ class PrefillInputs(NamedTuple):
             max_seq_len=size.max_seq_len,
             window_tables=make_of_groups(num_windows, size.num_slices, width, dtype=torch.int32, device=device),
             window_slots=make_of_groups(num_windows, size.num_tokens, dtype=torch.int64, device=device),
-            state_tables=torch.zeros(size.num_slices, state_blocks, dtype=torch.int32, device=device)
-            if state_blocks
-            else None,
+            state_tables=_zero_tables(size.num_slices, state_blocks, device),
+            state_reads=_zero_tables(size.num_slices, state_blocks, device),
         )
+
+
+def _zero_tables(num_slices: int, state_blocks: int, device: torch.device) -> Tensor | None:
+    return torch.zeros(num_slices, state_blocks, dtype=torch.int32, device=device) if state_blocks else None
 
 
 class PrefillSizes:

@@ -31,7 +31,7 @@ class RecordedGraphs:
         batch = inputs.batch
         of_groups = (batch.slot_mapping, batch.block_tables, batch.window_slots, batch.window_tables)
         own = [buffer for buffer in of_groups if buffer is not None]
-        self._state_tables = batch.state_tables
+        self._of_states = [tables for tables in (batch.state_tables, batch.state_reads) if tables is not None]
         self._buffers = (inputs.token_ids, batch.seq_lens, batch.positions, *own)
         self._graphs: dict[Hashable, tuple[native.RecordedCalls, Tensor]] = {}
         self.max_slices = 0 if native.library() is None else SMALL_BATCH_ROWS
@@ -59,13 +59,12 @@ class RecordedGraphs:
     @contextmanager
     def _states_kept(self) -> Iterator[None]:
         """Inside, work advances states in the null block: it may write the same keys again, but not advance twice."""
-        if self._state_tables is None:
-            yield
-            return
-        before = self._state_tables.clone()
-        self._state_tables.zero_()
+        before = [tables.clone() for tables in self._of_states]
+        for tables in self._of_states:
+            tables.zero_()
         yield
-        self._state_tables.copy_(before)
+        for tables, values in zip(self._of_states, before, strict=True):
+            tables.copy_(values)
 
     def replay(self, name: Hashable) -> Tensor:
         recording, logits = self._graphs[name]

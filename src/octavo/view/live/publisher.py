@@ -350,7 +350,8 @@ class Publisher:
     def _published(self, sequence: Sequence) -> _PublishedSequence:
         known = self._sequences.get(sequence)
         if known is None:
-            first, self._num_uids = self._num_uids + 1, self._num_uids + self._scheduler.cache.rows.num_lines
+            first, cache = self._num_uids + 1, self._scheduler.cache
+            self._num_uids += cache.num_groups + (cache.state_blocks > 0)
             known = self._sequences[sequence] = _PublishedSequence(range(first, self._num_uids + 1))
         return known
 

@@ -22,9 +22,8 @@ FIRST = 5
 
 def run(operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], states: States) -> Tensor:
     """The output of an operation on the kernels' device; the pool is written in place."""
-    tables = states.batch.state_tables
-    assert tables is not None
-    pool, batch = states.pool.to(DEVICE), replace(on_device(states.batch), state_tables=tables.to(DEVICE))
+    tables, reads = states.tables.to(DEVICE), states.reads.to(DEVICE)
+    pool, batch = states.pool.to(DEVICE), replace(on_device(states.batch), state_tables=tables, state_reads=reads)
     out = operation(*(x.to(DEVICE) for x in inputs), pool, states.first, batch)
     states.pool.copy_(pool)
     return out.cpu()

@@ -27,8 +27,9 @@ def assert_equal_batches(actual: RaggedBatch, expected: RaggedBatch) -> None:
     for name in ("positions", "seq_lens"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
     assert actual.num_groups == expected.num_groups
-    if expected.state_tables is not None:
-        assert actual.state_tables is not None and torch.equal(actual.state_tables.cpu(), expected.state_tables)
+    for name in ("state_tables", "state_reads"):
+        found, wanted = getattr(actual, name), getattr(expected, name)
+        assert found is wanted is None or torch.equal(found.cpu(), wanted), name
     for group in range(expected.num_groups):
         found, wanted = actual.group(group), expected.group(group)
         assert torch.equal(found.slot_mapping.cpu(), wanted.slot_mapping), group
@@ -41,21 +42,33 @@ def assert_equal_batches(actual: RaggedBatch, expected: RaggedBatch) -> None:
 def test_prepare_decode_inputs_matches_the_reference(num_groups: int, state_blocks: int) -> None:
     rows, depths = torch.tensor([4, 4, 4, 2, 0, NUM_ROWS, 1]), torch.tensor([0, 1, 2, 0, 0, 0, 0])
     ends, step_counter = torch.tensor([1104] * 3 + [9, 8, 0, 3]), torch.tensor([0])
-    state, steps = make_state(num_groups, state_blocks), []
+    state, steps, states = make_state(num_groups, state_blocks), list[DecodeInputs](), list[RowState]()
     state.num_computed[[4, 2, 0, 1]] = torch.tensor([1101, 6, 8, 1])  # row 0 has computed its only position
-    state.drafts[4, 0] = 77  # and no second draft
+    state.drafts[4, 0] = -1 if state_blocks else 77  # and no second draft; none beside states
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, depths, ends)]
         sizes = {"max_blocks": MAX_BLOCKS, "block_size": BLOCK_SIZE, "num_windows": num_groups - 1}
         step = DecodeInputs.allocate(*tensors, **sizes, state_blocks=state_blocks).first(7)
-        if step.batch.state_tables is not None:
-            step.batch.state_tables.fill_(-1)
-        ops.prepare_decode_inputs(to_device(state, device), step, BLOCK_SIZE)
+        for tables in (step.batch.state_tables, step.batch.state_reads):
+            if tables is not None:
+                tables.fill_(-1)
+        states.append(to_device(state, device))
+        ops.prepare_decode_inputs(states[-1], step, BLOCK_SIZE)
         steps.append(step)
     expected, actual = steps
-    assert expected.live_rows.tolist() == [4, 4, *[NUM_ROWS] * 4, 1]
-    assert expected.token_ids.tolist()[:2] == [int(state.last_token[4]), 77]
-    assert expected.batch.seq_lens.tolist() == [1102, 1103, 0, 0, 0, 0, 2]
+    assert_equal(states[1], states[0])
+    if state_blocks:  # the rows that are computed read next what they write
+        before, after = state.state_reads, states[0].state_reads
+        is_next = [torch.equal(after[row], states[0].state_tables[row]) for row in range(NUM_ROWS)]
+        assert is_next == [row in (4, 1) for row in range(NUM_ROWS)] and torch.equal(
+            after[[0, 2, 3, 5]], before[[0, 2, 3, 5]]
+        )
+        assert expected.batch.state_reads is not None and torch.equal(expected.batch.state_reads[0], before[4])
+        assert expected.live_rows.tolist() == [4, *[NUM_ROWS] * 5, 1]
+    else:
+        assert expected.live_rows.tolist() == [4, 4, *[NUM_ROWS] * 4, 1]
+        assert expected.token_ids.tolist()[:2] == [int(state.last_token[4]), 77]
+        assert expected.batch.seq_lens.tolist() == [1102, 1103, 0, 0, 0, 0, 2]
     for group in range(num_groups):
         first = 1 + (4 * state.num_lines + group) * MAX_BLOCKS
         assert expected.batch.group(group).slot_mapping.tolist()[0] == (first + 275) * BLOCK_SIZE + 1
@@ -88,7 +101,7 @@ def test_prepare_prefill_inputs_matches_the_reference(num_groups: int, state_blo
             batch = replace(batch, window_tables=tables, window_slots=slots)
         if state_blocks:
             tables = torch.full((4, state_blocks), -1, dtype=torch.int32, device=device)
-            batch = replace(batch, state_tables=tables)
+            batch = replace(batch, state_tables=tables, state_reads=tables.clone())
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
         ops.prepare_prefill_inputs(
             device_state, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE

@@ -21,8 +21,9 @@ TILE_TOKENS, CHANNELS = 32, 128
 
 def causal_conv(x: Tensor, weight: Tensor, states: Tensor, first: int, batch: RaggedBatch) -> Tensor:
     """See `reference.causal_conv`."""
-    (num_channels, size), tables = weight.shape, batch.state_tables
-    assert tables is not None and x.stride(1) == 1 and weight.is_contiguous()
+    (num_channels, size), tables, reads = weight.shape, batch.state_tables, batch.state_reads
+    assert tables is not None and reads is not None and reads.stride() == tables.stride()
+    assert x.stride(1) == 1 and weight.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not len(x):
         return out
@@ -32,6 +33,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, first: int, batch: Ra
         weight,
         states,
         tables,
+        reads,
         batch.query_start,
         batch.seq_lens,
         out,
@@ -85,6 +87,7 @@ def _causal_conv(
     weight,
     states,
     tables,
+    reads,
     query_start,
     seq_lens,
     out,
@@ -106,7 +109,7 @@ def _causal_conv(
     begin = tl.load(query_start + sequence, mask=sequence < num_seqs, other=0)
     count = tl.load(query_start + sequence + 1, mask=sequence < num_seqs, other=0) - begin
     if tile * TOKENS < count:
-        table = tables + sequence * table_stride
+        before = reads + sequence * table_stride
         has_state = tl.load(seq_lens + sequence) > count
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         is_channel = (channel < NUM_CHANNELS)[None, :]
@@ -114,7 +117,7 @@ def _causal_conv(
         mask = (index < count)[:, None] & is_channel
         total = tl.zeros([TOKENS, CHANNELS], tl.float32)
         for tap in tl.static_range(SIZE):
-            inputs = _input(x, states, table, first, begin, index + (tap - SIZE + 1), channel, mask, has_state,
+            inputs = _input(x, states, before, first, begin, index + (tap - SIZE + 1), channel, mask, has_state,
                             x_stride, NUM_CHANNELS, SIZE, WIDTH, WHOLE_ROWS)  # fmt: skip
             taps = tl.load(weight + channel * SIZE + tap, mask=channel < NUM_CHANNELS, other=0.0).to(tl.float32)
             total += inputs * taps[None, :]
@@ -124,8 +127,9 @@ def _causal_conv(
         if (tile == 0) & (SIZE > 1):
             row = tl.arange(0, ROWS)
             is_kept = (row < SIZE - 1)[:, None] & is_channel
-            new = _input(x, states, table, first, begin, count - (SIZE - 1) + row, channel, is_kept, has_state,
+            new = _input(x, states, before, first, begin, count - (SIZE - 1) + row, channel, is_kept, has_state,
                          x_stride, NUM_CHANNELS, SIZE, WIDTH, WHOLE_ROWS)  # fmt: skip
-            tl.debug_barrier()  # every thread has read the state that is replaced
+            tl.debug_barrier()  # every thread has read the state, which may be replaced where it is
+            table = tables + sequence * table_stride
             number = first + row * NUM_CHANNELS
             tl.store(states + places(table, number, channel, is_kept, WIDTH, WHOLE_ROWS), new, mask=is_kept)

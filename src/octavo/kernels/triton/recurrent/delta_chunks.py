@@ -57,10 +57,10 @@ class DeltaInputs:
     @property
     def of_states(self) -> tuple[Any, ...]:
         """What they know of v, the states and the output."""
-        tables = self.batch.state_tables
-        assert tables is not None
+        tables, reads = self.batch.state_tables, self.batch.state_reads
+        assert tables is not None and reads is not None and reads.stride() == tables.stride()
         strides = self.v.stride(0), tables.stride(0)
-        return self.v, self.states, tables, self.batch.seq_lens, self.out, self.first, *strides
+        return self.v, self.states, tables, reads, self.batch.seq_lens, self.out, self.first, *strides
 
     @property
     def padded_key_dim(self) -> int:
@@ -248,6 +248,7 @@ def _walk_chunks(
     v,
     states,
     tables,
+    reads,
     seq_lens,
     out,
     first,
@@ -280,7 +281,8 @@ def _walk_chunks(
         column = tl.program_id(0) // NUM_HEADS * STRIP + tl.arange(0, STRIP)
         is_column = (column < VALUE_DIM)[None, :]
         table = tables + sequence * table_stride
-        at, is_state = strip_places(table, first, head, column, is_column, KEY_DIM, KEYS, VALUE_DIM, WIDTH, WHOLE_ROWS)
+        before = reads + sequence * table_stride
+        at, is_state = strip_places(before, first, head, column, is_column, KEY_DIM, KEYS, VALUE_DIM, WIDTH, WHOLE_ROWS)
         has_state = tl.load(seq_lens + sequence) > end - begin
         state = tl.load(states + at, mask=is_state & has_state, other=0.0)
         i = tl.arange(0, CHUNK)

@@ -50,6 +50,7 @@ def _delta_steps(
     v,
     states,
     tables,
+    reads,
     seq_lens,
     out,
     first,
@@ -72,15 +73,20 @@ def _delta_steps(
     head = tl.program_id(0) % NUM_HEADS
     sequence = tl.program_id(1)
     end = tl.load(query_start + sequence + 1)
-    count = (end - tl.load(query_start + sequence)) % CHUNK
+    length = end - tl.load(query_start + sequence)
+    count = length % CHUNK
     if (count > 0) & (count <= MOST):
         column = tl.program_id(0) // NUM_HEADS * STRIP + tl.arange(0, STRIP)
         is_column = column < VALUE_DIM
         at, is_state = strip_places(tables + sequence * table_stride, first, head, column, is_column[None, :],
                                     KEY_DIM, KEYS, VALUE_DIM, WIDTH, WHOLE_ROWS)  # fmt: skip
-        # Positions of this slice that are computed in chunks left a state, too.
+        before = reads + sequence * table_stride
+        if length > count:  # positions of this slice that were computed in chunks left a state where this one goes
+            before = tables + sequence * table_stride
+        source, _ = strip_places(before, first, head, column, is_column[None, :],
+                                 KEY_DIM, KEYS, VALUE_DIM, WIDTH, WHOLE_ROWS)  # fmt: skip
         has_state = tl.load(seq_lens + sequence) > count
-        state = tl.load(states + at, mask=is_state & has_state, other=0.0)
+        state = tl.load(states + source, mask=is_state & has_state, other=0.0)
         row = tl.arange(0, KEYS)
         for step in range(count):
             i = (end - count + step).to(tl.int64)

@@ -41,7 +41,12 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         batch.seq_lens,
         batch.block_tables,
         *or_placeholder(
-            inputs.rows, batch.common_prefix_lens, batch.window_tables, batch.window_slots, batch.state_tables
+            inputs.rows,
+            batch.common_prefix_lens,
+            batch.window_tables,
+            batch.window_slots,
+            batch.state_tables,
+            batch.state_reads,
         ),
         sampling.position,
         tuple(getattr(sampling, name) for name in COLUMN),
@@ -66,11 +71,12 @@ def _window_strides(state: RowState, batch: RaggedBatch) -> tuple[int, int, int]
     return state.max_blocks, batch.window_tables.stride(0), batch.window_slots.stride(0)
 
 
-def _state_sizes(state: RowState, batch: RaggedBatch) -> tuple[int, int, int]:
-    """Of recurrent states: their first column in the row state's tables, how many, and the batch's tables' stride."""
+def _state_sizes(state: RowState, batch: RaggedBatch) -> tuple[int, int, int, int]:
+    """Of recurrent states: the first columns of both tables of a row, their blocks, and the batch's tables' stride."""
     if batch.state_tables is None:
-        return 0, 0, 0
-    return state.num_groups * state.max_blocks, state.state_blocks, batch.state_tables.stride(0)
+        return 0, 0, 0, 0
+    first = state.num_groups * state.max_blocks
+    return first, first + state.max_blocks, state.state_blocks, batch.state_tables.stride(0)
 
 
 def prepare_prefill_inputs(
@@ -92,7 +98,7 @@ def prepare_prefill_inputs(
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *or_placeholder(rows, batch.window_tables, batch.window_slots, batch.state_tables),
+        *or_placeholder(rows, batch.window_tables, batch.window_slots, batch.state_tables, batch.state_reads),
         state.block_tables.stride(0),
         batch.block_tables.stride(0),
         batch.block_tables.shape[1],
@@ -132,7 +138,7 @@ def commit_sampled_tokens(
 
 # Numbers that vary between steps are not specialised on: every variant of a kernel is a compilation.
 WINDOW_STRIDES = ["group_stride", "window_tables_stride", "window_slots_stride"]
-STATE_SIZES = ["state_column", "state_blocks", "state_tables_stride"]
+STATE_SIZES = ["state_column", "read_column", "state_blocks", "state_tables_stride"]
 
 
 @triton.jit(do_not_specialize=["null_row", "table_stride", "batch_table_stride", *WINDOW_STRIDES, *STATE_SIZES])
@@ -156,6 +162,7 @@ def _prepare_decode_inputs(
     window_tables,
     window_slots,
     state_tables,
+    state_reads,
     next_position,
     sampling,
     null_row,
@@ -165,6 +172,7 @@ def _prepare_decode_inputs(
     window_tables_stride,
     window_slots_stride,
     state_column,
+    read_column,
     state_blocks,
     state_tables_stride,
     NUM_WINDOWS: tl.constexpr,
@@ -197,7 +205,8 @@ def _prepare_decode_inputs(
 
     num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
     line = i.to(tl.int64) * batch_table_stride
-    _copy_table(table + state_column, state_tables + i * state_tables_stride, state_blocks, ~live, TILE)
+    _copy_states(table, state_column, read_column, state_tables, state_reads, i * state_tables_stride, state_blocks,
+                 ~live, TILE)  # fmt: skip
     _copy_table(table, batch_tables + line, num_blocks, False, TILE)
     for group in range(NUM_WINDOWS):
         table += group_stride
@@ -238,6 +247,20 @@ def _copy_table(source, target, num_blocks, is_done, TILE: tl.constexpr):
 
 
 @triton.jit
+def _copy_states(table, state_column, read_column, state_tables, state_reads, offset, state_blocks, is_done,
+                 TILE: tl.constexpr):  # fmt: skip
+    """Copy both tables of a row's state. Unless the row is done, its next pass reads what this one writes."""
+    for first in range(0, state_blocks, TILE):
+        column = first + tl.arange(0, TILE)
+        mask = column < state_blocks
+        writes = tl.load(table + state_column + column, mask=mask)
+        reads = tl.load(table + read_column + column, mask=mask)
+        tl.store(state_tables + offset + column, tl.where(is_done, 0, writes), mask=mask)
+        tl.store(state_reads + offset + column, tl.where(is_done, 0, reads), mask=mask)
+        tl.store(table + read_column + column, writes, mask=mask & ~is_done)
+
+
+@triton.jit
 def _line_position(rows, depths, ends, num_computed, drafts, done, i):
     """(row, is live, position) of a line; the position is 0 if the line is not live."""
     row = tl.load(rows + i)
@@ -266,6 +289,7 @@ def _prepare_prefill_inputs(
     window_tables,
     window_slots,
     state_tables,
+    state_reads,
     table_stride,
     batch_table_stride,
     width,
@@ -273,6 +297,7 @@ def _prepare_prefill_inputs(
     window_tables_stride,
     window_slots_stride,
     state_column,
+    read_column,
     state_blocks,
     state_tables_stride,
     NUM_WINDOWS: tl.constexpr,
@@ -313,7 +338,8 @@ def _prepare_prefill_inputs(
         tl.store(seq_lens + i, seq_len)
         num_blocks = tl.minimum(tl.cdiv(seq_len, BLOCK_SIZE), width)
         line = i.to(tl.int64) * batch_table_stride
-        _copy_table(table + state_column, state_tables + i * state_tables_stride, state_blocks, is_done, TILE)
+        _copy_states(table, state_column, read_column, state_tables, state_reads, i * state_tables_stride,
+                     state_blocks, is_done, TILE)  # fmt: skip
         _copy_table(table, batch_tables + line, num_blocks, is_done, TILE)
         for group in range(NUM_WINDOWS):
             of_group = table + (group + 1) * group_stride
