@@ -191,6 +191,7 @@ def _pass(model: Model, kv: torch.Tensor, state_blocks: int, counts: list[int], 
     """Run a pass of sequences with these token counts, all in the null block, and sample a token for each."""
     num_tokens, num_seqs, block_size = sum(counts), len(counts), kv.shape[4]
     ends = torch.tensor([0, *counts], device="cuda").cumsum(0)
+    states = torch.zeros(num_seqs, state_blocks, dtype=torch.int32, device="cuda") if state_blocks else None
     batch = RaggedBatch(
         positions=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
@@ -199,7 +200,8 @@ def _pass(model: Model, kv: torch.Tensor, state_blocks: int, counts: list[int], 
         block_tables=torch.zeros(num_seqs, cdiv(max(counts), block_size), dtype=torch.int32, device="cuda"),
         max_query_len=max(counts),
         max_seq_len=max(counts),
-        state_tables=torch.zeros(num_seqs, state_blocks, dtype=torch.int32, device="cuda") if state_blocks else None,
+        state_tables=states,
+        state_reads=states,
     )
     logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
     zeros = [0] * num_seqs
