@@ -48,7 +48,7 @@ def heads(cache: KVCacheManager) -> list[int]:
 
 
 @pytest.mark.parametrize("windows", [(), (3,)])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [1, 3, 4])
 def test_the_longest_output_leaves_room_for_each_state(windows: tuple[int, ...], width: int) -> None:
     cache = cache_of(state_blocks=3, windows=windows, max_chunk=4 if windows else 0)
     plain = KVCacheManager(30, 2, windows=windows, max_chunk=4 if windows else 0)
@@ -187,7 +187,8 @@ def test_a_state_that_is_read_is_not_given_to_another_in_the_same_plan() -> None
 def test_who_begins_with_a_checkpoint_that_another_was_to_write() -> None:
     """A might write its checkpoint in place. B begins with it in the same plan, so A writes a new state, too."""
     for num_blocks in (11, 10):
-        cache, plan = cache_of(num_blocks, interval=2), StepPlan()
+        cache, plan = cache_of(num_blocks + 5, interval=2), StepPlan()
+        unrelated = settle(cache, prompt(7, 1))
         a = settle(cache, prompt(7))
         state = a.state
         cache.grow(a, 1, plan)
@@ -195,6 +196,7 @@ def test_who_begins_with_a_checkpoint_that_another_was_to_write() -> None:
         found = cache.prefixes.lookup(b)
         needs = cache.blocks_to_admit(b, found)
         assert found.state == state and needs == 1 + 2 * 2 and cache.state_blocks_to_admit(found) == 2 * 2
+        assert cache.state_blocks_to_admit(found._replace(state=unrelated.state)) == 2
         if num_blocks == 10:
             assert needs > cache.pool.num_available
             cache.settle(plan)
@@ -208,6 +210,18 @@ def test_who_begins_with_a_checkpoint_that_another_was_to_write() -> None:
         assert heads(cache) == [state[-1]] and not cache.reads
 
 
+def test_who_waits_names_the_blocks_of_both_states(world: Worlds) -> None:
+    lab = world(10, state_blocks=2, interval=8)
+    lab.add("A", prompt(7), 2)
+    lab.step()
+    lab.add("B", prompt(7), 2)
+    lab.plan()
+    waits = [(e.needs, e.in_states) for e in lab.emitted(ev.Waiting)]  # type: ignore[attr-defined]
+    assert waits == [(1 + 2 * 2, 2 * 2)]
+    lab.land()
+    lab.run()
+
+
 def test_a_checkpoint_displaces_no_request(world: Worlds) -> None:
     lab = world(14, state_blocks=2, interval=8)
     lab.add("A", prompt(7), 2)
@@ -219,16 +233,13 @@ def test_a_checkpoint_displaces_no_request(world: Worlds) -> None:
 @pytest.mark.parametrize("beam", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_an_accepted_request_with_states_never_stalls(beam: bool, caching: bool) -> None:
-    tried = 0
-    for num_blocks, size, width in product((8, 13, 17), (1, 2), (1, 2, 3, 4)):
-        for num, state_blocks in product((1, 3, 6), (1, 2)):
-            lab = Lab(num_blocks, size, rows=4, state_blocks=state_blocks, caching=caching, listen=False)
-            most = lab.cache.max_output_tokens(num, width, drops=width == 1)
-            if 1 <= most <= 8:
-                lab.add("A", prompt(num), most, **({"beam": width} if beam else {"width": width}))
-                lab.run()
-                tried += not lab.scheduler.num_preemptions
-    assert tried > 30
+    """In a pool of just the blocks that it may need."""
+    for first, num, width, tokens in product(range(o.VOCAB), (4, 5), (1, 2, 4), (3, 4, 8)):
+        num_blocks = KVCacheManager(99, 4, state_blocks=3).blocks_at_max_length(num, tokens, width)
+        lab = Lab(num_blocks, 4, state_blocks=3, caching=caching, listen=False)
+        lab.add("A", prompt(num, first), tokens, **({"beam": width} if beam else {"width": width}))
+        lab.run()
+        assert not lab.scheduler.num_preemptions
 
 
 def test_a_checkpoint_that_is_evicted_while_it_is_planned_is_written_in_place() -> None:
