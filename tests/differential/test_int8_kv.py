@@ -30,7 +30,13 @@ PLAIN: dict[str, Any] = {
     "enable_prefix_caching": False,
     "mamba_block_size": 16,
 }
-KINDS = {"llama": {}, "gemma3": {"max_model_len": 100}, "gemma4": {"max_model_len": 100}, "qwen3_5": {}, "gpt2": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3": {"max_model_len": 100},
+    "gemma4": {"max_model_len": 100},
+    "qwen3_5": {"num_gpu_blocks_override": 1200},
+    "gpt2": {},
+}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "prefix caching": ({"enable_prefix_caching": True}, ""),
     "recompute": ({}, "recompute"),

@@ -255,8 +255,11 @@ def recurrent() -> None:
         qkv = ops.causal_conv(projected, weight, states, 0, batch)
         q, k, v = torch.split(qkv, [num_keys * dim, num_keys * dim, num_heads * dim], dim=1)
         heads = (x.view(len(x), -1, dim) for x in (q, k, v))
-        decay, beta = torch.empty(2, len(v), num_heads)
-        ops.gated_delta_rule(*heads, decay, beta, states, 3 * num_channels, batch)
+        decay, beta = ops.delta_gates(projected[:, :32], projected[:, 32:64], torch.empty(32), torch.empty(32))
+        out = ops.gated_delta_rule(*heads, decay, beta, states, 3 * num_channels, batch)
+        x = ops.gated_rms_norm(out, torch.empty(dim), projected[:, : num_heads * dim], 1e-6)
+        ops.sigmoid_mul(x, projected[:, : num_heads * dim])
+        ops.sigmoid_mul(x, torch.empty(len(x), 1))
 
 
 def sums_over_ranks() -> None:
