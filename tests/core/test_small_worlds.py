@@ -279,13 +279,13 @@ def test_window_groups() -> None:
 
 def test_states() -> None:
     seen: Counter[str] = Counter()
-    for shape in FEW[2::3]:
+    for shape in FEW[2::2]:
         play_all((shape,), seen, interfere=True, every=5, memories=STATES)
     for memory, shapes in zip(
         STATES, (((5, 5), (5, 5)), ((5, 2), (5, 5)), ((5, 5), (5, 2)), ((5, 5), (2, 5))), strict=True
     ):
         play_all(shapes, seen, interfere=True, every=31, memories=[memory])
-    assert seen["with states"] == seen["1 requests"] + seen["2 requests"] >= 200
+    assert seen["with states"] == seen["1 requests"] + seen["2 requests"] > 200
     assert seen["preempting"] > 100 and seen["2 requests, one aborted or thrown out"] > 200
 
 
