@@ -10,6 +10,7 @@ import torch
 
 from octavo import LLM
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
+from octavo.errors import ParameterError
 from tests.models.tiny import HYBRIDS, KINDS, make_tiny_checkpoint, read_spec
 
 NUM_BLOCKS = 70
@@ -59,3 +60,18 @@ def test_longest_is_the_inverse_of_the_blocks_of_a_sequence(num_blocks: int) -> 
     longest = kv.longest(num_blocks)
     assert kv.blocks_of(longest, kv.max_chunk) <= num_blocks < kv.blocks_of(longest + 1, kv.max_chunk)
     assert replace(kv, windows=()).longest(num_blocks) == 16 * num_blocks
+
+
+@pytest.mark.parametrize("windows", [(), (64, 600)])
+def test_a_block_of_two_sizes_of_heads_has_room_for_the_larger_group(windows: tuple[int, ...]) -> None:
+    """Two layers of 1 head of 32 take a row of 128 numbers, three of 2 heads of 16 one of 192."""
+    kv = KVCacheSpec(3, 2, 16, 8, "float32", windows=windows, full=(2, 1, 32))
+    assert kv.block_shape == (1, 1, 1, 8, 192 if windows else 128 + 192)
+    assert kv.num_places == 2 + 3 * (len(windows) or 1)
+    assert replace(kv, full=None).num_places == 3 * (1 + len(windows))
+
+
+def test_float8_is_refused_for_two_sizes_of_heads(tmp_path: Path) -> None:
+    spec = read_spec(make_tiny_checkpoint("gemma4", tmp_path))
+    with pytest.raises(ParameterError, match="float8_e5m2 is not supported for K/V heads of two sizes; choose int8"):
+        KVCacheSpec.of(spec, 4, "float8_e5m2")
