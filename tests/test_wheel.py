@@ -75,6 +75,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "octavo/kernels/cpu/native.cpp",
         "octavo/kernels/cpu/experts.h",
         "octavo/kernels/cpu/grouped.h",
+        "octavo/kernels/cpu/step.h",
         "octavo/kernels/cpu/team.h",
         "octavo/view/static/index.html",
     } <= names

@@ -18,6 +18,7 @@ from octavo.kernels.row_state import DecodeInputs
 from octavo.runner.executor import make_executor
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.passes.graphs import Graphs
+from octavo.runner.passes.pass_shape import PassShape
 from octavo.runner.platform import Platform
 
 
@@ -34,6 +35,9 @@ class FakeGraphs:
 
     def __contains__(self, name: Any) -> bool:
         return name in self.work
+
+    def takes(self, shape: PassShape) -> bool:
+        return shape.part != "model"
 
     def capture(self, name: Any, work: Callable[[], Tensor | None]) -> None:
         step_counter = self.step_counter.clone()

@@ -99,25 +99,42 @@ def test_passes_of_many_rows_are_not_recorded(decoder: Decoder) -> None:
     assert Passes(decoder, pool(decoder)).graphs.max_slices == SMALL_BATCH_ROWS
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-def test_other_passes_are_computed_by_the_model(kind: str, tmp_path: Path) -> None:
-    """Passes of more rows, prefill passes, and all passes without graphs. A recording advances no recurrent state."""
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_moe"])
+def test_whole_passes_and_models_are_replayed(kind: str, tmp_path: Path) -> None:
+    """A filter is not native: only the model is replayed. Passes of more rows and prefill passes are computed. A
+    recording advances no recurrent state, and moves no row."""
     model = str(make_tiny_checkpoint(kind, tmp_path / kind))
     always: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 40}
     replays: list[Any] = []
     prompts = [[3 + (7 * i + j) % 90 for j in range(5)] for i in range(SMALL_BATCH_ROWS + 3)]
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-    found = []
+    greedy, seeded, filtered = (
+        SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, seed=1, **options)
+        for options in ({"temperature": 0}, {"temperature": 2.0}, {"temperature": 2.0, "top_k": 9})
+    )
+    found: list[list[Any]] = []
     for options in ({}, {"enforce_eager": True}):
         with LLM(model, **always, **options) as llm:
             runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
             if graphs := runner.passes.graphs.captured:
                 replay = graphs.replay
                 graphs.replay = lambda name, replay=replay: [replays.append(name), replay(name)][1]
-            for num in (2, len(prompts)):
-                outputs = llm.generate(prompts[:num], params, use_tqdm=False)
+            for params in ([greedy, seeded], [greedy, filtered], [greedy] * len(prompts)):
+                outputs = llm.generate(prompts[: len(params)], params, use_tqdm=False)
                 found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[:2] == found[2:] and replays == [PassShape(2, "model")] * 3
+    whole, model = PassShape(2, filters=False), PassShape(2, "model")
+    assert found[:3] == found[3:] and replays == [*[model] * 2, *[whole] * 3, *[model] * 3]  # 2 for the recording
+
+
+def test_a_recording_leaves_the_ring_to_the_passes(decoder: Decoder) -> None:
+    passes, columns = Passes(decoder, pool(decoder)), []
+    counter = passes.inputs.step_counter.fill_(3)
+
+    def work() -> None:
+        columns.append(int(counter[0]))
+        counter.add_(1)
+
+    passes.graphs.capture(PassShape(1, filters=False), work)
+    assert columns == [3, 3] and counter[0] == 3
 
 
 class PartlyRecorded:

@@ -139,6 +139,11 @@ class SamplingParams(ValidatedParams):
         return self.temperature < GREEDY_BELOW
 
     @property
+    def has_filter(self) -> bool:
+        """True if some tokens are never sampled because of top_k, top_p or min_p."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def width(self) -> int:
         """Number of samples that are generated."""
         return self.n if self.best_of is None else self.best_of

@@ -191,7 +191,14 @@ class ModelRunner:
         else:
             host.is_stale = True
             uses_processors = processors.applies_to(plan)
-            variant = PassShape(0, "pass", uses_processors, bool(num_logprobs), upload.cascade, upload.num_drafts)
+            variant = PassShape(
+                0,
+                logits_processors=uses_processors,
+                logprobs=bool(num_logprobs),
+                cascade=upload.cascade,
+                num_drafts=upload.num_drafts,
+                filters=not self.platform.is_host or processors.filters(plan),
+            )
             fuses = plan.num_bitmask_columns > 1
             sampler = DeviceColumns(self.passes, ring, output, variant, fuses=fuses, timers=self.draft_limit.timers)
         return Step(plan, ring, output, sampler, prefills, upload.slices, upload.lines)

@@ -28,14 +28,16 @@ from octavo.kernels.row_state import (
 NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE, VOCAB, MAX_LEN = 9, 6, 4, 300, 40
 
 
-def random_state(seed: int) -> RowState:
+def random_state(seed: int, *, num_groups: int = 1, state_blocks: int = 0) -> RowState:
     generator = torch.Generator().manual_seed(seed)
 
     def ints(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator)
 
-    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu", max_len=MAX_LEN)
-    state.block_tables[:NUM_ROWS] = 1 + ints(90, NUM_ROWS, MAX_BLOCKS).int()
+    state = RowState.empty(
+        NUM_ROWS, MAX_BLOCKS, "cpu", max_len=MAX_LEN, num_groups=num_groups, state_blocks=state_blocks
+    )
+    state.block_tables[:NUM_ROWS] = 1 + ints(90, NUM_ROWS, state.num_lines * MAX_BLOCKS).int()
     state.last_token[:NUM_ROWS] = ints(VOCAB, NUM_ROWS)
     state.done[:NUM_ROWS] = ints(4, NUM_ROWS) == 0
     state.num_computed[:NUM_ROWS] = ints(10, NUM_ROWS)
@@ -56,22 +58,40 @@ def same_state(a: RowState, b: RowState) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_decode_inputs(seed: int) -> None:
+@pytest.mark.parametrize(("num_groups", "state_blocks"), [(1, 0), (3, 0), (1, 2), (2, 1)])
+def test_decode_inputs(seed: int, num_groups: int, state_blocks: int) -> None:
     found = []
     for ops in (reference, step):
-        state, rows = random_state(seed), torch.tensor([4, 0, 7, 2, NUM_ROWS])
+        state, rows = (
+            random_state(seed, num_groups=num_groups, state_blocks=state_blocks),
+            torch.tensor([4, 0, 7, 2, NUM_ROWS]),
+        )
         rows, depths = rows.repeat_interleave(2), torch.tensor([0, 1] * 5)
         ends = torch.tensor([9, 11, 30, 24, 0]).repeat_interleave(2)
         state.num_computed[[4, 0, 7, 2]] = torch.tensor([3, 10, 0, 22]) + seed % 3
         inputs = DecodeInputs.allocate(
-            torch.tensor([0]), rows, depths, ends, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE
+            torch.tensor([0]),
+            rows,
+            depths,
+            ends,
+            max_blocks=MAX_BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_windows=num_groups - 1,
+            state_blocks=state_blocks,
         ).first(10)
         ops.prepare_decode_inputs(state, inputs, BLOCK_SIZE)
         batch = inputs.batch
-        tables = [table[: -(-int(n) // BLOCK_SIZE)].tolist() for table, n in zip(batch.block_tables, batch.seq_lens)]  # noqa: B905
+        of_groups = [batch.group(group) for group in range(num_groups)]
+        tables = [
+            [table[: -(-int(n) // BLOCK_SIZE)].tolist() for table, n in zip(each.block_tables, batch.seq_lens)]  # noqa: B905
+            for each in of_groups
+        ]
+        states = [x.tolist() for x in (batch.state_tables, batch.state_reads) if x is not None]
+        states.append(state.block_tables.tolist())  # what is written, the next pass reads
         sampling = [getattr(inputs.sampling, name).tolist() for name in PER_ROW_FIELDS]
-        tensors = inputs.live_rows, inputs.token_ids, batch.positions, batch.slot_mapping, batch.seq_lens
-        found.append(([tensor.tolist() for tensor in tensors], tables, sampling))
+        slots = [each.slot_mapping for each in of_groups]
+        tensors = inputs.live_rows, inputs.token_ids, batch.positions, batch.seq_lens, *slots
+        found.append(([tensor.tolist() for tensor in tensors], tables, states, sampling))
     assert found[0] == found[1]
 
 

@@ -790,111 +790,8 @@ template <class T, class R> void decode_attention(const Attention &a) {
     }
 }
 
-// -- sampling ---------------------------------------------------------------------------------------------------------
-
-// Sampling is an exponential race (`reference.sample`): the score of a token is its logit / temperature minus the
-// logarithm of a waiting time, and the largest score wins. Two logarithms for each token of the vocabulary would take
-// most of a small model's step. But few tokens can win: a waiting time is at least its uniform number, whose logarithm
-// is at least that of its binary exponent. Only tokens that beat the leader with this bound get an exact score: some
-// dozens.
-
-constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15, MIX_1 = 0xbf58476d1ce4e5b9, MIX_2 = 0x94d049bb133111eb;
-constexpr long LAP = 128;  // tokens between two updates of the leader
-
-inline float uniform_of(uint32_t bits) { return (float(bits) + 0.5f) * 0x1p-32f; }
-
-inline float min_log_wait(uint32_t bits) {
-    float uniform = uniform_of(bits);
-    int32_t word;
-    memcpy(&word, &uniform, sizeof word);
-    return 0.6931472f * float((word >> 23) - 127) - 1e-3f;  // minus the rounding error of the exact value
-}
-
-inline float log_wait(uint32_t bits) {
-    return std::log(-std::log1p(-std::min(uniform_of(bits), 1.0f - 0x1p-24f)));
-}
-
-struct Sample {
-    const void *logits;        // [num_rows, size]
-    const float *temperature;  // [num_rows], each above 0
-    const int64_t *keys;       // [num_rows], of the noise
-    int64_t *token_ids;        // [num_rows], the sampled tokens
-    long num_rows, size;
-    int num_threads;
-};
-
-template <class T> long sample_row(const T *logits, long size, float temperature, uint64_t key) {
-    float lead = -INFINITY, scores[LAP];
-    uint32_t bits[LAP];
-    long winner = 0;
-    for (long begin = 0; begin < size; begin += LAP) {
-        long count = std::min(LAP, size - begin);
-        for (long i = 0; i < count; i++) {  // SplitMix64's upper half, `reference.exponential_noise`
-            uint64_t z = key + uint64_t(begin + i + 1) * GOLDEN;
-            z = (z ^ (z >> 30)) * MIX_1;
-            z = (z ^ (z >> 27)) * MIX_2;
-            bits[i] = uint32_t(z >> 32);
-        }
-        int num_candidates = 0;
-        for (long i = 0; i < count; i++) {
-            scores[i] = wide(logits[begin + i]) / temperature;
-            num_candidates += scores[i] - min_log_wait(bits[i]) > lead;
-        }
-        for (long i = 0; num_candidates && i < count; i++) {
-            if (!(scores[i] - min_log_wait(bits[i]) > lead)) continue;
-            float score = scores[i] - log_wait(bits[i]);
-            if (score > lead) lead = score, winner = begin + i;
-        }
-    }
-    return winner;
-}
-
-template <class T> void sample(const Sample &a) {
-    auto *logits = static_cast<const T *>(a.logits);
-    parallel_for(a.num_rows, a.num_rows > 1 ? a.num_threads : 1, [&](long row) {
-        a.token_ids[row] = sample_row(logits + row * a.size, a.size, a.temperature[row], uint64_t(a.keys[row]));
-    });
-}
-
-struct Greedy {
-    const void *logits;  // [num_rows, size]
-    int64_t *token_ids;  // [num_rows], the token of the largest logit, the first of equals; -1 if one is not finite
-    long num_rows, size;
-    int num_threads;
-};
-
-template <class T> void greedy(const Greedy &a) {
-    constexpr long PART = 4096;
-    long num_parts = (a.size + PART - 1) / PART;
-    float *largest = scratch<0>(a.num_rows * num_parts);
-    auto *logits = static_cast<const T *>(a.logits);
-    parallel_for(a.num_rows * num_parts, a.num_threads, [&](long i) {
-        long begin = i % num_parts * PART, count = std::min(PART, a.size - begin);
-        const T *from = logits + i / num_parts * a.size + begin;
-        float most = -INFINITY, zero = 0;
-#pragma omp simd reduction(max : most) reduction(+ : zero)
-        for (long k = 0; k < count; k++) {
-            float x = wide(from[k]);
-            most = x > most ? x : most;
-            zero += x - x;  // NaN, if x is not finite
-        }
-        largest[i] = zero == 0 ? most : NAN;
-    });
-    for (long row = 0; row < a.num_rows; row++, largest += num_parts) {
-        const T *from = logits + row * a.size;
-        long part = 0, token = 0;
-        bool finite = true;
-        for (long i = 0; i < num_parts; i++) {
-            finite &= largest[i] == largest[i];
-            if (largest[i] > largest[part]) part = i;
-        }
-        if (finite)
-            for (token = part * PART; wide(from[token]) != largest[part];) token++;
-        a.token_ids[row] = finite ? token : -1;
-    }
-}
-
 #include "recurrent.h"
+#include "step.h"
 
 }  // namespace
 
@@ -943,10 +840,11 @@ FOR_EACH_KIND(EXPORT_KIND)
     EXPORT decode_attention_##NAME(const Attention *a) { \
         a->int8_kv ? decode_attention<T, int8_t>(*a) : decode_attention<T, T>(*a); \
     } \
-    EXPORT greedy_##NAME(const Greedy *a) { greedy<T>(*a); }                        \
     EXPORT sample_##NAME(const Sample *a) { sample<T>(*a); }
 
 EXPORT route_tokens(const Route *a) { route(*a); }
+EXPORT prepare_decode(const PrepareDecode *a) { prepare_decode(*a); }
+EXPORT commit_tokens(const CommitTokens *a) { commit_tokens(*a); }
 
 EXPORT_FOR(float, f32)
 EXPORT_FOR(bfloat16, bf16)

@@ -31,13 +31,14 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.catalog import cache_dir
-from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.reference.experts import ExpertGate, Routing
+from octavo.kernels.row_state import DecodeInputs, RowState
 
 logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("experts", "grouped", "recurrent", "team")))
+SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("experts", "grouped", "recurrent", "step", "team")))
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     *("-fopenmp-simd", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -137,10 +138,27 @@ _Attention = _struct(
     (POINTER, "q kv_layer out lse sinks"),
     (INT, "int8_kv num_threads"),
 )
-_Sample = _struct(
-    "Sample", (POINTER, "logits temperature keys token_ids"), (LONG, "num_rows size"), (INT, "num_threads")
+_PrepareDecode = _struct(
+    "PrepareDecode",
+    (POINTER, "rows depths ends"),
+    (POINTER, "tables last_token num_computed drafts params done"),
+    (POINTER, "live_rows token_ids positions slots window_slots"),
+    (POINTER, "seq_lens block_tables window_tables state_tables state_reads"),
+    (POINTER, "temperature top_p min_p top_k seed sample_index position"),
+    (LONG, "num_lines null_row num_groups num_tables max_blocks state_blocks max_drafts num_columns block_size"),
+    (LONG, "window_slots_stride window_tables_stride"),
 )
-_Greedy = _struct("Greedy", (POINTER, "logits token_ids"), (LONG, "num_rows size"), (INT, "num_threads"))
+_CommitTokens = _struct(
+    "CommitTokens",
+    (POINTER, "rows tokens positions step_counter ring last_token num_computed done history params"),
+    (LONG, "num_tokens ring_width max_len num_columns"),
+)
+_Sample = _struct(
+    "Sample",
+    (POINTER, "logits temperature seed sample_index position token_ids"),
+    (LONG, "num_rows size"),
+    (INT, "is_checked num_threads"),
+)
 _Call = _struct("Call", (POINTER, "function arguments"))
 
 
@@ -208,8 +226,8 @@ class ExpertsWeight(NamedTuple):
 class RecordedCalls:
     """A sequence of native calls that can be replayed. Keeps the tensors that they read and write alive."""
 
-    def __init__(self, replay: Any) -> None:
-        self._replay = replay
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._pairs: list[tuple[int, ctypes.Structure]] = []
         self._kept: list[Any] = []
         self._calls: Any = None
@@ -219,11 +237,15 @@ class RecordedCalls:
         self._kept.append(tensors)
 
     def replay(self) -> None:
-        """Repeat all calls on the current contents of the same memory. Releases the GIL."""
+        """Repeat all calls on the current contents of the same memory. Releases the GIL. Another recording records
+        them in turn."""
         if self._calls is None:
             calls = [_Call(address, ctypes.addressof(arguments)) for address, arguments in self._pairs]
             self._calls = (_Call * len(calls))(*calls)
-        self._replay(self._calls, len(self._calls))
+        self._library.replay(self._calls, len(self._calls))
+        if (recording := self._library.recording) is not None:
+            recording._pairs += self._pairs
+            recording._kept += self._kept
 
 
 class Library:
@@ -247,7 +269,8 @@ class Library:
                 ("embed_groups", with_gil),
             ):
                 self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
-        self._functions["route_tokens", None] = _function(with_gil, "route_tokens")
+        for name in ("route_tokens", "prepare_decode", "commit_tokens"):
+            self._functions[name, None] = _function(with_gil, name)
         for name in ("experts_in", "experts_out", "causal_conv", "delta_rule", "gated_rms_norm"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(without_gil, f"{name}_{suffix}")
@@ -258,7 +281,6 @@ class Library:
             "sigmoid_mul",
             "rope_kv_write",
             "decode_attention",
-            "greedy",
             "sample",
         ):
             for dtype, suffix in SUFFIXES.items():
@@ -266,14 +288,19 @@ class Library:
         words = (ctypes.c_char_p * 3).in_dll(without_gil, "instructions")
         bfloat16, int8, width = (word.decode() for word in words if word is not None)
         self.instructions = {"bfloat16": f"{bfloat16}, {width}", "int8": f"{int8}, {width}"}
-        self._replay = without_gil.replay
-        self._replay.argtypes, self._replay.restype = (POINTER, LONG), None
+        self.replay = without_gil.replay
+        self.replay.argtypes, self.replay.restype = (POINTER, LONG), None
         self._local = threading.local()
+
+    @property
+    def recording(self) -> RecordedCalls | None:
+        """The recording of this thread's calls; None: there is none."""
+        return getattr(self._local, "recording", None)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[RecordedCalls]:
         """Record this thread's calls inside `with`; they also run."""
-        recording = self._local.recording = RecordedCalls(self._replay)
+        recording = self._local.recording = RecordedCalls(self)
         try:
             yield recording
         finally:
@@ -283,8 +310,7 @@ class Library:
         """tensors: all that the arguments point to, to be kept by a recording."""
         function, address = self._functions[name, dtype]
         function(ctypes.byref(arguments))
-        recording: RecordedCalls | None = getattr(self._local, "recording", None)
-        if recording is not None:
+        if (recording := self.recording) is not None:
             recording.add(address, arguments, tensors)
 
     def linear(self, tiles: Tensor, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -583,23 +609,53 @@ class Library:
         )
         self._call("decode_attention", q.dtype, arguments, queries, q, kv_layer, out, lse, sinks)
 
-    def sample(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-        """Sample from softmax(logits / temperature) as `reference.sample`, without filters -> [num_rows] int64.
+    def prepare_decode(self, state: RowState, inputs: DecodeInputs, block_size: int) -> None:
+        """See `reference.prepare_decode_inputs`. Block tables are filled up to the longest sequence."""
+        batch, of_rows = inputs.batch, inputs.sampling
+        slots, tables = batch.window_slots, batch.window_tables
+        assert batch.block_tables.shape[1] == state.max_blocks and batch.block_tables.is_contiguous()
+        tensors = (
+            *(inputs.rows, inputs.depths, inputs.ends),
+            *(state.block_tables, state.last_token, state.num_computed, state.drafts, state.sampling_params),
+            *(state.done, inputs.live_rows, inputs.token_ids, batch.positions, batch.slot_mapping, slots),
+            *(batch.seq_lens, batch.block_tables, tables, batch.state_tables, batch.state_reads),
+            *(of_rows.temperature, of_rows.top_p, of_rows.min_p, of_rows.top_k),
+            *(of_rows.seed, of_rows.sample_index, of_rows.position),
+        )
+        arguments = _PrepareDecode(
+            *map(_pointer, tensors),
+            len(inputs.rows),
+            state.null_row,
+            state.num_groups,
+            state.num_lines,
+            state.max_blocks,
+            state.state_blocks,
+            state.drafts.shape[1],
+            state.sampling_params.shape[1],
+            block_size,
+            0 if slots is None else slots.stride(0),
+            0 if tables is None else tables.stride(0),
+        )
+        self._call("prepare_decode", None, arguments, *tensors)
 
-        logits [num_rows, vocab_size]; temperature [num_rows] float32, above 0; keys [num_rows] int64, of the noise.
+    def commit_tokens(
+        self, state: RowState, rows: Tensor, tokens: Tensor, positions: Tensor, ring: Tensor, step_counter: Tensor
+    ) -> None:
+        """See `reference.commit_sampled_tokens`."""
+        of_rows = state.last_token, state.num_computed, state.done, state.history, state.sampling_params
+        tensors = rows, tokens, positions, step_counter, ring, *of_rows
+        widths = ring.stride(0), state.history.shape[1], state.sampling_params.shape[1]
+        self._call("commit_tokens", None, _CommitTokens(*map(_pointer, tensors), len(rows), *widths), *tensors)
+
+    def sample(self, logits: Tensor, params: SamplingTensors, *, is_checked: bool) -> Tensor:
+        """Sample as `reference.sample`, without filters -> [num_rows] int64; logits [num_rows, vocab_size].
+
+        is_checked  as `reference.sample_checked`: -1 for a row with NaN or infinity. Else all temperatures are above 0
         """
-        num_rows, size = logits.shape
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
-        pointers = logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), token_ids.data_ptr()
-        arguments = _Sample(*pointers, num_rows, size, torch.get_num_threads())
-        self._call("sample", logits.dtype, arguments, logits, temperature, keys, token_ids)
-        return token_ids
-
-    def greedy(self, logits: Tensor) -> Tensor:
-        """The token of the largest logit, the first of equals -> [num_rows] int64; -1 if a logit is not finite."""
         token_ids = torch.empty(len(logits), dtype=torch.int64)
-        arguments = _Greedy(logits.data_ptr(), token_ids.data_ptr(), *logits.shape, torch.get_num_threads())
-        self._call("greedy", logits.dtype, arguments, logits, token_ids)
+        tensors = logits, params.temperature, params.seed, params.sample_index, params.position, token_ids
+        arguments = _Sample(*map(_pointer, tensors), *logits.shape, is_checked, torch.get_num_threads())
+        self._call("sample", logits.dtype, arguments, *tensors)
         return token_ids
 
 

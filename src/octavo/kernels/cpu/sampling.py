@@ -43,9 +43,9 @@ def _sample_greedy(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Rows with a temperature and no filter. torch computes one at a time: its integers stay in the caches."""
-    keys = noise_keys(params.seed, params.sample_index, params.position)
     if (library := native.library_for(logits)) is not None:
-        return library.sample(logits, params.temperature.float().contiguous(), keys.contiguous())
+        return library.sample(logits, params, is_checked=False)
+    keys = noise_keys(params.seed, params.sample_index, params.position)
     wide = reference.accumulation_dtype(logits.dtype)
     counters = torch.arange(1, logits.shape[1] + 1).mul_(GOLDEN)
     bits, scratch = torch.empty_like(counters), torch.empty_like(counters)

@@ -1,7 +1,7 @@
 """From the row state to a pass, and from its sampled tokens back, on the CPU.
 
-Rows are few and numbers small, so the time is that of the calls: numpy's take a third of torch's. All arrays share the
-tensors' memory.
+Rows are few and numbers small, so the time is that of the calls. What most decode steps need is native and can be
+recorded. For the rest, numpy's calls take a third of the time of torch's. All arrays share the tensors' memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from octavo.kernels.cpu.sampling import apply_token_bitmask, finite_rows, sample
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import (
     ALLOWED_TOKENS,
-    COLUMN,
     FIRST_STOP_ID,
-    FLOATS,
     IN_PROMPT,
     LOGIT_BIAS,
     MAX_LOGPROBS,
     MIN_TOKENS,
-    NOT_FINITE,
-    NOTHING_SAMPLED,
     NUM_LOGPROBS,
     PENALTIES,
     DecodeInputs,
@@ -35,36 +31,10 @@ from octavo.kernels.row_state import (
 
 
 def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
-    """See `reference.prepare_decode_inputs`. Block tables are filled up to the longest sequence."""
-    batch, sampling = inputs.batch, inputs.sampling
-    if batch.common_prefix_lens is not None:
-        reference.prepare_decode_inputs(state, inputs, block_size)
-        return
-    rows = inputs.rows.numpy()
-    depths = inputs.depths.numpy()
-    drafts = state.drafts.numpy()[rows, depths - 1]
-    position = state.num_computed.numpy()[rows] + depths
-    live = (position < inputs.ends.numpy()) & ~state.done.numpy()[rows] & ((depths == 0) | (drafts >= 0))
-    live_rows = rows
-    if not live.all():
-        position, live_rows = np.where(live, position, 0), np.where(live, rows, state.null_row)
-    block, offset = np.divmod(position, block_size)
-    width = int(block.max(initial=0)) + 1
-    for group in range(batch.num_groups):
-        tables, of_group = state.tables_of(group).numpy(), batch.group(group)
-        np.take(tables[:, :width], rows, axis=0, out=of_group.block_tables.numpy()[:, :width], mode="clip")
-        slots = tables[rows, block].astype(np.int64) * block_size + offset
-        of_group.slot_mapping.numpy()[:] = slots * live
-    _fill_states(state, rows, live, batch)
-    inputs.live_rows.numpy()[:] = live_rows
-    inputs.token_ids.numpy()[:] = np.where(depths > 0, drafts.clip(0), state.last_token.numpy()[rows])
-    batch.positions.numpy()[:] = position
-    batch.seq_lens.numpy()[:] = (position + 1) * live
-    params = state.sampling_params.numpy()[rows]
-    floats = params.view(np.float64)
-    for name, i in COLUMN.items():
-        getattr(sampling, name).numpy()[:] = (floats if i in FLOATS else params)[:, i]
-    sampling.position.numpy()[:] = position + 1
+    """See `reference.prepare_decode_inputs`."""
+    library = native.library() if inputs.batch.common_prefix_lens is None else None
+    prepare = reference.prepare_decode_inputs if library is None else library.prepare_decode
+    prepare(state, inputs, block_size)
 
 
 def _fill_states(state: RowState, rows: np.ndarray, live: np.ndarray, batch: RaggedBatch) -> None:
@@ -104,9 +74,9 @@ def prepare_prefill_inputs(
 
 def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """See `reference.sample_checked`. Logits are copied only if some are not finite."""
-    is_greedy = params.all_greedy or not params.temperature.numpy().any()
-    if masks is None and is_greedy and (library := native.library_for(logits)) is not None:
-        return library.greedy(logits)
+    has_filter = params.any_filter and bool(params.is_filtered().any())
+    if masks is None and not has_filter and (library := native.library_for(logits)) is not None:
+        return library.sample(logits, params, is_checked=True)
     finite = finite_rows(logits)
     all_finite = bool(finite.all())
     if masks is not None:
@@ -214,19 +184,6 @@ def commit_sampled_tokens(
     state: RowState, rows: Tensor, tokens: Tensor, positions: Tensor, ring: Tensor, step_counter: Tensor
 ) -> None:
     """See `reference.commit_sampled_tokens`."""
-    row, token, done, counter = rows.numpy(), tokens.numpy(), state.done.numpy(), step_counter.numpy()
-    position = positions.numpy()
-    alive = ~done[row]
-    good = alive & (token >= 0)
-    results = (
-        token if good.all() else np.where(alive, np.where(token < 0, token + NOT_FINITE + 1, token), NOTHING_SAMPLED)
-    )
-    ring.numpy()[counter[0], : len(row)] = results
-    is_error = (token == -1) | (token == -2)
-    stops = is_error | (state.sampling_params.numpy()[row, FIRST_STOP_ID:] == token[:, None]).any(1)
-    if state.history.shape[1]:
-        state.history.numpy()[row[good], position[good]] = token[good]
-    state.last_token.numpy()[row[good]] = token[good]  # of equal rows, numpy keeps the last
-    state.num_computed.numpy()[row[good]] = position[good]
-    done[row[alive & stops]] = True
-    counter += 1
+    library = native.library()
+    commit = reference.commit_sampled_tokens if library is None else library.commit_tokens
+    commit(state, rows, tokens, positions, ring, step_counter)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from octavo.runner.passes.pass_shape import PassShape
 from octavo.runner.streams import CudaStream
 
 
@@ -40,6 +41,9 @@ class CudaGraphs:
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._graphs
+
+    def takes(self, shape: PassShape) -> bool:
+        return shape.part != "model"
 
     def replay(self, name: Hashable) -> Tensor | None:
         graph, result = self._graphs[name]

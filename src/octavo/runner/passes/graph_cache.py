@@ -34,7 +34,7 @@ class GraphCache:
 
     def takes(self, shape: PassShape) -> bool:
         """True if work of this shape is captured on first use."""
-        if self.captured is None or self.captured.whole_passes == (shape.part == "model"):
+        if self.captured is None or not self.captured.takes(shape):
             return False
         size = shape.size
         return size <= self.captured.max_slices if isinstance(size, int) else size in self.prefill_sizes

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.runner.passes.pass_shape import PassShape
 
 
 class Model(Protocol):
@@ -18,8 +19,8 @@ class Model(Protocol):
 class Graphs(Protocol):
     """Captured work, by name: `runner.passes.cuda_graphs.CudaGraphs`, `runner.passes.recorded_graphs.RecordedGraphs`.
 
-    whole_passes  captures passes from their inputs to their sampled tokens; else only a model's forward pass, over the
-                  buffers of `DecodeInputs`
+    whole_passes  captures all passes from their inputs to their sampled tokens; else a model's forward pass, over the
+                  buffers of `DecodeInputs`, and only some whole passes
     max_slices    most slices of a decode pass that is captured
     """
 
@@ -27,6 +28,9 @@ class Graphs(Protocol):
     max_slices: int
 
     def __contains__(self, name: Hashable) -> bool: ...
+
+    def takes(self, shape: PassShape) -> bool:
+        """True if it captures such work, of any size."""
 
     def capture(self, name: Hashable, work: Callable[[], Tensor | None]) -> None:
         """Capture the kernels that `work` launches, which may run several times. It must be harmless and must not

@@ -23,6 +23,7 @@ class PassShape(NamedTuple):
     cascade            uses cascade attention
     num_drafts         lines of each slice besides the first. Where the host chooses the lines, 1 stands for any number
     num_candidates     of the part "candidates"
+    filters            rows may have top_k, top_p or min_p. A GPU's work does not depend on it: always True there
     """
 
     size: int | PrefillSize
@@ -32,6 +33,7 @@ class PassShape(NamedTuple):
     cascade: bool = False
     num_drafts: int = 0
     num_candidates: int = 0
+    filters: bool = True
 
 
 PLAIN = PassShape(0)

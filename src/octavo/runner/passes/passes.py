@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -92,10 +93,10 @@ class Passes:
 
     def run(self, shape: PassShape, packed: Tensor | None = None, lines: Lines | None = None) -> Tensor | None:
         """Queue work of this shape: a whole pass, or a part that needs no other. packed: see `Pass`."""
-        if shape not in self.graphs:
-            if not self.graphs.takes(shape):
-                return self._compute(shape, packed, lines)
+        if shape not in self.graphs and self.graphs.takes(shape):
             self._capture(shape)
+        if shape not in self.graphs:
+            return self._compute(shape, packed, lines)
         if packed is not None:
             self._prefill_buffers[shape.size].copy_(packed)
         return self.graphs.replay(shape)
@@ -230,7 +231,8 @@ class Passes:
 
     def _decode_lines(self, logits: Tensor, inputs: DecodeInputs, shape: PassShape) -> Lines:
         drafts = DraftLines(inputs.depths, inputs.token_ids) if shape.num_drafts else None
-        return Lines(logits, inputs.live_rows, inputs.sampling, drafts=drafts)
+        sampling = inputs.sampling if shape.filters else replace(inputs.sampling, any_filter=False)
+        return Lines(logits, inputs.live_rows, sampling, drafts=drafts)
 
     def _prefill_lines(self, logits: Tensor, inputs: PrefillInputs) -> Lines:
         rows = self._state.rows

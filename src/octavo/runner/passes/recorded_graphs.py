@@ -1,9 +1,10 @@
 """Recorded decode passes for the CPU: what CUDA graphs are for a GPU.
 
 A pass of a few tokens is some hundred operations of microseconds each. Streaming the weights flushes Python's caches,
-so calling an operation takes nearly as long as running it. The first pass of each size is therefore recorded, and later
-ones replay it without Python. A pass can be replayed if `kernels.cpu.native` computes all of it. A trial replay checks
-this; if it fails, passes run unrecorded.
+so calling an operation takes nearly as long as running it. The model's first pass of each size is therefore recorded,
+and later ones replay it without Python. A pass can be replayed if `kernels.cpu.native` computes all of it. A trial
+replay checks this; if it fails, passes run unrecorded. Most passes are recorded from the state of the rows to the
+tokens: those without filters, logits processors, log-probabilities, drafts and bitmasks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.row_state import DecodeInputs
+from octavo.runner.passes.pass_shape import PassShape
 
 
 class RecordedGraphs:
@@ -33,40 +35,51 @@ class RecordedGraphs:
         own = [buffer for buffer in of_groups if buffer is not None]
         self._of_states = [tables for tables in (batch.state_tables, batch.state_reads) if tables is not None]
         self._buffers = (inputs.token_ids, batch.seq_lens, batch.positions, *own)
-        self._graphs: dict[Hashable, tuple[native.RecordedCalls, Tensor]] = {}
+        self._step_counter = inputs.step_counter
+        self._graphs: dict[Hashable, tuple[native.RecordedCalls, Tensor | None]] = {}
         self.max_slices = 0 if native.library() is None else SMALL_BATCH_ROWS
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._graphs
 
+    def takes(self, shape: PassShape) -> bool:
+        return shape.part == "model" or shape == PassShape(shape.size, filters=False)
+
     def capture(self, name: Hashable, work: Callable[[], Tensor | None]) -> None:
         """Run `work` twice and record the second run: the first one does what happens only once.
 
-        Without a new name afterwards if replays do not give the bits of `work`; then `max_slices` is 0.
+        Without a new name afterwards if replays do not give the logits of `work`; then `max_slices` is 0. A whole pass
+        returns none, and what it adds to the model is native.
         """
         library = native.library()
         assert library is not None
-        with self._states_kept():
+        with self._undone():
             work()
-            with library.record() as recording:
-                logits = work()
-            assert logits is not None
-            if self._replays_exactly(recording, logits, work):
+        if not self.max_slices:
+            return  # the pass's model was not recorded
+        with self._undone(), library.record() as recording:
+            logits = work()
+        with self._undone():
+            if logits is None or self._replays_exactly(recording, logits, work):
                 self._graphs[name] = recording, logits
             else:
                 self.max_slices = 0
 
     @contextmanager
-    def _states_kept(self) -> Iterator[None]:
-        """Inside, work advances states in the null block: it may write the same keys again, but not advance twice."""
-        before = [tables.clone() for tables in self._of_states]
+    def _undone(self) -> Iterator[None]:
+        """Inside, work advances states in the null block, not its rows': it may write the same keys again, but not
+        advance twice. Its column of the ring is the next one's again."""
+        kept = [self._step_counter, *self._of_states]
+        before = [tensor.clone() for tensor in kept]
         for tables in self._of_states:
             tables.zero_()
-        yield
-        for tables, values in zip(self._of_states, before, strict=True):
-            tables.copy_(values)
+        try:
+            yield
+        finally:
+            for tensor, values in zip(kept, before, strict=True):
+                tensor.copy_(values)
 
-    def replay(self, name: Hashable) -> Tensor:
+    def replay(self, name: Hashable) -> Tensor | None:
         recording, logits = self._graphs[name]
         recording.replay()
         return logits

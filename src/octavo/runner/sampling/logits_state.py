@@ -108,12 +108,14 @@ class LogitsProcessors:
     of_row        the row's processors, None for most rows
     rows          rows in the state
     num_logprobs  row -> number of top log-probabilities that the device returns; absent for other rows
+    filtered      rows with top_k, top_p or min_p
     """
 
     def __init__(self, state: RowState, max_len: int, vocab_size: int, platform: Platform) -> None:
         self.of_row: list[RowLogitsProcessors | None] = [None] * (state.null_row + 1)
         self.rows: set[int] = set()
         self.num_logprobs: dict[int, int] = {}
+        self.filtered: set[int] = set()
         self.platform, self.ops = platform, platform.ops
         self._row_state = state
         self._max_len, self._vocab_size = max_len, vocab_size
@@ -141,6 +143,10 @@ class LogitsProcessors:
     def applies_to(self, plan: StepPlan) -> bool:
         return bool(self.rows) and not self.rows.isdisjoint(plan.rows)
 
+    def filters(self, plan: StepPlan) -> bool:
+        """True if a row of the plan has top_k, top_p or min_p."""
+        return bool(self.filtered) and not self.filtered.isdisjoint(plan.rows)
+
     def slice_logprobs(self, plan: StepPlan) -> dict[int, int]:
         """Slice -> number of top log-probabilities, for slices with log-probabilities."""
         if not self.num_logprobs:
@@ -155,6 +161,9 @@ class LogitsProcessors:
         for row, setup in setups.items():
             p = self.of_row[row] = RowLogitsProcessors.of(setup, self.platform)
             self.num_logprobs.pop(row, None)
+            self.filtered.discard(row)
+            if setup.sampling_params.has_filter:
+                self.filtered.add(row)
             if p is None:
                 continue
             if setup.token_ids is not None:
