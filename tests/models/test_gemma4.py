@@ -17,7 +17,6 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import ModelError, ParameterError
 from octavo.models.config import spec_from_config
 from octavo.models.spec import ModelSpec
-from octavo.simulate.models import ModelShape
 from tests.models.tiny import (
     PagedRun,
     assert_close,
@@ -100,12 +99,10 @@ def test_a_rank_has_its_heads_of_both_sizes() -> None:
     assert [each.num_layers for each in kv] == [5, 10]  # on 8 ranks, both sizes take the same bytes
 
 
-def test_float8_and_simulations_are_refused() -> None:
+def test_float8_is_refused() -> None:
     spec = spec_from_config(LIKE_31B)
     with pytest.raises(ParameterError, match="float8_e4m3fn is not supported for K/V heads of two sizes; choose int8"):
         KVCacheSpec.of(spec, 16, "float8_e4m3fn")
-    with pytest.raises(ModelError, match=r"K/V heads of two sizes .* are not simulated; octavo doctor shows"):
-        ModelShape.of("gemma4-31b", spec)
 
 
 @pytest.mark.parametrize(
