@@ -6,6 +6,7 @@ import difflib
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class ModelShape:
 
     def bytes_per_pass(self, device: str, num_tokens: float) -> float:
         """Weights that a pass of so many tokens reads on "cpu" or "cuda". Tokens go to experts at random."""
-        whole = self.weight_bytes if self.spec is None else self.spec.weight_bytes(self.itemsize, device=device)
+        whole = self.weight_bytes if self.spec is None else _weight_bytes(self.spec, self.itemsize, device)
         unused: float = (1 - self.top_k / self.num_experts) ** num_tokens * self.num_expert_params / self.num_params
         return whole * (1 - unused) - self.num_embedding_params * self.itemsize
 
@@ -140,6 +141,12 @@ class ModelShape:
         """Layers with K and V."""
         windows = self.windows or (0,) * self.num_layers
         return Counter(window for layer, window in enumerate(windows) if layer not in self.recurrent_layers)
+
+
+@cache
+def _weight_bytes(spec: ModelSpec, itemsize: int, device: str) -> int:
+    """Once for a model: each step of a simulation needs it."""
+    return spec.weight_bytes(itemsize, device=device)
 
 
 def _shape(
