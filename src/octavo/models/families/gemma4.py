@@ -151,7 +151,7 @@ def gguf_config(config: Config, get: Callable[..., Any]) -> Config:
     """llama.cpp has the K/V heads of each layer. Its keys without "swa" are of layers without a window."""
     num_layers, full_dim, own_dim = config["num_hidden_layers"], config["head_dim"], get("attention.key_length_swa")
     kinds, heads = get("attention.sliding_window_pattern"), config["num_key_value_heads"]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or kinds[-1]:
+    if not isinstance(kinds, list) or len(kinds) != num_layers or kinds[-1:] != [False]:
         raise value_error("attention.sliding_window_pattern", kinds, f"{num_layers} booleans, the last one false")
     heads = heads if isinstance(heads, list) else [heads] * num_layers
     own = [num for num, has_window in zip(heads, kinds, strict=False) if has_window]
