@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,15 @@ from octavo.core.kv_cache_spec import KVCacheSpec
 from octavo.errors import ModelError, ParameterError
 from octavo.models.config import spec_from_config
 from octavo.models.spec import ModelSpec
-from octavo.simulate.models import ModelShape
 from tests.models.tiny import (
     PagedRun,
     assert_close,
     load_tiny,
     make_tiny_checkpoint,
     random_prompts,
+    read_spec,
     transformers_logits,
+    write_tiny_gguf,
 )
 
 PROMPTS = random_prompts(9, 23)
@@ -97,12 +99,10 @@ def test_a_rank_has_its_heads_of_both_sizes() -> None:
     assert [each.num_layers for each in kv] == [5, 10]  # on 8 ranks, both sizes take the same bytes
 
 
-def test_float8_and_simulations_are_refused() -> None:
+def test_float8_is_refused() -> None:
     spec = spec_from_config(LIKE_31B)
     with pytest.raises(ParameterError, match="float8_e4m3fn is not supported for K/V heads of two sizes; choose int8"):
         KVCacheSpec.of(spec, 16, "float8_e4m3fn")
-    with pytest.raises(ModelError, match=r"K/V heads of two sizes .* are not simulated; octavo doctor shows"):
-        ModelShape.of("gemma4-31b", spec)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,29 @@ def test_a_multimodal_checkpoint_is_read_without_its_other_parts(tiny: Path, tmp
     save_file(tensors | {name: torch.ones(3) for name in others}, tmp_path / "model.safetensors")
     runs = [PagedRun(load_tiny(path), PROMPTS, block_size=4).run(5) for path in (tmp_path, tiny)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"enable_moe_block": False},
+        {"attention_k_eq_v": False, "tie_word_embeddings": False},
+        {"enable_moe_block": False, "global_head_dim": 24, "num_global_key_value_heads": 2},
+        {"layer_types": ["full_attention"] * 5},
+    ],
+)
+def test_a_gguf_file_is_the_model_of_transformers(sizes: dict[str, Any], tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("gemma4", tmp_path / "model", **sizes)
+    path = write_tiny_gguf(directory, tmp_path / "model.gguf")
+    expected = transformers_logits(directory, PROMPTS)
+    for actual, logits in zip(PagedRun(load_tiny(path), PROMPTS, block_size=4).run(5), expected, strict=True):
+        assert_close(actual, logits)
+        assert torch.equal(actual.argmax(-1), logits.argmax(-1))
+    stored, of_gguf = read_spec(directory), read_spec(path)
+    assert stored.rope_scaling is not None
+    part = {"partial_rotary_factor": (4.5 if stored.full_kv_heads[1] == 32 else 3.5) / (stored.full_kv_heads[1] / 2)}
+    assert of_gguf == replace(stored, rope_scaling=stored.rope_scaling | part, quant_method="gguf")
 
 
 def no_v_norm(layer: Any) -> None:

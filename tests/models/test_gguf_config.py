@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
-from octavo.errors import CheckpointError, OctavoError, UnsupportedModelError
+from octavo.errors import CheckpointError, ModelError, OctavoError, UnsupportedModelError
+from octavo.kernels.reference.rope import rope_table
 from octavo.models.config import read_spec
 from octavo.models.config_keys import config_keys
 from octavo.models.gguf_config import REFUSED, gguf_key_use, read_gguf_config
@@ -109,6 +110,8 @@ def test_llama3_scaling_is_recovered_from_its_divisors(write_gguf):
         read_config(write_gguf(tensors={"rope_freqs.weight": divisors}, metadata={"llama.rope.freq_base": "5e5"}))
     with pytest.raises(UnsupportedModelError, match="RoPE"):
         read_config(write_gguf(tensors={"rope_freqs.weight": divisors[:0]}))
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor 0\.375"):
+        read_spec(open_checkpoint(write_gguf(tensors={"rope_freqs.weight": np.array(DIVISORS, np.float32)})))
 
 
 def test_linear_rope_scaling(write_gguf):
@@ -177,7 +180,9 @@ def test_a_factor_on_attention_without_yarn_is_refused(write_gguf, scaling):
         read_config(write_gguf(metadata=metadata | {"llama.rope.scaling.attn_factor": 0.5}))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", *HYBRIDS])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "qwen3", "gemma3", "gemma4", "qwen3_moe", "mixtral", "gpt_oss", *HYBRIDS]
+)
 def test_keys_of_converted_files_are_known(kind, tmp_path):
     directory = make_tiny_checkpoint(kind, tmp_path / kind)
     config = read_config(write_tiny_gguf(directory, tmp_path / "model.gguf"))
@@ -201,6 +206,81 @@ def test_largest_gemma3_scales_queries_differently(write_gguf, num_layers, scale
     assert config["architectures"] == ["Gemma3ForCausalLM"]
     assert (config["head_dim"], config["query_pre_attn_scalar"], config["sliding_window"]) == (4, scale, 512)
     assert (config["sliding_window_pattern"], config["rope_local_base_freq"]) == (6, 10000.0)
+
+
+GEMMA4 = {
+    "block_count": 3,
+    "attention.head_count_kv": [2, 2, 1],
+    "attention.key_length": 8,
+    "attention.value_length": 8,
+    "attention.key_length_swa": 4,
+    "attention.value_length_swa": 4,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, True, False],
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+    "rope.dimension_count": 8,
+    "rope.dimension_count_swa": 4,
+}
+DIVISORS = [1.0, 1e30, 1e30, 1e30]
+
+
+def read_gemma4(write_gguf, divisors=DIVISORS, **changes):
+    metadata = {f"gemma4.{key}": value for key, value in (GEMMA4 | changes).items()}
+    tensors = {"rope_freqs.weight": np.array(divisors, np.float32)} if divisors else {}
+    return read_spec(open_checkpoint(write_gguf(arch="gemma4", metadata=metadata, tensors=tensors)))
+
+
+def test_keys_that_gemma4_files_may_lack_have_llama_cpps_defaults(write_gguf):
+    spec = read_gemma4(write_gguf)
+    assert (spec.windows, spec.num_kv_heads, spec.head_dim, spec.full_kv_heads) == ((6, 6, 0), 2, 4, (1, 8))
+    assert (spec.logits_cap, spec.local_rope_theta, spec.shares_kv, spec.experts) == (30.0, 1e4, True, None)
+    other = read_gemma4(
+        write_gguf, final_logit_softcapping=0.0, **{"rope.freq_base_swa": 5e4, "attention.head_count_kv": 2}
+    )
+    assert (other.logits_cap, other.local_rope_theta, other.full_kv_heads) == (0.0, 5e4, (2, 8))
+
+
+@pytest.mark.parametrize(("num_rotated", "num_pairs"), [(15, 44), (1, 4), (4, 4), (13, 46), (1, 128)])
+def test_the_first_pairs_of_gemma4_are_rotated(write_gguf, num_rotated, num_pairs):
+    divisors = [1.0] * num_rotated + [1e30] * (num_pairs - num_rotated)
+    size = 2 * num_pairs
+    sizes = {f"attention.{kind}_length": size for kind in ("key", "value")} | {"rope.dimension_count": size}
+    scaling = read_gemma4(write_gguf, divisors, **sizes).rope_scaling
+    sines = rope_table(size, 2, 10000.0, scaling=scaling)[1, num_pairs:]
+    angles = 10000.0 ** -(np.arange(num_pairs) / num_pairs) / np.array(divisors)
+    np.testing.assert_allclose(sines, np.sin(angles), rtol=1e-5, atol=1e-20)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention.sliding_window_pattern": 3}, "sliding_window_pattern is 3; expected 3 booleans"),
+        ({"attention.sliding_window_pattern": [True, False]}, "sliding_window_pattern .* expected 3 booleans"),
+        ({"attention.sliding_window_pattern": [True] * 3}, "expected 3 booleans, the last one false"),
+        ({"attention.sliding_window_pattern": None}, "lacks the metadata gemma4.attention.sliding_window_pattern"),
+        ({"attention.sliding_window": None}, "lacks the metadata gemma4.attention.sliding_window"),
+        ({"attention.head_count_kv": [2, 1, 1]}, "head_count_kv .* equal in layers with a sliding window"),
+        ({"attention.head_count_kv": [2, 2]}, "head_count_kv .* expected 3 numbers"),
+        ({"attention.sliding_window_pattern": [True, False, False]}, "per_layer_config .* is not supported"),
+        ({"attention.key_length_swa": None}, "lacks the metadata gemma4.attention.key_length_swa"),
+        ({"attention.value_length_swa": 8}, "value_length_swa is 8; expected 4"),
+        ({"rope.dimension_count": 4}, "rope.dimension_count is 4; expected 8"),
+        ({"rope.dimension_count_swa": 2}, "rope.dimension_count_swa is 2; expected 4"),
+        ({"rope.scaling.factor": 2.0}, "both rope_freqs.weight and a factor in gemma4.rope.scaling"),
+        ({"divisors": None}, "lacks rope_freqs.weight"),
+        ({"divisors": [1.0, 1e30, 1.0, 1e30]}, "not Llama 3's or Gemma 4's"),
+        ({"divisors": [1.0, 2.0, 1e30, 1e30]}, "not Llama 3's or Gemma 4's"),
+        ({"attention.shared_kv_layers": 1}, "shared_kv_layers 1 is not supported"),
+        ({"embedding_length_per_layer_input": 256}, "embedding_length_per_layer_input 256 is not supported"),
+        ({"feed_forward_length": [32, 32, 64]}, "intermediate_size is"),
+        ({"expert_count": 4, "expert_used_count": 2}, "moe_intermediate_size is 0"),
+    ],
+)
+def test_what_gemma4_files_cannot_have_is_refused(write_gguf, change, words):
+    with pytest.raises(ModelError, match=words) as caught:
+        read_gemma4(write_gguf, **change)
+    assert "\n" not in str(caught.value)
 
 
 HYBRID = {

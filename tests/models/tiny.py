@@ -435,6 +435,7 @@ GGUF_ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "MixtralForCausalLM": "llama",
     "GptOssForCausalLM": "gpt-oss",
@@ -462,6 +463,16 @@ GEMMA3_PARTS = GGUF_PARTS | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GEMMA4_PARTS = GEMMA3_PARTS | {
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    **{f"post_feedforward_layernorm_{i}": f"post_ffw_norm_{i}" for i in (1, 2)},
+    "layer_scalar": "layer_output_scale.weight",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
 GPT_OSS_PARTS = GGUF_PARTS | {
     "post_attention_layernorm": "post_attention_norm",
     "self_attn.sinks": "attn_sinks",
@@ -481,7 +492,7 @@ HYBRID_PARTS = GGUF_PARTS | {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
-PARTS_OF_ARCH = {"gemma3": GEMMA3_PARTS, "gpt-oss": GPT_OSS_PARTS}
+PARTS_OF_ARCH = {"gemma3": GEMMA3_PARTS, "gemma4": GEMMA4_PARTS, "gpt-oss": GPT_OSS_PARTS}
 PARTS_OF_ARCH |= dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), HYBRID_PARTS)
 
 
@@ -607,6 +618,32 @@ def hybrid_tensors(
     return changed
 
 
+def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What llama.cpp's converter writes for Gemma 4 only."""
+    kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+    own, rope = config["head_dim"], config["rope_parameters"]
+    full = config | config["per_layer_config"].get(str(kinds.index(False)), {})
+    writer.add_head_count_kv([(config if kind else full)["num_key_value_heads"] for kind in kinds])
+    writer.add_key_length(full["head_dim"])
+    writer.add_value_length(full["head_dim"])
+    writer.add_rope_dimension_count(full["head_dim"])
+    writer.add_key_length_swa(own)
+    writer.add_value_length_swa(own)
+    writer.add_rope_dimension_count_swa(own)
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window_pattern(kinds)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    num_rotated = int(full["head_dim"] * rope["full_attention"]["partial_rotary_factor"] / 2)
+    divisors = [1.0] * num_rotated + [1e30] * (full["head_dim"] // 2 - num_rotated)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
 def write_tiny_gguf(
     directory: Path,
     path: Path,
@@ -632,17 +669,20 @@ def write_tiny_gguf(
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     rope = config["rope_parameters"]
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if arch == "gemma4":
+        add_gemma4(writer, config)
+    else:
+        writer.add_head_count_kv(kv_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if arch == "gpt-oss" and rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if arch in ("gemma3", "gpt-oss"):
+    if arch in ("gemma3", "gemma4", "gpt-oss"):
         writer.add_sliding_window(config["sliding_window"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -662,7 +702,7 @@ def write_tiny_gguf(
     if "linear_num_key_heads" in config:
         add_hybrid_metadata(writer, config)
         tensors = hybrid_tensors(config, tensors, arch, merged_qkvz=merged_qkvz)
-    for name, tensor in merge_experts(directory, tensors).items():
+    for name, tensor in (tensors if arch == "gemma4" else merge_experts(directory, tensors)).items():
         rows = tensor.numpy()
         stored_name = gguf_name(name, PARTS_OF_ARCH.get(arch, GGUF_PARTS))
         if arch == "llama" and "q_proj" in name:

@@ -63,6 +63,33 @@ EXPERTS = ModelShape.of(
 )
 
 
+TWO_SIZES = ModelShape.of(
+    "gemma4 12 layers",
+    spec_from_config(
+        {
+            "architectures": ["Gemma4ForCausalLM"],
+            "num_hidden_layers": 12,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 16,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 512,
+            "max_position_embeddings": 131072,
+            "torch_dtype": "bfloat16",
+        }
+    ),
+)
+
+
 def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> StepPlan:
     """Slices are (start, positions, sampled); `chunks` are those with tokens from the host."""
     plan = StepPlan()
@@ -170,6 +197,33 @@ def test_layers_with_a_window_read_no_more_than_that() -> None:
     assert saved == pytest.approx(52 * (compute_s + (8192 - 8192) * layer_bytes / bandwidth))
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [("", 0), ("int8", 2)])
+def test_layers_of_two_sizes_read_their_own_heads(dtype: str, scale: int) -> None:
+    """Two layers have 2 K/V heads of 128 and no window, ten 4 of 64 and one of 1024. All have 8 query heads."""
+    device, spec, itemsize = DEVICES["h200"], TWO_SIZES.spec, 1 if scale else 2
+    assert spec is not None
+    for max_len in (0, 32_768):
+        kv = TWO_SIZES.kv_cache(16, max_len, dtype)
+        assert kv == KVCacheSpec.of(spec, 16, dtype or "bfloat16", max_len=max_len) and kv.full == (2, 2, 128)
+        assert bool(kv.windows) == bool(max_len)
+        cost, bandwidth = RooflineCost(TWO_SIZES, device, kv), device.bandwidth * device.bandwidth_share
+        more = cost.step_s(plan_of((100_000, 1, 1))) - cost.step_s(plan_of((0, 1, 1)))
+        full, own = (2 * heads * (size + scale) * itemsize for heads, size in ((2, 128), (4, 64)))
+        assert more == pytest.approx((2 * 100_000 * full + 10 * 1023 * own) / bandwidth)
+    wider = replace(TWO_SIZES, full_heads=(1, 256))
+    prompt = plan_of((0, 8192, 1), chunks=(0,))
+    times = [RooflineCost(model, device, kv).step_s(prompt) for model in (wider, TWO_SIZES)]
+    pairs = 8192 * 8193 // 2
+    assert times[0] - times[1] == pytest.approx(2 * pairs * 4 * 8 * (256 - 128) / (device.flops * device.flops_share))
+
+
+def test_experts_beside_an_mlp_are_read_by_their_tokens() -> None:
+    of_experts = 12 * 16 * 3 * 512 * 1024
+    assert TWO_SIZES.num_expert_params == of_experts
+    read = [TWO_SIZES.bytes_per_pass("cuda", num_tokens) for num_tokens in (1, 2)]
+    assert read[1] - read[0] == pytest.approx(2 * of_experts * (3 / 4) * (1 / 4), rel=1e-4)
+
+
 def test_decode_window_pays_for_each_pass() -> None:
     cost = roofline("llama-3.1-8b")
     window = cost.step_s(plan_of((10, 8, 8), (20, 8, 8)))
@@ -210,9 +264,8 @@ def test_a_rank_reads_its_own_heads() -> None:
         assert more == pytest.approx(100_000 * 28 * 2 * 128 * 2 / bandwidth)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_sizes_of_a_rank_are_those_of_its_spec(name: str) -> None:
-    model = MODELS[name]
+@pytest.mark.parametrize("model", [*MODELS.values(), TWO_SIZES], ids=lambda model: model.name)
+def test_sizes_of_a_rank_are_those_of_its_spec(model: ModelShape) -> None:
     assert model.spec is not None and model.of_rank(1) is model
     for size in (2, 3, 4, 8):
         try:

@@ -516,6 +516,39 @@ def test_gemma_from_gguf(write_gguf):
     assert tokenizer.encode(text, False, parse_special=False)[-1] not in tokenizer.special_ids
 
 
+def test_gemma4_from_gguf(write_gguf):
+    """Characters joined by the file's merges, bytes for others, BOS always, and ends that llama.cpp knows by name."""
+    bytes_ = [f"<0x{b:02X}>" for b in range(256)]
+    merges = ["t h", "th e", "▁ the", "\n \n", "\n\n \n", "▁ ▁"]
+    made = [merge.replace(" ", "") for merge in merges]
+    named = ["<turn|>", "<|tool_response>", "<|channel>"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_, *made, *"▁the\n", *named]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*[3] * 4, *[6] * 256, *[1] * (len(made) + 5), 3, 4, 4],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    tokenizer = read(write_gguf(metadata=metadata))
+    text = "the the\n\n\n  thé<turn|><|channel>"
+    pieces = ["<bos>", "the", "▁the", "\n\n\n", "▁▁", "th", "<0xC3>", "<0xA9>", "<turn|>", "<|channel>"]
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode(text)] == pieces
+    assert tokenizer.decode(tokenizer.encode(text), False) == "<bos>" + text
+    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("<turn|>", "")
+    assert sorted(tokenizer.eos_token_ids) == sorted([1, *(tokens.index(name) for name in named[:2])])
+    from transformers import GemmaTokenizer
+
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    original = GemmaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs)
+    for each in ("the the\n\n\n  thé", " the\tthe  ", "\n" * 5, "漢 the"):
+        assert tokenizer.encode(each, False) == original(each, add_special_tokens=False)["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
@@ -639,6 +672,7 @@ def test_stories260k_through_gguf_equals_the_original(write_gguf):
         ("precompiled_charsmap", None, [1, 2]),
         ("add_sep_token", False, True),
         ("normalizer.lowercase", False, True),
+        ("suppress_tokens", None, [1, 2]),
     ],
 )
 def test_gguf_keys_that_change_tokens_are_refused(write_gguf, key, neutral, value):

@@ -127,15 +127,23 @@ class KVCacheSpec:
     @property
     def block_shape(self) -> tuple[int, ...]:
         """The layers, K and V, heads, tokens, and a row's elements. Of two sizes: all of a token are one row."""
-        scale = SCALE_BYTES if self.dtype == "int8" else 0
         if self.full is None:
-            return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim + scale)
-        num_full, num_heads, head_dim = self.full
-        rows = (
-            2 * num_full * num_heads * (head_dim + scale),
-            2 * self.num_layers * self.num_kv_heads * (self.head_dim + scale),
-        )
+            return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim + self._scale_size)
+        rows = self.full[0] * self._row_size(0), self.num_layers * self._row_size(1)
         return (1, 1, 1, self.block_size, max(rows) if self.windows else sum(rows))
+
+    @property
+    def _scale_size(self) -> int:
+        return SCALE_BYTES if self.dtype == "int8" else 0
+
+    def _row_size(self, window: int) -> int:
+        """Elements of K and V of a token in a layer with this window; 0: without one."""
+        num_heads, head_dim = (self.num_kv_heads, self.head_dim) if window or self.full is None else self.full[1:]
+        return 2 * num_heads * (head_dim + self._scale_size)
+
+    def layer_bytes(self, window: int) -> int:
+        """K and V of a token in a layer with this window; 0: without one."""
+        return self._row_size(window) * ITEMSIZE[self.dtype]
 
     @property
     def num_places(self) -> int:

@@ -47,7 +47,7 @@ class MergedExperts:
 class GGUFFormat:
     """How llama.cpp stores the models of a family.
 
-    parts           llama.cpp's names of a layer's parts -> Transformers'
+    parts           llama.cpp's names of a layer's parts -> Transformers'; or the names of both with their ends
     interleaved_qk  rows of Q and K are in the order of llama.cpp's rotary embedding, which pairs neighbouring rows
     keys            metadata that `config` reads, after the prefix "architecture."
     config          (keys of config.json so far, reader of the metadata "architecture.KEY") -> further keys

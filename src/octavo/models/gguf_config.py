@@ -114,6 +114,7 @@ def read_gguf_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "attn_q.bias" in parts,
         "attention_output_bias": "attn_output.bias" in parts,
+        "attention_k_eq_v": sum(tensor.endswith(".attn_v.weight") for tensor in tensors) < get("block_count"),
         "mlp_bias": "ffn_up.bias" in parts,
         "hidden_act": "silu",
         "dtype": _dtype(reader),
@@ -171,7 +172,11 @@ def _rope_scaling(reader: GGUFFile, arch: str, name: str, get: Callable[..., Any
         raise UnsupportedModelError(f"{name}: {arch}.rope.scaling.attn_factor {attention} needs YaRN; convert it again")
     factors = next((t.data for t in reader.tensors if t.name == "rope_freqs.weight"), None)
     if factors is not None:
-        return _llama3_scaling(reader, arch, name, np.asarray(factors, dtype=np.float64).reshape(-1))
+        if is_scaled:
+            problem = f"{name} has both rope_freqs.weight and a factor in {arch}.rope.scaling"
+            raise UnsupportedModelError(f"{problem}; convert the model again without the latter")
+        divisors = np.asarray(factors, dtype=np.float64).reshape(-1)
+        return _proportional_scaling(divisors) or _llama3_scaling(reader, arch, name, divisors)
     if not is_scaled:
         return None
     scaling = {"rope_type": kind, "factor": factor}
@@ -183,6 +188,15 @@ def _rope_scaling(reader: GGUFFile, arch: str, name: str, get: Callable[..., Any
             "attention_factor": attention * (1.0 + 0.1 * math.log(max(factor, 1.0))),
         }
     return scaling
+
+
+def _proportional_scaling(divisors: np.ndarray) -> dict[str, Any] | None:
+    """RoPE of Gemma 4: the first pairs have a divisor of 1, and the others, which are not rotated, of 1e30."""
+    num_rotated = int((divisors == 1.0).sum())
+    if num_rotated == len(divisors) or not (divisors[:num_rotated] == 1.0).all() or divisors[num_rotated:].min() < 1e20:
+        return None
+    part = (num_rotated + 0.5) / len(divisors)  # readers round down to whole pairs
+    return {"rope_type": "proportional", "partial_rotary_factor": part}
 
 
 def _llama3_scaling(reader: GGUFFile, arch: str, name: str, factors: np.ndarray) -> dict[str, Any]:
@@ -203,5 +217,6 @@ def _llama3_scaling(reader: GGUFFile, arch: str, name: str, factors: np.ndarray)
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     blend = np.clip((8192 / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)  # 1: unchanged, 0: divided by `factor`
     if not factors.size or not np.allclose(1.0 / ((1 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
-        raise UnsupportedModelError(f"{name} scales RoPE frequencies by an unsupported rule, not Llama 3's")
+        problem = f"{name} scales RoPE frequencies by an unsupported rule, not Llama 3's or Gemma 4's"
+        raise UnsupportedModelError(f"{problem}; use its safetensors files")
     return scaling

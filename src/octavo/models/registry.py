@@ -17,14 +17,14 @@ class Entry(NamedTuple):
     architectures, model_types  in config.json
     gguf                        `general.architecture` in GGUF files, whose models have the first of `architectures`;
                                 "": GGUF files of this family are not supported
-    has_experts                 of models with experts: llama.cpp calls Mixtral "llama", too
+    has_experts                 of models with experts: llama.cpp calls Mixtral "llama", too. None: with and without
     """
 
     family: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     gguf: str = ""
-    has_experts: bool = False
+    has_experts: bool | None = False
 
 
 _IN = "octavo.models.families"
@@ -43,6 +43,8 @@ FAMILIES = [
         f"{_IN}.gemma4:FAMILY",
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         ("gemma4", "gemma4_text"),
+        gguf="gemma4",
+        has_experts=None,
     ),
     Entry(f"{_IN}.gpt2:FAMILY", ("GPT2LMHeadModel",), ("gpt2",)),
     Entry(f"{_IN}.opt:FAMILY", ("OPTForCausalLM",), ("opt",)),
@@ -86,7 +88,7 @@ def model_types() -> list[str]:
 
 def gguf_entries(*, has_experts: bool) -> dict[str, Entry]:
     """Families of GGUF files with or without experts, by `general.architecture`."""
-    return {entry.gguf: entry for entry in FAMILIES if entry.gguf and entry.has_experts == has_experts}
+    return {entry.gguf: entry for entry in FAMILIES if entry.gguf and entry.has_experts in (has_experts, None)}
 
 
 def find_family(architecture: str) -> Family:

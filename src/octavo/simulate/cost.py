@@ -185,11 +185,11 @@ class RooflineCost:
         hidden_bytes = model.num_layers * model.hidden_size * model.itemsize
         activation_bytes = device.activation_passes * hidden_bytes / self.num_devices
         num_rows = per_pass + work.num_chunks  # at most one token of a chunk goes through the head
-        layer_bytes = self.kv.bytes_per_block / self.kv.block_size / self.kv.num_layers
         attention_s = 0.0
         for window, num_layers in model.num_layers_by_window.items():
             pairs, kv_tokens = work_in_window(plan, window) if window else (work.chunk_pairs, work.kv_tokens)
-            attention_s += num_layers * (pairs * model.flops_per_pair / flops + kv_tokens * layer_bytes / bandwidth)
+            compute_s = pairs * model.flops_per_pair(window) / flops
+            attention_s += num_layers * (compute_s + kv_tokens * self.kv.layer_bytes(window) / bandwidth)
         num_tokens, num_uses = work.num_new + work.num_decoding, work.num_chunks + work.num_decoding
         states_s = num_tokens * STATE_FLOPS * model.state_size / flops + num_uses * 2 * self.kv.state_bytes / bandwidth
         return (

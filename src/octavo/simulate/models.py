@@ -6,12 +6,13 @@ import difflib
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint import catalog
 from octavo.core.kv_cache_spec import ITEMSIZE, KVCacheSpec
-from octavo.errors import ModelNotFoundError, ParameterError, UnsupportedModelError
+from octavo.errors import ModelNotFoundError, ParameterError
 from octavo.models.config import read_spec, spec_from_config
 from octavo.models.spec import DecoderSpec, LayerGroups, ModelSpec, group_layers
 from octavo.models.spec.ranks import heads_per_rank
@@ -28,6 +29,7 @@ class ModelShape:
     recurrent_layers       layers without K and V, as of `ModelSpec`
     state_size             float32 numbers of these layers' states, of a sequence
     num_expert_params      of experts, of which a layer has `num_experts`, and a token goes to `top_k`
+    full_heads             K/V heads of layers without a window, and the size of all their heads; None: as of the others
     spec                   None: a model by sizes alone, of which nothing but the weights takes memory
     """
 
@@ -48,14 +50,11 @@ class ModelShape:
     num_expert_params: int = 0
     num_experts: int = 1
     top_k: int = 1
+    full_heads: tuple[int, int] | None = None
     spec: ModelSpec | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec) -> ModelShape:
-        """Raises `UnsupportedModelError` for a model whose layers have K/V heads of two sizes."""
-        if spec.full_kv_heads != (spec.num_kv_heads, spec.head_dim):
-            problem = f"K/V heads of two sizes ({spec.architecture}) are not simulated"
-            raise UnsupportedModelError(f"{problem}; octavo doctor shows the memory of such a model")
         vocabulary = math.prod(spec.vocabulary)
         experts = spec.experts if isinstance(spec, DecoderSpec) else None
         return cls(
@@ -76,6 +75,7 @@ class ModelShape:
             spec.num_expert_params,
             1 if experts is None else experts.num,
             1 if experts is None else experts.top_k,
+            None if spec.full_kv_heads == (spec.num_kv_heads, spec.head_dim) else spec.full_kv_heads,
             spec,
         )
 
@@ -92,15 +92,17 @@ class ModelShape:
             raise ParameterError(problem, param="tensor_parallel_size")
         names = "num_params", "num_heads", "num_head_params", "num_embedding_params", "state_size", "num_expert_params"
         parts = {name: getattr(self, name) // size for name in names}
-        return replace(self, num_kv_heads=heads_per_rank(self.num_kv_heads, size), **parts)
+        full_heads = self.full_heads and (heads_per_rank(self.full_heads[0], size), self.full_heads[1])
+        return replace(self, num_kv_heads=heads_per_rank(self.num_kv_heads, size), full_heads=full_heads, **parts)
 
     @property
     def layer_groups(self) -> LayerGroups:
-        return group_layers(self.num_layers, self.windows, self.recurrent_layers)
+        sizes = (self.num_kv_heads, self.head_dim), self.full_kv_heads
+        return group_layers(self.num_layers, self.windows, self.recurrent_layers, sizes)
 
     @property
     def full_kv_heads(self) -> tuple[int, int]:
-        return self.num_kv_heads, self.head_dim
+        return self.full_heads or (self.num_kv_heads, self.head_dim)
 
     @property
     def itemsize(self) -> int:
@@ -112,7 +114,7 @@ class ModelShape:
 
     def bytes_per_pass(self, device: str, num_tokens: float) -> float:
         """Weights that a pass of so many tokens reads on "cpu" or "cuda". Tokens go to experts at random."""
-        whole = self.weight_bytes if self.spec is None else self.spec.weight_bytes(self.itemsize, device=device)
+        whole = self.weight_bytes if self.spec is None else _weight_bytes(self.spec, self.itemsize, device)
         unused: float = (1 - self.top_k / self.num_experts) ** num_tokens * self.num_expert_params / self.num_params
         return whole * (1 - unused) - self.num_embedding_params * self.itemsize
 
@@ -129,16 +131,22 @@ class ModelShape:
         """max_len: as of `KVCacheSpec.of`. dtype: of K and V; "": the model's"""
         return KVCacheSpec.of(self, block_size, dtype or self.dtype, max_len=max_len)
 
-    @property
-    def flops_per_pair(self) -> int:
-        """Multiplications and additions of one query with one key and its value, over a layer's heads."""
-        return 4 * self.num_heads * self.head_dim
+    def flops_per_pair(self, window: int) -> int:
+        """Multiplications and additions of one query with one key and its value, over the heads of a layer with this
+        window; 0: without one."""
+        return 4 * self.num_heads * (self.head_dim if window else self.full_kv_heads[1])
 
     @property
     def num_layers_by_window(self) -> dict[int, int]:
         """Layers with K and V."""
         windows = self.windows or (0,) * self.num_layers
         return Counter(window for layer, window in enumerate(windows) if layer not in self.recurrent_layers)
+
+
+@cache
+def _weight_bytes(spec: ModelSpec, itemsize: int, device: str) -> int:
+    """Once for a model: each step of a simulation needs it."""
+    return spec.weight_bytes(itemsize, device=device)
 
 
 def _shape(

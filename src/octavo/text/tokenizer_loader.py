@@ -56,6 +56,7 @@ GGUF_KEYS = KeyTable(
         "tokenizer.ggml.precompiled_charsmap": ([],),
         "tokenizer.ggml.add_sep_token": (False,),
         "tokenizer.ggml.normalizer.lowercase": (False,),
+        "tokenizer.ggml.suppress_tokens": ([],),
     },
 )
 # fmt: on
@@ -263,7 +264,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # fmt: off
 END_NAMES = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>",
-    "_<EOT>", "<\uff5cend▁of▁sentence\uff5c>", "<end_of_utterance>",
+    "_<EOT>", "<\uff5cend▁of▁sentence\uff5c>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
 ))
 # fmt: on
 """Tokens that end an output by their name, whatever their type, as in llama.cpp: older files lack the keys for them."""
@@ -304,7 +305,7 @@ def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     pieces = file.value("tokenizer.ggml.tokens")
     if kind is None or not pieces:
         raise CheckpointError(f"{name} holds no tokenizer; {REMEDY}")
-    builders = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
+    builders = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece, "gemma4": _gguf_characters}
     if kind not in builders:
         raise _unsupported(name, "tokenizer.ggml.model", kind, builders)
     counts = Counter(pieces)
@@ -347,8 +348,16 @@ def _gguf_byte_level(file: GGUFFile, name: str, pieces: Sequence[str], types: Se
     pre = file.value("tokenizer.ggml.pre", "")
     if pre not in PRE_TOKENIZERS:
         raise _unsupported(name, "tokenizer.ggml.pre", pre, PRE_TOKENIZERS)
-    merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges") or []]
-    return _byte_level({piece: i for i, piece in enumerate(pieces)}, merges, pre)
+    return _byte_level({piece: i for i, piece in enumerate(pieces)}, _listed_merges(file), pre)
+
+
+def _listed_merges(file: GGUFFile) -> list[Any]:
+    return [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges") or []]
+
+
+def _gguf_characters(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    """BPE of characters, which the file's merges join (Gemma 4)."""
+    return _character_bpe(file, pieces, _listed_merges(file), prefix=False)
 
 
 def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
@@ -356,13 +365,17 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
     scores = file.value("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(pieces):
         raise CheckpointError(f"{name} lacks one score per token; convert the model again, or {REMEDY}")
+    prefix = bool(file.value("tokenizer.ggml.add_space_prefix", True))
+    return _character_bpe(file, pieces, find_merges(name, pieces, types, scores), prefix=prefix)
+
+
+def _character_bpe(file: GGUFFile, pieces: Sequence[str], merges: list[Any], *, prefix: bool) -> tokenizers.Tokenizer:
+    """Spaces are "▁", and characters without a token are bytes. prefix: a space before the text"""
     vocab = {piece: i for i, piece in enumerate(pieces)}
     unknown = pieces[file.value("tokenizer.ggml.unknown_token_id", 0)]
-    model = tokenizers.models.BPE(
-        vocab, find_merges(name, pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    backend = tokenizers.Tokenizer(model)
-    prefix = bool(file.value("tokenizer.ggml.add_space_prefix", True))
     normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
     spaces = [normalizers.Replace(" ", "▁")]
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
@@ -448,9 +461,13 @@ def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str
 
 
 def _add_ends(backend: tokenizers.Tokenizer, file: GGUFFile, kind: str, special_tokens: dict[str, str]) -> None:
-    """Add BOS before and EOS after a text, as the file's flags require; without flags, as the kind of model expects."""
+    """Add BOS before and EOS after a text, as the file's flags require; without flags, as the kind of model expects.
+
+    Gemma 4 has BOS whatever the flag says, as in llama.cpp.
+    """
     bos_default = kind == "llama" or file.value("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
-    before = special_tokens.get("bos_token") if file.value("tokenizer.ggml.add_bos_token", bos_default) else None
+    has_bos = kind == "gemma4" or file.value("tokenizer.ggml.add_bos_token", bos_default)
+    before = special_tokens.get("bos_token") if has_bos else None
     after = special_tokens.get("eos_token") if file.value("tokenizer.ggml.add_eos_token", False) else None
     _surround(backend, before, after)
 

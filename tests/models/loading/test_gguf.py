@@ -1,4 +1,4 @@
-"""GGUF files of models with recurrent layers, whose numbers and their order llama.cpp changes."""
+"""GGUF files of models whose numbers and their order llama.cpp changes, and quantised ones of Gemma 4."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.kernels.pool import relative_error
 from tests.models.test_kept_weights import KeepingOps
 from tests.models.tiny import (
     HYBRIDS,
+    KINDS,
     PagedRun,
     assert_close,
     load_tiny,
@@ -43,6 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "qwen3_next": {"mlp_only_layers": []},
     "qwen3_5_moe": {"linear_num_value_heads": 6},
+    "gemma4": {"top_k_experts": 3},
 }
 WIDE = {
     "hidden_size": 64,
@@ -57,7 +59,7 @@ WIDE = {
 
 
 def make_checkpoint(kind: str, directory: Path, **sizes: Any) -> Path:
-    known = {key: value for key, value in sizes.items() if key in HYBRIDS[kind] or "expert" not in key}
+    known = {key: value for key, value in sizes.items() if key in (HYBRIDS | KINDS)[kind] or "expert" not in key}
     if kind == "qwen3_5":
         known.pop("moe_intermediate_size", None)
     return make_tiny_checkpoint(kind, directory, **SIZES[kind] | known)
@@ -93,9 +95,9 @@ def test_hybrids_equal_transformers(
     assert torch.equal(logits(model).argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", [*HYBRIDS, "gemma4"])
 @pytest.mark.parametrize("quantisation", ["F16", "Q8_0", "Q4_0"])
-def test_quantised_hybrids(quantisation: str, kind: str, tmp_path: Path) -> None:
+def test_quantised_files(quantisation: str, kind: str, tmp_path: Path) -> None:
     """They equal Transformers with the same rounded weights, dequantised and in their bits."""
     directory = make_checkpoint(kind, tmp_path / kind, **WIDE)
     path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation=quantisation)

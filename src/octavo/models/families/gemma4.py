@@ -6,9 +6,10 @@ have experts beside it (26B-A4B). Models with embeddings for each layer (E2B, E4
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from octavo.errors import UnsupportedModelError, cut
+from octavo.errors import CheckpointError, UnsupportedModelError, cut
 from octavo.models.config_values import (
     GATED_ACTIVATIONS,
     MAX_HEAD_DIM,
@@ -26,9 +27,10 @@ from octavo.models.config_values import (
     read_windows,
     value_error,
 )
+from octavo.models.families.gemma3 import FAMILY as GEMMA3
 from octavo.models.families.gemma3 import NAMES
 from octavo.models.families.qwen3_moe import MAX_EXPERTS
-from octavo.models.family import Family
+from octavo.models.family import Family, GGUFFormat
 from octavo.models.spec import DecoderSpec, ExpertsSpec
 from octavo.models.spec.gemma4 import Gemma4Spec
 
@@ -145,6 +147,51 @@ def read_moe(config: Config, activation: str) -> ExpertsSpec:
     )
 
 
+def gguf_config(config: Config, get: Callable[..., Any]) -> Config:
+    """llama.cpp has the K/V heads of each layer. Its keys without "swa" are of layers without a window."""
+    num_layers, full_dim, own_dim = config["num_hidden_layers"], config["head_dim"], get("attention.key_length_swa")
+    kinds, heads = get("attention.sliding_window_pattern"), config["num_key_value_heads"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or kinds[-1:] != [False]:
+        raise value_error("attention.sliding_window_pattern", kinds, f"{num_layers} booleans, the last one false")
+    heads = heads if isinstance(heads, list) else [heads] * num_layers
+    own = [num for num, has_window in zip(heads, kinds, strict=False) if has_window]
+    if len(heads) != num_layers or own != own[:1] * len(own):
+        expected = f"{num_layers} numbers, equal in layers with a sliding window"
+        raise value_error("attention.head_count_kv", heads, expected)
+    for key, size in {
+        "attention.value_length_swa": own_dim,
+        "rope.dimension_count": full_dim,
+        "rope.dimension_count_swa": own_dim,
+    }.items():
+        if (value := get(key, full_dim)) != size:
+            raise value_error(key, value, f"{size}, as the length of keys")
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") not in ("proportional", "llama3"):
+        raise CheckpointError("the GGUF file lacks rope_freqs.weight; convert the model again")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in kinds],
+        "sliding_window": get("attention.sliding_window"),
+        "num_key_value_heads": (own or heads)[0],
+        "head_dim": own_dim,
+        "per_layer_config": {
+            str(layer): {"num_key_value_heads": heads[layer], "head_dim": full_dim}
+            for layer, has_window in enumerate(kinds)
+            if not has_window
+        },
+        "rope_parameters": {
+            "full_attention": {"rope_theta": config["rope_theta"], **scaling},
+            "sliding_attention": {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 1e4)},
+        },
+        "final_logit_softcapping": get("final_logit_softcapping", 30.0) or None,
+        "enable_moe_block": bool(get("expert_count", 0)),
+        "num_experts": get("expert_count", 0),
+        "top_k_experts": get("expert_used_count", 0),
+        "moe_intermediate_size": get("expert_feed_forward_length", 0),
+    }
+
+
 FAMILY = Family(
     read=read,
     keys=(
@@ -195,5 +242,26 @@ FAMILY = Family(
     renamed=(
         (r"model\.(?:language_model\.)?(layers\.\d+\.)experts\.", r"model.\1mlp.experts."),
         (r"model\.language_model\.", "model."),
+    ),
+    gguf=GGUFFormat(
+        parts={
+            **GEMMA3.gguf.parts,
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        keys=(
+            *GEMMA3.gguf.keys,
+            "attention.key_length_swa",
+            "attention.value_length_swa",
+            "rope.dimension_count_swa",
+            "final_logit_softcapping",
+            "expert_feed_forward_length",
+        ),
+        config=gguf_config,
     ),
 )

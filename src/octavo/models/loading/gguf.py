@@ -36,9 +36,9 @@ GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 def _transformers_name(name: str, parts: Mapping[str, str]) -> str:
     """Transformers' name of a GGUF tensor; unknown names are unchanged. parts: `GGUFFormat.parts`."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)(\.weight|\.bias|)", name):
-        layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{parts.get(part, part)}{kind}"
+    if match := re.fullmatch(r"blk\.(\d+)\.((\w+)(\.weight|\.bias|\.scale|))", name):
+        layer, whole, part, kind = match.groups()
+        return f"model.layers.{layer}.{parts.get(whole) or parts.get(part, part) + kind}"
     stem, _, kind = name.rpartition(".")
     return f"{GGUF_NAMES[stem]}.{kind}" if stem in GGUF_NAMES else name
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from octavo.integers import cdiv
 from octavo.models.spec.decoder import DecoderSpec
-from octavo.models.spec.groups import LayerGroups, group_layers
 from octavo.models.spec.model import ModelSpec
 from octavo.models.spec.ranks import heads_per_rank
 from octavo.models.spec.tensors import LayerKind, LinearShape, NormShape
@@ -30,15 +27,6 @@ class Gemma4Spec(DecoderSpec):
     @property
     def full_kv_heads(self) -> tuple[int, int]:
         return self.full_heads or (self.num_kv_heads, self.head_dim)
-
-    @property
-    def layer_groups(self) -> LayerGroups:
-        """If sizes differ, the layers of a window group take at least as much memory as all layers without a window."""
-        if self.full_heads is None:
-            return super(Gemma4Spec, self).layer_groups
-        num_full = self.windows.count(0)
-        per_group = cdiv(num_full * math.prod(self.full_heads), self.num_kv_heads * self.head_dim)
-        return group_layers(self.num_layers, self.windows, per_group=min(per_group, self.num_layers - num_full))
 
     def of_layer(self, layer: int) -> Gemma4Spec:
         """A spec whose layers are all like this one, but for their windows."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from octavo.integers import cdiv
 
 
 class LayerGroups(NamedTuple):
@@ -21,11 +24,15 @@ class LayerGroups(NamedTuple):
 
 
 def group_layers(
-    num_layers: int, windows: Sequence[int], recurrent: Sequence[int] = (), per_group: int | None = None
+    num_layers: int,
+    windows: Sequence[int],
+    recurrent: Sequence[int] = (),
+    sizes: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1)),
 ) -> LayerGroups:
     """Group layers with these sliding windows; 0: none. Groups have as many layers as there are without a window.
 
-    recurrent: layers that are in no group    per_group: layers of a window group, if others than that
+    recurrent: layers that are in no group    sizes: K/V heads and their size, with a window and without. If they
+    differ, the layers of a window group take at least as much memory as all layers without a window.
 
         layers of Gemma 3    s s s s s f s s s s s f s s s s s f     s: slides, f: full
         group                1 1 1 2 2 0 2 3 3 3 4 0 4 4 5 5 5 0
@@ -39,7 +46,9 @@ def group_layers(
         places |= {layer: (0, index) for index, layer in enumerate(attending)}
         return LayerGroups(len(attending), (), tuple(places[layer] for layer in range(num_layers)))
     places |= {layer: (0, index) for index, layer in enumerate(full)}
-    size = per_group or len(full)
+    size = len(full)
+    if sizes[0] != sizes[1]:
+        size = min(cdiv(size * math.prod(sizes[1]), math.prod(sizes[0])), len(attending) - size)
     of_groups: list[int] = []
     for window in sorted({windows[layer] for layer in attending} - {0}):
         sliding = [layer for layer in attending if windows[layer] == window]

@@ -239,7 +239,8 @@ class ModelSpec:
 
     @property
     def layer_groups(self) -> LayerGroups:
-        return group_layers(self.num_layers, self.windows, self.recurrent_layers)
+        sizes = (self.num_kv_heads, self.head_dim), self.full_kv_heads
+        return group_layers(self.num_layers, self.windows, self.recurrent_layers, sizes)
 
     @property
     def full_kv_heads(self) -> tuple[int, int]:
