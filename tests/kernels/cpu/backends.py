@@ -1,6 +1,7 @@
 """Runs the CPU's linear layers with another backend, or with the instructions of another processor.
 
 native       native.cpp compiled for this processor, or for an older one of `MARCHES`
+EMULATED     the same with Intel's matrix unit, whose instructions are emulated
 oneDNN       no compiler
 blocks       no compiler, and no fast product in oneDNN
 """
@@ -31,24 +32,36 @@ INSTRUCTIONS = {
     "cascadelake": {"bfloat16": "float32, 512 bits", "int8": "vpdpbusd, 512 bits"},
 }
 """`Library.instructions` of a library for each."""
+EMULATED, EMULATION = "emulated matrix unit", Path(__file__).with_name("emulated_unit.h")
 BACKENDS = ["native", *MARCHES, "oneDNN", "blocks"]
 
 
 @functools.cache
-def _compiled(march: str) -> native.Library | None:
-    """native.cpp for a processor, compiled with -O1 and kept on disk; None where this processor cannot run it."""
+def compile_for(name: str) -> Path | None:
+    """native.cpp for one of `MARCHES` or EMULATED, with -O1, kept on disk; None where this processor cannot run it."""
+    march = "cascadelake" if name == EMULATED else name
     compiler = shutil.which("c++") or shutil.which("g++")
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split() if Path("/proc/cpuinfo").exists() else []
     if compiler is None or MARCHES[march] not in flags:
         return None
+    fast_compile = tuple("-O1" if flag == "-O3" else flag for flag in native.FLAGS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in native.FLAGS))
-        return native.Library(native.build(compiler, march))
+        patch.setattr(native, "FLAGS", fast_compile)
+        if name == EMULATED:
+            patch.setattr(native, "FLAGS", (*fast_compile, "-include", str(EMULATION)))
+            patch.setattr(native, "SOURCES", (*native.SOURCES, EMULATION))
+        return native.build(compiler, march)
+
+
+@functools.cache
+def _compiled(name: str) -> native.Library | None:
+    path = compile_for(name)
+    return None if path is None else native.Library(path)
 
 
 def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process use one of `BACKENDS`; skips the test if it cannot."""
-    if name in MARCHES or name == "native":
+    if name in MARCHES or name in ("native", EMULATED):
         library = native.library() if name == "native" else _compiled(name)
         if library is None:
             pytest.skip(f"this processor is no {name}, or there is no C++ compiler")

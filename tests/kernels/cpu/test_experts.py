@@ -14,7 +14,7 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.groups import GroupForm, Groups, PackedExperts
 from octavo.kernels.reference import ExpertGate, Routing
-from tests.kernels.cpu.backends import MARCHES, use_backend
+from tests.kernels.cpu.backends import EMULATED, MARCHES, use_backend
 from tests.kernels.cpu.groups import make_groups
 from tests.kernels.cpu.test_grouped_linear import FORMS, rounded
 from tests.kernels.pool import relative_error
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3}  # one rounding of bfloa
 EXPERTS, TOP_K = 12, 3
 
 
-@pytest.fixture(autouse=True, params=["native", *MARCHES])
+@pytest.fixture(autouse=True, params=["native", *MARCHES, EMULATED])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled for this processor, and for older ones with other registers."""
     torch.manual_seed(0)

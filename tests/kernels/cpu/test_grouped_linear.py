@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu.grouped_linear import GroupedWeight, keeps_groups, pack_groups
 from octavo.kernels.group_form import GGUF_FORMS
 from octavo.kernels.groups import GroupForm, Groups
-from tests.kernels.cpu.backends import MARCHES, use_backend
+from tests.kernels.cpu.backends import EMULATED, MARCHES, compile_for, use_backend
 from tests.kernels.cpu.groups import make_groups
 
 FORMS = {
@@ -29,7 +32,7 @@ FORMS = {
 LIMITS = {"Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.625}
 
 
-@pytest.fixture(params=["native", *MARCHES])
+@pytest.fixture(params=["native", *MARCHES, EMULATED])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.manual_seed(0)
     use_backend(request.param, monkeypatch)
@@ -169,3 +172,65 @@ def test_all_exponents_of_mxfp4() -> None:
     x[0, 7] = 127  # rounded to int8 without an error
     finite = slice(0, 240)
     assert torch.equal(weight(x, None, float32_out=True)[0, finite], 127 * groups.dequantised()[finite, 7])
+
+
+# -- Intel's matrix unit ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Each thread configures the unit for itself."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_forms_have_all_kinds() -> None:
+    kinds = {packed(name, 16, 256)[1].kind for name in FORMS}
+    assert kinds == set(native.GROUPED_BLOCKS)
+
+
+@pytest.mark.parametrize("unit", ["native", EMULATED])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_matrix_unit_has_the_bits_of_vectors(
+    name: str, unit: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Odd numbers of tiles, blocks that are not full, and so many inputs that rows are multiplied in two parts."""
+    torch.manual_seed(0)
+    for num_out, num_in in [*sizes(name), (33, 5120)]:
+        use_backend("cascadelake", monkeypatch)
+        _, weight = packed(name, num_out, num_in)
+        bias, x = torch.randn(num_out).bfloat16(), make_x(70, num_in)
+        x[3, 5] = torch.nan
+        exact, with_bias = weight(x, None, float32_out=True), weight(x, bias)
+        assert exact[:3].isfinite().all() and exact[3].isnan().all() and with_bias[4:].isfinite().all()
+        use_backend(unit, monkeypatch)
+        for rows in range(1, 71):
+            few = x[:rows]
+            assert torch.equal(weight(few, None, float32_out=True).view(torch.int32), exact[:rows].view(torch.int32))
+            assert torch.equal(weight(few, bias).view(torch.int16), with_bias[:rows].view(torch.int16)), (num_in, rows)
+
+
+def test_the_matrix_unit_is_named_where_linux_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused, no instruction of it runs: the emulation would abort."""
+    if (path := compile_for(EMULATED)) is None:
+        pytest.skip("needs a C++ compiler, and AVX-512 with VNNI")
+    assert native.Library(path).instructions["int8"] == "tdpbsud and vpdpbusd, 512 bits"
+    monkeypatch.setenv("REFUSE_MATRIX_UNIT", "1")
+    refused = native.Library(shutil.copy(path, tmp_path / "refused.so"))
+    assert refused.instructions["int8"] == "vpdpbusd, 512 bits"
+    _, weight = packed("Q4_K", 40, 256)
+    x = make_x(70, 256)
+    expected = weight(x, None)
+    monkeypatch.setattr(native, "library", lambda: refused)
+    assert torch.equal(weight(x, None), expected)
+
+
+def test_the_matrix_units_instructions_compile(tmp_path: Path) -> None:
+    command = [shutil.which("c++") or "g++", *native.FLAGS, "-O0", "-march=sapphirerapids", "-c", "-o", "native.o"]
+    if subprocess.run([*command, "-x", "c++", "/dev/null"], cwd=tmp_path, capture_output=True).returncode:
+        pytest.skip("no C++ compiler that knows AMX")
+    done = subprocess.run([*command, str(native.SOURCE)], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert b"tdpbsud and vpdpbusd" in (tmp_path / "native.o").read_bytes()

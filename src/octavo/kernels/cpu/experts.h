@@ -240,14 +240,15 @@ template <class T> void plain_products(const Experts &a, Pairs &pairs, float *y)
 // Round the rows of x of a segment's pairs to int8.
 template <class K, class Shape>
 void round_segment(const Experts &a, const Pairs &pairs, Segment segment, const GroupedSizes<K> &sizes, char *x) {
-    Runs runs(segment.end - segment.begin, Shape::MOST);
+    Runs<Shape> runs(segment.end - segment.begin);
     for (long run = 0; run < runs.num; run++) {
         const bfloat16 *rows[Shape::MOST];
         for (long row = 0; row < runs.size(run); row++) {
             long pair = pairs.order[segment.begin + runs.row(run) + row];
             rows[row] = static_cast<const bfloat16 *>(a.x) + pair / pairs.pairs_a_row * a.num_in;
         }
-        round_rows<K, Shape::MOST>(runs.size(run), rows, a.num_in, sizes.num_groups, a.zero, x + runs.row(run) * sizes.row_bytes);
+        round_rows<K, Shape::MOST, Shape::LEAST>(runs.size(run), rows, a.num_in, sizes.num_groups, a.zero,
+                                                 x + runs.row(run) * sizes.row_bytes);
     }
 }
 
@@ -256,11 +257,12 @@ template <class K> void grouped_products(const Experts &a, Pairs &pairs, float *
     const GroupedSizes<K> sizes(a.num_in, a.num_out);
     pairs.split(std::max(1L, X_BYTES / sizes.row_bytes));
     long num_segments = pairs.segments.size();
-    auto *x = reinterpret_cast<char *>(scratch<2>(a.num_pairs() * sizes.row_bytes / sizeof(float)));
+    char *x = memory_of_x(sizes, a.num_pairs(), num_segments);
+    auto x_of = [&](long s) { return x + (pairs.segments[s].begin + s * PADDING) * sizes.row_bytes; };
     parallel_for(num_segments, a.num_pairs() * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long s) {
         auto segment = pairs.segments[s];
         with_tiles<K>(segment.end - segment.begin, [&](auto shape) {
-            round_segment<K, decltype(shape)>(a, pairs, segment, sizes, x + segment.begin * sizes.row_bytes);
+            round_segment<K, decltype(shape)>(a, pairs, segment, sizes, x_of(s));
         });
     });
     auto *bias = static_cast<const bfloat16 *>(a.bias);
@@ -271,8 +273,8 @@ template <class K> void grouped_products(const Experts &a, Pairs &pairs, float *
         with_tiles<K>(segment.end - segment.begin, [&](auto shape) {
             typedef decltype(shape) Shape;
             if (tile % Shape::TILES) return;  // computed with the one before
-            Runs runs(segment.end - segment.begin, Shape::MOST);
-            auto *sums = multiply_tile<K, Shape>(blocks, sizes, tile, x + segment.begin * sizes.row_bytes, runs, 0, runs.num);
+            Runs<Shape> runs(segment.end - segment.begin);
+            auto *sums = multiply_tile<K, Shape>(blocks, sizes, tile, x_of(i / sizes.num_tiles), runs, 0, runs.num);
             for (long p = segment.begin; p < segment.end; p++, sums += Shape::TILES * TILE_OUT)
                 write_sums(sums, tile, Shape::TILES, bias ? bias + segment.expert * a.num_out : nullptr, a.num_out,
                            y + pairs.order[p] * a.num_out);

@@ -15,6 +15,20 @@
 
 constexpr long TILE_OUT = 16, X_GROUP = 32;
 
+// Rows of x in a register of Intel's matrix unit (AMX), and from how many rows on it is used. Counted, not timed: a run of
+// rows takes about 40 cycles for a group and a tile, by its loads and its 4 operations a row on floats. `vpdpbusd` takes 7
+// a row, for 8 products, the same operations and a fifth of unpacking. So 12 rows take half as long in the unit.
+constexpr long MATRIX_ROWS = 16, WORTH_THE_UNIT = 12;
+#if defined(__AMX_INT8__) && defined(__AVX512BW__)
+#define MATRIX_UNIT
+constexpr long PADDING = MATRIX_ROWS - 1;  // rows that a run may lack
+// Linux lets a process use the unit once it has asked.
+const bool HAS_MATRIX_UNIT = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */);
+#else
+constexpr long PADDING = 0;
+constexpr bool HAS_MATRIX_UNIT = false;
+#endif
+
 // plain       a float16 scale for 32 inputs; `zero` is a number of the whole weight
 // minima      the same, with float16 minima
 // zeros       the same, with uint8 zeros
@@ -202,6 +216,15 @@ template <int R> struct XGroup {
 };
 constexpr long X_GROUP_BYTES = sizeof(XGroup<1>);
 
+// Add the products of a group or a part of it, with their scale, to sums of row r.
+template <class K, int R>
+inline void add_scaled(FloatWords &total, IntWords sum, const XGroup<R> &x, int r, FloatWords scale, FloatWords second) {
+    FloatWords value = to_floats(sum);
+    if constexpr (K::HAS_ZEROS) value -= second * x.sum[r];  // exact
+    total += value * (scale * x.scale[r]);
+    if constexpr (K::HAS_MINIMA) total -= second * x.sum[r];
+}
+
 // Add `count` blocks of T tiles, WORDS outputs each, times R rows to sums [R, T, 16]. With each block, prefetches `lines`
 // cache lines of each tile from `ahead` on.
 template <class K, int R, int T>
@@ -245,12 +268,7 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t *tile, long tile_st
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-                    for (int t = 0; t < T; t++) {
-                        FloatWords value = to_floats(sum[r][t]);
-                        if constexpr (K::HAS_ZEROS) value -= second[t] * x->sum[r];  // exact
-                        total[r][t] += value * (scale[t] * x->scale[r]);
-                        if constexpr (K::HAS_MINIMA) total[r][t] -= second[t] * x->sum[r];
-                    }
+                    for (int t = 0; t < T; t++) add_scaled<K>(total[r][t], sum[r][t], *x, r, scale[t], second[t]);
             }
         }
     }
@@ -305,11 +323,12 @@ template <class K, int R> void round_row(const bfloat16 *x, long num_in, long nu
     }
 }
 
-template <class K, int R>
+// Round a run of LEAST to R rows to int8. If it has fewer, the last rows of a block of LEAST stay as they are.
+template <class K, int R, int LEAST>
 void round_rows(long num_rows, const bfloat16 *const *rows, long num_in, long num_groups, int zero, void *out) {
-    if constexpr (R > 1)
-        if (num_rows < R) return round_rows<K, R - 1>(num_rows, rows, num_in, num_groups, zero, out);
-    for (int r = 0; r < R; r++) round_row<K, R>(rows[r], num_in, num_groups, zero, r, static_cast<XGroup<R> *>(out));
+    if constexpr (R > LEAST)
+        if (num_rows < R) return round_rows<K, R - 1, LEAST>(num_rows, rows, num_in, num_groups, zero, out);
+    for (int r = 0; r < num_rows; r++) round_row<K, R>(rows[r], num_in, num_groups, zero, r, static_cast<XGroup<R> *>(out));
 }
 
 // Memory of x in int8, which a core's second-level cache keeps; of the weights of a step, which all rows use while its
@@ -325,31 +344,148 @@ template <class K> struct GroupedSizes {
           row_bytes(num_groups * X_GROUP_BYTES) {}
 };
 
-// Rows in runs of at most `most`, of which no two differ by more than a row.
-struct Runs {
-    long num, less, more;
+// Runs of LEAST to MOST rows with TILES tiles at a time. For the matrix unit, memory has whole runs.
+template <int LEAST_ROWS, int MOST_ROWS, int NUM_TILES> struct TileShape {
+    static constexpr int LEAST = LEAST_ROWS, MOST = MOST_ROWS, TILES = NUM_TILES;
+    static constexpr bool IS_MATRIX = LEAST == MATRIX_ROWS;
+};
 
-    Runs(long num_rows, long most) : num((num_rows + most - 1) / most), less(num_rows / num), more(num_rows % num) {}
-    long row(long run) const { return run * less + std::min(run, more); }
+// Rows in runs of which no two differ by more than a row, or in whole ones but for the last.
+template <class Shape> struct Runs {
+    long num_rows, num, less, more;
+
+    explicit Runs(long num_rows)
+        : num_rows(num_rows), num((num_rows + Shape::MOST - 1) / Shape::MOST),
+          less(Shape::IS_MATRIX ? Shape::MOST : num_rows / num), more(Shape::IS_MATRIX ? 0 : num_rows % num) {}
+    long row(long run) const { return std::min(num_rows, run * less + std::min(run, more)); }
     long size(long run) const { return row(run + 1) - row(run); }
 };
 
-// Runs of LEAST to MOST rows with TILES tiles at a time.
-template <int LEAST_ROWS, int MOST_ROWS, int NUM_TILES> struct TileShape {
-    static constexpr int LEAST = LEAST_ROWS, MOST = MOST_ROWS, TILES = NUM_TILES;
-};
+// Memory for rows of x in int8, which are cut into runs `num` times.
+template <class K> char *memory_of_x(const GroupedSizes<K> &sizes, long num_rows, long num) {
+    auto memory = reinterpret_cast<uintptr_t>(scratch<2>((num_rows + num * PADDING) * sizes.row_bytes / sizeof(float) + 16));
+    return reinterpret_cast<char *>((memory + 63) / 64 * 64);
+}
 
 // use(the shape for so many rows)
 template <class K, class Use> void with_tiles(long num_rows, const Use &use) {
+#ifdef MATRIX_UNIT
+    if (HAS_MATRIX_UNIT && num_rows >= WORTH_THE_UNIT) return use(TileShape<MATRIX_ROWS, MATRIX_ROWS, 2>());
+#endif
     if constexpr (WORDS == 16)
         if (num_rows > 4) return use(TileShape<3, 5, 2>());
     use(TileShape<1, 4, 1>());
 }
 
+template <class K> struct MatrixUnit;
+
+#ifdef MATRIX_UNIT
+// Products by the matrix unit, whose registers have up to 16 rows of 64 bytes: sums are in 0 and 1, runs of x in 2 and 3,
+// weights in 4 and 5. The sums of a group are the integers of other instructions, and `add_scaled` is the same. So a row
+// has the same bits. Rows that a run lacks are computed from what the memory has, and nobody reads them.
+template <class K> struct MatrixUnit {
+    typedef XGroup<MATRIX_ROWS> X;
+    static constexpr long GROUPS = K::INPUTS / X_GROUP, PRODUCTS = GROUPS * K::PARTS, TILES = 2;
+    static constexpr long INPUTS = X_GROUP / K::PARTS;  // of a product
+    static constexpr long STEP = std::max(1L, GROUPED_STEP_BYTES / (TILES * K::BYTES)), WORDS_BYTES = K::INPUTS * TILE_OUT;
+
+    struct alignas(64) Configuration {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, INPUTS, INPUTS, 64, 64};
+        uint8_t rows[16] = {MATRIX_ROWS, MATRIX_ROWS, MATRIX_ROWS, MATRIX_ROWS, INPUTS / 4, INPUTS / 4};
+    };
+
+    // Sums of product `index` of a block and of the next one: one is loaded while the other is computed.
+    static void multiply_two(const X *x, const uint8_t *words, long index, int32_t (*sums)[MATRIX_ROWS][TILE_OUT]) {
+        auto x_of = [&](long i) { return x[i / K::PARTS].words[0] + i % K::PARTS * (INPUTS / 4); };
+        asm volatile("" ::: "memory");  // GCC's loads do not say that they read memory
+        _tile_zero(0);
+        _tile_loadd(2, x_of(index), X_GROUP);
+        _tile_loadd(4, words + index * INPUTS * TILE_OUT, 64);
+        _tile_dpbsud(0, 2, 4);
+        _tile_zero(1);
+        _tile_loadd(3, x_of(index + 1), X_GROUP);
+        _tile_loadd(5, words + (index + 1) * INPUTS * TILE_OUT, 64);
+        _tile_dpbsud(1, 3, 5);
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+    }
+
+    // `multiply_blocks` for a tile, a run and sums [16, TILES, 16]. words: the weights as bytes.
+    __attribute__((noinline)) static void multiply_blocks(const uint8_t *tile, const uint8_t *words, const X *x, long count,
+                                                          float *sums, const uint8_t *ahead, long lines) {
+        FloatWords total[MATRIX_ROWS];
+#pragma GCC unroll 16
+        for (int r = 0; r < MATRIX_ROWS; r++) total[r] = load<FloatWords>(sums + r * TILES * TILE_OUT);
+        for (long block = 0; block < count; block++, x += GROUPS, tile += K::BYTES, ahead += 64 * lines) {
+            for (long index = 0; index < PRODUCTS; index += 2) {
+                for (long i = lines * index / PRODUCTS; i < lines * (index + 2) / PRODUCTS; i++) __builtin_prefetch(ahead + 64 * i);
+                alignas(64) int32_t products[2][MATRIX_ROWS][TILE_OUT];
+                multiply_two(x, words, index, products);
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++) {
+                    long group = (index + i) / K::PARTS, part = (index + i) % K::PARTS;
+                    FloatWords scale, second;
+                    load_scales<K>(tile, 0, K::scale_index(group, part), scale, second);
+#pragma GCC unroll 16
+                    for (int r = 0; r < MATRIX_ROWS; r++) {
+                        IntWords start = IntWords{} + (K::HAS_MINIMA || K::HAS_ZEROS ? 0 : x[group].start[part][r]);
+                        add_scaled<K>(total[r], start + load<IntWords>(products[i][r]), x[group], r, scale, second);
+                    }
+                }
+            }
+            words += K::BITS == 8 ? K::BYTES : WORDS_BYTES;
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < MATRIX_ROWS; r++) memcpy(sums + r * TILES * TILE_OUT, &total[r], sizeof total[r]);
+    }
+
+    static void unpack(const uint8_t *tile, long count, uint8_t *words) {
+        for (long block = 0; block < count; block++, tile += K::BYTES)
+            for (long group = 0; group < GROUPS; group++)
+                for (int j = 0; j < 4; j++, words += 2 * sizeof(UintWords)) {
+                    UintWords two[2];
+                    load_words<K>(tile + K::HEADER + group * K::GROUP_BYTES, j, two);
+                    memcpy(words, two, sizeof two);
+                }
+    }
+
+    // See the function below. Weights of a step are unpacked once for all runs. A thread configures the unit for itself;
+    // released, it costs nothing when threads take turns.
+    template <class Shape>
+    static const float *multiply_tile(const uint8_t *blocks, const GroupedSizes<K> &sizes, long first_tile, const char *x,
+                                      const Runs<Shape> &runs, long begin, long end) {
+        long tile_stride = first_tile + TILES <= sizes.num_tiles ? sizes.tile_bytes : 0;
+        long num_sums = (end - begin) * MATRIX_ROWS * TILES * TILE_OUT, lines = (K::BYTES / 64 + end - begin - 1) / (end - begin);
+        float *sums = scratch<3>(num_sums);
+        std::fill_n(sums, num_sums, 0.0f);
+        alignas(64) uint8_t unpacked[TILES][STEP * WORDS_BYTES];
+        static constexpr Configuration configuration;
+        _tile_loadconfig(&configuration);
+        for (long block = 0; block < sizes.num_blocks; block += STEP) {
+            long count = std::min(STEP, sizes.num_blocks - block);
+            long next = count * K::BYTES + (block + count == sizes.num_blocks ? (TILES - 1) * tile_stride : 0);
+            for (long run = begin; run < end; run++)
+                for (long t = 0; t < TILES; t++) {
+                    const uint8_t *tile = blocks + first_tile * sizes.tile_bytes + t * tile_stride + block * K::BYTES;
+                    if (K::BITS != 8 && run == begin) unpack(tile, count, unpacked[t]);
+                    const char *from = x + runs.row(run) * sizes.row_bytes + block * GROUPS * sizeof(X);
+                    multiply_blocks(tile, K::BITS == 8 ? tile + K::HEADER : unpacked[t], reinterpret_cast<const X *>(from), count,
+                                    sums + ((run - begin) * MATRIX_ROWS * TILES + t) * TILE_OUT,
+                                    tile + next + (run - begin) * lines * count * 64, lines);
+                }
+        }
+        _tile_release();
+        return sums;
+    }
+};
+#endif
+
 // Sums [rows, Shape::TILES, 16] of tiles and the rows of runs [begin, end), in scratch memory. x: that of run 0.
 template <class K, class Shape>
 __attribute__((noinline)) const float *multiply_tile(const uint8_t *blocks, const GroupedSizes<K> &sizes, long first_tile,
-                                                     const char *x, const Runs &runs, long begin, long end) {
+                                                     const char *x, const Runs<Shape> &runs, long begin, long end) {
+    if constexpr (Shape::IS_MATRIX) return MatrixUnit<K>::multiply_tile(blocks, sizes, first_tile, x, runs, begin, end);
     constexpr long PASSES = TILE_OUT / WORDS, T = Shape::TILES;
     long num_blocks = sizes.num_blocks, first_row = runs.row(begin), is_one = end - begin == 1;
     long step = is_one && T * PASSES == 1 ? num_blocks : std::max(1L, GROUPED_STEP_BYTES / (T * K::BYTES));
@@ -390,12 +526,13 @@ template <class Y> void write_sums(const float *sums, long first_tile, long num_
 template <class K, class Shape> void grouped_product(const Grouped &a) {
     if (!a.num_rows) return;  // a chunk that needs no logits
     const GroupedSizes<K> sizes(a.num_in, a.num_out);
-    Runs runs(a.num_rows, Shape::MOST);
-    auto *x = reinterpret_cast<char *>(scratch<2>(a.num_rows * sizes.row_bytes / sizeof(float)));
+    Runs<Shape> runs(a.num_rows);
+    char *x = memory_of_x(sizes, a.num_rows, 1);
     parallel_for(runs.num, a.num_rows * a.num_in > WORTH_A_THREAD ? a.num_threads : 1, [&](long run) {
         const bfloat16 *rows[Shape::MOST];
         for (long row = runs.row(run); row < runs.row(run + 1); row++) rows[row - runs.row(run)] = a.x + row * a.num_in;
-        round_rows<K, Shape::MOST>(runs.size(run), rows, a.num_in, sizes.num_groups, a.zero, x + runs.row(run) * sizes.row_bytes);
+        round_rows<K, Shape::MOST, Shape::LEAST>(runs.size(run), rows, a.num_in, sizes.num_groups, a.zero,
+                                                 x + runs.row(run) * sizes.row_bytes);
     });
     long chunk = std::max(1L, X_BYTES / (sizes.row_bytes * Shape::MOST));
     for (long begin = 0; begin < runs.num; begin += chunk) {

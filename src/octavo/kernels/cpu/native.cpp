@@ -12,6 +12,10 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#ifdef __AMX_INT8__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #ifdef __x86_64__
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -856,7 +860,8 @@ struct Call {
 
 // Instructions for products of bfloat16 and of int8, and the width of registers.
 extern "C" __attribute__((visibility("default"))) const char *const instructions[] = {
-    BFLOAT16_INSTRUCTIONS, INT8_INSTRUCTIONS, WORDS == 16 ? "512 bits" : WORDS == 8 ? "256 bits" : "128 bits"};
+    BFLOAT16_INSTRUCTIONS, HAS_MATRIX_UNIT ? "tdpbsud and " INT8_INSTRUCTIONS : INT8_INSTRUCTIONS,
+    WORDS == 16 ? "512 bits" : WORDS == 8 ? "256 bits" : "128 bits"};
 
 EXPORT replay(const Call *calls, long num_calls) {
     for (long i = 0; i < num_calls; i++) calls[i].function(calls[i].arguments);
