@@ -158,6 +158,11 @@ class SamplingParams(ValidatedParams):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def has_filters(self) -> bool:
+        """True if top_k, top_p or min_p may remove tokens."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def needs_history(self) -> bool:
         """True if sampling needs earlier tokens, or more of the prompt than the current step computes."""
         return self.has_penalties or bool(self.bad_words_token_ids) or self.prompt_logprobs is not None

@@ -273,6 +273,7 @@ def sums_over_ranks() -> None:
             reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
             reduce.push_gather(buffers, x)
             reduce.push_reduce(buffers, x)
+            reduce.push_gather(buffers, torch.empty(num_rows, 3))  # the winners of slices
 
 
 def norms_and_activations() -> None:
@@ -322,6 +323,7 @@ def sampling() -> None:
         ops.sample(logits.to(dtype), sampling_params)
         ops.sample_checked(logits.to(dtype), sampling_params)
         ops.sample_checked(logits.to(dtype), sampling_params, (mask_index, bitmask))
+        ops.decide(ops.race(logits.to(dtype), sampling_params, vocab))
         ops.packed_top_logprobs(logits.to(dtype), 8)
         ops.write_logprobs(state, rows, logits.to(dtype), tokens, ring, step_counter)
     ops.commit_sampled_tokens(state, rows, tokens, tokens, ring, step_counter)

@@ -6,6 +6,8 @@ numpy replaces torch where it is faster on a CPU: bit masks, sorting, argmax.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,8 +29,33 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     if params.all_greedy or not params.temperature.numpy().any():
         return argmax(logits)
     warm, filtered = params.temperature > 0, params.is_filtered()
+    samplers = (_sample_greedy, ~warm), (_sample_all, warm & ~filtered), (_sample_filtered, filtered)
+    return _sample_rows(logits, params, *samplers)
+
+
+def race(logits: Tensor, params: SamplingTensors, first: int) -> Tensor:
+    """See `reference.race`. Only winners get exact scores."""
+    warm, library = params.temperature > 0, native.library_for(logits)
+    if library is not None and not warm.numpy().any():
+        tokens = library.greedy(logits)
+        finite = tokens >= 0
+    else:
+        finite = finite_rows(logits)
+        if not bool(finite.all()):
+            logits = torch.where(finite.unsqueeze(1), logits, 0.0)  # sampling must not fail
+        tokens = _sample_rows(logits, params, (_sample_greedy, ~warm), (partial(_sample_all, first=first), warm))
+    winners = tokens.clamp_(min=0).unsqueeze(1)
+    scores = reference.race_scores(logits.gather(1, winners), params, winners + first)
+    return torch.cat([scores, winners + first, finite.unsqueeze(1)], 1).float()
+
+
+Sampler = Callable[[Tensor, SamplingTensors], Tensor]
+
+
+def _sample_rows(logits: Tensor, params: SamplingTensors, *samplers: tuple[Sampler, Tensor]) -> Tensor:
+    """The tokens of all rows, of pairs of a sampler and its rows, a mask."""
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    for sampler, selected in ((_sample_greedy, ~warm), (_sample_all, warm & ~filtered), (_sample_filtered, filtered)):
+    for sampler, selected in samplers:
         rows = selected.nonzero().squeeze(1)
         if len(rows) == len(logits):
             return sampler(logits, params)
@@ -41,9 +68,12 @@ def _sample_greedy(logits: Tensor, params: SamplingTensors) -> Tensor:
     return argmax(logits)
 
 
-def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Rows with a temperature and no filter. torch computes one at a time: its integers stay in the caches."""
-    keys = noise_keys(params.seed, params.sample_index, params.position)
+def _sample_all(logits: Tensor, params: SamplingTensors, first: int = 0) -> Tensor:
+    """Rows with a temperature and no filter. torch computes one at a time: its integers stay in the caches.
+
+    first   token of the first column; the result counts from it
+    """
+    keys = noise_keys(params.seed, params.sample_index, params.position) + torch.tensor(first) * GOLDEN
     if (library := native.library_for(logits)) is not None:
         return library.sample(logits, params.temperature.float().contiguous(), keys.contiguous())
     wide = reference.accumulation_dtype(logits.dtype)

@@ -11,7 +11,9 @@ from octavo.kernels.metadata import RaggedBatch
 
 
 class Model(Protocol):
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         """See `models.decoder.Decoder.forward`."""
 
 

@@ -23,6 +23,7 @@ class PassShape(NamedTuple):
     cascade            uses cascade attention
     num_drafts         lines of each slice besides the first. Where the host chooses the lines, 1 stands for any number
     num_candidates     of the part "candidates"
+    sliced             each tensor parallel rank has the logits of its slice of the vocabulary, and samples from them
     """
 
     size: int | PrefillSize
@@ -32,6 +33,7 @@ class PassShape(NamedTuple):
     cascade: bool = False
     num_drafts: int = 0
     num_candidates: int = 0
+    sliced: bool = False
 
 
 PLAIN = PassShape(0)
