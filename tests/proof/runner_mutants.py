@@ -57,6 +57,7 @@ RUNNER_MUTANTS = [
     Mutant("a draft model's last draft has no K and V", "DraftModel.propose", "range(num_drafts + 1)", "range(max(num_drafts, 1))"),
     # -- ranks -----------------------------------------------------------------------------------------------------------
     Mutant("ranks know different ones of many stop tokens", "pack_setups", "sorted(setup.stop_ids)", "list(setup.stop_ids)"),
+    Mutant("filters see a slice of the vocabulary", "ModelRunner.execute", "processors.filtered.isdisjoint(plan.rows)", "True"),
     Mutant("a lost plan is not noticed", "PlanReader._check_piece", "number != self._number", "False"),
     Mutant("a torn plan is taken", "PlanReader._check_piece", "checksum(...) != crc", "False"),
     Mutant("a plan is longer than what was written", "PlanReader._check_piece", "size > num_unread - _HEADER.size", "False"),

@@ -36,7 +36,8 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
 def race(logits: Tensor, params: SamplingTensors, first: int) -> Tensor:
     """See `reference.race`. Only winners get exact scores."""
     warm, library = params.temperature > 0, native.library_for(logits)
-    if library is not None and not warm.numpy().any():
+    is_greedy = not warm.numpy().any()
+    if library is not None and is_greedy:
         tokens = library.greedy(logits)
         finite = tokens >= 0
     else:
@@ -45,8 +46,10 @@ def race(logits: Tensor, params: SamplingTensors, first: int) -> Tensor:
             logits = torch.where(finite.unsqueeze(1), logits, 0.0)  # sampling must not fail
         tokens = _sample_rows(logits, params, (_sample_greedy, ~warm), (partial(_sample_all, first=first), warm))
     winners = tokens.clamp_(min=0).unsqueeze(1)
-    scores = reference.race_scores(logits.gather(1, winners), params, winners + first)
-    return torch.cat([scores, winners + first, finite.unsqueeze(1)], 1).float()
+    scores = logits.gather(1, winners).float()
+    if not is_greedy:
+        scores = reference.race_scores(scores, params, winners + first)
+    return torch.cat([scores, winners + first, finite.unsqueeze(1)], 1)
 
 
 Sampler = Callable[[Tensor, SamplingTensors], Tensor]
