@@ -315,6 +315,14 @@ def test_a_race_has_its_winners_score(ops: ModuleType) -> None:
 
 
 @BOTH
+def test_a_winners_score_does_not_depend_on_the_batch(ops: ModuleType) -> None:
+    params = sliced_params()
+    logits = sliced_logits(params, 2).nan_to_num()
+    alone = [ops.race(logits[i : i + 1], params.select(torch.tensor([i])), 7) for i in range(len(logits))]
+    assert torch.equal(torch.cat(alone), ops.race(logits, params, 7))
+
+
+@BOTH
 def test_equal_scores_of_slices_give_the_lowest_token(ops: ModuleType) -> None:
     winners = torch.tensor([[1.0, 5, 1, 2.0, 40, 1, 2.0, 70, 1], [3.0, 5, 1, 2.0, 40, 1, math.nan, 70, 0]])
     assert ops.decide(winners).tolist() == [40, -1]
