@@ -273,7 +273,12 @@ def sums_over_ranks() -> None:
             reduce.push_add(buffers, ops.make_normed_residual(x, norm), x, norm)
             reduce.push_gather(buffers, x)
             reduce.push_reduce(buffers, x)
-            reduce.push_gather(buffers, torch.empty(num_rows, 3))  # the winners of slices
+
+
+def winners_of_slices() -> None:
+    shapes = reduce.buffer_shapes(2, 1 << 22)
+    buffers = reduce.split_buffer(0, torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64), [0] * 2, shapes)
+    reduce.push_gather(buffers, torch.empty(8, 3))
 
 
 def norms_and_activations() -> None:
@@ -352,6 +357,7 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     experts,
     recurrent,
     sums_over_ranks,
+    winners_of_slices,
     norms_and_activations,
     kv_copies,
     sampling,
