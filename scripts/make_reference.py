@@ -69,7 +69,7 @@ API_GROUPS = {
 # fmt: off
 INTERNAL = {
     "resolved", "resolved_dtype", "resolved_kv_dtype", "kv_events", "policy", "speculation",
-    "num_speculative_tokens", "validated", "greedy", "has_filter", "width", "stop_ids", "selects_best_of",
+    "num_speculative_tokens", "validated", "greedy", "has_filters", "width", "stop_ids", "selects_best_of",
     "has_penalties", "needs_history", "sampling_params", "kind", "schema", "query", "debug_request", "debug_kv",
 }
 # fmt: on

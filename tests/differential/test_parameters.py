@@ -197,11 +197,11 @@ def test_prompt_logits_are_computed_in_parts(
         inner = runner.passes.model
 
         class Counting:
-            def forward(self, token_ids: Any, batch: Any, kv: Any, logits_rows: Any) -> Any:
+            def forward(self, token_ids: Any, batch: Any, kv: Any, logits_rows: Any, sliced: bool) -> Any:
                 nonlocal max_rows
                 if logits_rows is not None:  # a prefill pass
                     max_rows = max(max_rows, len(set(logits_rows.tolist())) - batch.num_seqs)
-                return inner.forward(token_ids, batch, kv, logits_rows)
+                return inner.forward(token_ids, batch, kv, logits_rows, sliced)
 
         runner.passes.replace_model(Counting())
         check(llm.generate(expected.prompts, PARAMS, use_tqdm=False), expected)

@@ -35,9 +35,12 @@ def test_ranks_give_the_tokens_of_one(case: str, size: int, way: str, tmp_path: 
     kind, sizes = CASES[case]
     directory = str(make_tiny_checkpoint(kind, tmp_path / kind, **({} if kind in OTHER_NAMES else SIZES) | sizes))
     params = [p for p in mixed_params() if not p.stop]
+    plain = [p for p in params if not p.has_filters]  # ranks sample from their slices of the vocabulary
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     with LLM(directory, device="cpu", **OPTIONS) as llm:
         expected = completions(llm.generate(prompts, params, use_tqdm=False))
+        expected_plain = completions(llm.generate(prompts[: len(plain)], plain, use_tqdm=False))
     with LLM(directory, device="cpu", tensor_parallel_size=size, **(OPTIONS | WAYS[way])) as llm:
         for outputs in runs(llm, way, prompts, params):
             assert completions(outputs) == expected
+        assert completions(llm.generate(prompts[: len(plain)], plain, use_tqdm=False)) == expected_plain

@@ -57,11 +57,11 @@ class WrappedModel:
         self.num_passes = 0
         self.runner.passes.replace_model(self)
 
-    def forward(self, token_ids: Tensor, batch: Any, kv: Tensor, logits_rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: Any, kv: Tensor, *rest: Any) -> Tensor:
         assert threading.current_thread() is not threading.main_thread()
         number, tokens = self.num_passes, token_ids.tolist()
         self.num_passes += 1
         self.before(number, tokens)
-        logits: Tensor = self.inner.forward(token_ids, batch, kv, logits_rows)
+        logits: Tensor = self.inner.forward(token_ids, batch, kv, *rest)
         self.after(number, tokens, logits)
         return logits

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from octavo.frontend.process_transport import process_client
 from octavo.frontend.replicas import replicas_client
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.runner.ranks import rank_group
+from octavo.runner.ranks.communicator import Communicator
 from octavo.runner.ranks.rank_group import RankGroup
-from tests.engine.models import make_talking_checkpoint
+from octavo.runner.sampling.sampler import NOT_FINITE
+from tests.engine.models import WrappedModel, make_talking_checkpoint
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof.reliability import ranks_under_fire
 from tests.proof.tally import Tally, World
@@ -184,6 +187,71 @@ def test_window_groups(tmp_path: Path) -> None:
 
     one, two = both(gemma, use, skip_tokenizer_init=True, num_gpu_blocks_override=3000)
     assert one == two
+
+
+# -- sampling from slices of the vocabulary ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What rank 0 gives to each gather."""
+    found, all_gather = list[torch.Tensor](), Communicator.all_gather
+
+    def recorded(self: Communicator, x: torch.Tensor) -> torch.Tensor:
+        found.append(x.clone())
+        return all_gather(self, x)
+
+    monkeypatch.setattr(Communicator, "all_gather", recorded)
+    return found
+
+
+WINNERS, LOGITS = 3, 56
+"""Columns of a gather: of 97 tokens, rank 0 has 56, and the other rank 41."""
+RANDOM = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, n=3)
+
+
+@pytest.mark.parametrize(
+    ("params", "columns"),
+    [
+        ([GREEDY], {WINNERS}),
+        ([RANDOM], {WINNERS}),
+        ([RANDOM, GREEDY, SamplingParams(temperature=0, top_k=5, max_tokens=9)], {WINNERS}),
+        ([replace(RANDOM, top_k=5)], {LOGITS}),
+        ([replace(RANDOM, top_p=0.8)], {LOGITS}),
+        ([replace(RANDOM, min_p=0.1)], {LOGITS}),
+        ([replace(RANDOM, logprobs=1)], {LOGITS}),
+        ([replace(GREEDY, presence_penalty=1.0)], {LOGITS}),
+        ([RANDOM, replace(GREEDY, max_tokens=30), replace(RANDOM, n=1, top_k=5, max_tokens=6)], {WINNERS, LOGITS}),
+    ],
+)
+def test_plain_rows_gather_no_logits(
+    model: str, gathers: list[torch.Tensor], params: list[SamplingParams], columns: set[int]
+) -> None:
+    """12 bytes a row and rank. A row that needs all logits takes the others of its step with it."""
+    used = [params[i % len(params)] for i in range(len(PROMPTS))]
+    one, two = both(model, lambda llm: results(generate(llm, PROMPTS, used)))
+    assert one == two
+    assert {x.shape[1] for x in gathers} == columns
+    assert all(x.dtype == torch.float32 for x in gathers)
+
+
+def test_a_slice_that_is_not_finite_fails_its_row(model: str) -> None:
+    """On all ranks, of which one has finite logits. Others go on."""
+
+    def spoil(number: int, tokens: list[int], logits: torch.Tensor) -> None:
+        assert logits.shape[1] == LOGITS
+        if number == 5:
+            logits[1, 7] = torch.nan
+
+    mixed = [GREEDY, replace(RANDOM, n=1)] * 2
+    with LLM(model, **OPTIONS) as llm:
+        expected = results(generate(llm, PROMPTS, mixed))
+    with LLM(model, **OPTIONS, tensor_parallel_size=2) as llm:
+        WrappedModel(llm, after=spoil)
+        found = generate(llm, PROMPTS, mixed)
+    failed = found[1].outputs[0]
+    assert (failed.finish_reason, failed.stop_reason, len(failed.token_ids)) == ("error", NOT_FINITE, 5)
+    assert results(found[:1] + found[2:]) == expected[:1] + expected[2:]
 
 
 # -- sizes and errors --------------------------------------------------------------------------------------------------

@@ -142,9 +142,11 @@ class TaggedModel:
         self.model = model
         self.tags = tags
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         self.tags.check_pass(token_ids, batch)
-        return self.model.forward(token_ids, batch, kv, logits_rows)
+        return self.model.forward(token_ids, batch, kv, logits_rows, sliced)
 
 
 class TaggedOps:

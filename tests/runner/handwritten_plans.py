@@ -27,7 +27,9 @@ class NextTokenModel:
         self.poison: set[int] = set()  # tokens with a NaN in their logits
         self.fails = False
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         assert torch.is_inference_mode_enabled()
         if self.fails:
             raise RuntimeError("out of luck\nand advice")

@@ -58,7 +58,9 @@ class HashModel:
     def __init__(self, windows: Sequence[int]) -> None:
         self.windows = windows
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         slots = kv.numpy().view(np.uint64)[:, 0, :, 0, :, 0]  # [num_blocks + 1, 2, block_size], the same memory
         size, begins = slots.shape[2], batch.query_start.tolist()
         groups = [batch.group(group) for group in range(len(self.windows))]

@@ -31,7 +31,9 @@ class ScoreModel:
         )
         self.scores = ((token * 31 + position * 57 + target * target * 13 + token * target * 7) % 499) / 64
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         logits = self.scores[token_ids, batch.positions % 64]
         return logits.clone() if logits_rows is None else logits[logits_rows]
 

@@ -79,6 +79,7 @@ def use_platform(llm: LLM, platform: Platform) -> LLM:
         graphs=True,
         num_speculative_tokens=old.num_speculative_tokens,
         draft=old.state.draft,
+        vocab_slice=old.passes.pipeline.vocab_slice,
     )
     llm.engine.executor.close()
     llm.engine.executor = make_executor(runner)

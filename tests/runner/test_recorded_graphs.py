@@ -144,10 +144,12 @@ class PartlyRecorded:
         self.decoder = decoder
         self.where = where
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         if self.where == "before":
             token_ids = (token_ids + 1) % 97
-        logits = self.decoder.forward(token_ids, batch, kv, logits_rows)
+        logits = self.decoder.forward(token_ids, batch, kv, logits_rows, sliced)
         return logits + batch.positions.unsqueeze(1) if self.where == "after" else logits
 
 

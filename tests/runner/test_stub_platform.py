@@ -14,7 +14,9 @@ import torch
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.kernels import reference
+from octavo.models.linear import VocabEmbedding, VocabSlice
 from octavo.runner.passes import prefill_batch
+from octavo.runner.passes.pass_shape import PassShape
 from octavo.runner.sampling.host_sampling import HostSampler
 from octavo.runner.sampling.sampler import NOT_FINITE
 from tests.runner.stub_platform import FakeGraphs, use_stub_platform
@@ -215,6 +217,52 @@ def test_outputs_equal_the_cpu_runners(
         assert 0 < len(on_host) < 0.6 * llm.stats().num_steps
     if "num_gpu_blocks_override" in CASES[case]:
         assert llm.stats().num_preemptions > 0
+
+
+def use_slice(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """From now on, an engine is the only rank of a group, and its slice the whole vocabulary -> what it gathers."""
+    found: list[torch.Tensor] = []
+
+    def all_gather(x: torch.Tensor) -> torch.Tensor:
+        found.append(x)
+        return x
+
+    monkeypatch.setattr(VocabEmbedding, "slice", VocabSlice(0, all_gather))
+    return found
+
+
+@pytest.mark.parametrize("runner", ["cpu", "eager", "graphs"])
+@pytest.mark.parametrize(("kind", "case"), [("plain", "windows"), ("plain", "swap"), *((k, "plain") for k in TOGETHER)])
+def test_samples_from_a_slice(model: str, kind: str, case: str, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with filters, processors, grammars or log-probabilities need all logits, and take their steps with them."""
+    params = [*params_of(kind), SamplingParams(temperature=1.0, seed=9, max_tokens=90, ignore_eos=True)]
+    options: dict[str, Any] = {"stub_platform": runner != "cpu", "fake_graphs": runner == "graphs"}
+    _, expected = generate(model, params, stub_platform=False, **CASES[case])
+    gathered = use_slice(monkeypatch)
+    _, outputs = generate(model, params, **options, **CASES[case])
+    assert completions(outputs) == completions(expected)
+    assert {x.shape[1] for x in gathered} == {3}
+
+
+def test_graphs_of_slices_are_captured_at_start(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of whole logits on first use. All have been compiled."""
+    use_slice(monkeypatch)
+    plain = [SamplingParams(temperature=1, seed=i, max_tokens=5) for i in range(8)]
+    with use_stub_platform(LLM(model, **OPTIONS), fake_graphs=True) as llm:
+        runner = llm.engine.executor.runner  # type: ignore[attr-defined]
+        passes, compiled = runner.passes, list[PassShape]()
+        runner.capture()
+        captured = passes.graphs.captured.work
+        assert len(captured) > 10 and all(shape.sliced and shape.part == "pass" for shape in captured)
+        with torch.inference_mode(), monkeypatch.context() as patch:
+            patch.setattr(passes, "_compute", lambda shape, packed: compiled.append(shape))
+            passes.run_all_variants()
+        assert captured.keys() & compiled and PassShape(8) in compiled
+        before = set(captured)
+        llm.generate([[5, 6]] * 8, plain, use_tqdm=False)
+        assert captured.keys() == before
+        llm.generate([[5, 6]] * 8, [replace(p, top_k=3) for p in plain], use_tqdm=False)
+        assert {shape.sliced for shape in captured.keys() - before} == {False}
 
 
 @pytest.mark.parametrize("window", [1, 4])

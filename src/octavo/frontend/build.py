@@ -389,6 +389,7 @@ def _start_executor(
                 draft=None if loaded.draft is None else Draft(loaded.draft, pools[1], host_pools[1]),
                 num_groups=1 + len(config.kv.windows),
                 state_blocks=config.kv.state_blocks,
+                vocab_slice=loaded.model.vocabulary.slice,
                 measures_drafts=resolved.ranks is None,
             )
             is_follower = resolved.ranks is not None and resolved.ranks.rank > 0

@@ -145,13 +145,16 @@ class Decoder:
         return min(layer.max_small_batch_tokens for layer in kinds.values())
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         """Forward pass: write K and V of the batch's tokens to the KV cache and return logits.
 
         token_ids    [num_tokens] int64
         kv           [num_blocks + 1, layers of a block, 2, num_kv_heads, block_size, head_dim], the KV cache, modified.
                      A block has all layers, or those of a group: see `LayerGroups`
         logits_rows  [num_rows] int64, tokens whose logits are returned, usually the last of each sequence. None: all
+        sliced       of several ranks, each returns the logits of its slice of the vocabulary
 
         -> [num_rows, vocab_size] float32; on a GPU in the model's dtype
         """
@@ -159,14 +162,14 @@ class Decoder:
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
         if len(x) <= self.max_small_batch_tokens:
-            return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows))
+            return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows), sliced=sliced)
         residual = torch.zeros_like(x)
         for layer, memory, table in zip(self.layers, self._memory_of_layers(batch, kv), self.tables, strict=True):
             x, residual = layer(x, residual, *memory, table)
         if logits_rows is not None:
             x, residual = x[logits_rows], residual[logits_rows]
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
-        return self.vocabulary.logits(x)
+        return self.vocabulary.logits(x, sliced=sliced)
 
     def _forward_small_batch(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """Small-batch path: embeddings of at most `max_small_batch_tokens` tokens -> the head's input."""

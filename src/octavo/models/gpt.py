@@ -113,7 +113,9 @@ class GPT:
             self.cos_sin = table.to(factory.device)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         """See `decoder.Decoder.forward`."""
         x = self.vocabulary.embed(token_ids)  # [num_tokens, embedding_size]
         if self.project_in is not None:
@@ -128,7 +130,7 @@ class GPT:
             x = self.norm(x)
         if self.project_out is not None:
             x = F.linear(x, self.project_out)
-        return self.vocabulary.logits(x)
+        return self.vocabulary.logits(x, sliced=sliced)
 
     def set_kv_scales(self, scales: Tensor) -> None:
         """See `decoder.Decoder.set_kv_scales`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ class TensorParallel:
 
     all_reduce  the sum of the ranks' tensors, in equal bits on all ranks; may reuse the argument's memory. It sums
                 partial outputs, once after attention and once after the MLP
-    all_gather  [n, m] -> [n, size * m], the columns of rank r from r * m on: the logits
+    all_gather  [n, m] -> [n, size * m], the columns of rank r from r * m on: the logits, or the winners of their slices
     add_reduced (residual, partial, norm) -> residual + the sum of the ranks' partial outputs, with the next norm's
                 weight; None: there is no small-batch path
     """
@@ -54,6 +54,17 @@ class TensorParallel:
 
 
 SINGLE_RANK = TensorParallel()
+
+
+class VocabSlice(NamedTuple):
+    """The part of the vocabulary whose logits a rank computes: tokens from `first` on, of equally many on all ranks but
+    the last.
+
+    all_gather  see `TensorParallel`
+    """
+
+    first: int
+    all_gather: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +249,17 @@ class VocabEmbedding:
             return self.table.gather_rows(token_ids)
         return self.tp.all_reduce(self.table.gather_own_rows(token_ids, self.first))
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype."""
+    @property
+    def slice(self) -> VocabSlice | None:
+        """None for a single rank."""
+        return None if self.tp.all_gather is None else VocabSlice(self.first, self.tp.all_gather)
+
+    def logits(self, x: Tensor, *, sliced: bool = False) -> Tensor:
+        """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype. sliced: only this rank's slice"""
         logits = self.head.logits(x)
         logits = logits if self.logits_scaling == 1.0 else logits.div_(self.logits_scaling)
         logits = logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits
-        if self.tp.all_gather is None:
+        if self.tp.all_gather is None or sliced:
             return logits
         padding = self.num_rows - logits.shape[1]
         gathered = self.tp.all_gather(F.pad(logits, (0, padding)) if padding else logits)

@@ -139,11 +139,6 @@ class SamplingParams(ValidatedParams):
         return self.temperature < GREEDY_BELOW
 
     @property
-    def has_filter(self) -> bool:
-        """True if some tokens are never sampled because of top_k, top_p or min_p."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
     def width(self) -> int:
         """Number of samples that are generated."""
         return self.n if self.best_of is None else self.best_of
@@ -161,6 +156,11 @@ class SamplingParams(ValidatedParams):
     def has_penalties(self) -> bool:
         """True if a repetition, presence or frequency penalty applies."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def has_filters(self) -> bool:
+        """True if top_k, top_p or min_p may remove tokens."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def needs_history(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.kernels.row_state import DecodeInputs
+from octavo.models.linear import VocabSlice
 from octavo.runner.checksums import SwapInCheck
 from octavo.runner.decode_lines import DecodeLines, decode_slices
 from octavo.runner.device_state import NUM_PARTS, DeviceState
@@ -75,6 +76,7 @@ class ModelRunner:
     draft             drafts come from this model; None: from earlier text
     num_groups        groups of layers with block tables of their own
     state_blocks      blocks of a sequence's recurrent state; 0: there is none
+    vocab_slice       tokens whose logits the model computes, where it is one rank's part; None: all
     measures_drafts   the time of passes decides how many drafts they have; not with ranks, whose clocks differ
     """
 
@@ -96,6 +98,7 @@ class ModelRunner:
         draft: Draft | None = None,
         num_groups: int = 1,
         state_blocks: int = 0,
+        vocab_slice: VocabSlice | None = None,
         measures_drafts: bool = True,
     ) -> None:
         self.platform = platform
@@ -127,7 +130,7 @@ class ModelRunner:
         inputs = self.input_buffers = InputBuffers(max_lines, platform)
         self.output_buffers = OutputBuffers(max_decode_steps, max_lines, platform)
         bitmask = BitmaskBuffer(max_lines, vocab_size, platform)
-        pipeline = Pipeline(state, bitmask, self.output_buffers, inputs.step_counter)
+        pipeline = Pipeline(state, bitmask, self.output_buffers, inputs.step_counter, vocab_slice)
         decode_inputs = DecodeInputs.allocate(
             inputs.step_counter,
             inputs.rows,
@@ -191,13 +194,16 @@ class ModelRunner:
         else:
             host.is_stale = True
             uses_processors = processors.applies_to(plan)
+            needs_all = uses_processors or num_logprobs or upload.num_drafts or plan.bitmask_slices
+            filters = processors.filters(plan)
             variant = PassShape(
                 0,
                 logits_processors=uses_processors,
                 logprobs=bool(num_logprobs),
                 cascade=upload.cascade,
                 num_drafts=upload.num_drafts,
-                filters=not self.platform.is_host or processors.filters(plan),
+                filters=filters or not self.platform.is_host,
+                sliced=self.passes.plain.sliced and not (needs_all or filters),
             )
             fuses = plan.num_bitmask_columns > 1
             sampler = DeviceColumns(self.passes, ring, output, variant, fuses=fuses, timers=self.draft_limit.timers)

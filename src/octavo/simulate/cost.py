@@ -124,6 +124,10 @@ class CostModel(Protocol):
         """Device time of a plan."""
 
 
+WINNER_BYTES = 12
+"""Of a row and device: see `kernels.reference.race`."""
+
+
 class Collectives(NamedTuple):
     """Time of the collectives of tensor parallel ranks: of a pass before the first byte, and for each token and each
     row of logits."""
@@ -135,14 +139,14 @@ class Collectives(NamedTuple):
 
 def collectives(own: ModelShape, device: Device, num_devices: int) -> Collectives:
     """Of ranks with these sizes. All-reduces of `[num_tokens, hidden_size]`, two in a layer and one for the embedding:
-    each device of a ring sends (n - 1) / n of it twice. A gather of `[num_rows, vocabulary]`: it sends that share once.
+    each device of a ring sends (n - 1) / n of it twice. A gather of the winners of each device's slice: it sends
+    all but one of them, as rows without filters need.
     """
     if num_devices == 1:
         return Collectives(0.0, 0.0, 0.0)
     num_reduces, others = 2 * own.num_layers + 1, num_devices - 1
     token_bytes = 2 * others / num_devices * own.hidden_size * own.itemsize
-    row_bytes = others * own.num_head_params / own.hidden_size * own.itemsize
-    per_token_s, per_row_s = num_reduces * token_bytes / device.peer_link, row_bytes / device.peer_link
+    per_token_s, per_row_s = num_reduces * token_bytes / device.peer_link, others * WINNER_BYTES / device.peer_link
     return Collectives((num_reduces + 1) * device.peer_s, per_token_s, per_row_s)
 
 

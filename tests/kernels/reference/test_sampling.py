@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
+from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu import sampling as cpu_sampling
 from octavo.kernels.cpu.sampling import NUM_CANDIDATES
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.reference import sampling
 from tests.kernels.pool import BOTH, settings_of
+from tests.kernels.slices import decide, sliced_logits, sliced_params
 
 
 def kept_tokens(
@@ -281,3 +283,55 @@ def test_finite_rows(ops: ModuleType) -> None:
     logits[5] = 3e38  # finite, but their sum is not
     assert ops.finite_rows(logits).tolist() == [True, False, True, False, False, True]
     assert ops.finite_rows(torch.randn(3, 5)).tolist() == [True] * 3
+
+
+# -- slices of the vocabulary ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+@BOTH
+def test_races_over_slices_decide_as_one(ops: ModuleType, seed: int, dtype: torch.dtype) -> None:
+    """Whole numbers are often equal in several slices. The others have equals in bfloat16."""
+    params = sliced_params()
+    logits = sliced_logits(params, seed).to(dtype)
+    tokens = decide(ops, logits, params)
+    assert tokens.tolist() == ops.sample_checked(logits, params).tolist()
+    assert (tokens == -1).nonzero().flatten().tolist() == [3, 4, 5, 11]
+    greedy = settings_of(len(logits), temperature=0.0)
+    assert decide(ops, logits, greedy).tolist() == ops.sample_checked(logits, greedy).tolist()
+
+
+@BOTH
+def test_a_race_has_its_winners_score(ops: ModuleType) -> None:
+    """That of a greedy row is the logit; others add noise. Tokens count from the first of all slices."""
+    params = settings_of(2, temperature=2.0)
+    params.temperature[0] = 0.0
+    logits = torch.tensor([[1.0, 5.0, 5.0, -2.0], [0.0, -1e9, -1e9, -1e9]])
+    keys = reference.noise_keys(params.seed, params.sample_index, params.position)
+    noise = reference.exponential_noise(keys, torch.tensor(100))
+    expected = torch.tensor([[5.0, 101, 1], [-float(noise[1].log()), 100, 1]])
+    torch.testing.assert_close(ops.race(logits, params, 100), expected)
+
+
+@BOTH
+def test_a_winners_score_does_not_depend_on_the_batch(ops: ModuleType) -> None:
+    params = sliced_params()
+    logits = sliced_logits(params, 2).nan_to_num()
+    alone = [ops.race(logits[i : i + 1], params.select(torch.tensor([i])), 7) for i in range(len(logits))]
+    assert torch.equal(torch.cat(alone), ops.race(logits, params, 7))
+
+
+@BOTH
+def test_equal_scores_of_slices_give_the_lowest_token(ops: ModuleType) -> None:
+    winners = torch.tensor([[1.0, 5, 1, 2.0, 40, 1, 2.0, 70, 1], [3.0, 5, 1, 2.0, 40, 1, math.nan, 70, 0]])
+    assert ops.decide(winners).tolist() == [40, -1]
+    assert ops.decide(winners[:0]).tolist() == []
+
+
+def test_slices_of_torch_are_those_of_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = sliced_params()
+    logits = sliced_logits(params, 5)
+    expected = decide(cpu, logits, params)
+    monkeypatch.setattr(native, "library_for", lambda *tensors: None)
+    assert torch.equal(decide(cpu, logits, params), expected)

@@ -275,6 +275,12 @@ def sums_over_ranks() -> None:
             reduce.push_reduce(buffers, x)
 
 
+def winners_of_slices() -> None:
+    shapes = reduce.buffer_shapes(2, 1 << 22)
+    buffers = reduce.split_buffer(0, torch.empty(sum(map(math.prod, shapes)), dtype=torch.int64), [0] * 2, shapes)
+    reduce.push_gather(buffers, torch.empty(8, 3))
+
+
 def norms_and_activations() -> None:
     for size, dtype in ((64, BF16), (4096, BF16), (896, F32)):
         x, weight = torch.empty(300, size, dtype=dtype), torch.empty(size, dtype=dtype)
@@ -322,6 +328,7 @@ def sampling() -> None:
         ops.sample(logits.to(dtype), sampling_params)
         ops.sample_checked(logits.to(dtype), sampling_params)
         ops.sample_checked(logits.to(dtype), sampling_params, (mask_index, bitmask))
+        ops.decide(ops.race(logits.to(dtype), sampling_params, vocab))
         ops.packed_top_logprobs(logits.to(dtype), 8)
         ops.write_logprobs(state, rows, logits.to(dtype), tokens, ring, step_counter)
     ops.commit_sampled_tokens(state, rows, tokens, tokens, ring, step_counter)
@@ -350,6 +357,7 @@ LAUNCHES: tuple[Callable[[], None], ...] = (
     experts,
     recurrent,
     sums_over_ranks,
+    winners_of_slices,
     norms_and_activations,
     kv_copies,
     sampling,

@@ -145,7 +145,7 @@ def test_the_compile_tests_launch_every_kernel_of_a_gpu(capability: tuple[int, i
 TARGETS = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a"}
 STACK = {
     "_decode": 112,
-    "_exchange_pairs": 8,
+    "_exchange_pairs": 16,  # rows of three words: the winners of slices
     "_expert_product": 8,  # on sm_100 alone
     "_skinny": 24,
     "_hopper_prefill": 64,

@@ -15,7 +15,7 @@ from tests.kernels.triton.peers import Case, Inputs, Memory, Pushing, check, int
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CASES = [
     *(Case(1, 96, F32, 3), Case(1, 4096, BF16), Case(64, 96, F16), Case(17, 1030, BF16), Case(5, 2050, F16)),
-    *(Case(33, 130, F32), Case(2, 4096, F32), Case(3, 5000, F32), Case(1, 96, F32, 2)),
+    *(Case(33, 130, F32), Case(2, 4096, F32), Case(3, 5000, F32), Case(1, 96, F32, 2), Case(7, 3, F32)),
 ]
 PAIRS, BLOCKS = 1 << 20, 0
 """Longest message in pairs, so that all are sent in one way."""

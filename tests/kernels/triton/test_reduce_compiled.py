@@ -11,7 +11,7 @@ import pytest
 from octavo.kernels.triton import reduce
 from octavo.kernels.triton.precompile import compile_kernel
 from tests.kernels.triton.compiled import MULTIPROCESSOR_REGISTERS, list_launches, register_usage
-from tests.kernels.triton.launches import sums_over_ranks
+from tests.kernels.triton.launches import sums_over_ranks, winners_of_slices
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,13 @@ def test_words_are_sent_and_read_whole_with_their_epoch(kernels: dict[str, list[
         ptx = kernel.asm["ptx"]
         assert "st.global.v2.b64" in ptx and "st.global.b64" not in ptx
         assert "ld.volatile.global.v2.b64" in ptx and "ld.global.v2.b64" not in ptx
+
+
+def test_winners_are_sent_and_read_in_whole_words() -> None:
+    """Rows of three: one word at a time, in 64 bits with its epoch. Threads meet after they have read."""
+    (line,) = list_launches(9, 0, winners_of_slices)
+    ptx = compile_kernel(line).asm["ptx"]
+    assert "st.global.b64" in ptx and "bar.sync" in ptx[ptx.rindex("ld.volatile.global.b64") :]
 
 
 def test_blocks_are_sent_16_bytes_at_a_time_before_their_flag_is_released(kernels: dict[str, list[Any]]) -> None:

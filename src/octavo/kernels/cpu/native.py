@@ -156,7 +156,7 @@ _CommitTokens = _struct(
 _Sample = _struct(
     "Sample",
     (POINTER, "logits temperature seed sample_index position token_ids"),
-    (LONG, "num_rows size"),
+    (LONG, "num_rows size first"),
     (INT, "is_checked num_threads"),
 )
 _Call = _struct("Call", (POINTER, "function arguments"))
@@ -647,14 +647,15 @@ class Library:
         widths = ring.stride(0), state.history.shape[1], state.sampling_params.shape[1]
         self._call("commit_tokens", None, _CommitTokens(*map(_pointer, tensors), len(rows), *widths), *tensors)
 
-    def sample(self, logits: Tensor, params: SamplingTensors, *, is_checked: bool) -> Tensor:
+    def sample(self, logits: Tensor, params: SamplingTensors, first: int = 0, *, is_checked: bool) -> Tensor:
         """Sample as `reference.sample`, without filters -> [num_rows] int64; logits [num_rows, vocab_size].
 
+        first       token of the first column; the result counts from it
         is_checked  as `reference.sample_checked`: -1 for a row with NaN or infinity. Else all temperatures are above 0
         """
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         tensors = logits, params.temperature, params.seed, params.sample_index, params.position, token_ids
-        arguments = _Sample(*map(_pointer, tensors), *logits.shape, is_checked, torch.get_num_threads())
+        arguments = _Sample(*map(_pointer, tensors), *logits.shape, first, is_checked, torch.get_num_threads())
         self._call("sample", logits.dtype, arguments, *tensors)
         return token_ids
 

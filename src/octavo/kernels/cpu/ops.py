@@ -21,6 +21,7 @@ from octavo.kernels.cpu.recurrent import causal_conv, delta_gates, gated_delta_r
 from octavo.kernels.cpu.sampling import (
     apply_token_bitmask,
     finite_rows,
+    race,
     sample,
     token_logprobs,
 )
@@ -38,6 +39,7 @@ from octavo.kernels.cpu.step import (
 from octavo.kernels.reference import (
     add_linear,
     block_copy,
+    decide,
     few_rows_linear,
     gelu,
     kv_write,
@@ -62,6 +64,7 @@ __all__ = [
     "block_copy",
     "causal_conv",
     "commit_sampled_tokens",
+    "decide",
     "delta_gates",
     "experts_in",
     "experts_out",
@@ -88,6 +91,7 @@ __all__ = [
     "prepare_prefill_inputs",
     "project_qkv",
     "propose_drafts",
+    "race",
     "reject_drafts",
     "rms_norm",
     "rope_kv_write",

@@ -6,6 +6,8 @@ numpy replaces torch where it is faster on a CPU: bit masks, sorting, argmax.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,8 +29,35 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     if params.all_greedy or not params.temperature.numpy().any():
         return argmax(logits)
     warm, filtered = params.temperature > 0, params.is_filtered()
+    samplers = (_sample_greedy, ~warm), (_sample_all, warm & ~filtered), (_sample_filtered, filtered)
+    return _sample_rows(logits, params, *samplers)
+
+
+def race(logits: Tensor, params: SamplingTensors, first: int) -> Tensor:
+    """See `reference.race`. Only winners get exact scores."""
+    warm = params.temperature > 0
+    if (library := native.library_for(logits)) is not None:
+        tokens = library.sample(logits, params, first, is_checked=True)
+        finite = tokens >= 0
+    else:
+        finite = finite_rows(logits)
+        if not bool(finite.all()):
+            logits = torch.where(finite.unsqueeze(1), logits, 0.0)  # sampling must not fail
+        tokens = _sample_rows(logits, params, (_sample_greedy, ~warm), (partial(_sample_all, first=first), warm))
+    winners = tokens.clamp_(min=0).unsqueeze(1)
+    scores = logits.gather(1, winners).float()
+    if warm.numpy().any():
+        scores = reference.race_scores(scores, params, winners + first)
+    return torch.cat([scores, winners + first, finite.unsqueeze(1)], 1)
+
+
+Sampler = Callable[[Tensor, SamplingTensors], Tensor]
+
+
+def _sample_rows(logits: Tensor, params: SamplingTensors, *samplers: tuple[Sampler, Tensor]) -> Tensor:
+    """The tokens of all rows, of pairs of a sampler and its rows, a mask."""
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    for sampler, selected in ((_sample_greedy, ~warm), (_sample_all, warm & ~filtered), (_sample_filtered, filtered)):
+    for sampler, selected in samplers:
         rows = selected.nonzero().squeeze(1)
         if len(rows) == len(logits):
             return sampler(logits, params)
@@ -41,11 +70,14 @@ def _sample_greedy(logits: Tensor, params: SamplingTensors) -> Tensor:
     return argmax(logits)
 
 
-def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Rows with a temperature and no filter. torch computes one at a time: its integers stay in the caches."""
+def _sample_all(logits: Tensor, params: SamplingTensors, first: int = 0) -> Tensor:
+    """Rows with a temperature and no filter. torch computes one at a time: its integers stay in the caches.
+
+    first   token of the first column; the result counts from it
+    """
     if (library := native.library_for(logits)) is not None:
-        return library.sample(logits, params, is_checked=False)
-    keys = noise_keys(params.seed, params.sample_index, params.position)
+        return library.sample(logits, params, first, is_checked=False)
+    keys = noise_keys(params.seed, params.sample_index, params.position) + torch.tensor(first) * GOLDEN
     wide = reference.accumulation_dtype(logits.dtype)
     counters = torch.arange(1, logits.shape[1] + 1).mul_(GOLDEN)
     bits, scratch = torch.empty_like(counters), torch.empty_like(counters)

@@ -165,7 +165,7 @@ struct Sample {
     const float *temperature;  // [num_rows], 0, if `is_checked`: the largest logit, the first of equals
     const int64_t *seed, *sample_index, *position;  // [num_rows]
     int64_t *token_ids;        // [num_rows], the sampled tokens; -1 for a row with NaN or infinity, if `is_checked`
-    long num_rows, size;
+    long num_rows, size, first;  // first: token of the first column, from which token ids count
     int is_checked, num_threads;
 };
 
@@ -197,7 +197,7 @@ template <class T> void sample(const Sample &a) {
             for (token = part * PART; wide(from[token]) != parts[part];) token++;
         } else {
             uint64_t key = noise_key(a.seed[row], a.sample_index[row], a.position[row]);
-            token = sample_row(from, a.size, a.temperature[row], key);
+            token = sample_row(from, a.size, a.temperature[row], key + a.first * GOLDEN);
         }
         a.token_ids[row] = token;
     });

@@ -46,6 +46,7 @@ from octavo.kernels.reference.recurrent import causal_conv, delta_gates, gated_d
 from octavo.kernels.reference.rope import apply_rope, rope_table
 from octavo.kernels.reference.sampling import (
     apply_token_bitmask,
+    decide,
     exponential_noise,
     filtered_logits,
     finite_rows,
@@ -53,6 +54,8 @@ from octavo.kernels.reference.sampling import (
     mask_bad_words,
     noise_keys,
     packed_top_logprobs,
+    race,
+    race_scores,
     sample,
     scaled_logits,
     token_logprobs,

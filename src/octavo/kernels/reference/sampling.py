@@ -29,6 +29,37 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     return torch.where(params.temperature > 0, sampled, greedy)
 
 
+def race(logits: Tensor, params: SamplingTensors, first: int) -> Tensor:
+    """The race of `sample` over a slice of the vocabulary, without filters -> [num_rows, 3] float32, for `decide`.
+
+    logits  [num_rows, num_tokens], of the tokens from `first` on
+
+    A row has the winner's score, the winner, and 1 if all its logits are finite, else 0. Scores of slices can be
+    compared: nothing is normalised.
+    """
+    token_ids = torch.arange(logits.shape[1], device=logits.device) + first
+    scores = race_scores(logits, params, token_ids)
+    winners = scores.argmax(1, keepdim=True)
+    return torch.cat([scores.gather(1, winners), winners + first, finite_rows(logits).unsqueeze(1)], 1).float()
+
+
+def race_scores(logits: Tensor, params: SamplingTensors, token_ids: Tensor) -> Tensor:
+    """Scores [num_rows, num_tokens] of tokens with these logits; a greedy row's are the logits. token_ids broadcast."""
+    keys = noise_keys(params.seed, params.sample_index, params.position).unsqueeze(1)
+    is_random = (params.temperature > 0).unsqueeze(1)
+    return scaled_logits(logits, params) - torch.where(is_random, exponential_noise(keys, token_ids).log(), 0.0)
+
+
+def decide(winners: Tensor) -> Tensor:
+    """The tokens of `sample_checked`, of the slices' races -> [num_rows] int64; -1: some logits are not finite.
+
+    winners  [num_rows, 3 * num_slices], of the slices in the order of their tokens. Of equal scores the first wins
+    """
+    scores, token_ids, finite = (winners[:, i::3] for i in range(3))
+    tokens = token_ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+    return torch.where(finite.amin(1) > 0, tokens, -1).long()
+
+
 def filtered_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
     """logits / temperature, with -inf for tokens that top_k, top_p and min_p, in that order, remove.
 

@@ -40,7 +40,7 @@ from octavo.kernels.triton.sampling.logits_processors import (
     init_token_counts,
     update_token_counts,
 )
-from octavo.kernels.triton.sampling.sample import apply_token_bitmask, sample, sample_checked
+from octavo.kernels.triton.sampling.sample import apply_token_bitmask, decide, race, sample, sample_checked
 from octavo.kernels.triton.sampling.step_inputs import (
     commit_sampled_tokens,
     prepare_decode_inputs,
@@ -56,6 +56,7 @@ __all__ = [
     "block_copy",
     "causal_conv",
     "commit_sampled_tokens",
+    "decide",
     "delta_gates",
     "experts_in",
     "experts_out",
@@ -82,6 +83,7 @@ __all__ = [
     "prepare_prefill_inputs",
     "project_qkv",
     "propose_drafts",
+    "race",
     "reject_drafts",
     "rms_norm",
     "rope_kv_write",

@@ -55,7 +55,9 @@ class Model(Protocol):
     vocabulary: VocabEmbedding
     stored_kv_scales: Tensor | None
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         """See `decoder.Decoder.forward`."""
         ...
 

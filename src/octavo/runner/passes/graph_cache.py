@@ -54,10 +54,13 @@ class GraphCache:
         assert self.captured is not None
         return self.captured.replay(shape)
 
-    def decode_logits(self, model: Model, inputs: DecodeInputs, kv: Tensor) -> Tensor:
-        """A model's logits of all lines, from a graph of the model alone where graphs do not take whole passes."""
-        forward: Callable[[], Tensor] = partial(model.forward, inputs.token_ids, inputs.batch, kv, None)
-        shape = PassShape(len(inputs.rows), "model")
+    def decode_logits(self, model: Model, inputs: DecodeInputs, kv: Tensor, *, sliced: bool = False) -> Tensor:
+        """A model's logits of all lines, from a graph of the model alone where graphs do not take whole passes.
+
+        sliced   see `PassShape`
+        """
+        forward: Callable[[], Tensor] = partial(model.forward, inputs.token_ids, inputs.batch, kv, None, sliced)
+        shape = PassShape(len(inputs.rows), "model", sliced=sliced)
         if not self.takes(shape):
             return forward()
         self.capture(shape, forward)

@@ -12,7 +12,9 @@ from octavo.runner.passes.pass_shape import PassShape
 
 
 class Model(Protocol):
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None, sliced: bool = False
+    ) -> Tensor:
         """See `models.decoder.Decoder.forward`."""
 
 

@@ -24,6 +24,7 @@ class PassShape(NamedTuple):
     num_drafts         lines of each slice besides the first. Where the host chooses the lines, 1 stands for any number
     num_candidates     of the part "candidates"
     filters            rows may have top_k, top_p or min_p. A GPU's work does not depend on it: always True there
+    sliced             each tensor parallel rank has the logits of its slice of the vocabulary, and samples from them
     """
 
     size: int | PrefillSize
@@ -34,6 +35,7 @@ class PassShape(NamedTuple):
     num_drafts: int = 0
     num_candidates: int = 0
     filters: bool = True
+    sliced: bool = False
 
 
 PLAIN = PassShape(0)

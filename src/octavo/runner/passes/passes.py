@@ -37,6 +37,7 @@ class Passes:
     max_lines  most lines of logits of a pass, with the padding of graphs
 
     draft_model  computes along with each pass; None: there is none
+    plain        what the shapes have in common that most plans need
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Passes:
         self.graphs = GraphCache(platform.make_graphs(inputs) if graphs else None, prefill_sizes.sizes)
         self._state, self._platform, self.max_lines = state, platform, max_lines
         self._block_size = state.kv.shape[4]
+        self.plain = PassShape(0, sliced=pipeline.vocab_slice is not None)
         self._prefill_sizes = prefill_sizes
         self._decode_sizes = decode_sizes(num_rows)
         self._cascade_sizes = cascade_sizes(num_rows) if platform.has_cascade else []
@@ -73,7 +75,7 @@ class Passes:
     def shape(self, p: Pass, part: Part, variant: PassShape = PLAIN) -> PassShape:
         """The shape of a part of a pass. variant: what it has in common with the other passes of its plan"""
         if p.size is not None:
-            return PassShape(p.size, part, variant.logits_processors, variant.logprobs)
+            return PassShape(p.size, part, variant.logits_processors, variant.logprobs, sliced=variant.sliced)
         num_lines, cascade = len(p.slices), variant.cascade
         if self.graphs.whole_passes:
             each = 1 + variant.num_drafts
@@ -134,16 +136,16 @@ class Passes:
                 self._capture(shape)
 
     def capture_all(self) -> None:
-        """Capture whole passes of all sizes, the largest first."""
+        """Capture plain passes of all sizes, the largest first. Others are captured on first use."""
         for size in sorted(self._prefill_sizes.sizes, reverse=True):
-            self._capture(PassShape(size))
+            self._capture(self.plain._replace(size=size))
         for cascade, sizes in ((False, self._decode_sizes), (True, self._cascade_sizes)):
             for num_slices in reversed(sizes):
-                self._capture(PassShape(num_slices, cascade=cascade))
+                self._capture(self.plain._replace(size=num_slices, cascade=cascade))
 
     def measure(self) -> float:
         """Seconds of the smallest captured decode pass: of inactive rows, which read all weights."""
-        shape, counter = PassShape(self._decode_sizes[0]), self.inputs.step_counter
+        shape, counter = self.plain._replace(size=self._decode_sizes[0]), self.inputs.step_counter
         begin = 0.0
         with self._harmless(shape):
             for i in range(1 + NUM_TIMED):
@@ -160,12 +162,14 @@ class Passes:
 
         Decode kernels differ only by powers of two of the number of rows, so one size runs for each.
         """
-        shapes = [PassShape(size) for size in self._prefill_sizes.sizes]
+        shapes = [self.plain._replace(size=size) for size in self._prefill_sizes.sizes]
         drafted = self._decode_sizes if self.draft_model or self._state.rows.history.numel() else []
         for each, cascade, sizes in (1, False, self._decode_sizes), (1, True, self._cascade_sizes), (2, False, drafted):
             by_power = {(num - 1).bit_length(): each * num for num in reversed(sizes) if each * num <= self.max_lines}
-            shapes += [PassShape(size, cascade=cascade, num_drafts=each - 1) for size in by_power.values()]
-        shapes.append(PassShape(self._decode_sizes[-1], logprobs=True))  # compiled here, captured on first use
+            variant = self.plain._replace(cascade=cascade) if each == 1 else PassShape(0, num_drafts=1)
+            shapes += [variant._replace(size=size) for size in by_power.values()]
+        for variant in PLAIN, PassShape(0, logprobs=True):  # compiled here, captured on first use
+            shapes.append(variant._replace(size=self._decode_sizes[-1]))
         for shape in shapes:
             with self._harmless(shape):
                 self._compute(shape, self._prefill_buffers.get(shape.size))
@@ -252,7 +256,8 @@ class Passes:
             elif shape.num_drafts and not self._platform.is_host:
                 ops.propose_drafts(state.rows, inputs.rows[::each], inputs.ends[::each], shape.num_drafts)
             ops.prepare_decode_inputs(state.rows, inputs, self._block_size)
-            return self._decode_lines(self.graphs.decode_logits(self.model, inputs, state.kv), inputs, shape)
+            logits = self.graphs.decode_logits(self.model, inputs, state.kv, sliced=shape.sliced)
+            return self._decode_lines(logits, inputs, shape)
         prefill = _unpacked(packed, size)
         rows, starts, host_tokens = prefill.rows, prefill.starts, prefill.host_tokens
         batch = prefill.batch(size, self._block_size, state.rows.num_groups - 1, state.rows.state_blocks)
@@ -261,10 +266,10 @@ class Passes:
         if self.draft_model is not None:
             self.draft_model.prefill(token_ids, batch)
         if size.num_samples <= size.num_slices or not self._platform.is_host:
-            logits = self.model.forward(token_ids, batch, state.kv, prefill.logits_indices)
+            logits = self.model.forward(token_ids, batch, state.kv, prefill.logits_indices, shape.sliced)
         else:  # samples of one slice share its logits. A device cannot know how many differ before it runs
             indices, lines = torch.unique_consecutive(prefill.logits_indices, return_inverse=True)
-            logits = self.model.forward(token_ids, batch, state.kv, indices)[lines]
+            logits = self.model.forward(token_ids, batch, state.kv, indices, shape.sliced)[lines]
         return self._prefill_lines(logits, prefill)
 
 

@@ -107,15 +107,15 @@ class LogitsProcessors:
 
     of_row        the row's processors, None for most rows
     rows          rows in the state
+    filtered      rows whose tokens top_k, top_p or min_p choose from
     num_logprobs  row -> number of top log-probabilities that the device returns; absent for other rows
-    filtered      rows with top_k, top_p or min_p
     """
 
     def __init__(self, state: RowState, max_len: int, vocab_size: int, platform: Platform) -> None:
         self.of_row: list[RowLogitsProcessors | None] = [None] * (state.null_row + 1)
         self.rows: set[int] = set()
-        self.num_logprobs: dict[int, int] = {}
         self.filtered: set[int] = set()
+        self.num_logprobs: dict[int, int] = {}
         self.platform, self.ops = platform, platform.ops
         self._row_state = state
         self._max_len, self._vocab_size = max_len, vocab_size
@@ -161,9 +161,7 @@ class LogitsProcessors:
         for row, setup in setups.items():
             p = self.of_row[row] = RowLogitsProcessors.of(setup, self.platform)
             self.num_logprobs.pop(row, None)
-            self.filtered.discard(row)
-            if setup.sampling_params.has_filter:
-                self.filtered.add(row)
+            (self.filtered.add if setup.sampling_params.has_filters else self.filtered.discard)(row)
             if p is None:
                 continue
             if setup.token_ids is not None:

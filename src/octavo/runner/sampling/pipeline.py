@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import DraftLines
+from octavo.models.linear import VocabSlice
 from octavo.runner.device_state import DeviceState
 from octavo.runner.output_buffers import OutputBuffers
 from octavo.runner.passes.pass_shape import PassShape
@@ -18,7 +19,7 @@ from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
 class Lines(NamedTuple):
     """Lines of logits of a pass, which may be computed already or only queued. One for each sample:
 
-    logits    [num_samples or more, vocab_size] float32
+    logits    [num_samples or more, vocab_size] float32; of a sliced shape, this rank's columns
     rows      [num_samples or more] int64, on the device like all others
     sampling  likewise
     indices   [num_samples] int64, index among several samples of a row, -1 for a token that continues its row. None:
@@ -34,10 +35,20 @@ class Lines(NamedTuple):
 
 
 class Pipeline:
-    """Samples lines and commits their tokens to the rows and to the ring. Nothing here reads tensor values."""
+    """Samples lines and commits their tokens to the rows and to the ring. Nothing here reads tensor values.
 
-    def __init__(self, state: DeviceState, bitmask: BitmaskBuffer, ring: OutputBuffers, step_counter: Tensor) -> None:
-        self.bitmask = bitmask
+    vocab_slice  see `ModelRunner`
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        bitmask: BitmaskBuffer,
+        ring: OutputBuffers,
+        step_counter: Tensor,
+        vocab_slice: VocabSlice | None,
+    ) -> None:
+        self.bitmask, self.vocab_slice = bitmask, vocab_slice
         self._rows, self._processors = state.rows, state.processors
         self._ops, self._ring, self._step_counter = state.processors.ops, ring, step_counter
 
@@ -52,6 +63,9 @@ class Pipeline:
             tokens = self._processors.sample(
                 logits, rows, sampling, bitmask, keep_logits=shape.logprobs, drafts=lines.drafts
             )
+        elif shape.sliced and self.vocab_slice is not None:
+            winners = self._ops.race(logits, sampling, self.vocab_slice.first)
+            tokens = self._ops.decide(self.vocab_slice.all_gather(winners))
         else:
             tokens = self._ops.sample_checked(logits, sampling, bitmask)
         if lines.drafts is not None:

@@ -16,6 +16,7 @@ from octavo.kernels import reference
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.triton import ops as cuda
 from tests.kernels.pool import settings_of
+from tests.kernels.slices import decide, sliced_logits, sliced_params
 from tests.kernels.triton.device import DEVICE, INTERPRETED
 
 
@@ -136,3 +137,22 @@ def test_samples_follow_the_filtered_distribution() -> None:
     expected = probs[kept] * count
     statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
     assert statistic < 20.5  # exceeded by 0.1 % of correct samples, with 5 degrees of freedom
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_races_over_slices_decide_as_one(seed: int, dtype: torch.dtype) -> None:
+    params = sliced_params(DEVICE)
+    logits = sliced_logits(params, seed).to(dtype)
+    tokens = decide(cuda, logits.to(DEVICE), params)
+    assert torch.equal(tokens, cuda.sample_checked(logits.to(DEVICE), params))
+    assert torch.equal(tokens.cpu(), reference.sample_checked(logits, on_cpu(params)))
+
+
+def test_races_of_several_splits() -> None:
+    """Scores are those of the reference, whose rounding differs."""
+    params = sliced_params(DEVICE)
+    logits = torch.randn(12, 5003)
+    expected = reference.race(logits, on_cpu(params), 1000)
+    torch.testing.assert_close(cuda.race(logits.to(DEVICE), params, 1000).cpu(), expected, rtol=0, atol=1e-4)
+    assert cuda.race(logits[:0].to(DEVICE), params, 0).shape == (0, 3) and not len(cuda.decide(expected[:0].to(DEVICE)))

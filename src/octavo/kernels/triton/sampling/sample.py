@@ -45,6 +45,27 @@ def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor,
     return _sample(logits, params, all_finite=True, masks=masks)
 
 
+def race(logits: Tensor, params: SamplingTensors, first: int) -> Tensor:
+    """`reference.race`; logits as for `sample`."""
+    num_rows = len(logits)
+    winners = torch.empty(num_rows, 3, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        best_scores, best_ids, _ = _race_in_splits(logits, params, first, all_finite=True, masks=None)
+        _write_winner[(num_rows,)](
+            best_scores, best_ids, winners, first, best_ids.shape[1], SPLITS=MAX_SPLITS, num_warps=1
+        )
+    return winners
+
+
+def decide(winners: Tensor) -> Tensor:
+    """`reference.decide`; winners contiguous."""
+    num_rows, num_slices = len(winners), winners.shape[1] // 3
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=winners.device)
+    if num_rows:
+        _decide[(num_rows,)](winners, tokens, num_slices, SLICES=triton.next_power_of_2(num_slices), num_warps=1)
+    return tokens
+
+
 def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
     """`reference.apply_token_bitmask`; logits have contiguous rows."""
     assert logits.stride(1) == 1 and bitmask.is_contiguous(), (logits.stride(), bitmask.stride())
@@ -59,11 +80,49 @@ def _sample(
 ) -> Tensor:
     """all_finite: the result is -1 for rows with a non-finite logit; otherwise -inf is a masked token."""
     num_rows, vocab_size = logits.shape
-    mask_index, bitmask = masks or (logits, logits)
-    assert logits.stride(1) == 1 and bitmask.stride(1) == 1, (logits.stride(), bitmask.stride())
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return tokens
+    best_scores, best_ids, max_logits = _race_in_splits(logits, params, 0, all_finite=all_finite, masks=masks)
+    _apply_filters[(num_rows,)](
+        logits,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.seed,
+        params.sample_index,
+        params.position,
+        best_scores,
+        best_ids,
+        max_logits,
+        tokens,
+        vocab_size,
+        logits.stride(0),
+        best_ids.shape[1],
+        SPLITS=MAX_SPLITS,
+        MASKED=masks is not None,
+        TILE=4096,
+        num_warps=8,
+    )
+    return tokens
+
+
+def _race_in_splits(
+    logits: Tensor,
+    params: SamplingTensors,
+    first: int,
+    *,
+    all_finite: bool,
+    masks: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and tokens of the winners of splits, and their largest logits, all [num_rows, num_splits].
+
+    first   token of the first column; the tokens count from it
+    """
+    num_rows, vocab_size = logits.shape
+    mask_index, bitmask = masks or (logits, logits)
+    assert logits.stride(1) == 1 and bitmask.stride(1) == 1, (logits.stride(), bitmask.stride())
     num_splits = max(1, min(NUM_SPLITS // num_rows, triton.cdiv(vocab_size, MIN_SPLIT_SIZE), MAX_SPLITS))
     split_size = triton.cdiv(triton.cdiv(vocab_size, num_splits), RACE_TILE) * RACE_TILE
     num_splits = triton.cdiv(vocab_size, split_size)
@@ -85,33 +144,13 @@ def _sample(
         logits.stride(0),
         bitmask.stride(0),
         split_size,
+        first,
         ALL_FINITE=all_finite,
         MASKED=masks is not None,
         TILE=RACE_TILE,
         num_warps=4,
     )
-    _apply_filters[(num_rows,)](
-        logits,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.seed,
-        params.sample_index,
-        params.position,
-        best_scores,
-        best_ids,
-        max_logits,
-        tokens,
-        vocab_size,
-        logits.stride(0),
-        num_splits,
-        SPLITS=MAX_SPLITS,
-        MASKED=masks is not None,
-        TILE=4096,
-        num_warps=8,
-    )
-    return tokens
+    return best_scores, best_ids, max_logits
 
 
 def _uint64(value: int) -> tl.constexpr:
@@ -195,7 +234,7 @@ def _winner(scores, token_ids):
     return tl.min(tl.where(scores == best_score, token_ids, NO_TOKEN), 0), best_score
 
 
-@triton.jit(do_not_specialize=["vocab_size", "split_size", "bitmask_stride"])
+@triton.jit(do_not_specialize=["vocab_size", "split_size", "bitmask_stride", "first"])
 def _race(
     logits,
     temperature,
@@ -211,6 +250,7 @@ def _race(
     row_stride,
     bitmask_stride,
     split_size,
+    first,
     ALL_FINITE: tl.constexpr,
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
@@ -231,7 +271,7 @@ def _race(
     end = tl.minimum(begin + split_size, vocab_size)
     # Each of TILE lanes keeps its best token, the first of equals.
     lane = tl.arange(0, TILE)
-    lane_state = _noise_state(key, lane)
+    lane_state = _noise_state(key, lane + first)
     lane_best = tl.full([TILE], -float("inf"), tl.float32)
     lane_best_id = tl.zeros([TILE], tl.int32)
     lane_max = tl.full([TILE], -float("inf"), tl.float32)
@@ -260,6 +300,32 @@ def _race(
     tl.store(best_scores + index, score)
     tl.store(best_ids + index, tl.where(tl.min(finite, 0) > 0, token, -1))
     tl.store(max_logits + index, tl.max(lane_max, 0))
+
+
+@triton.jit(do_not_specialize=["first", "num_splits"])
+def _write_winner(best_scores, best_ids, winners, first, num_splits, SPLITS: tl.constexpr):
+    """One row of `race`: the winner of its splits' winners."""
+    row = tl.program_id(0)
+    split = tl.arange(0, SPLITS)
+    index = row * num_splits + split
+    ids = tl.load(best_ids + index, mask=split < num_splits, other=0)
+    scores = tl.load(best_scores + index, mask=split < num_splits, other=-float("inf"))
+    token, score = _winner(scores, ids)
+    tl.store(winners + row * 3, score)
+    tl.store(winners + row * 3 + 1, (token + first).to(tl.float32))
+    tl.store(winners + row * 3 + 2, (tl.min(ids, 0) >= 0).to(tl.float32))
+
+
+@triton.jit
+def _decide(winners, tokens, num_slices, SLICES: tl.constexpr):
+    row = tl.program_id(0)
+    of_slice = tl.arange(0, SLICES)
+    mask = of_slice < num_slices
+    triple = winners + (row * num_slices + of_slice) * 3
+    scores = tl.load(triple, mask=mask, other=-float("inf"))
+    token, _ = _winner(scores, tl.load(triple + 1, mask=mask, other=0.0).to(tl.int32))
+    finite = tl.load(triple + 2, mask=mask, other=1.0)
+    tl.store(tokens + row, tl.where(tl.min(finite, 0) > 0, token, -1).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_mask_words"])
