@@ -99,7 +99,9 @@ def test_passes_of_many_rows_are_not_recorded(decoder: Decoder) -> None:
     assert Passes(decoder, pool(decoder)).graphs.max_slices == SMALL_BATCH_ROWS
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3", "olmo2", "granite", "gpt_oss", "qwen3_moe", "qwen3_5", "qwen3_next"]
+)
 def test_whole_passes_and_models_are_replayed(kind: str, tmp_path: Path) -> None:
     """A filter is not native: only the model is replayed. Passes of more rows and prefill passes are computed. A
     recording advances no recurrent state, and moves no row."""
@@ -171,7 +173,7 @@ def test_unpacked_models_are_not_recorded(tmp_path: Path) -> None:
     for _ in range(5):
         tokens, batch = random_step(rng, 2, 20)
         assert torch.equal(recorded(tokens, batch), decoder.forward(tokens, batch, kv, None))
-    assert recorded.calls == 3 + 5  # one failed recording
+    assert recorded.calls == 2 + 5  # one recording without all operations
 
 
 def test_operations_after_a_recording_are_not_recorded() -> None:

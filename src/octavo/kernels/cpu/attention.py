@@ -147,7 +147,8 @@ def paged_attention(
     key = ("cpu.paged_attention", batch.block_tables.data_ptr(), *layout, window)
     plan: _Plan | None = batch.derived.get(key)
     if plan is None:
-        if kv_layer.dtype not in (q.dtype, torch.int8) or not _has_uniform_rows(kv_layer):
+        is_native = native.supports_heads(q, kv_layer) and _is_decode(q, batch) and native.library() is not None
+        if not is_native and (kv_layer.dtype not in (q.dtype, torch.int8) or not _has_uniform_rows(kv_layer)):
             return reference.paged_attention(
                 q,
                 kv_layer,
@@ -248,9 +249,14 @@ def _has_uniform_rows(kv_layer: Tensor) -> bool:
     )
 
 
+def _is_decode(q: Tensor, batch: RaggedBatch) -> bool:
+    """True if each sequence has one query, as in most steps."""
+    return batch.max_query_len == 1 and batch.num_seqs == len(q)
+
+
 def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> _Plan:
     library = native.library() if native.supports_heads(q, kv_layer) else None
-    if library is not None and batch.max_query_len == 1 and batch.num_seqs == len(q):  # most steps
+    if library is not None and _is_decode(q, batch):
         decodes = native.DecodeQueries(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
         return _Plan(decodes, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
     num_kv_heads, block_size = kv_layer.shape[2:4]

@@ -485,6 +485,37 @@ template <class T> void silu_mul(const Gate &a) {
     });
 }
 
+// gelu(g) = g / (1 + e^(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3): the tanh approximation, rounded as torch rounds it.
+template <class T> void gelu_mul(const Gate &a) {
+    auto *gate_up = static_cast<const T *>(a.gate_up);
+    auto *out = static_cast<T *>(a.out);
+    long num_rows = a.num_rows, size = a.size;
+    parallel_for(num_rows, num_rows * size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
+        const T *gate = gate_up + row * 2 * size, *up = gate + size;
+        for (long i = 0; i < size; i++) {
+            float g = wide(gate[i]), twice = 1.59576912f * (g + 0.044715f * g * g * g), e = exp_of_negative(-std::fabs(twice));
+            out[row * size + i] = narrow<T>(rounded<T>(g * (twice < 0 ? e : 1.0f) / (1.0f + e)) * wide(up[i]));
+        }
+    });
+}
+
+// torch's operations on numbers, of rows that may be apart.
+struct Elementwise {
+    void *out;
+    const void *a, *b;  // [num_rows, size]; b is not read by all
+    long num_rows, size, out_stride, a_stride, b_stride;
+    float factor;
+};
+
+template <class T, class B = T, class Compute> void elementwise(const Elementwise &e, const Compute &compute) {
+    for (long row = 0; row < e.num_rows; row++) {
+        auto *out = static_cast<T *>(e.out) + row * e.out_stride;
+        auto *a = static_cast<const T *>(e.a) + row * e.a_stride;
+        auto *b = static_cast<const B *>(e.b) + row * e.b_stride;
+        for (long i = 0; i < e.size; i++) out[i] = narrow<T>(compute(wide(a[i]), b + i));
+    }
+}
+
 constexpr int MAX_HEAD_DIM = 512;
 
 struct RopeWrite {
@@ -829,6 +860,19 @@ FOR_EACH_KIND(EXPORT_KIND)
         a->float32_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a);    \
     }                                                                               \
     EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                      \
+    EXPORT gelu_mul_##NAME(const Gate *a) { gelu_mul<T>(*a); }                      \
+    EXPORT add_##NAME(const Elementwise *e) {                                       \
+        elementwise<T>(*e, [](float a, const T *b) { return a + wide(*b); });       \
+    }                                                                               \
+    EXPORT mul_##NAME(const Elementwise *e) {                                       \
+        elementwise<T>(*e, [=](float a, const T *) { return a * e->factor; });      \
+    }                                                                               \
+    EXPORT div_##NAME(const Elementwise *e) {                                       \
+        elementwise<T>(*e, [=](float a, const T *) { return a / e->factor; });      \
+    }                                                                               \
+    EXPORT copy_##NAME(const Elementwise *e) {                                      \
+        elementwise<T>(*e, [](float a, const T *) { return a; });                   \
+    }                                                                               \
     EXPORT causal_conv_##NAME(const CausalConv *a) { causal_conv<T>(*a); }          \
     EXPORT delta_rule_##NAME(const DeltaRule *a) { delta_rule<T>(*a); }             \
     EXPORT delta_gates_##NAME(const DeltaGates *a) { delta_gates<T>(*a); }          \
@@ -845,6 +889,10 @@ FOR_EACH_KIND(EXPORT_KIND)
         a->int8_kv ? decode_attention<T, int8_t>(*a) : decode_attention<T, T>(*a); \
     } \
     EXPORT sample_##NAME(const Sample *a) { sample<T>(*a); }
+
+EXPORT add_bf16_f32(const Elementwise *e) {
+    elementwise<float, bfloat16>(*e, [](float a, const bfloat16 *b) { return a + wide(*b); });
+}
 
 EXPORT route_tokens(const Route *a) { route(*a); }
 EXPORT prepare_decode(const PrepareDecode *a) { prepare_decode(*a); }

@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -122,6 +123,12 @@ _Norm = _struct(
     (INT, "float32_weight num_threads"),
 )
 _Gate = _struct("Gate", (POINTER, "gate_up out"), (LONG, "num_rows size"), (INT, "num_threads"))
+_Elementwise = _struct(
+    "Elementwise",
+    (POINTER, "out a b"),
+    (LONG, "num_rows size out_stride a_stride b_stride"),
+    (FLOAT, "factor"),
+)
 _RopeWrite = _struct(
     "RopeWrite",
     (POINTER, "positions slots cos_sin"),
@@ -271,12 +278,15 @@ class Library:
                 self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
         for name in ("route_tokens", "prepare_decode", "commit_tokens"):
             self._functions[name, None] = _function(with_gil, name)
+        self._functions["add_bf16", torch.float32] = _function(with_gil, "add_bf16_f32")
         for name in ("experts_in", "experts_out", "causal_conv", "delta_rule", "gated_rms_norm"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(without_gil, f"{name}_{suffix}")
         for name in (
             "add_rms_norm",
             "silu_mul",
+            "gelu_mul",
+            *("add", "mul", "div", "copy"),
             "delta_gates",
             "sigmoid_mul",
             "rope_kv_write",
@@ -305,6 +315,19 @@ class Library:
             yield recording
         finally:
             self._local.recording = None
+
+    def record_elementwise(self, name: str, tensors: tuple[Tensor, ...], strides: Seq[int], factor: float) -> None:
+        """Record out = a + b, a * factor, a / factor or a, without computing it.
+
+        name     "add", "add_bf16" for a bfloat16 b and float32, "mul", "div", "copy"
+        tensors  out, a and b [num_rows, ...], each row contiguous
+        strides  of each, from row to row
+        """
+        out = tensors[0]
+        arguments = _Elementwise(*map(_pointer, tensors), len(out), out[0].numel(), *strides, factor)
+        _, address = self._functions[name, out.dtype]
+        assert self.recording is not None
+        self.recording.add(address, arguments, tensors)
 
     def _call(self, name: str, dtype: torch.dtype | None, arguments: ctypes.Structure, *tensors: Any) -> None:
         """tensors: all that the arguments point to, to be kept by a recording."""
@@ -459,10 +482,16 @@ class Library:
         return out, residual_out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate("silu_mul", gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate("gelu_mul", gate_up)
+
+    def _gate(self, name: str, gate_up: Tensor) -> Tensor:
         num_tokens, double = gate_up.shape
         out = gate_up.new_empty(num_tokens, double // 2)
         arguments = _Gate(gate_up.data_ptr(), out.data_ptr(), num_tokens, double // 2, torch.get_num_threads())
-        self._call("silu_mul", gate_up.dtype, arguments, gate_up, out)
+        self._call(name, gate_up.dtype, arguments, gate_up, out)
         return out
 
     def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, first: int, batch: RaggedBatch) -> Tensor:

@@ -146,6 +146,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """See `reference.gelu_mul`."""
+    if (library := native.library_for(gate_up)) is not None:
+        return library.gelu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
+from octavo.kernels.cpu.torch_calls import TorchCalls
 from octavo.kernels.row_state import DecodeInputs
 from octavo.runner.passes.pass_shape import PassShape
 
@@ -57,10 +58,10 @@ class RecordedGraphs:
             work()
         if not self.max_slices:
             return  # the pass's model was not recorded
-        with self._undone(), library.record() as recording:
+        with self._undone(), library.record() as recording, TorchCalls(library) as torch_calls:
             logits = work()
         with self._undone():
-            if logits is None or self._replays_exactly(recording, logits, work):
+            if torch_calls.is_complete and (logits is None or self._replays_exactly(recording, logits, work)):
                 self._graphs[name] = recording, logits
             else:
                 self.max_slices = 0
