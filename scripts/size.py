@@ -16,25 +16,25 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "(top)": 1140,  # public names, EngineArgs, exceptions, logging, `octavo doctor`, groups, states, 8-bit K and V
     "params": 672,  # sampling, beam search and structured output parameters, with their validation; vLLM's arguments
-    "core": 3_420,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
+    "core": 3420,  # blocks, window groups, states, prefix cache, scheduler, policy, events, commands, snapshots, plans
     "checkpoint": 723,  # finding a model's files, reading headers, the tables of keys
     "engine": 2742,  # step loop, requests, drafts in grammars, queries, outputs, beams, supervisor, also of ranks
     "frontend": 2505,  # LLM, ranks, the client with its transports, text input; PagedAttention without an engine
-    "text": 2_580,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), helpers; output parsers 560,
+    "text": 2580,  # tokenizers, chat templates, detokenizer, grammars (Lark, EBNF), helpers; output parsers 560,
     # of them harmony and calls in XML 310
-    "kernels": 10_740,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
+    "kernels": 10810,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits; recurrent layers 832; batch
-    # invariance 185; experts in groups on a GPU 170
-    "models": 5_225,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
+    # invariance 185; experts in groups on a GPU 170; races over slices of the vocabulary 95; steps in one native call 70
+    "models": 5225,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290; llama.cpp's
     # files of hybrids 120, columns in another order 35, layers that keep 8 bits 25; Gemma 4 (K/V
     # heads of two sizes, experts beside the MLP) 375
     "router": 246,  # which replica caches what, and the choice of one
-    "runner": 4_230,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
+    "runner": 4230,  # plans to tensors, passes, sampling, draft models, shared suffixes, CUDA graphs, memory, executors
     # of ranks 650: the ring of plans, their processes, collectives, where each is and whether one hangs
     "serve": 5011,  # OpenAI's routes, HTTP server with its limits, metrics (of ranks 20), tenants; harmony 40
-    "simulate": 3_335,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
+    "simulate": 3335,  # replicas behind the router, cost models, also of ranks, traces, planner, the paper
     "bench": 1111,  # `octavo bench`; perplexity of a text
     "view": 3672,  # live view with ranks, flight recorder and player, playground; lessons, of them 650 lines of texts
     "view (JavaScript)": 2324,  # the page, without a framework; the card of ranks, states 25
