@@ -24,7 +24,7 @@ BUDGETS: dict[str, int] = {
     # of them harmony and calls in XML 310
     "kernels": 10810,  # reference, CPU (torch, numpy, C++), Triton, Hopper variants, choice by capability; of quantised
     # weights 1,150: products in 4, 5, 6 and 8 bits and float8, rounding, K and V in 8 bits; recurrent layers 832; batch
-    # invariance 185; experts in groups on a GPU 170; races over slices of the vocabulary 95; steps in one native call 70
+    # invariance 185; experts in groups on a GPU 170; races over slices 95; steps in one native call 70
     "models": 5225,  # a module a family, config readers, decoders, recurrent layers, linear methods, loaders; parts of
     # ranks 140: their sizes, vocabulary, joint norms, columns of files; of four formats of quantised checkpoints and
     # llama.cpp's blocks 900: their keys, tensors and the bits that are kept; experts 290; llama.cpp's
