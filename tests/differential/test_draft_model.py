@@ -144,7 +144,7 @@ def test_only_a_devices_target_has_several_lines_a_row(
     found: dict[int, set[int]] = {}  # of each model
     decode_logits = GraphCache.decode_logits
 
-    def check(self: GraphCache, model: Any, inputs: DecodeInputs, kv: Tensor) -> Tensor:
+    def check(self: GraphCache, model: Any, inputs: DecodeInputs, kv: Tensor, *, sliced: bool = False) -> Tensor:
         batch, lines = inputs.batch, inputs.batch.lines_per_row
         found.setdefault(id(model), set()).add(lines)
         lens = batch.seq_lens.view(-1, lines)
@@ -155,7 +155,7 @@ def test_only_a_devices_target_has_several_lines_a_row(
             num_blocks = (lens[live, i] - 1) // kv.shape[4]
             common = torch.arange(tables.shape[2]) < num_blocks.unsqueeze(1)
             assert torch.equal(tables[live, i][common], tables[live, 0][common])
-        return decode_logits(self, model, inputs, kv)
+        return decode_logits(self, model, inputs, kv, sliced=sliced)
 
     monkeypatch.setattr(GraphCache, "decode_logits", check)
     run(Case("llama", place, "suffix", {}), models["target"], plain, speculation(models["target"], 7))
