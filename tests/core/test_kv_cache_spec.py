@@ -69,6 +69,8 @@ def test_a_block_of_two_sizes_of_heads_has_room_for_the_larger_group(windows: tu
     assert kv.block_shape == (1, 1, 1, 8, 192 if windows else 128 + 192)
     assert kv.num_places == 2 + 3 * (len(windows) or 1)
     assert replace(kv, full=None).num_places == 3 * (1 + len(windows))
+    wide = replace(kv, full=(2, 1, 64))
+    assert (wide.layer_bytes(0), wide.layer_bytes(64)) == (4 * 2 * 64, 4 * 2 * 2 * 16)
 
 
 def test_float8_is_refused_for_two_sizes_of_heads(tmp_path: Path) -> None:
