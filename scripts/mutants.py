@@ -55,7 +55,7 @@ RUNNER += [
     "tests/differential/test_speculation.py::test_grammars_get_the_same_tokens_in_fewer_passes",
     "tests/runner/test_oracle_workloads.py::test_random_workloads_with_drafts_give_the_same_tokens",
 ]
-TEST_TIMEOUT_S = 120
+TEST_TIMEOUT_S = 240
 """A mutant that makes the tests hang counts as killed."""
 
 
