@@ -463,7 +463,7 @@ def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str
 def _add_ends(backend: tokenizers.Tokenizer, file: GGUFFile, kind: str, special_tokens: dict[str, str]) -> None:
     """Add BOS before and EOS after a text, as the file's flags require; without flags, as the kind of model expects.
 
-    Gemma 4 has BOS whatever the flag says, as in llama.cpp.
+    Texts of Gemma 4 always begin with BOS, even if the flag is false: as in llama.cpp.
     """
     bos_default = kind == "llama" or file.value("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
     has_bos = kind == "gemma4" or file.value("tokenizer.ggml.add_bos_token", bos_default)

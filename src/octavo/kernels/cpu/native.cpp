@@ -472,31 +472,30 @@ struct Gate {
     int num_threads;
 };
 
-template <class T> void silu_mul(const Gate &a) {
+// activate(gate) * up
+template <class T, class Activate> void gate_mul(const Gate &a, const Activate &activate) {
     auto *gate_up = static_cast<const T *>(a.gate_up);
     auto *out = static_cast<T *>(a.out);
     long num_rows = a.num_rows, size = a.size;
     parallel_for(num_rows, num_rows * size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         const T *gate = gate_up + row * 2 * size, *up = gate + size;
-        for (long i = 0; i < size; i++) {
-            float g = wide(gate[i]), e = exp_of_negative(-std::fabs(g));
-            out[row * size + i] = narrow<T>(g * (g < 0 ? e : 1.0f) / (1.0f + e) * wide(up[i]));
-        }
+        for (long i = 0; i < size; i++) out[row * size + i] = narrow<T>(activate(wide(gate[i])) * wide(up[i]));
     });
 }
 
-// gelu(g) = g / (1 + e^(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3): the tanh approximation, rounded as torch rounds it.
+// g / (1 + e^-x)
+inline float sigmoid_times(float g, float x) {
+    float e = exp_of_negative(-std::fabs(x));
+    return g * (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+template <class T> void silu_mul(const Gate &a) {
+    gate_mul<T>(a, [](float g) { return sigmoid_times(g, g); });
+}
+
+// The tanh approximation: x = 2 sqrt(2 / pi) (g + 0.044715 g^3). Rounded as torch rounds it.
 template <class T> void gelu_mul(const Gate &a) {
-    auto *gate_up = static_cast<const T *>(a.gate_up);
-    auto *out = static_cast<T *>(a.out);
-    long num_rows = a.num_rows, size = a.size;
-    parallel_for(num_rows, num_rows * size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
-        const T *gate = gate_up + row * 2 * size, *up = gate + size;
-        for (long i = 0; i < size; i++) {
-            float g = wide(gate[i]), twice = 1.59576912f * (g + 0.044715f * g * g * g), e = exp_of_negative(-std::fabs(twice));
-            out[row * size + i] = narrow<T>(rounded<T>(g * (twice < 0 ? e : 1.0f) / (1.0f + e)) * wide(up[i]));
-        }
-    });
+    gate_mul<T>(a, [](float g) { return rounded<T>(sigmoid_times(g, 1.59576912f * (g + 0.044715f * g * g * g))); });
 }
 
 // torch's operations on numbers, of rows that may be apart.
