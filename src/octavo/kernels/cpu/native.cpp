@@ -217,9 +217,9 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // A step reads one word of 4 bytes of each output and of each row of x. The sums of a row are added in the order of its
 // inputs in every batch, so its result always has the same bits.
 
-// Bytes of a tile that are multiplied with all rows while they are in a near cache, for one block of rows and for
-// several. Meanwhile, the next ones are prefetched.
-constexpr long FEW_STEP_BYTES = 8 << 10, STEP_BYTES = 32 << 10;
+// Bytes of a tile that are multiplied with all rows while they are in the second-level cache. Meanwhile, the next ones
+// are prefetched to it. Smaller steps would fit the first level, but loading and storing sums takes more than they save.
+constexpr long STEP_BYTES = 128 << 10;
 constexpr long MAX_CHUNK = 256;  // rows of x at a time: their sums stay in the second-level cache
 
 // Words of a register, and registers of outputs in one pass over the rows.
@@ -281,7 +281,7 @@ void take_steps(const char *tile, const typename K::X *x, long x_stride, long co
     FloatWords total[ROWS][NUM];
     for (int row = 0; row < ROWS; row++) memcpy(total[row], sums + row * (TILE / WORDS), sizeof total[row]);
     for (long k = 0; k < count; k++, tile += 4 * TILE) {
-        for (long i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead);
+        for (long i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         typename K::Weights weights[NUM];
         for (int j = 0; j < NUM; j++) weights[j] = K::weights(tile + 4 * WORDS * j);
         for (int row = 0; row < ROWS; row++) {
@@ -326,7 +326,7 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     long num_rows = last - first, block_rows = num_rows <= FEW_ROWS<K> ? FEW_ROWS<K> : K::ROWS;
     long num_blocks = (num_rows + block_rows - 1) / block_rows;
     bool reads_once = num_rows <= K::ROWS && TILE / WORDS <= GROUPS;
-    long max_count = (num_blocks == 1 && !reads_once ? FEW_STEP_BYTES : STEP_BYTES) / (4 * TILE);
+    constexpr long max_count = STEP_BYTES / (4 * TILE);
     // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
     parallel_for(num_tiles, a.num_threads, [&](long t) {
         auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * 2;

@@ -26,13 +26,16 @@ inline void pause_core() {
 
 class Team {
   public:
-    // body(first, last) for parts of [0, size), of `grain` numbers each. One caller has the team, others run alone.
-    template <class Body> void run(long size, long grain, int num_threads, const Body &body) {
+    // body(first, last) for parts of [0, size): each is the rest / divisor. One caller has the team, others run alone.
+    template <class Body> void run(long size, long divisor, int num_threads, const Body &body) {
         std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
-        if (num_threads < 2 || size <= grain || !turn.try_lock()) return body(0L, size);
+        if (num_threads < 2 || size < 2 || !turn.try_lock()) return body(0L, size);
         for (; num_workers_ < num_threads - 1; num_workers_++) std::thread([this] { work(); }).detach();
         auto take = [&] {
-            for (long first; (first = next_.fetch_add(grain)) < size;) body(first, std::min(size, first + grain));
+            for (long first = next_; first < size; first = next_) {
+                long last = first + std::max(1L, (size - first) / divisor);
+                if (next_.compare_exchange_weak(first, last)) body(first, last);
+            }
         };
         using Take = decltype(take);
         call_ = [](const void *self) { (*static_cast<const Take *>(self))(); };
@@ -100,10 +103,9 @@ inline std::atomic<Team *> &team() {
     return instance;
 }
 
-// body(i) for i in [0, size), in parts of consecutive numbers.
+// body(i) for i in [0, size), in parts of consecutive numbers: large ones first, so that threads end together.
 template <class Body> inline void parallel_for(long size, int num_threads, const Body &body, long parts_a_thread = 4) {
-    long grain = std::max(1L, size / (num_threads * parts_a_thread));
-    team().load()->run(size, grain, num_threads, [&](long first, long last) {
+    team().load()->run(size, num_threads * parts_a_thread, num_threads, [&](long first, long last) {
         for (long i = first; i < last; i++) body(i);
     });
 }
