@@ -73,6 +73,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {
         "octavo/py.typed",
         "octavo/kernels/cpu/native.cpp",
+        "octavo/kernels/cpu/chunks.h",
         "octavo/kernels/cpu/experts.h",
         "octavo/kernels/cpu/grouped.h",
         "octavo/kernels/cpu/step.h",

@@ -129,10 +129,10 @@ def test_a_recorded_call_reads_the_sinks(library: native.Library) -> None:
     case = make_case([1, 1], [700, 9], sinks=True)
     assert case.sinks is not None
     out, lens = torch.empty_like(case.q), case.batch.seq_lens
-    queries = native.DecodeQueries(torch.arange(2), lens, case.batch.block_tables)
+    queries = native.Queries(torch.arange(2), lens, case.batch.block_tables)
     with library.record() as recording:
         options = {"scale": case.scale, "window": 0, "sinks": case.sinks.clone()}
-        library.decode_attention(case.q, case.kv_layer, queries, out, None, **options)
+        library.attention(case.q, case.kv_layer, queries, out, None, **options)
     options["sinks"].copy_(case.sinks.flip(0))
     case.sinks = case.sinks.flip(0)
     del options  # the recording has the only reference

@@ -1,8 +1,8 @@
 """Paged attention on the CPU.
 
-`native.cpp` computes decode queries where their blocks are. Other queries, or all without a compiler, gather K and V
-once, contiguously, for as many sequences as fit the second-level cache, and use torch's flash attention. The plan of a
-batch is computed once for all layers (`RaggedBatch.derived`).
+`native.cpp` computes decode queries, and chunks in bfloat16, where their blocks are. Other chunks, or all queries
+without a compiler, gather K and V once, contiguously, for as many sequences as fit the second-level cache, and use
+torch's flash attention. The plan of a batch is computed once for all layers (`RaggedBatch.derived`).
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class _Group:
 class _Plan:
     """The calls that compute attention of a batch, the same for every layer.
 
-    decodes      decode queries for `native.cpp`; without it, they are in `groups`
-    groups       decode queries in groups
-    chunks       sequences with several queries, each with its `_kv_rows`
+    native       for `native.cpp`: decode queries, and in bfloat16 sequences with several
+    groups       decode queries in groups, without it
+    chunks       other sequences with several queries, each with its `_kv_rows`
     causal_mask  see `_causal_mask`
     covers_all   no row of q is padding
     """
 
-    decodes: native.DecodeQueries | None
+    native: list[native.Queries]
     groups: list[_Group]
     chunks: list[tuple[_Span, Tensor]]
     causal_mask: Tensor
@@ -138,9 +138,9 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`.
 
-    Decode queries run in `native.cpp`, or else in groups with gathered K and V. In a group, the query heads that share
-    a K/V head are rows of one matrix, so K and V are read once instead of once a query head. Chunks run one by one, in
-    tiles of queries that skip later keys.
+    Decode queries, and chunks in bfloat16, run in `native.cpp`. Without it, decode queries run in groups with gathered
+    K and V. There, the query heads that share a K/V head are rows of one matrix, so K and V are read once instead of
+    once a query head. Other chunks run one by one, in tiles of queries that skip later keys.
     """
     q = q.contiguous()
     layout = q.shape, q.dtype, kv_layer.shape, kv_layer.stride(), kv_layer.dtype
@@ -162,8 +162,9 @@ def paged_attention(
         plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.accumulation_dtype(q.dtype)) if return_lse else None
-    if plan.decodes is not None and (library := native.library()) is not None:
-        library.decode_attention(q, kv_layer, plan.decodes, out, lse, scale=scale, window=window, sinks=sinks)
+    if plan.native and (library := native.library()) is not None:
+        for part in plan.native:
+            library.attention(q, kv_layer, part, out, lse, scale=scale, window=window, sinks=sinks)
     if plan.groups or plan.chunks:
         _attend_gathered(plan, q, kv_layer, out, lse, scale, window, sinks)
     return out if lse is None else (out, lse)
@@ -257,35 +258,37 @@ def _is_decode(q: Tensor, batch: RaggedBatch) -> bool:
 def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> _Plan:
     library = native.library() if native.supports_heads(q, kv_layer) else None
     if library is not None and _is_decode(q, batch):
-        decodes = native.DecodeQueries(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
-        return _Plan(decodes, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
+        decodes = native.Queries(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
+        return _Plan([decodes], [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = q.shape[1] // num_kv_heads
     block_bytes = 2 * num_kv_heads * block_size * q.shape[2] * q.element_size()  # once gathered
     spans = list(_spans(batch, block_size, window))
     single = [span for span in spans if span.end - span.begin == 1]
     chunks = [span for span in spans if span.end - span.begin > 1]
-    plan = _Plan(
-        decodes=None,
-        groups=[],
-        chunks=[(span, _kv_rows([span], span.num_blocks, batch, kv_layer)) for span in chunks],
-        causal_mask=_causal_mask(
-            rows=min(QUERY_TILE, batch.max_query_len),
-            width=max((span.stop - span.start for span in chunks), default=0),
-            window=window,
-            dtype=q.dtype,
-        ),
-        covers_all=sum(span.end - span.begin for span in spans) == len(q),
-    )
-    if single and library is not None:
-        seqs, rows = torch.tensor([(span.seq, span.begin) for span in single]).T.contiguous()
-        plan.decodes = native.DecodeQueries(rows, batch.seq_lens[seqs], batch.block_tables[seqs])
-    elif single:
+    plan = _Plan([], [], [], torch.empty(0, 0), covers_all=sum(span.end - span.begin for span in spans) == len(q))
+    if library is not None:
+        plan.native += [_native_queries(single, batch, None)] if single else []
+        single = []
+        if chunks and q.dtype == torch.bfloat16 and q.shape[2] % 2 == 0:
+            counts = torch.tensor([span.end - span.begin for span in chunks])
+            plan.native.append(_native_queries(chunks, batch, counts))
+            chunks = []
+    if single:
         # Padding changes the order of sums; in bfloat16, the rounding could change a sequence's tokens.
         groups = _group_by_length(single, block_bytes) if q.dtype == torch.float32 else ([span] for span in single)
         for spans in groups:
             plan.groups.append(_make_group(spans, batch, kv_layer, group_size, q.dtype))
+    if chunks:
+        plan.chunks += [(span, _kv_rows([span], span.num_blocks, batch, kv_layer)) for span in chunks]
+        rows, width = min(QUERY_TILE, batch.max_query_len), max(span.stop - span.start for span in chunks)
+        plan.causal_mask = _causal_mask(rows, width, window, q.dtype)
     return plan
+
+
+def _native_queries(spans: list[_Span], batch: RaggedBatch, counts: Tensor | None) -> native.Queries:
+    seqs, rows = torch.tensor([(span.seq, span.begin) for span in spans]).T.contiguous()
+    return native.Queries(rows, batch.seq_lens[seqs], batch.block_tables[seqs], counts)
 
 
 def _spans(batch: RaggedBatch, block_size: int, window: int) -> Iterator[_Span]:

@@ -42,16 +42,16 @@ def paged_attention(  # type: ignore[no-redef]
         batch.derived[key] = _single_queries(batch)
     out = torch.zeros_like(q := q.contiguous())
     for queries in batch.derived[key]:
-        library.decode_attention(q, kv_layer, queries, out, None, scale=scale, window=window, sinks=sinks)
+        library.attention(q, kv_layer, queries, out, None, scale=scale, window=window, sinks=sinks)
     return out
 
 
-def _single_queries(batch: RaggedBatch) -> list[native.DecodeQueries]:
+def _single_queries(batch: RaggedBatch) -> list[native.Queries]:
     seqs = torch.repeat_interleave(batch.query_start.diff())  # [num_tokens], the sequence of each
     rows = torch.arange(len(seqs))
     seen = (batch.seq_lens[seqs] - batch.query_start[1:][seqs] + rows + 1).int()
     parts = zip(*(torch.split(tensor, QUERIES) for tensor in (rows, seen, seqs)), strict=True)
-    return [native.DecodeQueries(rows, seen, batch.block_tables[seqs]) for rows, seen, seqs in parts]
+    return [native.Queries(rows, seen, batch.block_tables[seqs]) for rows, seen, seqs in parts]
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:  # type: ignore[no-redef]

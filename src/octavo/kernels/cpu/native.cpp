@@ -245,6 +245,11 @@ struct Bfloat16Words {
     typedef __m512bh Weights, Factor;
     static constexpr int ROWS = 6;
 
+    static void words(const float *from, long size, X *to) {
+        typedef uint16_t __attribute__((may_alias)) Half;
+        auto *halves = reinterpret_cast<Half *>(to);
+        for (long i = 0; i < size; i++) halves[i] = narrow<bfloat16>(from[i]).bits;
+    }
     static Weights weights(const char *line) { return (Weights)load<IntWords>(line); }
     static Factor factor(X x) { return (Factor)(IntWords{} + int32_t(x)); }
     static FloatWords add(FloatWords sum, Weights w, Factor x) { return (FloatWords)_mm512_dpbf16_ps((__m512)sum, w, x); }
@@ -261,6 +266,7 @@ struct Bfloat16Words {
     } Weights, Factor;
     static constexpr int ROWS = 5;
 
+    static void words(const float *from, long size, X *to) { memcpy(to, from, size * sizeof *from); }
     static Weights weights(const char *line) {
         auto pairs = load<UintWords>(line);
         return {(FloatWords)(pairs << 16), (FloatWords)(pairs & 0xffff0000u)};
@@ -279,7 +285,8 @@ template <class K, int TILE, int ROWS, int NUM>
 void take_steps(const char *tile, const typename K::X *x, long x_stride, long count, FloatWords *sums,
                 const char *ahead, long lines) {
     FloatWords total[ROWS][NUM];
-    for (int row = 0; row < ROWS; row++) memcpy(total[row], sums + row * (TILE / WORDS), sizeof total[row]);
+    for (int row = 0; row < ROWS; row++)
+        for (int j = 0; j < NUM; j++) total[row][j] = sums[row * (TILE / WORDS) + j];
     for (long k = 0; k < count; k++, tile += 4 * TILE) {
         for (long i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         typename K::Weights weights[NUM];
@@ -289,7 +296,11 @@ void take_steps(const char *tile, const typename K::X *x, long x_stride, long co
             for (int j = 0; j < NUM; j++) total[row][j] = K::add(total[row][j], weights[j], factor);
         }
     }
-    for (int row = 0; row < ROWS; row++) memcpy(sums + row * (TILE / WORDS), total[row], sizeof total[row]);
+    // Unrolled, so that the compiler keeps `total` in registers all the time.
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NUM; j++) sums[row * (TILE / WORDS) + j] = total[row][j];
 }
 
 // `take_steps` for all outputs of a tile and up to FEW_ROWS rows. The passes over the outputs share the prefetch.
@@ -613,7 +624,8 @@ template <class T, class W, class R> void rope_kv_write(const RopeWrite &r) {
 // -- decode attention -------------------------------------------------------------------------------------------------
 
 struct Attention {
-    const int64_t *rows;      // [num_seqs], the row of q of each sequence
+    const int64_t *rows;      // [num_seqs], the row of q of each sequence; the first one, if it has several
+    const int64_t *counts;    // [num_seqs], its queries; null: one
     const int32_t *seq_lens;  // [num_seqs]
     const int32_t *tables;    // [num_seqs, table_width]
     float scale;
@@ -824,6 +836,7 @@ template <class T, class R> void decode_attention(const Attention &a) {
     }
 }
 
+#include "chunks.h"
 #include "recurrent.h"
 #include "step.h"
 
@@ -893,6 +906,9 @@ EXPORT add_bf16_f32(const Elementwise *e) {
     elementwise<float, bfloat16>(*e, [](float a, const bfloat16 *b) { return a + wide(*b); });
 }
 
+EXPORT chunk_attention_bf16(const Attention *a) {
+    a->int8_kv ? chunk_attention<int8_t>(*a) : chunk_attention<bfloat16>(*a);
+}
 EXPORT route_tokens(const Route *a) { route(*a); }
 EXPORT prepare_decode(const PrepareDecode *a) { prepare_decode(*a); }
 EXPORT commit_tokens(const CommitTokens *a) { commit_tokens(*a); }

@@ -39,7 +39,10 @@ from octavo.kernels.row_state import DecodeInputs, RowState
 logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("experts", "grouped", "recurrent", "step", "team")))
+SOURCES = (
+    SOURCE,
+    *(SOURCE.with_name(f"{name}.h") for name in ("chunks", "experts", "grouped", "recurrent", "step", "team")),
+)
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     *("-fopenmp-simd", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -139,7 +142,7 @@ _RopeWrite = _struct(
 )
 _Attention = _struct(
     "Attention",
-    (POINTER, "rows seq_lens tables"),
+    (POINTER, "rows counts seq_lens tables"),
     (FLOAT, "scale"),
     (LONG, "num_seqs table_width window num_kv_heads group head_dim block_size block_stride"),
     (POINTER, "q kv_layer out lse sinks"),
@@ -278,6 +281,7 @@ class Library:
                 self._functions[f"{name}_{kind}", None] = _function(opened, f"{name}_{kind}")
         for name in ("route_tokens", "prepare_decode", "commit_tokens"):
             self._functions[name, None] = _function(with_gil, name)
+        self._functions["chunk_attention", torch.bfloat16] = _function(without_gil, "chunk_attention_bf16")
         self._functions["add_bf16", torch.float32] = _function(with_gil, "add_bf16_f32")
         for name in ("experts_in", "experts_out", "causal_conv", "delta_rule", "gated_rms_norm"):
             for dtype, suffix in SUFFIXES.items():
@@ -603,11 +607,11 @@ class Library:
         self._call("rope_kv_write", q.dtype, arguments, *tensors)
         return out
 
-    def decode_attention(
+    def attention(
         self,
         q: Tensor,
         kv_layer: Tensor,
-        queries: DecodeQueries,
+        queries: Queries,
         out: Tensor,
         lse: Tensor | None,
         *,
@@ -615,7 +619,7 @@ class Library:
         window: int,
         sinks: Tensor | None,
     ) -> None:
-        """Paged attention of single queries, written to their rows of `out`, shaped as q, and of `lse`."""
+        """Paged attention of queries, written to their rows of `out`, shaped as q, and of `lse`."""
         num_kv_heads, block_size = kv_layer.shape[2:4]
         arguments = _Attention(
             *queries.pointers,
@@ -636,7 +640,8 @@ class Library:
             kv_layer.dtype == torch.int8,
             torch.get_num_threads(),
         )
-        self._call("decode_attention", q.dtype, arguments, queries, q, kv_layer, out, lse, sinks)
+        name = "decode_attention" if queries.counts is None else "chunk_attention"
+        self._call(name, q.dtype, arguments, queries, q, kv_layer, out, lse, sinks)
 
     def prepare_decode(self, state: RowState, inputs: DecodeInputs, block_size: int) -> None:
         """See `reference.prepare_decode_inputs`. Block tables are filled up to the longest sequence."""
@@ -689,19 +694,21 @@ class Library:
         return token_ids
 
 
-class DecodeQueries:
-    """The sequences of a batch that have a single query.
+class Queries:
+    """The last queries of some sequences of a batch.
 
-    rows          [num_seqs] int64, the row of q of each sequence
+    rows          [num_seqs] int64, the row of q of each sequence, or the first one of several
     seq_lens      [num_seqs] int32
     block_tables  [num_seqs, max_blocks] int32
+    counts        [num_seqs] int64, queries of each; None: one
     """
 
-    def __init__(self, rows: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+    def __init__(self, rows: Tensor, seq_lens: Tensor, block_tables: Tensor, counts: Tensor | None = None) -> None:
         self.rows = rows.contiguous()
+        self.counts = counts
         self.seq_lens = seq_lens.contiguous()
         self.block_tables = block_tables.contiguous()
-        self.pointers = self.rows.data_ptr(), self.seq_lens.data_ptr(), self.block_tables.data_ptr()
+        self.pointers = self.rows.data_ptr(), _pointer(counts), self.seq_lens.data_ptr(), self.block_tables.data_ptr()
 
 
 def _function(library: ctypes.CDLL, name: str) -> tuple[Any, int]:
