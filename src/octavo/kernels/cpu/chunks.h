@@ -125,9 +125,9 @@ template <class R> void chunk_attention(const Attention &a) {
     std::vector<Task> tasks;
     long step = std::max(1L, CHUNK_ROWS / a.group);
     for (long s = 0; s < a.num_seqs; s++)
-        for (long last = a.counts[s]; last > 0; last -= step)  // later queries see more keys: the longest tasks first
+        for (long last = a.counts[s]; last > 0; last -= step)
             for (long h = 0; h < a.num_kv_heads; h++) tasks.push_back({s, h, std::max(0L, last - step), last});
     parallel_for(long(tasks.size()), a.num_threads, [&](long i) {
         attend_queries<R>(a, tasks[i].seq, tasks[i].head, tasks[i].first, tasks[i].last);
-    }, 1L << 20);
+    });
 }

@@ -178,7 +178,7 @@ template <class D, bool READS, int M = D::ROWS, class... Rest> void dot_products
     dot_products<D, M, READS>(rest...);
 }
 
-constexpr long UNIT_OUT = 64, PARTS_A_THREAD = 16;  // experts have different numbers of pairs
+constexpr long UNIT_OUT = 64;
 
 template <class D> struct PlainUnit {
     typedef typename D::Weight T;
@@ -232,7 +232,7 @@ template <class T> void plain_products(const Experts &a, Pairs &pairs, float *y)
             }
             p == begin ? unit.template multiply<true>(rows, from, to) : unit.template multiply<false>(rows, from, to);
         }
-    }, PARTS_A_THREAD);
+    });
 }
 
 // -- products of weights in groups ------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ template <class K> void grouped_products(const Experts &a, Pairs &pairs, float *
                 write_sums(sums, tile, Shape::TILES, bias ? bias + segment.expert * a.num_out : nullptr, a.num_out,
                            y + pairs.order[p] * a.num_out);
         });
-    }, PARTS_A_THREAD);
+    });
 }
 
 // -- the operations ---------------------------------------------------------------------------------------------------

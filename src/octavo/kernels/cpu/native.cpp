@@ -823,7 +823,7 @@ template <class T, class R> void decode_attention(const Attention &a) {
     bool worth = num_keys * a.num_kv_heads * a.head_dim > WORTH_A_THREAD;
     parallel_for(long(tasks.size()), worth ? a.num_threads : 1, [&](long i) {
         attend_part(a, q, kv_layer, tasks[i].seq, tasks[i].head, tasks[i].first, tasks[i].last, parts + i * part_size);
-    }, 1L << 20);
+    });
     for (long pair = 0; pair + 1 < long(firsts.size()); pair++) {
         if (firsts[pair] == firsts[pair + 1]) continue;  // padding: no keys
         long seq = pair / a.num_kv_heads, head = pair % a.num_kv_heads;
