@@ -142,7 +142,6 @@ COVERED_BY = {
     "metadata.py": "reference/test_attention.py",
     "row_state.py": "triton/sampling/test_step_inputs.py",
     "reference/step.py": "triton/sampling/test_step_inputs.py",
-    "cpu/attention.py": "reference/test_attention.py",
     "cpu/ops.py": "reference/test_norms.py",
     "cpu/sampling.py": "reference/test_sampling.py",
     "triton/launch.py": "triton/test_precompile.py",
