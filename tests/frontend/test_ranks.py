@@ -98,10 +98,10 @@ def results(outputs: list[RequestOutput]) -> list[Any]:
     return [[(c.token_ids, c.text, c.finish_reason) for c in output.outputs] for output in outputs]
 
 
-def both(model: str, use: Callable[[LLM], Any], **options: Any) -> tuple[Any, Any]:
-    """What one rank gives, and what two give."""
+def both(model: str, use: Callable[[LLM], Any], *, num_ranks: int = 2, **options: Any) -> tuple[Any, Any]:
+    """What one rank gives, and what several give."""
     found = []
-    for size in (1, 2):
+    for size in (1, num_ranks):
         with LLM(model, **(OPTIONS | options), tensor_parallel_size=size) as llm:
             found.append(use(llm))
     return found[0], found[1]
@@ -205,7 +205,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-WINNERS, LOGITS = 3, 56
+WINNERS, TOPS, LOGITS = 3, 65, 56
 """Columns of a gather: of 97 tokens, rank 0 has 56, and the other rank 41."""
 RANDOM = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, n=3)
 
@@ -216,23 +216,46 @@ RANDOM = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True,
         ([GREEDY], {WINNERS}),
         ([RANDOM], {WINNERS}),
         ([RANDOM, GREEDY, SamplingParams(temperature=0, top_k=5, max_tokens=9)], {WINNERS}),
-        ([replace(RANDOM, top_k=5)], {LOGITS}),
+        ([replace(RANDOM, top_k=5)], {TOPS, WINNERS}),
+        ([replace(RANDOM, top_k=64, top_p=0.8), GREEDY, replace(RANDOM, top_k=60, min_p=0.1)], {TOPS, WINNERS}),
+        ([replace(RANDOM, top_k=65)], {LOGITS}),
+        ([replace(RANDOM, top_k=5), replace(RANDOM, top_k=5, logprobs=1)], {LOGITS}),
         ([replace(RANDOM, top_p=0.8)], {LOGITS}),
         ([replace(RANDOM, min_p=0.1)], {LOGITS}),
         ([replace(RANDOM, logprobs=1)], {LOGITS}),
         ([replace(GREEDY, presence_penalty=1.0)], {LOGITS}),
-        ([RANDOM, replace(GREEDY, max_tokens=30), replace(RANDOM, n=1, top_k=5, max_tokens=6)], {WINNERS, LOGITS}),
+        ([RANDOM, replace(GREEDY, max_tokens=30), replace(RANDOM, n=1, top_p=0.8, max_tokens=6)], {WINNERS, LOGITS}),
     ],
 )
 def test_plain_rows_gather_no_logits(
     model: str, gathers: list[torch.Tensor], params: list[SamplingParams], columns: set[int]
 ) -> None:
-    """12 bytes a row and rank. A row that needs all logits takes the others of its step with it."""
+    """12 bytes a row and rank, with a top_k 272. A row that needs all logits takes the others of its step with it."""
     used = [params[i % len(params)] for i in range(len(PROMPTS))]
     one, two = both(model, lambda llm: results(generate(llm, PROMPTS, used)))
     assert one == two
     assert {x.shape[1] for x in gathers} == columns
     assert all(x.dtype == torch.float32 for x in gathers)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_slices_of_more_tokens_than_are_sent(tmp_path: Path, gathers: list[torch.Tensor], num_ranks: int) -> None:
+    """Of 1003 tokens the last rank has fewer than the others."""
+    sizes = {"vocab_size": 1003, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
+    model = str(make_tiny_checkpoint("llama", tmp_path / "model", **sizes))
+    filters = (
+        {"top_k": 20, "top_p": 0.95},
+        {"top_k": 64, "min_p": 0.05},
+        {"top_k": 40, "top_p": 0.6},
+        {"top_k": 2},
+        {},
+    )
+    params = [GREEDY, *(replace(RANDOM, **each) for each in filters)]
+    prompts = [[5 + 9 * i, 800, 3 + i] for i in range(len(params))]
+    options: dict[str, Any] = {"num_ranks": num_ranks, "skip_tokenizer_init": True}
+    one, several = both(model, lambda llm: results(generate(llm, prompts, params)), **options)
+    assert one == several
+    assert {x.shape[1] for x in gathers} == {TOPS, WINNERS}
 
 
 def test_a_slice_that_is_not_finite_fails_its_row(model: str) -> None:

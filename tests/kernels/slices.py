@@ -15,11 +15,14 @@ BOUNDS = (0, 300, 600, 900, 1003)
 """The last slice is shorter."""
 
 
-def sliced_params(device: str = "cpu") -> SamplingTensors:
-    """Greedy and random rows, by turns."""
+def sliced_params(device: str = "cpu", *, filters: bool = False) -> SamplingTensors:
+    """Greedy and random rows, by turns. filters: three of four rows have a top_k, and some other filters too"""
     n = 12
     temperature = [(0.0, 1.0, 0.3)[i % 3] for i in range(n)]
-    columns = temperature, [0] * n, [1.0] * n, [0.0] * n, list(range(n)), [0, 1] * (n // 2), list(range(50, 50 + n))
+    top_k = [(64, 40, 0, 3)[i % 4] * filters for i in range(n)]
+    top_p = [(1.0, 0.913, 1.0, 0.513, 0.713)[i % 5] if k else 1.0 for i, k in enumerate(top_k)]  # no whole tokens
+    min_p = [(0.0, 0.0, 0.1)[i % 3] if k else 0.0 for i, k in enumerate(top_k)]
+    columns = temperature, top_k, top_p, min_p, list(range(n)), [0, 1] * (n // 2), list(range(50, 50 + n))
     return SamplingTensors.from_lists(*columns, device=device)
 
 
@@ -33,8 +36,17 @@ def sliced_logits(params: SamplingTensors, seed: int) -> Tensor:
     return logits
 
 
-def decide(ops: Any, logits: Tensor, params: SamplingTensors) -> Tensor:
-    """The tokens of races over slices with memory of their own, as ranks have it."""
-    winners = [ops.race(logits[:, first:last].contiguous(), params, first) for first, last in pairwise(BOUNDS)]
-    tokens: Tensor = ops.decide(torch.cat(winners, 1))
+def slices_of(ops: Any, logits: Tensor, params: SamplingTensors, bounds: tuple[int, ...] = BOUNDS) -> list[Tensor]:
+    """Slices with memory of their own, as ranks have it; with filters, if a row has one."""
+    slices = [logits[:, first:last].contiguous() for first, last in pairwise(bounds)]
+    if not params.any_filter:
+        return slices
+    tops = torch.cat([ops.slice_tops(own, params) for own in slices], 1)
+    return [ops.keep_slice(own, params, tops, i) for i, own in enumerate(slices)]
+
+
+def decide(ops: Any, logits: Tensor, params: SamplingTensors, bounds: tuple[int, ...] = BOUNDS) -> Tensor:
+    """The tokens of races over slices."""
+    slices = zip(slices_of(ops, logits, params, bounds), bounds, strict=False)
+    tokens: Tensor = ops.decide(torch.cat([ops.race(own, params, first) for own, first in slices], 1))
     return tokens

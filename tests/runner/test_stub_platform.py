@@ -227,25 +227,28 @@ def use_slice(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         found.append(x)
         return x
 
-    monkeypatch.setattr(VocabEmbedding, "slice", VocabSlice(0, all_gather))
+    monkeypatch.setattr(VocabEmbedding, "slice", VocabSlice(0, 0, all_gather))
     return found
 
 
 @pytest.mark.parametrize("runner", ["cpu", "eager", "graphs"])
 @pytest.mark.parametrize(("kind", "case"), [("plain", "windows"), ("plain", "swap"), *((k, "plain") for k in TOGETHER)])
 def test_samples_from_a_slice(model: str, kind: str, case: str, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with filters, processors, grammars or log-probabilities need all logits, and take their steps with them."""
-    params = [*params_of(kind), SamplingParams(temperature=1.0, seed=9, max_tokens=90, ignore_eos=True)]
+    """Rows with processors, grammars, log-probabilities or filters without a top_k need all logits, and take their
+    steps with them. The last steps have a row with a top_k, or none."""
+    plain = SamplingParams(temperature=1.0, seed=9, max_tokens=90, ignore_eos=True)
+    params = [*params_of(kind), plain, replace(plain, top_k=20, top_p=0.9, max_tokens=75)]
     options: dict[str, Any] = {"stub_platform": runner != "cpu", "fake_graphs": runner == "graphs"}
     _, expected = generate(model, params, stub_platform=False, **CASES[case])
     gathered = use_slice(monkeypatch)
     _, outputs = generate(model, params, **options, **CASES[case])
     assert completions(outputs) == completions(expected)
-    assert {x.shape[1] for x in gathered} == {3}
+    columns = [x.shape[1] for x in gathered]
+    assert set(columns) == {3, 65} and columns.count(3) > columns.count(65)
 
 
 def test_graphs_of_slices_are_captured_at_start(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of whole logits on first use. All have been compiled."""
+    """Those with filters and those of whole logits on first use. All have been compiled."""
     use_slice(monkeypatch)
     plain = [SamplingParams(temperature=1, seed=i, max_tokens=5) for i in range(8)]
     with use_stub_platform(LLM(model, **OPTIONS), fake_graphs=True) as llm:
@@ -257,12 +260,14 @@ def test_graphs_of_slices_are_captured_at_start(model: str, monkeypatch: pytest.
         with torch.inference_mode(), monkeypatch.context() as patch:
             patch.setattr(passes, "_compute", lambda shape, packed: compiled.append(shape))
             passes.run_all_variants()
-        assert captured.keys() & compiled and PassShape(8) in compiled
+        assert captured.keys() & compiled and {PassShape(8), PassShape(8, sliced=True)} < set(compiled)
         before = set(captured)
         llm.generate([[5, 6]] * 8, plain, use_tqdm=False)
         assert captured.keys() == before
-        llm.generate([[5, 6]] * 8, [replace(p, top_k=3) for p in plain], use_tqdm=False)
-        assert {shape.sliced for shape in captured.keys() - before} == {False}
+        for top_k, sliced in (64, True), (65, False):
+            llm.generate([[5, 6]] * 8, [replace(p, top_k=top_k) for p in plain], use_tqdm=False)
+            assert {(shape.filters, shape.sliced) for shape in captured.keys() - before} == {(True, sliced)}
+            before = set(captured)
 
 
 @pytest.mark.parametrize("window", [1, 4])

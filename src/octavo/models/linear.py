@@ -60,10 +60,11 @@ class VocabSlice(NamedTuple):
     """The part of the vocabulary whose logits a rank computes: tokens from `first` on, of equally many on all ranks but
     the last.
 
-    all_gather  see `TensorParallel`
+    rank, all_gather  see `TensorParallel`
     """
 
     first: int
+    rank: int
     all_gather: Callable[[Tensor], Tensor]
 
 
@@ -252,7 +253,7 @@ class VocabEmbedding:
     @property
     def slice(self) -> VocabSlice | None:
         """None for a single rank."""
-        return None if self.tp.all_gather is None else VocabSlice(self.first, self.tp.all_gather)
+        return None if self.tp.all_gather is None else VocabSlice(self.first, self.tp.rank, self.tp.all_gather)
 
     def logits(self, x: Tensor, *, sliced: bool = False) -> Tensor:
         """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype. sliced: only this rank's slice"""

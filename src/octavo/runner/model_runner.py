@@ -196,14 +196,15 @@ class ModelRunner:
             uses_processors = processors.applies_to(plan)
             needs_all = uses_processors or num_logprobs or upload.num_drafts or plan.bitmask_slices
             filters = processors.filters(plan)
+            sliced = self.passes.plain.sliced and not (needs_all or processors.filters_all(plan))
             variant = PassShape(
                 0,
                 logits_processors=uses_processors,
                 logprobs=bool(num_logprobs),
                 cascade=upload.cascade,
                 num_drafts=upload.num_drafts,
-                filters=filters or not self.platform.is_host,
-                sliced=self.passes.plain.sliced and not (needs_all or filters),
+                filters=filters or not (self.platform.is_host or sliced),
+                sliced=sliced,
             )
             fuses = plan.num_bitmask_columns > 1
             sampler = DeviceColumns(self.passes, ring, output, variant, fuses=fuses, timers=self.draft_limit.timers)

@@ -19,7 +19,7 @@ from octavo.kernels.cpu.sampling import NUM_CANDIDATES
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.reference import sampling
 from tests.kernels.pool import BOTH, settings_of
-from tests.kernels.slices import decide, sliced_logits, sliced_params
+from tests.kernels.slices import BOUNDS, decide, sliced_logits, sliced_params, slices_of
 
 
 def kept_tokens(
@@ -300,6 +300,30 @@ def test_races_over_slices_decide_as_one(ops: ModuleType, seed: int, dtype: torc
     assert (tokens == -1).nonzero().flatten().tolist() == [3, 4, 5, 11]
     greedy = settings_of(len(logits), temperature=0.0)
     assert decide(ops, logits, greedy).tolist() == ops.sample_checked(logits, greedy).tolist()
+
+
+@pytest.mark.parametrize("bounds", [BOUNDS, (0, 40, 80, 83), (0, 500, 502, 503)], ids=str)
+@pytest.mark.parametrize("peak", [math.inf, 1.0, -1.0])
+@pytest.mark.parametrize("seed", range(4))
+@BOTH
+def test_filters_of_slices_are_those_of_all(ops: ModuleType, seed: int, peak: float, bounds: tuple[int, ...]) -> None:
+    """Also where a slice has fewer tokens than top_k, or more than are exchanged equal the last that top_k keeps."""
+    params = sliced_params(filters=True)
+    logits = sliced_logits(params, seed)
+    logits = torch.where(logits.isfinite(), logits.clamp(max=peak), logits)[:, : bounds[-1]]
+    assert decide(ops, logits, params, bounds).tolist() == ops.sample_checked(logits, params).tolist()
+    rows = params.is_filtered() & logits.isfinite().all(1)
+    assert rows.sum() >= 3
+    kept = torch.cat(slices_of(ops, logits, params, bounds), 1) > sampling.REMOVED
+    assert torch.equal(kept[rows], reference.filtered_logits(logits, params)[rows] > -math.inf)
+
+
+@BOTH
+def test_top_p_ends_within_the_equals_of_a_slice(ops: ModuleType) -> None:
+    """Of 83 equals top_p keeps the first 58 or 59: more than top_k."""
+    params = settings_of(1, top_k=3, top_p=0.7)
+    kept = torch.cat(slices_of(ops, torch.zeros(1, 83), params, (0, 40, 80, 83)), 1)[0] == 0
+    assert kept.sum() == 59 and kept[:59].all()
 
 
 @BOTH

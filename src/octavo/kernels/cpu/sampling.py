@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
 from octavo.kernels.metadata import SamplingTensors
-from octavo.kernels.reference.sampling import GOLDEN, MIX_1, MIX_2, noise_keys
+from octavo.kernels.reference.sampling import GOLDEN, MIX_1, MIX_2, REMOVED, noise_keys
 
 NUM_CANDIDATES = 256
 """Top tokens that filters look at first. They nearly always suffice; sorting a vocabulary costs 20 times as much."""
@@ -49,6 +49,20 @@ def race(logits: Tensor, params: SamplingTensors, first: int) -> Tensor:
     if warm.numpy().any():
         scores = reference.race_scores(scores, params, winners + first)
     return torch.cat([scores, winners + first, finite.unsqueeze(1)], 1)
+
+
+def keep_slice(logits: Tensor, params: SamplingTensors, tops: Tensor, rank: int) -> Tensor:
+    """See `reference.keep_slice`. numpy finds the few tokens that are kept."""
+    border, num_equal = (x.numpy() for x in reference.slice_borders(params, tops, rank))
+    scaled, kept = reference.scaled_logits(logits, params).float().numpy(), logits.float().clone()
+    for row in (params.is_filtered() & finite_rows(logits)).nonzero().squeeze(1).tolist():
+        ids = np.flatnonzero(scaled[row] >= border[row])
+        equal = scaled[row, ids] == border[row]
+        ids = ids[~equal | (equal.cumsum() <= num_equal[row])]
+        values = kept[row, ids]
+        kept[row] = REMOVED
+        kept[row, ids] = values
+    return kept
 
 
 Sampler = Callable[[Tensor, SamplingTensors], Tensor]

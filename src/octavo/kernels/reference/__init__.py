@@ -45,12 +45,14 @@ from octavo.kernels.reference.norms import (
 from octavo.kernels.reference.recurrent import causal_conv, delta_gates, gated_delta_rule, gated_rms_norm, sigmoid_mul
 from octavo.kernels.reference.rope import apply_rope, rope_table
 from octavo.kernels.reference.sampling import (
+    MAX_SLICED_TOP_K,
     apply_token_bitmask,
     decide,
     exponential_noise,
     filtered_logits,
     finite_rows,
     keep_mask,
+    keep_slice,
     mask_bad_words,
     noise_keys,
     packed_top_logprobs,
@@ -58,6 +60,8 @@ from octavo.kernels.reference.sampling import (
     race_scores,
     sample,
     scaled_logits,
+    slice_borders,
+    slice_tops,
     token_logprobs,
 )
 from octavo.kernels.reference.step import (

@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.reference.norms import accumulation_dtype
+
+MAX_SLICED_TOP_K = 64
+"""Largest top_k for which slices of the vocabulary are filtered by their top tokens."""
+REMOVED = -1e36
+"""In place of a logit of a slice that filters remove: finite, also divided by the least temperature, 0.01."""
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -60,6 +66,53 @@ def decide(winners: Tensor) -> Tensor:
     return torch.where(finite.amin(1) > 0, tokens, -1).long()
 
 
+def slice_tops(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """What the filters need of a slice of the vocabulary -> [num_rows, MAX_SLICED_TOP_K + 1] float32, for `keep_slice`.
+
+    A row has the largest of its logits / temperature in descending order, and how many more equal the last of these.
+    A smaller slice is padded with -inf. logits [num_rows, num_tokens]
+    """
+    scaled = scaled_logits(logits, params).float()
+    tops = scaled.topk(min(MAX_SLICED_TOP_K, scaled.shape[1])).values
+    last = tops[:, -1:]
+    num_equal = (scaled == last).sum(1, keepdim=True) - (tops == last).sum(1, keepdim=True)
+    return torch.cat([F.pad(tops, (0, MAX_SLICED_TOP_K - tops.shape[1]), value=-math.inf), num_equal], 1)
+
+
+def keep_slice(logits: Tensor, params: SamplingTensors, tops: Tensor, rank: int) -> Tensor:
+    """A slice's logits in float32, `REMOVED` for tokens that `filtered_logits` removes, for `race`.
+
+    Rows with filters have a top_k of 1 to `MAX_SLICED_TOP_K`. Values that are not finite stay: `race` looks for them.
+
+    logits      [num_rows, num_tokens]
+    tops, rank  see `slice_borders`
+    """
+    border, num_equal = slice_borders(params, tops, rank)
+    scaled = scaled_logits(logits, params).float()
+    equal = scaled == border
+    removed = (scaled < border) | (equal & (equal.cumsum(1, dtype=torch.int32) > num_equal))
+    removed &= params.is_filtered().unsqueeze(1) & logits.isfinite()
+    return logits.float().masked_fill(removed, REMOVED)
+
+
+def slice_borders(params: SamplingTensors, tops: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The least logit / temperature that filters keep, and how many equals of it in a slice, both [num_rows, 1].
+
+    tops  [num_rows, num_slices * (MAX_SLICED_TOP_K + 1)], `slice_tops` of the slices in the order of their tokens
+    rank  index of the slice
+
+    The sums of top_p are those of `filtered_logits`; where more than `MAX_SLICED_TOP_K` of a slice are equal, rounded.
+    """
+    num_rows, num_slices = len(tops), tops.shape[1] // (MAX_SLICED_TOP_K + 1)
+    tops = tops.view(num_rows, num_slices, MAX_SLICED_TOP_K + 1)
+    counts = F.pad(tops[..., -1:], (MAX_SLICED_TOP_K - 1, 0)) + 1
+    ordered, order = tops[..., :-1].flatten(1).sort(dim=1, descending=True, stable=True)
+    kept = kept_counts(ordered, params, counts=counts.flatten(1).gather(1, order))
+    border = ordered.masked_fill(kept == 0, math.inf).amin(1, keepdim=True)
+    at_border = torch.empty_like(kept).scatter_(1, order, kept.masked_fill(ordered != border, 0.0))
+    return border, at_border.view(num_rows, num_slices, MAX_SLICED_TOP_K)[:, rank].sum(1, keepdim=True)
+
+
 def filtered_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
     """logits / temperature, with -inf for tokens that top_k, top_p and min_p, in that order, remove.
 
@@ -88,20 +141,33 @@ def keep_mask(ordered: Tensor, params: SamplingTensors, log_total: Tensor | None
 
     log_total [num_rows, 1] is the log-sum-exp of all logits, needed if `ordered` has only the highest of them.
     """
+    return kept_counts(ordered, params, log_total=log_total) > 0
+
+
+def kept_counts(
+    ordered: Tensor, params: SamplingTensors, *, counts: Tensor | None = None, log_total: Tensor | None = None
+) -> Tensor:
+    """How many tokens `filtered_logits` keeps -> [num_rows, num_logits] float, of whole numbers. See `keep_mask`.
+
+    counts  tokens that a logit stands for, of the same shape; None: one. More than one only where top_k removes the
+            logit, or it is the last that top_k keeps
+    """
     num_logits, top_k, top_p = ordered.shape[-1], params.top_k, params.top_p
     k = torch.where(top_k > 0, top_k, num_logits).clamp(max=num_logits).long().unsqueeze(-1)
     keep = ordered >= ordered.gather(-1, k - 1)
     left = ordered.masked_fill(~keep, -math.inf)
-    log_mass = left.logsumexp(-1, keepdim=True)
+    log_mass = (left if counts is None else left + counts.log()).logsumexp(-1, keepdim=True)
     if log_total is not None:
         log_mass = torch.where(top_k.unsqueeze(-1) > 0, log_mass, log_total)
     probs = (left - log_mass).exp()
-    mass_before = probs.cumsum(-1) - probs
+    counts = torch.ones_like(probs) if counts is None else counts
+    mass = probs * counts
     # A rounded sum may reach 1 before the last token: top_p = 1 keeps everything without arithmetic.
-    keep &= (mass_before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
-    keep &= probs >= params.min_p.unsqueeze(-1) * probs[:, :1]
-    keep[:, 0] = True
-    return keep
+    room = torch.where((top_p >= 1).unsqueeze(-1), math.inf, top_p.unsqueeze(-1) - (mass.cumsum(-1) - mass))
+    keep &= (room > 0) & (probs >= params.min_p.unsqueeze(-1) * probs[:, :1])
+    kept = torch.where(keep, torch.minimum((room / probs).ceil(), counts), 0.0)
+    kept[:, 0].clamp_(min=1.0)
+    return kept
 
 
 def finite_rows(logits: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from octavo.kernels.reference import (
     finite_rows,
     gelu,
+    keep_slice,
     layer_norm,
     linear,
     rope_table,
+    slice_tops,
 )
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.attention.paged_attention import paged_attention
@@ -68,6 +70,7 @@ __all__ = [
     "gelu",
     "gelu_mul",
     "init_token_counts",
+    "keep_slice",
     "keeps_groups",
     "kv_write",
     "layer_norm",
@@ -93,6 +96,7 @@ __all__ = [
     "sample_checked",
     "sigmoid_mul",
     "silu_mul",
+    "slice_tops",
     "swap_in",
     "swap_out",
     "token_logprobs",

@@ -23,7 +23,7 @@ class PassShape(NamedTuple):
     cascade            uses cascade attention
     num_drafts         lines of each slice besides the first. Where the host chooses the lines, 1 stands for any number
     num_candidates     of the part "candidates"
-    filters            rows may have top_k, top_p or min_p. A GPU's work does not depend on it: always True there
+    filters            rows may have top_k, top_p or min_p. A GPU's work depends on it only if `sliced`: else True there
     sliced             each tensor parallel rank has the logits of its slice of the vocabulary, and samples from them
     """
 

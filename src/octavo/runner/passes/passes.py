@@ -57,7 +57,8 @@ class Passes:
         self.graphs = GraphCache(platform.make_graphs(inputs) if graphs else None, prefill_sizes.sizes)
         self._state, self._platform, self.max_lines = state, platform, max_lines
         self._block_size = state.kv.shape[4]
-        self.plain = PassShape(0, sliced=pipeline.vocab_slice is not None)
+        is_slice = pipeline.vocab_slice is not None
+        self.plain = PassShape(0, filters=not is_slice, sliced=is_slice)
         self._prefill_sizes = prefill_sizes
         self._decode_sizes = decode_sizes(num_rows)
         self._cascade_sizes = cascade_sizes(num_rows) if platform.has_cascade else []
@@ -75,7 +76,7 @@ class Passes:
     def shape(self, p: Pass, part: Part, variant: PassShape = PLAIN) -> PassShape:
         """The shape of a part of a pass. variant: what it has in common with the other passes of its plan"""
         if p.size is not None:
-            return PassShape(p.size, part, variant.logits_processors, variant.logprobs, sliced=variant.sliced)
+            return variant._replace(size=p.size, part=part, cascade=False, num_drafts=0)
         num_lines, cascade = len(p.slices), variant.cascade
         if self.graphs.whole_passes:
             each = 1 + variant.num_drafts
@@ -168,7 +169,8 @@ class Passes:
             by_power = {(num - 1).bit_length(): each * num for num in reversed(sizes) if each * num <= self.max_lines}
             variant = self.plain._replace(cascade=cascade) if each == 1 else PassShape(0, num_drafts=1)
             shapes += [variant._replace(size=size) for size in by_power.values()]
-        for variant in PLAIN, PassShape(0, logprobs=True):  # compiled here, captured on first use
+        others = PLAIN, PassShape(0, logprobs=True), self.plain._replace(filters=True)
+        for variant in dict.fromkeys(others):  # compiled here, captured on first use
             shapes.append(variant._replace(size=self._decode_sizes[-1]))
         for shape in shapes:
             with self._harmless(shape):

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
-from octavo.kernels.reference import check_tokens
+from octavo.kernels.reference import MAX_SLICED_TOP_K, check_tokens
 from octavo.kernels.row_state import (
     ALLOWED_TOKENS,
     HISTORY,
@@ -105,16 +105,18 @@ class LogitsProcessors:
 
     What that does not hold, such as bad words, is applied by `sampler.Sampler`, which samples such rows on the host.
 
-    of_row        the row's processors, None for most rows
-    rows          rows in the state
-    filtered      rows whose tokens top_k, top_p or min_p choose from
-    num_logprobs  row -> number of top log-probabilities that the device returns; absent for other rows
+    of_row           the row's processors, None for most rows
+    rows             rows in the state
+    filtered         rows whose tokens top_k, top_p or min_p choose from
+    filtered_by_all  those of them whose filters need all logits: without a top_k, or with a large one
+    num_logprobs     row -> number of top log-probabilities that the device returns; absent for other rows
     """
 
     def __init__(self, state: RowState, max_len: int, vocab_size: int, platform: Platform) -> None:
         self.of_row: list[RowLogitsProcessors | None] = [None] * (state.null_row + 1)
         self.rows: set[int] = set()
         self.filtered: set[int] = set()
+        self.filtered_by_all: set[int] = set()
         self.num_logprobs: dict[int, int] = {}
         self.platform, self.ops = platform, platform.ops
         self._row_state = state
@@ -147,6 +149,10 @@ class LogitsProcessors:
         """True if a row of the plan has top_k, top_p or min_p."""
         return bool(self.filtered) and not self.filtered.isdisjoint(plan.rows)
 
+    def filters_all(self, plan: StepPlan) -> bool:
+        """True if the filters of a row of the plan need all logits."""
+        return bool(self.filtered_by_all) and not self.filtered_by_all.isdisjoint(plan.rows)
+
     def slice_logprobs(self, plan: StepPlan) -> dict[int, int]:
         """Slice -> number of top log-probabilities, for slices with log-probabilities."""
         if not self.num_logprobs:
@@ -161,7 +167,10 @@ class LogitsProcessors:
         for row, setup in setups.items():
             p = self.of_row[row] = RowLogitsProcessors.of(setup, self.platform)
             self.num_logprobs.pop(row, None)
-            (self.filtered.add if setup.sampling_params.has_filters else self.filtered.discard)(row)
+            params = setup.sampling_params
+            by_all = params.has_filters and not 0 < params.top_k <= MAX_SLICED_TOP_K
+            for rows, is_one in (self.filtered, params.has_filters), (self.filtered_by_all, by_all):
+                (rows.add if is_one else rows.discard)(row)
             if p is None:
                 continue
             if setup.token_ids is not None:

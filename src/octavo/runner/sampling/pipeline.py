@@ -63,9 +63,11 @@ class Pipeline:
             tokens = self._processors.sample(
                 logits, rows, sampling, bitmask, keep_logits=shape.logprobs, drafts=lines.drafts
             )
-        elif shape.sliced and self.vocab_slice is not None:
-            winners = self._ops.race(logits, sampling, self.vocab_slice.first)
-            tokens = self._ops.decide(self.vocab_slice.all_gather(winners))
+        elif shape.sliced and (own := self.vocab_slice) is not None:
+            if shape.filters:
+                tops = own.all_gather(self._ops.slice_tops(logits, sampling))
+                logits = self._ops.keep_slice(logits, sampling, tops, own.rank)
+            tokens = self._ops.decide(own.all_gather(self._ops.race(logits, sampling, own.first)))
         else:
             tokens = self._ops.sample_checked(logits, sampling, bitmask)
         if lines.drafts is not None:

@@ -149,6 +149,16 @@ def test_races_over_slices_decide_as_one(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(tokens.cpu(), reference.sample_checked(logits, on_cpu(params)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_filtered_slices_decide_as_one(seed: int, dtype: torch.dtype) -> None:
+    params = sliced_params(DEVICE, filters=True)
+    logits = sliced_logits(params, seed).to(dtype)
+    tokens = decide(cuda, logits.to(DEVICE), params)
+    assert torch.equal(tokens, cuda.sample_checked(logits.to(DEVICE), params))
+    assert torch.equal(tokens.cpu(), reference.sample_checked(logits, on_cpu(params)))
+
+
 def test_races_of_several_splits() -> None:
     """Scores are those of the reference, whose rounding differs."""
     params = sliced_params(DEVICE)
