@@ -57,9 +57,9 @@ RUNNER_MUTANTS = [
     Mutant("a draft model's last draft has no K and V", "DraftModel.propose", "range(num_drafts + 1)", "range(max(num_drafts, 1))"),
     # -- ranks -----------------------------------------------------------------------------------------------------------
     Mutant("ranks know different ones of many stop tokens", "pack_setups", "sorted(setup.stop_ids)", "list(setup.stop_ids)"),
-    Mutant("filters see a slice of the vocabulary", "ModelRunner.execute", "needs_all or filters", "needs_all"),
+    Mutant("filters see a slice of the vocabulary", "ModelRunner.execute", "needs_all or processors.filters_all(plan)", "needs_all"),
     # -- recorded passes -------------------------------------------------------------------------------------------------
-    Mutant("a recorded pass samples without the filters", "ModelRunner.execute", "filters or not self.platform.is_host", "not self.platform.is_host"),
+    Mutant("a recorded pass samples without the filters", "ModelRunner.execute", "filters or not (self.platform.is_host or sliced)", "not (self.platform.is_host or sliced)"),
     Mutant("a recording writes to the column of another plan", "RecordedGraphs._undone", "[self._step_counter, *self._of_states]", "self._of_states"),
     Mutant("a lost plan is not noticed", "PlanReader._check_piece", "number != self._number", "False"),
     Mutant("a torn plan is taken", "PlanReader._check_piece", "checksum(...) != crc", "False"),

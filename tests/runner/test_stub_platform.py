@@ -237,7 +237,8 @@ def test_samples_from_a_slice(model: str, kind: str, case: str, runner: str, mon
     """Rows with processors, grammars, log-probabilities or filters without a top_k need all logits, and take their
     steps with them. The last steps have a row with a top_k, or none."""
     plain = SamplingParams(temperature=1.0, seed=9, max_tokens=90, ignore_eos=True)
-    params = [*params_of(kind), plain, replace(plain, top_k=20, top_p=0.9, max_tokens=75)]
+    of_most = replace(plain, temperature=3.0, top_p=0.8, max_tokens=30)
+    params = [*params_of(kind), plain, replace(plain, top_k=20, top_p=0.9, max_tokens=75), of_most]
     options: dict[str, Any] = {"stub_platform": runner != "cpu", "fake_graphs": runner == "graphs"}
     _, expected = generate(model, params, stub_platform=False, **CASES[case])
     gathered = use_slice(monkeypatch)
