@@ -53,7 +53,7 @@ from octavo.kernels.triton.attention.decode_schedule import (
     make_decode_schedule,
     make_packs,
 )
-from octavo.kernels.triton.attention.kv_tile import load_kv_tile, locate_keys
+from octavo.kernels.triton.attention.kv_tile import load_kv_tile, locate_keys, split_pairs
 from octavo.kernels.triton.attention.softmax import LOG2_E, MIN_SCORE, padded_size
 from octavo.kernels.triton.launch import (
     gdc_launch_dependents,
@@ -432,17 +432,32 @@ def _attend(
     (a mask cost 1 to 10 %). Positions outside the range are clamped to its ends.
     """
     PRECISION: tl.constexpr = softmax.dot_precision(queries.dtype)
+    KV_DTYPE: tl.constexpr = kv.dtype.element_ty
+    COLUMNS: tl.constexpr = queries.shape[1]
+    # Shared memory serves matrix instructions 16 bits at a time: two numbers of 8 bits are read as one, then split.
+    PAIRS: tl.constexpr = KV_DTYPE.primitive_bitwidth == 8 and COLUMNS >= 32
+    WIDTH: tl.constexpr = 2 if PAIRS else 1
     key = tl.arange(0, TILE)
-    column = tl.arange(0, queries.shape[1])
+    column = tl.arange(0, COLUMNS // WIDTH)
     last_block = (end - 1) // BLOCK_SIZE
-    row_max, row_sum, acc = softmax.empty_result(queries.shape[0], queries.shape[1])
+    row_max, row_sum, acc = softmax.empty_result(queries.shape[0], COLUMNS // WIDTH)
+    if PAIRS:
+        kv = kv.to(tl.pointer_type(tl.int16), bitcast=True)
+        block_stride, value_stride, head_stride = block_stride // 2, value_stride // 2, head_stride // 2
+        queries, odd_queries = tl.split(queries.reshape(queries.shape[0], COLUMNS // 2, 2))
+        odd_acc = acc
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         position = tl.maximum(tl.minimum(start + key, end - 1), first_key)
         visible = start + key == position
-        offset = locate_keys(block_ids, position, block_stride, head * head_stride, BLOCK_SIZE, HEAD_DIM)
+        offset = locate_keys(block_ids, position, block_stride, head * head_stride, BLOCK_SIZE, HEAD_DIM // WIDTH)
         block_ids = tl.load(table + tl.minimum((start + TILE + key) // BLOCK_SIZE, last_block))
-        keys = load_kv_tile(kv, offset, column, 0, None, HEAD_DIM, False)
-        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION) * scale
+        keys = load_kv_tile(kv, offset, column, 0, None, HEAD_DIM // WIDTH, False)
+        if PAIRS:
+            keys, odd_keys = split_pairs(keys, KV_DTYPE, queries.dtype)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            scores = tl.dot(odd_queries, tl.trans(odd_keys), scores, input_precision=PRECISION) * scale
+        else:
+            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION) * scale
         if PACKED:
             in_context = (start + key)[None, :] < row_len[:, None]
             if SLIDING_WINDOW:
@@ -451,11 +466,23 @@ def _attend(
         else:
             scores = tl.where(visible[None, :], scores, -float("inf"))
         row_max, row_sum, weights, rescale = softmax.update(scores, row_max, row_sum, 1.0)
-        values = load_kv_tile(kv, offset, column, value_stride, None, HEAD_DIM, False).to(queries.dtype)
-        if PACKED:  # a later draft's may be non-finite: times weight 0, it would spoil the lines before it
-            values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
-        acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
+        weights = weights.to(queries.dtype)
+        values = load_kv_tile(kv, offset, column, value_stride, None, HEAD_DIM // WIDTH, False)
+        if PAIRS:
+            values, odd_values = split_pairs(values, KV_DTYPE, queries.dtype)
+            odd_acc *= rescale[:, None]
+            odd_acc = tl.dot(weights, _finite(odd_values, PACKED), odd_acc, input_precision=PRECISION)
+        values = _finite(values.to(queries.dtype), PACKED)
+        acc = tl.dot(weights, values, acc * rescale[:, None], input_precision=PRECISION)
+    if PAIRS:
+        acc = tl.join(acc, odd_acc).reshape(queries.shape[0], COLUMNS)
     return row_max, row_sum, acc
+
+
+@triton.jit
+def _finite(values, PACKED: tl.constexpr):
+    """With PACKED, others become 0: a later draft's, times weight 0, would spoil the lines before it."""
+    return tl.where(tl.abs(values) < float("inf"), values, 0.0) if PACKED else values
 
 
 @triton.jit

@@ -9,6 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Two pairs of float8 -> two lower numbers and two upper ones in float16.
+SPLIT_E4M3 = tl.constexpr("""{
+.reg .b32 t;
+.reg .b16 h;
+prmt.b32 t, $2, 0, 0x4420;
+cvt.u16.u32 h, t;
+cvt.rn.f16x2.e4m3x2 $0, h;
+prmt.b32 t, $2, 0, 0x4431;
+cvt.u16.u32 h, t;
+cvt.rn.f16x2.e4m3x2 $1, h;
+}""")
+SPLIT_E5M2 = tl.constexpr("""{
+prmt.b32 $0, $2, 0, 0x2404;
+and.b32 $1, $2, 0xFF00FF00;
+}""")
+
 
 @triton.jit
 def locate_keys(
@@ -34,3 +51,14 @@ def load_kv_tile(kv, offset, column, value_offset, mask, HEAD_DIM: tl.constexpr,
     else:
         tile = tl.load(ptrs, mask=in_head, other=0.0)
     return tile
+
+
+@triton.jit
+def split_pairs(pairs, KV_DTYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Two numbers of KV_DTYPE, float8, in each 16 bits -> the lower ones and the upper ones in DTYPE."""
+    if tl.float16 == DTYPE and not INTERPRETED:
+        ASM: tl.constexpr = SPLIT_E5M2 if tl.float8e5 == KV_DTYPE else SPLIT_E4M3
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2)
+    else:
+        lower, upper = pairs.to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        return lower.to(KV_DTYPE, bitcast=True).to(DTYPE), upper.to(KV_DTYPE, bitcast=True).to(DTYPE)
