@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class ScaledExperts(Experts):
     def _route(self, x: Tensor) -> Routing:
         logits = self.router(self.ops.rms_norm(x, self.input_scale, self.eps)) * len(self.input_scale) ** -0.5
         routing = self.ops.route(logits, self.spec.top_k, softmax_first=True, renormalise=True)
-        return Routing(routing.experts, routing.weights * self.expert_scale[routing.experts.long()])
+        return replace(routing, weights=routing.weights * self.expert_scale[routing.experts.long()])
 
     def _partial(self, x: Tensor) -> Tensor:
         return self._sum(self.ops.rms_norm(x, self.norm, self.eps), self._route(x))

@@ -121,3 +121,16 @@ def test_kernels_of_a_key_are_precompiled_once(tmp_path: Path, monkeypatch: pyte
     with precompile.Precompiler("another", device) as other:
         other.precompile(lambda: None)
     assert calls[3:] == [[], ["closed"]]
+
+
+def test_what_no_kernel_writes_is_zero_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch checks indices, on a GPU by ending the process."""
+    sums: list[int] = []
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # new tensors have the largest numbers
+    try:
+        index = torch.empty(3, dtype=torch.int64)
+        precompile.list_kernels(lambda: sums.append(int(torch.arange(2)[torch.empty_like(index)].sum())))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sums == [0] and int(index[0]) > 2

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -38,6 +39,8 @@ MAX_PROCESSES = 12
 COMPILE_TIMEOUT_S = 120.0
 """Limit for one kernel, start of the process included; after that, the kernel is compiled when it is launched."""
 ForwardPass = Callable[[], object]
+_ATEN = torch.ops.aten
+UNINITIALISED = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 
 
 class Precompiler:
@@ -89,6 +92,16 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """New tensors are zeros: no kernel writes them, and torch may be given them as indices."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func.overloadpacket in UNINITIALISED else out
+
+
 def list_kernels(*passes: ForwardPass) -> list[str]:
     """The kernels that the passes would launch and that are not in memory yet, one line for `compile_kernel` each.
 
@@ -111,8 +124,9 @@ def list_kernels(*passes: ForwardPass) -> list[str]:
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook, JITFunction.run = record, dry_run
     try:
-        for forward_pass in passes:
-            forward_pass()
+        with _Zeros():  # type: ignore[no-untyped-call]
+            for forward_pass in passes:
+                forward_pass()
     finally:
         JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
     return list(lines)
