@@ -1,14 +1,17 @@
 """Products with quantised weights: few numbers are read, and turned into the model's dtype in registers.
 
     form                           up to a limit of rows     more rows
-    4 bits, 8 bits                 `_grouped`                `_dequantise` a part of the weight, cuBLAS
-    float8_e4m3fn, on Hopper, Ada  `_grouped`, x in 2 parts  x in float8: `_quantise`, cuBLAS; without it, `_grouped`
-    float8_e4m3fn, elsewhere       `_grouped`                as 4 bits
+    all, on Hopper                 `grouped_hopper`          as below
+    4 bits, 8 bits                 `grouped_product`         `dequantise` a part of the weight, cuBLAS
+    float8_e4m3fn, on Hopper, Ada  `grouped_product`,        x in float8: `quantise`, cuBLAS; without it,
+                                   x in 2 parts              `grouped_product`
+    float8_e4m3fn, elsewhere       `grouped_product`         as 4 bits
 
 A value less its zero is exact in bfloat16 and float16. A group's scale multiplies the sum over its inputs, in float32.
 
-A float8 weight is stored by rows. The matrix instructions read it from shared memory as it is, because few rows of x
-are turned into float8, too: into two numbers whose sum is exact in bfloat16. More rows are rounded to one.
+A float8 weight is stored by rows, each 16 inputs in the order [lane 4, half 2, odd 2] of those below. The matrix
+instructions read it from shared memory as it is, because few rows of x are turned into float8, too: into two numbers
+whose sum is exact in bfloat16. More rows are rounded to one. In `grouped_hopper`, x stays in bfloat16.
 
 Integers are stored in the order in which the matrix instructions hold them in registers, so that a thread reads 16
 bytes and uses them itself. A tile has 128 outputs and 32 inputs; a 32-bit word has values of one output:
@@ -45,10 +48,13 @@ from octavo.kernels.triton.linear.grouped_kernels import (
 from octavo.kernels.triton.linear.skinny import finished_counters
 from octavo.kernels.triton.linear.tuning import (
     CUBLAS_WEIGHT_BYTES,
+    MAX_HOPPER_TOKENS_GROUPED,
     MAX_ROWS_TWO_PARTS,
     MAX_SMALL_BATCH_GROUPED,
     MIN_ROWS_CUBLAS,
     GroupedTuning,
+    HopperTuning,
+    grouped_hopper_tuning,
     grouped_tuning,
 )
 
@@ -92,7 +98,7 @@ def pack_groups(groups: Groups) -> PackedHead | None:
     values = padded(groups.values.view(torch.uint8), width)
     if form.is_float:
         multiplies_float8(values.device, by_row)  # found out now: not while a CUDA graph is captured
-        words = values.contiguous().view(torch.float8_e4m3fn)
+        words = float8_columns(values).view(torch.float8_e4m3fn)
     else:
         words = _words(values, form.bits)
     if by_row:
@@ -107,6 +113,11 @@ def pack_groups(groups: Groups) -> PackedHead | None:
     kind = "row" if by_row else "pair" if paired else "zero" if zeros is not None else "wide"
     words = words.view(rows // TILE_OUTPUTS, -1)
     return GroupedWeight(form, num_out, num_in, words, planes, kind, columns, scales.dtype)
+
+
+def float8_columns(values: Tensor) -> Tensor:
+    """values [rows, inputs] -> the same in the order of the columns of a float8 weight."""
+    return values.view(len(values), -1, 2, 4, 2).transpose(2, 3).reshape(len(values), -1)
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
@@ -188,14 +199,15 @@ class GroupedWeight:
         num_rows = len(x)
         has_parts = self.form.is_float and kernels_for(x.device).float8
         parts = (2 if num_rows <= MAX_ROWS_TWO_PARTS else 1) if has_parts else 0
-        if not float32_out and tuning is None:
+        streams = tuning is None and self._streams(x, out)
+        if not float32_out and tuning is None and not streams:
             if parts == 1 and multiplies_float8(x.device, self.kind == "row"):
                 return self._by_float8(x, bias, out)
             if parts == 0 and num_rows >= MIN_ROWS_CUBLAS:
                 return self._by_cublas(x, bias, out)
         if out is None:
             out = torch.empty(num_rows, self.num_out, dtype=torch.float32 if float32_out else x.dtype, device=x.device)
-        self._launch(x, bias, parts=parts, out=out, tuning=tuning)
+        self._launch(x, bias, parts=None if streams else parts, out=out, tuning=tuning)
         return out
 
     def dequantised(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -208,6 +220,7 @@ class GroupedWeight:
         """weight[indices], [num_indices, num_in] in bfloat16."""
         if self.form.is_float:
             wide = self.words.view(torch.uint8).view(len(self.words) * TILE_OUTPUTS, -1)[indices]
+            wide = wide.view(len(wide), -1, 4, 2, 2).transpose(2, 3).reshape(len(wide), -1)
             return self._scaled(wide.view(torch.float8_e4m3fn).float(), indices)
         tile, rep, block = indices // 128, indices // 64 % 2, indices // 16 % 4
         upper, line = indices // 8 % 2, indices % 8
@@ -237,6 +250,8 @@ class GroupedWeight:
 
     @property
     def max_small_batch_tokens(self) -> int:
+        if kernels_for(self.words.device).hopper:
+            return MAX_HOPPER_TOKENS_GROUPED[self.format]
         return MAX_ROWS_TWO_PARTS if self.form.is_float else MAX_SMALL_BATCH_GROUPED
 
     def norm_linear(self, residual: NormedResidual, eps: float, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -254,6 +269,12 @@ class GroupedWeight:
         norm_outputs = self._launch(x, bias, out=y, residual=residual.x, norm=norm)
         assert norm_outputs is not None
         return NormedResidual(y, *norm_outputs)
+
+    def _streams(self, x: Tensor, out: Tensor | None) -> bool:
+        """True if Hopper's kernel computes the product: few rows in bfloat16 that TMA copies, into a whole tensor."""
+        has_kernel = kernels_for(x.device).hopper and x.dtype == torch.bfloat16
+        fits = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and (out is None or out.is_contiguous())
+        return has_kernel and len(x) <= MAX_HOPPER_TOKENS_GROUPED[self.format] and fits
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
@@ -303,12 +324,20 @@ class GroupedWeight:
         eps: float = 0.0,
         residual: Tensor | None = None,
         norm: Tensor | None = None,
-        tuning: GroupedTuning | None = None,
+        tuning: GroupedTuning | HopperTuning | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Writes out; with a norm -> (weighted, squares). Launches on a device must not overlap, see `skinny`."""
-        num_tokens, num_out = len(x), self.num_out // (2 if gate else 1)
         pairs = 2 if self.kind == "pair" else 1
         step_inputs = self.columns * pairs
+        if isinstance(tuning, HopperTuning) or (tuning is None and parts is None and self._streams(x, out)):
+            from octavo.kernels.triton.linear import grouped_hopper  # only where the GPU has its instructions
+
+            sizes = out.shape[1], self.num_in, self.form.bits, step_inputs
+            tuning = tuning or grouped_hopper_tuning(*sizes, len(x), bool(gate))
+            return grouped_hopper.launch(
+                self, x, bias, gate, tuning, out=out, squares=squares, eps=eps, residual=residual, norm=norm
+            )
+        num_tokens, num_out = len(x), self.num_out // (2 if gate else 1)
         if parts is None:
             parts = 2 if self.form.is_float and kernels_for(x.device).float8 else 0
         # With a gate, steps take twice the room: there are fewer, so that two programs fit into a multiprocessor.

@@ -66,6 +66,21 @@ cvt.rn.bf16x2.f32 p, d, b;
 mov.b32 {$1, $3}, p;
 }""")
 """2^23 + a value has the bits 0x4B000000 | value, in float32."""
+UNPACK_FLOAT8 = tl.constexpr("""{
+.reg .b32 p, q, m;
+mov.b32 m, 0x7B807B80;
+prmt.b32 p, $4, 0, 0x9180;
+prmt.b32 q, $4, 0, 0xB3A2;
+shl.b32 p, p, 4;
+shl.b32 q, q, 4;
+and.b32 p, p, 0x87F087F0;
+and.b32 q, q, 0x87F087F0;
+mul.rn.bf16x2 p, p, m;
+mul.rn.bf16x2 q, q, m;
+mov.b32 {$0, $2}, p;
+mov.b32 {$1, $3}, q;
+}""")
+"""A value's sign and bits, moved, are a number in bfloat16 that is 2^120 times less. NaN, which no weight has, is 480."""
 
 
 @triton.jit
@@ -91,15 +106,31 @@ def join_int8(a, b, c, d):
 
 
 @triton.jit
-def _unpack(
-    words, zero, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
-    """A tile's words in memory order, and a zero or those of its outputs -> values less zeros [OUTPUTS, COLUMNS]."""
+def float8_inputs(column):
+    """The inputs in the columns of a float8 weight."""
+    return column // 16 * 16 + column % 16 // 4 * 2 + column % 4 // 2 * 8 + column % 2
+
+
+@triton.jit
+def order_words(words, FORMAT: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's words in memory order -> [OUTPUTS, words of an output]."""
     BLOCKS: tl.constexpr = COLUMNS // 32
     if FORMAT == "int4":
-        words = words.reshape(BLOCKS, 4, 8, 4, 2, 2).permute(4, 1, 5, 2, 0, 3).reshape(OUTPUTS, BLOCKS * 4)
+        return words.reshape(BLOCKS, 4, 8, 4, 2, 2).permute(4, 1, 5, 2, 0, 3).reshape(OUTPUTS, BLOCKS * 4)
+    else:
+        words = words.reshape(BLOCKS, 2, 4, 8, 4, 2, 2).permute(1, 2, 5, 3, 0, 6, 4)
+        return words.reshape(OUTPUTS, BLOCKS * 8)
+
+
+@triton.jit
+def unpack(words, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """Words in the order of `order_words`, and a zero or those of the outputs -> values less zeros [OUTPUTS, inputs].
+
+    float8  is NATIVE, and has no zero
+    """
+    if FORMAT == "int4":
         if NATIVE:
-            zeros = tl.zeros([OUTPUTS, BLOCKS * 4], tl.int32) + zero * 0x00010001
+            zeros = words * 0 + zero * 0x00010001
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
                 UNPACK_INT4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 8, True, 1
             )
@@ -109,10 +140,12 @@ def _unpack(
             e, f = _value(words, zero, 4, FORMAT, DTYPE), _value(words, zero, 5, FORMAT, DTYPE)
             g, h = _value(words, zero, 6, FORMAT, DTYPE), _value(words, zero, 7, FORMAT, DTYPE)
         return join_int4(a, b, c, d, e, f, g, h)
+    elif FORMAT == "float8":
+        a, b, c, d = tl.inline_asm_elementwise(UNPACK_FLOAT8, "=h,=h,=h,=h,r", [words], (tl.bfloat16,) * 4, True, 1)
+        return join_int8(a, b, c, d)
     else:
-        words = words.reshape(BLOCKS, 2, 4, 8, 4, 2, 2).permute(1, 2, 5, 3, 0, 6, 4).reshape(OUTPUTS, BLOCKS * 8)
         if NATIVE:
-            zeros = tl.zeros([OUTPUTS, BLOCKS * 8], tl.int32) + zero
+            zeros = words * 0 + zero
             a, b, c, d = tl.inline_asm_elementwise(
                 UNPACK_INT8, "=h,=h,=h,=h,r,r", [words, zeros], (tl.bfloat16,) * 4, True, 1
             )
@@ -133,7 +166,7 @@ def read_half(words, i: tl.constexpr, SCALES: tl.constexpr):
 
 
 @triton.jit
-def _scale_and_zero(planes, i: tl.constexpr, PLANES: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr):
+def scale_and_zero(planes, i: tl.constexpr, PLANES: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr):
     """A word of the planes for each output -> scales in float32, and a zero or those of the outputs, for broadcasting.
 
     i  group of a pair
@@ -189,7 +222,7 @@ def _dot(
     if FORMAT == "float8":
         return tl.dot(_widen(words, DTYPE), xs, acc)
     else:
-        return tl.dot(_unpack(words, zero, FORMAT, COLUMNS, DTYPE, NATIVE), xs, acc)
+        return tl.dot(unpack(order_words(words, FORMAT, COLUMNS), zero, FORMAT, DTYPE, NATIVE), xs, acc)
 
 
 @triton.jit
@@ -295,8 +328,8 @@ def grouped_product(
                 up_plane = tl.load(planes + step * stride + num_out + row)
         for i in tl.static_range(PAIRS):
             group = step * PAIRS + i
-            scale, zero = _scale_and_zero(plane, i, PLANES, ZERO, SCALES)
-            up_scale, up_zero = _scale_and_zero(up_plane, i, PLANES, ZERO, SCALES)
+            scale, zero = scale_and_zero(plane, i, PLANES, ZERO, SCALES)
+            up_scale, up_zero = scale_and_zero(up_plane, i, PLANES, ZERO, SCALES)
             part = acc if IN_PLACE else tl.zeros([OUTPUTS, TOKENS], tl.float32)
             up_part = acc_up if IN_PLACE else tl.zeros([OUTPUTS, TOKENS], tl.float32)
             for chunk in tl.static_range(COLUMNS // CHUNK):
@@ -309,7 +342,8 @@ def grouped_product(
                     valid = (token < num_tokens)[:, None]
                     if not EVEN:
                         valid = valid & (columns < num_in)[None, :]
-                    xs = tl.load(x + token[:, None] * x_stride + columns[None, :], mask=valid, other=0.0)
+                    inputs = float8_inputs(columns) if BY_ROW else columns
+                    xs = tl.load(x + token[:, None] * x_stride + inputs[None, :], mask=valid, other=0.0)
                     upper, lower, x_scale = _round_to_float8(xs)
                     part = _float8_dot(ptrs, upper, lower, x_scale, PARTS)
                     if GATE != "":
@@ -318,7 +352,8 @@ def grouped_product(
                     valid = (token < num_tokens)[None, :]
                     if not EVEN:
                         valid = valid & (columns < num_in)[:, None]
-                    xs = tl.load(x + token[None, :] * x_stride + columns[:, None], mask=valid, other=0.0)
+                    inputs = float8_inputs(columns) if BY_ROW else columns
+                    xs = tl.load(x + token[None, :] * x_stride + inputs[:, None], mask=valid, other=0.0)
                     part = _dot(part, xs, ptrs, zero, FORMAT, CHUNK, DTYPE, NATIVE)
                     if GATE != "":
                         up_part = _dot(up_part, xs, ptrs + up_offset, up_zero, FORMAT, CHUNK, DTYPE, NATIVE)
@@ -381,12 +416,15 @@ def _dequantise(
         if PLANES == "pair":
             scale = read_half(plane >> (group % 2 * 16), 0, SCALES)
         else:
-            scale, zero = _scale_and_zero(plane, 0, PLANES, ZERO, SCALES)
+            scale, zero = scale_and_zero(plane, 0, PLANES, ZERO, SCALES)
     if FORMAT == "float8":
         line = tl.arange(0, OUTPUTS)[:, None] * (words_stride // OUTPUTS)
         values = _widen(tl.load(words + line + column[None, :]), DTYPE)
     else:
-        values = _unpack(tl.load(words + group * WORDS + tl.arange(0, WORDS)), zero, FORMAT, COLUMNS, DTYPE, NATIVE)
+        tile = order_words(tl.load(words + group * WORDS + tl.arange(0, WORDS)), FORMAT, COLUMNS)
+        values = unpack(tile, zero, FORMAT, DTYPE, NATIVE)
+    if FORMAT == "float8":
+        column = float8_inputs(column)
     mask = (row < num_out)[:, None] & (column < num_in)[None, :]
     scaled = (values.to(tl.float32) * scale[:, None]).to(DTYPE)
     tl.store(weight + row.to(tl.int64)[:, None] * num_in + column[None, :], scaled, mask=mask)
@@ -394,6 +432,8 @@ def _dequantise(
 
 def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [num_tokens, num_in] -> float8 [num_tokens, num_in], rounded up to groups, and scales [groups, num_tokens].
+
+    Columns are in the order of a float8 weight's.
 
     The number of tokens is rounded up to a multiple of 4; those of the further ones are not initialised.
 
@@ -432,7 +472,7 @@ def _quantise(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     wait_for_predecessor(USE_PDL)
-    xs = tl.load(x + token * x_stride + columns, mask=columns < num_in, other=0.0)
+    xs = tl.load(x + token * x_stride + float8_inputs(columns), mask=columns < num_in, other=0.0)
     rounded, _, scale = _round_to_float8(xs)
     tl.store(values + token * width + columns, rounded, mask=columns < width)
     tl.store(scales + group * padded + token, scale, mask=group < groups)

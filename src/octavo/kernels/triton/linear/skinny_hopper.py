@@ -105,15 +105,15 @@ def launch(
 
 
 @gluon.constexpr_function
-def squares_layout(tokens):
+def squares_layout(tokens, warps=4):
     across = max(tokens // 4, 1)
-    return gl.BlockedLayout([1, min(tokens, 4)], [32 // across, across], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, min(tokens, 4)], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _share_layout(rows):
+def _share_layout(rows, warps):
     """Layout of a share of a tile's rows: a thread has adjacent rows, which it stores together."""
-    return gl.BlockedLayout([min(rows // 8, 4), 1], [8, 4], [1, 4], [0, 1])
+    return gl.BlockedLayout([min(rows // 8, 4), 1], [8, 4], [1, warps], [0, 1])
 
 
 @gluon.jit
@@ -204,7 +204,7 @@ def _output_tile(
 
 
 @gluon.jit
-def _load_epilogue_inputs(
+def load_epilogue_inputs(
     bias, residual, norm, first_row, first_token, num_tokens, num_out,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, GATE: gl.constexpr, WITH_BIAS: gl.constexpr,
     WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
@@ -272,47 +272,40 @@ def _epilogue(
 
 
 @gluon.jit
-def _consumer(
-    bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers,
-    ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, PADDED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr, WITH_RESIDUAL: gl.constexpr,
-    WITH_NORM: gl.constexpr, USE_PDL: gl.constexpr,
+def load_squares(
+    squares, first_token, num_squares, TOKENS: gl.constexpr, PADDED: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
-    """The four consumer warps, which multiply."""
-    HALVES: gl.constexpr = 2 if GATE != "" else 1
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16])
-    SQUARES_LAYOUT: gl.constexpr = squares_layout(TOKENS)
+    """The first squares of a tile's tokens; loaded early, used in `finish_tile`."""
+    LAYOUT: gl.constexpr = squares_layout(TOKENS, gl.num_warps())
     SQUARES_PER_LOAD: gl.constexpr = 4096 // TOKENS
-    tiles, x_tiles, full, free = ring
-    wait_for_predecessor(USE_PDL)
-    first_squares = gl.zeros([SQUARES_PER_LOAD, TOKENS], gl.float32, SQUARES_LAYOUT)
-    # Loaded early, used in the epilogue.
+    first_squares = gl.zeros([SQUARES_PER_LOAD, TOKENS], gl.float32, LAYOUT)
     if SCALED:
-        part = gl.arange(0, SQUARES_PER_LOAD, gl.SliceLayout(1, SQUARES_LAYOUT))[:, None]
-        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARES_LAYOUT))[None, :]
+        part = gl.arange(0, SQUARES_PER_LOAD, gl.SliceLayout(1, LAYOUT))[:, None]
+        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))[None, :]
         first_squares = gl.load(squares + part * PADDED + column, mask=part < num_squares, other=0.0)
-    SHARE: gl.constexpr = ROWS // SPLITS
-    SHARE_LAYOUT: gl.constexpr = ACC if SPLITS == 1 else _share_layout(SHARE)
-    first_row = tile * ROWS + split * SHARE
-    inputs = _load_epilogue_inputs(
-        bias, residual, norm, first_row, first_token, num_tokens, num_out,
-        SHARE, TOKENS, SHARE_LAYOUT, GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
-    )  # fmt: skip
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    for iteration in range(end - begin):
-        stage = iteration % STAGES
-        mbarrier.wait(full.index(stage), iteration // STAGES % 2)
-        x_tile = x_tiles.index(stage).permute((1, 0))
-        pending = warpgroup_mma(tiles.index(stage * HALVES), x_tile, acc, is_async=True)
-        if GATE != "":
-            pending_up = warpgroup_mma(tiles.index(stage * HALVES + 1), x_tile, up, is_async=True)
-            acc, up = warpgroup_mma_wait(0, deps=[pending, pending_up])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[pending])
-        mbarrier.arrive(free.index(stage), count=1)
+    return first_squares
 
+
+@gluon.constexpr_function
+def finished_layout(acc_layout, rows, splits):
+    """Layout of the sums that a program finishes: of its tile, or of its share of the rows."""
+    return acc_layout if splits == 1 else _share_layout(rows // splits, acc_layout.warps_per_cta[0])
+
+
+@gluon.jit
+def finish_tile(
+    acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers,
+    tile, first_token, split, num_tokens, num_out, num_in, num_squares, eps,
+    PADDED: gl.constexpr, SPLITS: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr,
+    WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
+):  # fmt: skip
+    """Exchange the sums [rows, tokens] of programs that share a tile, then finish this program's share."""
+    ACC: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    SHARE: gl.constexpr = ROWS // SPLITS
+    SHARE_LAYOUT: gl.constexpr = finished_layout(ACC, ROWS, SPLITS)
+    first_row = tile * ROWS + split * SHARE
     out_squares += (tile * SPLITS + split) * PADDED
     if SPLITS == 1:
         _epilogue(
@@ -321,7 +314,7 @@ def _consumer(
             PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
     else:
-        SIZE: gl.constexpr = HALVES * ROWS * TOKENS  # a token's rows are adjacent
+        SIZE: gl.constexpr = (2 if GATE != "" else 1) * ROWS * TOKENS  # a token's rows are adjacent
         tile_index = gl.program_id(0) // SPLITS
         tile_sums = partial_sums + tile_index * SPLITS * SIZE
         row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None]
@@ -345,6 +338,49 @@ def _consumer(
             first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
             PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
+
+
+# Triton's key of a caller depends on whether this key is known. Several kernels call it, in an order of each process.
+_ = finish_tile.cache_key
+
+
+@gluon.jit
+def _consumer(
+    bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers,
+    ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, PADDED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr, WITH_RESIDUAL: gl.constexpr,
+    WITH_NORM: gl.constexpr, USE_PDL: gl.constexpr,
+):  # fmt: skip
+    """The four consumer warps, which multiply."""
+    HALVES: gl.constexpr = 2 if GATE != "" else 1
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16])
+    SHARE: gl.constexpr = ROWS // SPLITS
+    tiles, x_tiles, full, free = ring
+    wait_for_predecessor(USE_PDL)
+    first_squares = load_squares(squares, first_token, num_squares, TOKENS, PADDED, SCALED)
+    inputs = load_epilogue_inputs(
+        bias, residual, norm, tile * ROWS + split * SHARE, first_token, num_tokens, num_out,
+        SHARE, TOKENS, finished_layout(ACC, ROWS, SPLITS), GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+    )  # fmt: skip
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    for iteration in range(end - begin):
+        stage = iteration % STAGES
+        mbarrier.wait(full.index(stage), iteration // STAGES % 2)
+        x_tile = x_tiles.index(stage).permute((1, 0))
+        pending = warpgroup_mma(tiles.index(stage * HALVES), x_tile, acc, is_async=True)
+        if GATE != "":
+            pending_up = warpgroup_mma(tiles.index(stage * HALVES + 1), x_tile, up, is_async=True)
+            acc, up = warpgroup_mma_wait(0, deps=[pending, pending_up])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(free.index(stage), count=1)
+    finish_tile(
+        acc, up, first_squares, inputs, squares, y, weighted, out_squares, partial_sums, barriers,
+        tile, first_token, split, num_tokens, num_out, num_in, num_squares, eps,
+        PADDED, SPLITS, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_squares"])

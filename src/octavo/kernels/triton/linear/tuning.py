@@ -29,6 +29,8 @@ QKV_HEAD_DIMS = (64, 128)
 
 MAX_SMALL_BATCH_GROUPED = 32
 """Up to so many tokens the fused products of a quantised weight are faster than separate operations."""
+MAX_HOPPER_TOKENS_GROUPED = {"int4": 64, "int8": 64, "float8": 32}
+"""Up to so many tokens Hopper's kernel is the fastest, by format."""
 MAX_ROWS_TWO_PARTS = 16
 """Up to so many rows a product with a float8 weight keeps what x has; with more, x is rounded to float8, too."""
 MIN_ROWS_CUBLAS = 1024
@@ -212,3 +214,24 @@ def grouped_tuning(num_out: int, num_in: int, step_inputs: int, num_tokens: int,
     if parts:
         return GroupedTuning(tokens, splits, 3 if many else 5)
     return GroupedTuning(tokens, splits, min(stages * 256 // step_inputs, 8), chunk=128 if tokens == 16 else 64)
+
+
+def grouped_hopper_tuning(
+    num_out: int, num_in: int, bits: int, scaled_inputs: int, num_tokens: int, gated: bool
+) -> HopperTuning:
+    """The fastest tuning on an H200 (benchmarks/kernels/bench_grouped.py --sweep), for a quantised weight.
+
+    bits           of a value
+    scaled_inputs  of a group, or of a pair of groups
+    """
+    columns = max(1024 // bits, scaled_inputs)
+    tiles, steps = cdiv(num_out, 128), cdiv(num_in, columns)
+    splits = max(1, min(NUM_MULTIPROCESSORS // tiles, steps // 2, 16))
+    splits = 1 << (splits.bit_length() - 1)
+    registers, kib = 104 if num_tokens <= 16 else 168, 200 if gated else 110
+    if num_tokens <= 16 and 4 * splits * tiles <= 3 * NUM_MULTIPROCESSORS and steps >= 4 * splits:
+        splits, registers, kib = 2 * splits, 80, 74  # two programs fit into a multiprocessor
+    words, planes = 16 * columns * bits, 512 * (columns // scaled_inputs)
+    stage_bytes = (words + planes) * (2 if gated else 1) + padded_tokens(num_tokens) * columns * 2
+    stages = max(2, min(kib * 1024 // stage_bytes, cdiv(steps, splits)))
+    return HopperTuning(128, columns, splits, stages, registers)

@@ -1,0 +1,160 @@
+"""Hopper's products of quantised weights: compiled without a GPU, and their launch arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton.experimental.gluon import language as gl
+
+from octavo.integers import cdiv
+from octavo.kernels.groups import GroupForm, Groups
+from octavo.kernels.reference.norms import NormedResidual
+from octavo.kernels.triton.linear import grouped_hopper, tuning
+from octavo.kernels.triton.linear.grouped import GroupedWeight, pack_groups
+from tests.kernels.triton.compiled import (
+    MULTIPROCESSOR_REGISTERS,
+    SHARED_BYTES,
+    compile_for_hopper,
+    fake_gpu,
+    record_launches,
+    register_usage,
+)
+
+LLAMA = [(6144, 4096, ""), (14336, 4096, "silu"), (4096, 14336, "")]
+
+
+def compile_product(
+    format: str, planes: str, columns: int, num_out: int, num_in: int, gate: str, num_tokens: int
+) -> tuple[Any, tuning.HopperTuning]:
+    bits, scaled = 4 if format == "int4" else 8, columns * (2 if planes == "pair" else 1)
+    chosen = tuning.grouped_hopper_tuning(num_out, num_in, bits, scaled, num_tokens, bool(gate))
+    lines = grouped_hopper.lines_of_step(format, chosen.columns)
+    padded = tuning.padded_tokens(num_tokens)
+    tokens = 8 if num_tokens <= 8 else padded
+    x_layout = gl.NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=2)
+    types = {
+        "xs": f"tensordesc<bf16[{tokens}, {columns}],{x_layout!r}>",
+        "words": f"tensordesc<i32[{lines}, 32],{grouped_hopper.WORD_LAYOUT!r}>",
+        "planes": f"tensordesc<i32[8, 16],{grouped_hopper.PLANE_LAYOUT!r}>",
+        "eps": "fp32",
+        "barriers": "*i32",
+        **dict.fromkeys(("row_scales", "squares", "out_squares", "partial_sums"), "*fp32"),
+        **dict.fromkeys(("bias", "residual", "norm", "y", "weighted"), "*bf16"),
+    }
+    adds = num_out < num_in
+    constants = {
+        "FORMAT": format,
+        "PLANES": planes,
+        "COLUMNS": columns,
+        "ZERO": 0 if format == "float8" else 8,
+        "SCALES": "bfloat16",
+        "STEP": chosen.columns,
+        "TOKENS": tokens,
+        "PADDED": padded,
+        "SPLITS": chosen.splits,
+        "STAGES": chosen.stages,
+        "GATE": gate,
+        "SCALED": not adds,
+        "WITH_BIAS": False,
+        "WITH_RESIDUAL": adds,
+        "WITH_NORM": adds,
+        "USE_PDL": True,
+    }
+    options = {"num_warps": grouped_hopper.NUM_WARPS, "maxnreg": chosen.registers}
+    return compile_for_hopper(grouped_hopper._grouped_hopper, constants, types, **options), chosen
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 32, 64])
+@pytest.mark.parametrize("shape", LLAMA, ids=str)
+@pytest.mark.parametrize(("format", "planes"), [("int4", "pair"), ("float8", "wide")])
+def test_products_of_llama_8b_fit(format: str, planes: str, shape: tuple[int, int, str], num_tokens: int) -> None:
+    kernel, chosen = compile_product(format, planes, 128, *shape, num_tokens)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_BYTES and (num_tokens > 32 or register_usage(kernel)[1] == 0)
+    assert ("wgmma.mma_async" in ptx) == (num_tokens > 16) and "cp.async.bulk.tensor.2d" in ptx
+    assert ("atom" in ptx) == (chosen.splits > 1)
+    # The words come in pieces of 8 bytes, or by matrix instructions' own loads: never number by number.
+    assert "ld.shared.v2.b8" not in ptx and ("ld.shared.v2.b32" if format == "int4" else "ldmatrix") in ptx
+    first, wait = ptx.index("cp.async.bulk"), ptx.rindex("griddepcontrol.wait")
+    assert first < wait < ptx.rindex("cp.async.bulk")  # words are copied before the wait, tokens after it
+
+
+@pytest.mark.parametrize(
+    ("format", "planes", "columns"),
+    [
+        ("int4", "zero", 32),
+        ("int4", "row", 128),
+        ("int8", "pair", 32),
+        ("int8", "pair", 128),
+        ("int8", "wide", 64),
+        ("float8", "row", 128),
+    ],
+)
+def test_every_kind_of_planes_compiles(format: str, planes: str, columns: int) -> None:
+    for num_tokens in (3, 20):
+        compile_product(format, planes, columns, 4096, 4096, "", num_tokens)
+
+
+def test_all_programs_of_a_product_are_resident() -> None:
+    """Programs that share a tile wait for each other."""
+    for num_out in range(128, 40_000, 128):
+        for num_in in (512, 4096, 14336):
+            for bits, scaled, num_tokens in ((4, 256, 1), (4, 32, 16), (8, 128, 32), (8, 256, 64)):
+                chosen = tuning.grouped_hopper_tuning(num_out, num_in, bits, scaled, num_tokens, False)
+                stage = 16 * chosen.columns * bits + tuning.padded_tokens(num_tokens) * chosen.columns * 2
+                stage += 512 * chosen.columns // scaled
+                assert chosen.stages * stage + 1024 <= SHARED_BYTES and 128 // chosen.splits >= 8
+                warps = cdiv(grouped_hopper.NUM_WARPS + 1, 4) * 4
+                by_registers = MULTIPROCESSOR_REGISTERS // (32 * warps * chosen.registers)
+                resident = (
+                    min(by_registers, SHARED_BYTES // (chosen.stages * stage + 2048)) * tuning.NUM_MULTIPROCESSORS
+                )
+                assert chosen.splits == 1 or cdiv(num_out, 128) * chosen.splits <= resident
+
+
+def packed(form: GroupForm, num_out: int, num_in: int) -> GroupedWeight:
+    scales = torch.ones(num_out, num_in // form.group_size, dtype=torch.float32 if form.is_float else torch.bfloat16)
+    values = torch.zeros(num_out, num_in, dtype=torch.uint8)
+    weight = pack_groups(Groups(form, values.view(torch.float8_e4m3fn) if form.is_float else values, scales, None))
+    assert isinstance(weight, GroupedWeight)
+    return weight
+
+
+def test_launch_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is passed under its name; a step's words are lines of the descriptor's tensor."""
+    args = record_launches(monkeypatch, grouped_hopper, "_grouped_hopper")
+    with fake_gpu(9, 0):
+        stream = NormedResidual(*(torch.zeros(5, 512, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(4, 16))
+        norm, weight = torch.ones(512, dtype=torch.bfloat16), packed(GroupForm(4, 128, zero=8), 512, 512)
+        after = weight.add_linear(stream, torch.zeros(5, 512, dtype=torch.bfloat16), None, norm)
+        assert args["residual"] is stream.x and args["norm"] is norm and args["y"] is after.x and args["WITH_NORM"]
+        assert after.squares is args["out_squares"] and after.squares.shape == (4 * args["SPLITS"], 16)
+        assert (
+            args["words"].base.shape == (4 * 2 * 128, 32) and args["tile_lines"] == 2 * 128
+        )  # two steps of 256 inputs
+        assert args["planes"].base.shape == (2 * 512 // 16, 16) and args["plane_lines"] == 32
+        assert args["TOKENS"] == 8 and args["PADDED"] == 16 and args["grid"] == (4 * args["SPLITS"],)
+        weight = packed(GroupForm(8, 128, is_float=True), 512, 512)
+        y = weight.norm_linear(stream, 1e-6, gate="silu")
+        assert y.shape == (5, 256) and args["squares"] is stream.squares and args["num_squares"] == 4
+        assert args["words"].base.shape == (512, 128) and args["num_out"] == 256 and args["FORMAT"] == "float8"
+        assert weight.max_small_batch_tokens == 32
+    assert weight.max_small_batch_tokens == tuning.MAX_ROWS_TWO_PARTS
+
+
+def test_the_kernel_is_for_few_rows_in_bfloat16_that_tma_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    monkeypatch.setattr(grouped_hopper, "launch", lambda weight, x, *args, **options: launched.append(len(x)))
+    weight = packed(GroupForm(4, 128, zero=8), 128, 512)
+    with fake_gpu(9, 0):
+        for num_rows in (1, 64):
+            weight(torch.zeros(num_rows, 512, dtype=torch.bfloat16), None)
+        assert launched == [1, 64]
+        assert not weight._streams(torch.zeros(65, 512, dtype=torch.bfloat16), None)
+        assert not weight._streams(torch.zeros(4, 512, dtype=torch.float16), None)
+        assert not weight._streams(torch.zeros(4, 516, dtype=torch.bfloat16)[:, :512], None)
+        x = torch.zeros(4, 512, dtype=torch.bfloat16)
+        assert not weight._streams(x, torch.zeros(4, 200, dtype=torch.bfloat16)[:, :128])
+    assert not weight._streams(x, None)
