@@ -1,13 +1,14 @@
 """Decoding with quantised weights on a GPU, in the engine: milliseconds of a step.
 
     PYTHONPATH=src python benchmarks/quantised_gpu.py [--forms bf16,fp8,int4] [--rows 1,16,64,256] [--vllm]
+        [--kv-cache-dtype fp8] [--context N] [--layers N]
 
 With `--vllm` it measures vLLM instead, the same way; run both at the same time on two GPUs, or one after the other.
 
 The model has the shape of Llama-3-8B and random weights, which are as fast as trained ones. Its linear layers have the
-forms of checkpoints: `fp8` blocks of 128 x 128 (vLLM: its fastest, tensors), `int4` groups of 128 (vLLM: gptq, Marlin);
-embeddings and head stay in bfloat16. A step's
-time is the difference of two runs that find their prompts in the prefix cache, and of which one has 64 tokens more.
+forms of checkpoints: `fp8` blocks of 128 x 128 and `fp8_rows` outputs (vLLM, for both: tensors, its fastest), `int4`
+groups of 128 (vLLM: gptq). Embeddings and head stay in bfloat16. A step's time is the difference of two runs that find
+their prompts in the prefix cache, and of which one has 64 tokens more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +41,7 @@ CONFIG = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
     "hidden_act": "silu",
@@ -48,7 +50,12 @@ CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-FORMS = {"bf16": None, "fp8": GroupForm(8, 128, is_float=True), "int4": GroupForm(4, 128, zero=8)}
+FORMS = {
+    "bf16": None,
+    "fp8": GroupForm(8, 128, is_float=True),
+    "fp8_rows": GroupForm(8, 0, is_float=True),  # a scale an output
+    "int4": GroupForm(4, 128, zero=8),
+}
 STEPS = 64
 
 
@@ -58,7 +65,10 @@ class RandomMethod(PackedMethod):
     stored: GroupForm | None = None
 
     def allocate(self, forms: Sequence[tuple[int, GroupForm | None]]) -> None:
-        form = self.stored if self.stored and self.role == "linear" and self.keeps(self.stored) else None
+        form = self.stored
+        if form and not form.group_size:
+            form = replace(form, group_size=self.weight.shape[1])
+        form = form if form and self.role == "linear" and self.keeps(form) else None
         super().allocate([(num_rows, form) for num_rows, _ in forms])
 
     def rows(self, first: int, last: int) -> Tensor | Groups:
@@ -77,10 +87,14 @@ class RandomMethod(PackedMethod):
         super().finish()
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+PARTS = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
+PARTS += [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+GPTQ |= {"lm_head": False, "modules_in_block_to_quantize": PARTS}  # else looked for in files, of which there are none
 VLLM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": ({}, {}),
     "fp8": ({}, {"quantization": "fp8"}),
+    "fp8_rows": ({}, {"quantization": "fp8"}),
     "int4": ({"quantization_config": GPTQ}, {}),
 }
 """Of each form, vLLM's changes of config.json and of its options."""
@@ -110,7 +124,7 @@ def seconds(llm: Any, prompts: list[Any], num_tokens: int) -> float:
     kind = __import__(type(llm).__module__.partition(".")[0]).SamplingParams
     params = kind(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     best = float("inf")
-    for _ in range(2):
+    for _ in range(4):  # graphs of prompts and of cached prompts are captured in the first two
         begin = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         best = min(best, time.perf_counter() - begin)
@@ -119,13 +133,15 @@ def seconds(llm: Any, prompts: list[Any], num_tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--forms", type=lambda text: text.split(","), default=list(FORMS))
+    parser.add_argument("--forms", type=lambda text: text.split(","), default=["bf16", "fp8", "int4"])
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=(1, 16, 64, 256))
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--vllm", action="store_true")
     args = parser.parse_args()
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": args.context + 2 * STEPS}
+    options["kv_cache_dtype"] = args.kv_cache_dtype
     base: dict[int, float] = {}
     print(f"{'ms of a step':<14}" + "".join(f"{rows:>8} rows" for rows in args.rows) + "  started", flush=True)
     for name in args.forms:
