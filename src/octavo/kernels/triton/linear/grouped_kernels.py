@@ -80,7 +80,7 @@ mul.rn.bf16x2 q, q, m;
 mov.b32 {$0, $2}, p;
 mov.b32 {$1, $3}, q;
 }""")
-"""A value's sign and bits, moved, are a number in bfloat16 that is 2^120 times less. NaN, which no weight has, is 480."""
+"""A value's sign and bits, moved, are a number in bfloat16 that is 2^120 times less. NaN, if there were any, is 480."""
 
 
 @triton.jit
