@@ -36,6 +36,16 @@ def test_attention(
     assert relative_error(known, expected) < TOLERANCE[q_dtype]
 
 
+@DTYPES
+@pytest.mark.parametrize("head_dim", [16, 32, 128])
+def test_decode_of_other_heads(dtype: torch.dtype, head_dim: int) -> None:
+    """Narrow heads are read number by number, others in pairs."""
+    case, scales = quantised(make_case(*DECODE, block_size=16, head_dim=head_dim), dtype)
+    arguments = case.q.to(DEVICE), case.kv.to(DEVICE)[:, 1], on_device(case.batch)
+    out = cuda.paged_attention(*arguments, scale=case.scale, kv_scales=scales.to(DEVICE))
+    assert relative_error(out.cpu(), naive_attention(case)[0]) < TOLERANCE[torch.float32]
+
+
 def test_a_shared_prefix() -> None:
     case = make_case([1] * 3, [330, 300, 290], block_size=16)
     case.batch.block_tables[1:, :16] = case.batch.block_tables[0, :16]
