@@ -71,6 +71,7 @@ def test_a_rank_gives_up_after_the_limit_and_waits_no_more(paired_bytes: int) ->
 def test_another_thread_stops_a_rank_that_waits(paired_bytes: int) -> None:
     """A kernel that looked only once would reach the limit. Later ones do not even begin to wait."""
     rank, _memory = lone_rank(20_000, paired_bytes)
+    rank = Pushing(replace(rank.buffers, look_reads=256))
     stopper = threading.Timer(0.3, rank.buffers.stop_waiting)
     stopper.start()
     rank.all_reduce(torch.ones(8, 96))

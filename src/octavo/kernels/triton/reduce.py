@@ -52,8 +52,12 @@ NO_LIMIT = (1 << 31) - 1
 LATE, STOPPED = 1, 2
 """Values of `PeerBuffers.status`: a unit has not come within the limit; the host has stopped the kernels."""
 BLOCK, FLAG = tl.constexpr(BLOCK_BYTES), tl.constexpr(FLAG_BYTES)
-READS_PER_LOOK = tl.constexpr(256)
-"""A power of two: reads of a slot for one look at `PeerBuffers.stop`, which takes longer, in the host's memory."""
+READS_PER_LOOK = 1 << 15
+"""A power of two: reads of a slot, about 30 ms, for one look at `PeerBuffers.stop`.
+
+All programs look at one word of the host's memory. That may take over a millisecond, for which the other ranks wait at
+the next message. If they waited long enough to look, too, all ranks would go on at that pace.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class PeerBuffers:
     stop          [1] int32 in the host's memory, pinned: STOPPED ends all waits
     spin_limit    reads of a slot until a program gives up; a read takes about a microsecond
     paired_bytes  longer messages are sent in blocks
+    look_reads    see READS_PER_LOOK
     """
 
     rank: int
@@ -94,6 +99,7 @@ class PeerBuffers:
     stop: Tensor
     spin_limit: int = NO_LIMIT
     paired_bytes: int = PAIRED_BYTES
+    look_reads: int = READS_PER_LOOK
 
     def stop_waiting(self) -> None:
         """End this rank's kernels that wait for others, and those that will: all later results are wrong.
@@ -187,6 +193,7 @@ def _launch(
         "SIZE": buffers.size,
         "RANKS": triton.next_power_of_2(buffers.size),
         "UNIT": slots.unit_bytes // x.itemsize,
+        "LOOK_READS": buffers.look_reads,
         "GATHER": gather,
         "WITH_NORM": norm is not None,
         "num_warps": 4,
@@ -207,13 +214,13 @@ def _is_late(stamped, epoch, valid):
 
 
 @triton.jit
-def _count_read(reads_left, status, stop):
+def _count_read(reads_left, status, stop, LOOK_READS: tl.constexpr):
     """The reads that are left, 0 once this rank has given up. Looks at `stop` now and then.
 
     All threads of the program get the same answer, because it comes from an atomic operation: they meet in the loop.
     """
     reads_left -= 1
-    if ((READS_PER_LOOK - 1) & reads_left) == 0:  # noqa: SIM102 - Triton computes both sides of an `and`
+    if ((LOOK_READS - 1) & reads_left) == 0:  # noqa: SIM102 - Triton computes both sides of an `and`
         if tl.atomic_max(status, tl.load(stop, volatile=True), sem="relaxed") != 0:
             reads_left = 0
     return reads_left
@@ -286,6 +293,7 @@ def _exchange_pairs(
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
     UNIT: tl.constexpr,
+    LOOK_READS: tl.constexpr,
     GATHER: tl.constexpr,
     WITH_NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -323,7 +331,7 @@ def _exchange_pairs(
         while (late != 0) & (reads_left > 0):
             stamped = tl.load(slots, mask=valid, other=0, volatile=True)
             late = _is_late(stamped, epoch, valid)
-            reads_left = _count_read(reads_left, status, stop)
+            reads_left = _count_read(reads_left, status, stop, LOOK_READS)
         if late != 0:
             tl.atomic_max(status, 1, sem="relaxed")  # LATE
         tl.store(epochs + unit, epoch)  # all threads have read it: they met in `_is_late`
@@ -377,6 +385,7 @@ def _exchange_blocks(
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
     UNIT: tl.constexpr,
+    LOOK_READS: tl.constexpr,
     GATHER: tl.constexpr,
     WITH_NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -417,7 +426,7 @@ def _exchange_blocks(
         while (late == 2) | ((late == 1) & (reads_left > 0)):
             found = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
             late = tl.max((is_rank & (found != epoch)).to(tl.int32), 0)
-            reads_left = _count_read(reads_left, status, stop)
+            reads_left = _count_read(reads_left, status, stop, LOOK_READS)
         tl.debug_barrier()  # what one thread has acquired, all may read; and all have read the epoch
         if late != 0:
             tl.atomic_max(status, 1, sem="relaxed")  # LATE
