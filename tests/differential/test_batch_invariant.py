@@ -142,7 +142,7 @@ def test_a_request_has_the_same_bits_in_every_situation(name: str, model: Any) -
 def test_without_it_they_differ(model: Any) -> None:
     found = variants(model("llama"), batch_invariant=False, dtype="bfloat16")
     different = {situation for situation, each in found.items() if each != found["alone"]}
-    assert different >= {"chunks of 7", "recompute beside 0"}
+    assert "recompute beside 0" in different
 
 
 def test_processors_with_a_matrix_unit_use_the_native_product_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.kernels.triton.compiled import fake_gpu, list_launches, register_usag
 
 KERNELS = Path(octavo.__file__).parent / "kernels" / "triton"
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
-HOPPER = {"_hopper_prefill", "_skinny_hopper", "_qkv_hopper"}
+HOPPER = {"_hopper_prefill", "_skinny_hopper", "_qkv_hopper", "_grouped_hopper"}
 
 
 def sm(capability: Any) -> str | None:
