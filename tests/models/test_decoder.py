@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import RaggedBatch
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.layers import Attention, GatedMLP
 from octavo.models.linear import LayerFactory
@@ -239,10 +240,10 @@ class PlainPathMLP:
     def __init__(self, mlp: Any) -> None:
         self.mlp = mlp
         self.weights = mlp.weights
-        self.num_calls = 0
+        self.num_tokens: list[int] = []  # of each call
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
+        self.num_tokens.append(len(x))
         return self.mlp(x)
 
 
@@ -267,7 +268,7 @@ def test_a_spec_names_its_model_and_a_model_fills_the_slot_of_the_mlp(models: An
     assert isinstance(decoder, OtherDecoder) and decoder.max_small_batch_tokens == 0
     for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=8).run(4), expected, strict=True):
         assert_close(actual, wanted)
-    assert all(isinstance(layer.mlp, PlainPathMLP) and layer.mlp.num_calls > 4 for layer in decoder.layers)
+    assert all(isinstance(layer.mlp, PlainPathMLP) and len(layer.mlp.num_tokens) > 4 for layer in decoder.layers)
 
 
 @pytest.mark.parametrize("ops", [reference, cpu, SmallBatchPath()], ids=["reference", "cpu", "small batches"])
@@ -291,16 +292,28 @@ def test_every_schedule_gives_the_same_logits(models: Any, chunk: Any, block_siz
         assert_close(actual, wanted)
 
 
-def test_only_requested_rows_get_logits(models: Any) -> None:
-    directory, expected = models["llama"]
+@pytest.mark.parametrize("case", ["llama", "gemma3", "gemma4", "qwen3_moe", "qwen3_5", "gpt2", "opt norms after"])
+def test_only_requested_rows_get_logits_and_pass_the_last_mlp(models: Any, case: str) -> None:
+    directory, expected = models[case]
     run = PagedRun(load_tiny(directory), PROMPTS, block_size=8)
-    forward, wanted_rows = run.decoder.forward, torch.tensor([32, 0, 9])  # ends of sequences 2, 0 and 1
-    seen = {}
-    run.decoder.forward = lambda ids, batch, kv, rows: seen.setdefault("logits", forward(ids, batch, kv, wanted_rows))  # type: ignore[method-assign]
+    last: Any = run.decoder.layers[-1]  # type: ignore[attr-defined]
+    part = "mlp" if hasattr(last, "mlp") else "up"
+    mlp = PlainPathMLP(getattr(last, part))
+    setattr(last, part, mlp)
+    forward, seen = run.decoder.forward, []
+
+    def forward_some(ids: Tensor, batch: RaggedBatch, kv: Tensor, rows: Tensor) -> Tensor:
+        wanted = torch.tensor([32, 0, 9])  # ends of sequences 2, 0 and 1
+        seen.extend(forward(ids, batch, kv, rows) for rows in (wanted[:0], wanted))
+        return seen[-1]
+
+    run.decoder.forward = forward_some  # type: ignore[method-assign]
     with pytest.raises(RuntimeError):
         run.step([len(prompt) for prompt in PROMPTS])  # `step` expects the logits of all rows
-    assert seen["logits"].dtype == torch.float32
-    assert_close(seen["logits"], torch.stack([expected[2][-1], expected[0][-1], expected[1][-1]]))
+    none, logits = seen
+    assert none.shape == (0, logits.shape[1]) and logits.dtype == torch.float32
+    assert_close(logits, torch.stack([expected[2][-1], expected[0][-1], expected[1][-1]]))
+    assert mlp.num_tokens == [3]
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "gpt2", "opt"])

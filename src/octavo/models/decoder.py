@@ -35,11 +35,18 @@ class DecoderLayer:
         self.after_attention, self.after_mlp = norms.get("after_attention"), norms.get("after_mlp")
 
     def __call__(
-        self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
+        self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual) after this layer, all [num_tokens, hidden_size]."""
+        """(x, residual) -> (x, residual) after this layer, all [num_tokens, hidden_size].
+
+        rows  [num_rows] int64, the tokens of the result, [num_rows, hidden_size]: no MLP sees the others. None: all
+        """
         x, residual = self._add_norm(x, residual, self.attention_norm)
         x = self.attention(x, batch, kv_layer, cos_sin)
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+            if not len(rows):  # a chunk that is not a prompt's last
+                return x, residual
         if self.after_attention is not None:
             x = self.ops.rms_norm(x, self.after_attention, self.eps)
         x, residual = self._add_norm(x, residual, self.mlp_norm)
@@ -165,9 +172,7 @@ class Decoder:
             return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows), sliced=sliced)
         residual = torch.zeros_like(x)
         for layer, memory, table in zip(self.layers, self._memory_of_layers(batch, kv), self.tables, strict=True):
-            x, residual = layer(x, residual, *memory, table)
-        if logits_rows is not None:
-            x, residual = x[logits_rows], residual[logits_rows]
+            x, residual = layer(x, residual, *memory, table, logits_rows if layer is self.layers[-1] else None)
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
         return self.vocabulary.logits(x, sliced=sliced)
 

@@ -85,9 +85,9 @@ class ScaledLayer(DecoderLayer):
         self.factor = torch.empty(1, device=factory.device)
 
     def __call__(
-        self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
+        self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x, residual = super().__call__(x, residual, batch, kv_layer, cos_sin)
+        x, residual = super().__call__(x, residual, batch, kv_layer, cos_sin, rows)
         return (x + residual).mul_(self.factor), torch.zeros_like(x)
 
     def _transform(self, x: Tensor, residual: Tensor) -> Tensor:

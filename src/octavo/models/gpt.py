@@ -57,15 +57,23 @@ class GPTLayer:
         self.kv_scales: Tensor | None = None
         self.mlp_norm = LayerNorm(norms.get("mlp"), spec.layer_norm_eps, factory)
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
         """x [num_tokens, hidden_size] -> the same shape; writes the tokens' K and V to kv_layer.
 
         cos_sin  the rotary table; None: positions are learned
+        rows     as of `decoder.DecoderLayer`
         """
+        attended = self._attend(self.attention_norm(x) if self.norm_first else x, batch, kv_layer, cos_sin)
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+            if not len(rows):
+                return x
+        x = x + attended
         if self.norm_first:
-            x = x + self._attend(self.attention_norm(x), batch, kv_layer, cos_sin)
             return x + self._mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self._attend(x, batch, kv_layer, cos_sin))
+        x = self.attention_norm(x)
         return self.mlp_norm(x + self._mlp(x))
 
     def _attend(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor | None) -> Tensor:
@@ -123,9 +131,8 @@ class GPT:
         if self.positions is not None:
             x = x + F.embedding(batch.positions + self.spec.position_offset, self.positions)
         for index, layer in enumerate(self.layers):
-            x = layer(x, batch, kv[:, index], self.cos_sin)  # [num_tokens, hidden_size]
-        if logits_rows is not None:
-            x = x[logits_rows]
+            rows = logits_rows if layer is self.layers[-1] else None
+            x = layer(x, batch, kv[:, index], self.cos_sin, rows)  # [num_tokens or num_rows, hidden_size]
         if self.norm is not None:
             x = self.norm(x)
         if self.project_out is not None:
