@@ -23,12 +23,12 @@ inline const bfloat16 *bfloat16_row(const int8_t *row, long size, bfloat16 *memo
 // sum so far has `tiles` parts of 64 numbers, `stride` apart.
 inline void weigh_keys(float *scores, long from, long to, float scale, float &highest, float &total, float *weighted,
                        long tiles, long stride, Word *weights) {
-    float best = -INFINITY;
     for (int j = 0; j < KEY_TILE; j++) scores[j] *= scale;
     std::fill(scores, scores + from, -INFINITY);
     std::fill(scores + to, scores + KEY_TILE, -INFINITY);
-#pragma omp simd reduction(max : best)
-    for (int j = 0; j < KEY_TILE; j++) best = std::max(best, scores[j]);
+    Floats tops = load<Floats>(scores);
+    for (int j = LANES; j < KEY_TILE; j += LANES) tops = larger(tops, load<Floats>(scores + j));
+    float best = largest(tops);
     if (!(best <= highest)) {
         float shrink = exp_of_negative(highest - best);
         total *= shrink, highest = best;
@@ -87,8 +87,11 @@ template <class R> void attend_queries(const Attention &a, long seq, long head, 
             const bfloat16 *row = bfloat16_row(from, size, memory);
             for (long i = 0; i < words; i++) memcpy(keys + i * KEY_TILE + j, row + 2 * i, sizeof *keys);
             row = bfloat16_row(from + a.num_kv_heads * head_size, size, memory);
-            for (long i = 0; i < size; i++)
-                values[(i / 64 * KEY_PAIRS + j / 2) * 64 + i % 64] |= uint32_t(row[i].bits) << j % 2 * 16;
+            for (long t = 0; t < tiles; t++) {
+                uint32_t *pair = values + (t * KEY_PAIRS + j / 2) * 64;
+                for (long i = 0; i < std::min(64L, size - t * 64); i++)
+                    pair[i] |= uint32_t(row[t * 64 + i].bits) << j % 2 * 16;
+            }
         }
         for (long row = 0; row < num_rows; row += K::ROWS) {
             long n = std::min<long>(K::ROWS, num_rows - row);
@@ -111,7 +114,8 @@ template <class R> void attend_queries(const Attention &a, long seq, long head, 
     }
     for (long row = 0; row < num_rows; row++) {
         float part[MAX_HEAD_DIM + 2];
-        for (long i = 0; i < size; i++) part[i] = weighted[i / 64 * stride + row * 64 + i % 64];
+        for (long t = 0; t < tiles; t++)
+            std::copy_n(weighted + t * stride + row * 64, std::min(64L, size - t * 64), part + t * 64);
         part[size] = highest[row], part[size + 1] = total[row];
         float sink = a.sinks ? a.sinks[head * a.group + row % a.group] : -INFINITY;
         merge_parts(part, 1, 0, size, sink, out + place(row) * size, a.lse ? a.lse + place(row) : nullptr);

@@ -184,6 +184,15 @@ inline float sum(Floats v) {
     return fold_1(v, v)[0];
 }
 
+// Compilers do not vectorise a loop for the largest number: the order of NaN and zeros would differ.
+inline Floats larger(Floats a, Floats b) { return a < b ? b : a; }
+
+inline float largest(Floats v) {
+    float best = v[0];
+    for (int i = 1; i < LANES; i++) best = std::max(best, v[i]);
+    return best;
+}
+
 // e^x for x <= 0, with a relative error of 2e-7: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor
 // series. Compilers vectorise loops of it, unlike loops of the library's exp.
 inline float exp_of_negative(float x) {
@@ -338,16 +347,18 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
     long num_blocks = (num_rows + block_rows - 1) / block_rows;
     bool reads_once = num_rows <= K::ROWS && TILE / WORDS <= GROUPS;
     constexpr long max_count = STEP_BYTES / (4 * TILE);
+    bool keeps_sums = num_blocks > 1 && num_steps > max_count;
     // Each thread computes consecutive tiles, so data prefetched beyond the end of a tile are used.
     parallel_for(num_tiles, a.num_threads, [&](long t) {
         auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * 2;
         alignas(64) FloatWords few[FEW_ROWS<K> * TILE / WORDS];
-        FloatWords *sums = few;
-        if (num_blocks > 1) {
+        FloatWords *sums = nullptr;
+        if (keeps_sums) {
             auto memory = reinterpret_cast<uintptr_t>(scratch<3>(num_rows * TILE + 16));
             sums = reinterpret_cast<FloatWords *>((memory + 63) / 64 * 64);
         }
-        std::fill_n(sums, num_rows * (TILE / WORDS), FloatWords{});
+        long width = std::min<long>(TILE, a.num_out - t * TILE);
+        const bfloat16 *bias = a.bias ? a.bias + t * TILE : nullptr;
         for (long k = 0; k < num_steps; k += max_count) {
             long count = std::min(max_count, num_steps - k);
             const char *now = tile + k * 4 * TILE;
@@ -356,18 +367,21 @@ template <class K, int TILE, class Y> void tiled_product(const Linear &a, const 
                 long lines = reads_once ? 0 : (LINES + num_blocks - 1) / num_blocks;
                 const char *ahead = now + count * 4 * TILE + block * lines * count * 64;
                 if (block * lines >= LINES) lines = 0;
-                long row = block * block_rows;
-                take_rows<K, TILE>(std::min<long>(block_rows, num_rows - row), now, x.words + row * x.stride + k, x.stride,
-                                   count, sums + row * (TILE / WORDS), ahead, lines);
+                long row = block * block_rows, rows = std::min<long>(block_rows, num_rows - row);
+                FloatWords *own = keeps_sums ? sums + row * (TILE / WORDS) : few;
+                if (!k) std::fill_n(own, rows * (TILE / WORDS), FloatWords{});
+                Y *out = y + (first + row) * a.y_stride + t * TILE;
+                bool is_last = k + count == num_steps;
+                for (long r = 0; is_last && r < rows; r++)  // stores would wait for their lines, and products for stores
+                    for (long i = 0; i < TILE; i += 64 / sizeof(Y)) __builtin_prefetch(out + r * a.y_stride + i, 1);
+                take_rows<K, TILE>(rows, now, x.words + row * x.stride + k, x.stride, count, own, ahead, lines);
+                for (long r = 0; is_last && r < rows; r++) {
+                    alignas(64) float values[TILE];
+                    memcpy(values, own + r * (TILE / WORDS), sizeof values);
+                    for (long i = 0; i < width; i++)
+                        out[r * a.y_stride + i] = narrow<Y>(bias ? values[i] + wide(bias[i]) : values[i]);
+                }
             }
-        }
-        long width = std::min<long>(TILE, a.num_out - t * TILE);
-        const bfloat16 *bias = a.bias ? a.bias + t * TILE : nullptr;
-        for (long row = 0; row < num_rows; row++) {
-            alignas(64) float values[TILE];
-            memcpy(values, sums + row * (TILE / WORDS), sizeof values);
-            Y *out = y + (first + row) * a.y_stride + t * TILE;
-            for (long i = 0; i < width; i++) out[i] = narrow<Y>(bias ? values[i] + wide(bias[i]) : values[i]);
         }
     });
 }
@@ -463,14 +477,12 @@ template <class T, class W> void add_rms_norm(const Norm &a) {
     long num_rows = a.num_rows, size = a.size;
     parallel_for(num_rows, num_rows * size > WORTH_A_THREAD ? a.num_threads : 1, [&](long row) {
         float *sums = scratch<0>(size);
-        for (long i = 0; i < size; i++) {
-            float value = wide(x[row * size + i]);
-            if (residual) {
-                T total = narrow<T>(value + wide(residual[row * size + i]));
-                residual_out[row * size + i] = total;
-                value = wide(total);
-            }
-            sums[i] = value;
+        widen(x + row * size, size, sums);
+        if (residual) {
+            const T *from = residual + row * size;
+            T *to = residual_out + row * size;
+            for (long i = 0; i < size; i++) to[i] = narrow<T>(sums[i] + wide(from[i]));
+            widen(to, size, sums);
         }
         rms_norm_row(sums, weight, a.eps, size, out + row * size);
     });
@@ -694,9 +706,7 @@ void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long 
         memcpy(weights[h], &scores, sizeof scores);
         std::fill(weights[h] + n, weights[h] + CHUNK, -INFINITY);
         float &highest = heads.highest[first + h], &total = heads.total[first + h];
-        float best = -INFINITY;
-#pragma omp simd reduction(max : best)
-        for (int j = 0; j < CHUNK; j++) best = std::max(best, weights[h][j]);
+        float best = largest(load<Floats>(weights[h]));
         if (!(best <= highest)) {
             float shrink = exp_of_negative(highest - best);
             total *= shrink, highest = best;
