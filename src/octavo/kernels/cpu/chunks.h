@@ -23,9 +23,7 @@ inline const bfloat16 *bfloat16_row(const int8_t *row, long size, bfloat16 *memo
 // sum so far has `tiles` parts of 64 numbers, `stride` apart.
 inline void weigh_keys(float *scores, long from, long to, float scale, float &highest, float &total, float *weighted,
                        long tiles, long stride, Word *weights) {
-    for (int j = 0; j < KEY_TILE; j++) scores[j] *= scale;
-    std::fill(scores, scores + from, -INFINITY);
-    std::fill(scores + to, scores + KEY_TILE, -INFINITY);
+    for (int j = 0; j < KEY_TILE; j++) scores[j] = j >= from && j < to ? scores[j] * scale : -INFINITY;
     Floats tops = load<Floats>(scores);
     for (int j = LANES; j < KEY_TILE; j += LANES) tops = larger(tops, load<Floats>(scores + j));
     float best = largest(tops);

@@ -188,9 +188,13 @@ inline float sum(Floats v) {
 inline Floats larger(Floats a, Floats b) { return a < b ? b : a; }
 
 inline float largest(Floats v) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float best = v[0];
     for (int i = 1; i < LANES; i++) best = std::max(best, v[i]);
     return best;
+#endif
 }
 
 // e^x for x <= 0, with a relative error of 2e-7: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor
